@@ -56,8 +56,8 @@ _FP8: dict[str, Any] = {
 _INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
     "ignore": [
-        "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-        "re:.*mlp\\.gate$",
+        "lm_head", "model.embed_tokens", "re:.*self_attn.*", "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*mlp\\.gate(\\.weight)?$",
     ],
     "config_groups": {"group_0": {
         "targets": ["Linear"], "input_activations": None, "output_activations": None,
@@ -72,13 +72,18 @@ _QUANTIZATION: dict[Form, dict[str, Any]] = {
     "fp8": {"quantization_config": _FP8},
     "int4": {"quantization_config": _INT4},
 }
+_TOKENIZER: dict[str, Any] = {  # the least that the tokenizers library reads
+    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+    "pre_tokenizer": None, "post_processor": None, "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
+}  # fmt: skip
 _IN_FP8 = re.compile(r".+\.(self_attn|mlp)\.(.+\.)?\w+_proj(_with_mqa)?\.weight")
 _RANKS = 64  # that Megatron's save came from: a file each
 
 
-def kimi_k2(form: Form) -> dict[str, Any]:
+def kimi_k2(form: Form, layers: int = 61) -> dict[str, Any]:
     """config.json of Kimi K2, a trillion parameters, in bfloat16, in FP8 blocks or with experts in INT4."""
-    return _KIMI_K2 | _QUANTIZATION[form]
+    return _KIMI_K2 | {"num_hidden_layers": layers} | _QUANTIZATION[form]
 
 
 def stored(config: Mapping[str, Any], form: Form) -> dict[str, TensorSpec]:
@@ -108,6 +113,8 @@ def make_hf(path: Path, config: Mapping[str, Any], form: Form, shards: int = 62)
     """An HF directory with config, index and headers; its files have their full sizes and hold nothing."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(dict(config), indent=2))
+    (path / "tokenizer.json").write_text(json.dumps(_TOKENIZER))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     specs = stored(config, form)
     total = sum(spec.nbytes for spec in specs.values())
     weight_map, files = {}, list(_cut(specs.values(), total / shards))

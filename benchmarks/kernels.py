@@ -14,13 +14,14 @@ import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
+from measure import SMALLEST
 from torch import Tensor
 
 from quant.formats.scheme import Grid, QuantScheme
 from quant.kernels.dispatch import quantize_pack
 
 ROUNDS = 5
-MATRICES, ROWS, COLUMNS = 1, 2048, 7168  # a projection of an expert of Kimi K2, 29 MB
+MATRICES, ROWS, COLUMNS = (1, 128, 512) if SMALLEST else (1, 2048, 7168)  # a projection of an expert of Kimi K2, 29 MB
 CASES: tuple[tuple[str, QuantScheme], ...] = (
     ("qmax7, groups of 128", QuantScheme(128, "qmax7")),
     ("qmax7, groups of 32", QuantScheme(32, "qmax7")),

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from measure import run
+from measure import SMALLEST, run
 
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
@@ -35,7 +35,9 @@ _GLM_45_AIR: dict[str, Any] = {
     "rms_norm_eps": 1e-5, "rope_theta": 1000000, "max_position_embeddings": 131072, "tie_word_embeddings": False,
 }  # fmt: skip
 # The first rank has the embedding, the last the output layer and the multi-token prediction layer.
-_RANKS = ("0", "100", "255", "0,100,255")
+_RANKS = ["0", "100", "255", "0,100,255"]
+if SMALLEST:
+    _RANKS, _GLM_45_AIR = ["0"], _GLM_45_AIR | {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 16384}
 _ZEROS = bytes(1 << 24)
 
 

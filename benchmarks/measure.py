@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROUNDS = int(os.environ.get("BENCH_ROUNDS", "3"))
+SMALLEST = "BENCH_SMALLEST" in os.environ  # each section once, on the smallest model: whether it runs, not how fast
+ROUNDS = int(os.environ.get("BENCH_ROUNDS", "1" if SMALLEST else "3"))
 _EVERY_S = 0.005
 
 
@@ -30,6 +31,11 @@ class Run:
     busy: float
     resident: int
     anonymous: int
+
+
+def chosen(variable: str, usual: Sequence[str], smallest: Sequence[str]) -> list[str]:
+    """The models or sizes to measure: those that the environment variable names, or else the section's own."""
+    return os.environ.get(variable, " ".join(smallest if SMALLEST else usual)).split()
 
 
 def run(command: Sequence[str], product: Path | None = None) -> Run:

@@ -19,19 +19,21 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ROUNDS = int(os.environ.get("BENCH_ROUNDS", "3"))
-GB = os.environ.get("BENCH_GB", "1.14")  # ten layers, which two stages divide
 TP, PP = 2, 2
 
 
 def rows() -> list[dict[str, Any]]:
     """Median seconds of whole commands, run in turn on files in the page cache, and ratios to the plain load."""
+    # Not at the top: the part below runs with -P, which hides measure.py.
+    from measure import ROUNDS, chosen
+
     if find_spec("megatron") is None:
         return []
+    (size,) = chosen("BENCH_GB", ["1.14"], ["0.35"])  # ten layers, or two, which two stages divide
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
         hf, megatron, report = Path(directory) / "hf", Path(directory) / "megatron", Path(directory) / "report.json"
         ckptkit = [sys.executable, "-m", "ckptkit"]
-        subprocess.run([sys.executable, "models.py", GB, str(hf)], check=True, cwd=HERE)
+        subprocess.run([sys.executable, "models.py", size, str(hf)], check=True, cwd=HERE)
         subprocess.run([*ckptkit, "convert", str(hf), str(megatron)], check=True, stdout=subprocess.DEVNULL)
         sizes = ["--tp", str(TP), "--pp", str(PP)]
         verify = [*ckptkit, "verify", str(megatron), "--against-megatron", *sizes, "--report", str(report)]
@@ -51,7 +53,7 @@ def rows() -> list[dict[str, Any]]:
         plain = statistics.median(seconds["plain load"])
         return [
             {
-                "GB": GB,
+                "GB": size,
                 "what": what,
                 "seconds": round(statistics.median(found), 2),
                 "ratio to the plain load": round(statistics.median(found) / plain, 2),

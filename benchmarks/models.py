@@ -56,9 +56,19 @@ DENSE = _COMMON | {
 # Qwen3-1.7B's layers, of 0.1 GB each, with a vocabulary of 16384.
 _SMALL = DENSE | {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "vocab_size": 16384}
 
+_TINY = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_experts": 12,
+    "vocab_size": 4096,
+}
+
 
 def config_of(name: str) -> dict[str, Any]:
-    """`moe`, `moe-LAYERS`, `dense`, or a number of GB for a dense model of about that size."""
+    """`moe`, `moe-LAYERS`, `moe-tiny`, `dense`, or a number of GB for a dense model of about that size."""
+    if name == "moe-tiny":
+        return MOE | _TINY
     if name.startswith("moe"):
         return MOE | {"num_hidden_layers": int(name.partition("-")[2] or MOE["num_hidden_layers"])}
     if name == "dense":

@@ -10,10 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import ROUNDS, Run, run
+from measure import ROUNDS, SMALLEST, Run, run
 
-_HF = "import sys, pathlib, huge; huge.make_hf(pathlib.Path(sys.argv[1]), huge.kimi_k2(sys.argv[2]), sys.argv[2])"
-_MEGATRON = "import sys, pathlib, huge; huge.make_megatron(pathlib.Path(sys.argv[1]), huge.kimi_k2('bfloat16'))"
+LAYERS = 3 if SMALLEST else 61
+_START = "import sys, pathlib, huge; path = pathlib.Path(sys.argv[1]); "
+HF = f"{_START}form = sys.argv[2]; huge.make_hf(path, huge.kimi_k2(form, {LAYERS}), form)"
+MEGATRON = f"{_START}huge.make_megatron(path, huge.kimi_k2('bfloat16', {LAYERS}))"
 
 
 def rows() -> list[dict[str, Any]]:
@@ -22,8 +24,8 @@ def rows() -> list[dict[str, Any]]:
         work = Path(directory)
         # In processes of their own: a child's ru_maxrss starts from the size of the process that it was forked from.
         for form in ("bfloat16", "fp8", "int4"):
-            _make(_HF, str(work / form), form)
-        _make(_MEGATRON, str(work / "megatron"))
+            make(HF, str(work / form), form)
+        make(MEGATRON, str(work / "megatron"))
         runs: dict[str, list[Run]] = {}
         for _ in range(ROUNDS):
             for what, command in _commands(work).items():
@@ -31,7 +33,7 @@ def rows() -> list[dict[str, Any]]:
     return [_row(what, several) for what, several in runs.items()]
 
 
-def _make(code: str, *arguments: str) -> None:
+def make(code: str, *arguments: str) -> None:
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, cwd=Path(__file__).parent)
 
 

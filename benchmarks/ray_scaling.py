@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from measure import ROUNDS
+from measure import ROUNDS, SMALLEST
 from models import DENSE, make
 
 from ckptkit.app.api import int4_scheme, quantize
@@ -24,7 +24,7 @@ from ckptkit.transfer.ray.cluster import connected
 CONFIG = DENSE | {
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 1 if SMALLEST else 16,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }

@@ -1,5 +1,7 @@
 """Measures what BENCH_ARGS of `make bench` names, or everything: a table for each section, and bench.json with all.
 
+With BENCH_SMALLEST=1 each runs once, on the smallest model it has: that shows whether it runs, not how fast.
+
 A section is a module beside this one (of its name, or in `_MODULES`) with a function `rows()`, which returns data.
 """
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from convert import HERE
-from measure import Command, cold_runs
+from measure import Command, chosen, cold_runs
 
 SIZES = ("0.5", "1", "2", "4", "8", "16")
 
@@ -20,7 +20,7 @@ SIZES = ("0.5", "1", "2", "4", "8", "16")
 def rows() -> list[dict[str, Any]]:
     """A row a size and command."""
     found: list[dict[str, Any]] = []
-    for size in os.environ.get("BENCH_SIZES", " ".join(SIZES)).split():
+    for size in chosen("BENCH_SIZES", SIZES, ["0.25"]):
         of_size = list(_rows_of(size))
         print(*of_size, sep="\n", file=sys.stderr, flush=True)
         found += of_size

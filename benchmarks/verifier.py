@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measure import ROUNDS, Run, forget, remember, run
+from measure import ROUNDS, SMALLEST, Run, chosen, forget, remember, run
+from plan import HF, make
 
 HERE = Path(__file__).parent
-SIZES = ("1", "4")
-HEADERS = "import sys, pathlib, huge; huge.make_hf(pathlib.Path(sys.argv[1]), huge.kimi_k2('int4'), 'int4')"
+SIZES = chosen("BENCH_SIZES", ["1", "4"], ["0.25", "0.35"])
 
 
 def rows() -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def _values(work: Path, size: str) -> list[dict[str, Any]]:
             f"cat of HF and {name}": ["cat", *map(str, files)],
             f"verify {name} against HF": [*ckptkit, "verify", str(checkpoint), "--source", str(hf)],
         }
-        for state, prepare in (("cold", forget), ("warm", remember)):
+        for state, prepare in [("cold", forget), ("warm", remember)][SMALLEST:]:
             runs: dict[str, list[Run]] = {what: [] for what in commands}
             for _ in range(ROUNDS):
                 for what, command in commands.items():
@@ -80,7 +80,7 @@ def _apart(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _headers(path: Path) -> list[dict[str, Any]]:
-    subprocess.run([sys.executable, "-c", HEADERS, str(path)], check=True, cwd=HERE)
+    make(HF, str(path), "int4")
     command = [sys.executable, "-m", "ckptkit", "preflight", "--hf-checkpoint", str(path)]
     return [_row("header checks of Kimi K2 in INT4, 207,000 keys", [run(command) for _ in range(ROUNDS)], None, "warm")]
 

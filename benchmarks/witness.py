@@ -21,21 +21,25 @@ from typing import Any
 import torch
 
 MODELS = ("moe", "dense")
-ROUNDS = int(os.environ.get("BENCH_ROUNDS", "3"))
 
 
 def rows() -> list[dict[str, Any]]:
     """Median seconds of both and their ratio; none without SGLang."""
+    # Not at the top: the part below runs with -P, which hides measure.py.
+    from measure import chosen
+
     if find_spec("sglang") is None:
         return []
-    return [row for model in os.environ.get("BENCH_MODELS", " ".join(MODELS)).split() for row in _rows(model)]
+    return [row for model in chosen("BENCH_MODELS", MODELS, ["moe-tiny"]) for row in _rows(model)]
 
 
 def _rows(model: str) -> Iterator[dict[str, Any]]:
+    from measure import ROUNDS, SMALLEST
+
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
         hf = Path(directory) / "hf"
         subprocess.run([sys.executable, "models.py", model, str(hf)], check=True, cwd=Path(__file__).parent)
-        for files in ("on disk", "in the page cache"):
+        for files in ["on disk", "in the page cache"][SMALLEST:]:
             seconds: dict[str, list[float]] = {"own": [], "witness": []}
             whole: dict[str, list[float]] = {"own": [], "witness": []}
             for _ in range(ROUNDS):

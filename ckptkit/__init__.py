@@ -77,14 +77,14 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     # Imported on first use: `import ckptkit` stays cheap, and the layers below can import ckptkit.core.
     if name == "__version__":
-        from importlib.metadata import version
+        from ckptkit.core.installation import program_version
 
-        return version("ckptkit")
+        return program_version()
     if name not in _HOME:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     from importlib import import_module
 
-    from ckptkit.core.shadowed import refuse_shadowed
+    from ckptkit.core.installation import refuse_shadowed
 
     refuse_shadowed()
     return getattr(import_module(_HOME[name]), name)

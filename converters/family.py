@@ -9,10 +9,13 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
+from converters.config.tie import TieFlag
 from converters.hf_names import FUSED, GATE_UP_DOWN
 from converters.rules import ParamMapping
 
 Rules = Callable[[ModelDims], tuple[ParamMapping, ...]]
+
+_WITH_TOWERS = "ForConditionalGeneration"  # how the names of transformers' multimodal classes end
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Draft:
     `sglang`: how they begin in SGLang; None where that cannot be told from the model's own names. `entry`: the entry of
     `ignore` that leaves the layer out for every reader. `layer`: how the names of its decoder layer begin. `joint`: its
     module that joins the embedding and the hidden state.
+
+    `unfuses`: whether SGLang's draft class takes fused layers apart as the model's own class does, before it looks at
+    `ignore`. `vllm`: how the names begin in vLLM; None: as in the release. `vllm_joint`: whether vLLM asks about
+    `joint` too. Source: `sglang/srt/models/*_{nextn,mtp}.py` of SGLang 0.5.16, and vLLM's `models/*_mtp.py`, which were
+    read and not run.
     """
 
     prefix: str
@@ -46,6 +54,21 @@ class Draft:
     entry: str
     layer: str
     joint: str
+    unfuses: bool = True
+    vllm: str | None = None
+    vllm_joint: bool = False
+
+
+Keys = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def these(**keys: Any) -> Keys:
+    """Keys that have one value in every model of a family."""
+    return lambda text: keys
+
+
+_ALL_WRITTEN = these()
+_TIED_AT_THE_TOP = TieFlag()
 
 
 def no_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
@@ -121,7 +144,10 @@ class SglangClass:
     SGLang has instead. `entries`: beginnings that SGLang rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`);
     the first that fits counts. `outside`: parts of names that it spells otherwise in layers outside the language model;
     None: it never asks about those. `dense`: what it cannot hold as INT4. `joins_shared_expert`: on CUDA it makes the
-    shared expert one of the routed ones, unless told not to.
+    shared expert one of the routed ones, unless told not to. `tells_experts`: its routers know their layer (`layer_id`
+    of `TopK`), without which an engine that is asked for the experts of each token ends. `keys`: what it reads of the
+    language model's config and transformers 5 does not write, with the values of the model that transformers runs;
+    without them it stops, or builds another model.
     """
 
     fused: tuple[str, ...] = ()
@@ -130,6 +156,8 @@ class SglangClass:
     outside: tuple[tuple[str, str], ...] | None = None
     dense: tuple[Dense, ...] = ()
     joins_shared_expert: bool = False
+    tells_experts: bool = True
+    keys: Keys = _ALL_WRITTEN
 
     @cached_property
     def packed_modules(self) -> Mapping[str, tuple[str, ...]]:
@@ -172,6 +200,7 @@ class ModelFamily:
     language model holds; these tensors are kept beside the Megatron weights and come back byte for byte.
     `carried_ends`: the same for endings of names (values that every reader computes for itself, in releases that have
     them). `fused`: what its fused experts look like.
+    `tie`: where its readers look for the tie flag of a multimodal config.
     `language_models`: the `model_type`s of a language model alone that may be stored under the names of the multimodal
     model, with the `model_type` of that.
 
@@ -188,6 +217,7 @@ class ModelFamily:
     carried: tuple[str, ...] = ()
     carried_ends: tuple[str, ...] = ()
     fused: FusedExperts = FusedExperts()
+    tie: TieFlag = _TIED_AT_THE_TOP
     language_models: Mapping[str, str] = field(default_factory=dict)
     release: Release | None = Release()
     sglang: SglangClass = SglangClass()
@@ -196,3 +226,17 @@ class ModelFamily:
     def carries(self, name: str) -> bool:
         """Whether a tensor of the release is only carried."""
         return name.startswith(self.carried) or name.endswith(self.carried_ends)
+
+    def towers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """How the names begin of what readers build beside the language model: a vision tower and its projector.
+
+        Nothing for a class of the language model alone. SGLang, vLLM and transformers build them for the class that
+        `architectures` names, also where the config has no `vision_config`.
+        """
+        nested = self.release is not None and self.release.nested
+        return self.carried if nested and self.class_of(config).endswith(_WITH_TOWERS) else ()
+
+    def class_of(self, config: Mapping[str, Any]) -> str:
+        """The class that readers build from a config: the first that it names, or that the family has."""
+        stated = config.get("architectures") or self.architectures
+        return str(stated if isinstance(stated, str) else stated[0])

@@ -11,20 +11,24 @@ from ckptkit.formats.hf.side_files import quantization_of
 _BITSANDBYTES = (".weight.absmax", ".weight.nested_absmax", ".weight.quant_map", ".SCB")
 _LAST_OF_BITSANDBYTES = {name[name.rfind(".") :] for name in _BITSANDBYTES}
 _START = "start from the unquantized release"
+_MLX = f"it is made for Apple's MLX; {_START}"
 _HINTS = {
-    "MLX": f"it is made for Apple's MLX; {_START}",
+    "MLX": _MLX,
     "bitsandbytes": f"{_START}, or load it with transformers, call dequantize() and save_pretrained()",
     "GPTQ": f"{_START}; `ckptkit quantize` makes INT4 of it that SGLang, vLLM and slime read",
     "AWQ or AutoRound": f"{_START}; `ckptkit quantize` makes INT4 of it that SGLang, vLLM and slime read",
     "NVIDIA ModelOpt": _START,
     "NVFP4": _START,
 }
+_STACKED = ".switch_mlp."  # mlx-lm's module of routed experts, in quantized and other models
 # Beginnings of compressed-tensors' names of floating formats in small blocks (`CompressionFormat`).
 _BLOCKS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8")
 
 
 def refuse_foreign(names: Collection[str], where: object) -> None:
     """Raises UnsupportedError, naming the format, where tensors of these names are quantized in one of them."""
+    if any(_STACKED in name for name in names):
+        raise UnsupportedError(f"{where} holds experts stacked as MLX has them ({_STACKED.strip('.')})", _MLX)
     if (found := foreign_format(names)) is not None:
         raise UnsupportedError(
             f"{where} holds weights in the quantized format of {found}, which ckptkit does not read", _HINTS[found]
@@ -34,13 +38,23 @@ def refuse_foreign(names: Collection[str], where: object) -> None:
 def refuse_stated(config: Mapping[str, Any], where: object) -> None:
     """Raises UnsupportedError for formats whose tensors have the names of one that is read, by what config.json says.
 
-    These are NVIDIA ModelOpt's, and compressed-tensors' NVFP4 and MX formats.
+    These are MLX's, of which a mode has scales alone, NVIDIA ModelOpt's, and compressed-tensors' NVFP4 and MX formats.
     """
+    if _is_mlx(config):
+        raise UnsupportedError(
+            f"{where} holds weights in the quantized format of MLX, which ckptkit does not read", _MLX
+        )
     content = quantization_of(config)
     if isinstance(content, Mapping) and (name := _stated(content)) is not None:
         raise UnsupportedError(
             f"{where} holds weights in the quantized format of {name}, which ckptkit does not read", _START
         )
+
+
+def _is_mlx(config: Mapping[str, Any]) -> bool:
+    """Whether mlx-lm wrote this config, which says how weights are quantized under a key of its own."""
+    content = config.get("quantization")
+    return isinstance(content, Mapping) and {"group_size", "bits"} <= content.keys() and "quant_method" not in content
 
 
 def _stated(content: Mapping[str, Any]) -> str | None:

@@ -228,7 +228,10 @@ def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
 def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:
     for copy, content in copies.items():
         if content.dtype != tensor.dtype or not content.equal(tensor):
-            hint = f"one of them would be lost; if {copy} is not meant, remove it from the source (and its index) first"
+            hint = (
+                "one of them would be lost: compare both with the release; the one that differs is stale, or was "
+                "trained apart, which Megatron cannot hold"
+            )
             if copy.endswith("lm_head.weight"):
                 hint = (
                     "compare both with the release: either tie_word_embeddings must be false in config.json, "

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.printable import shortened
 from converters import families
 from converters.config.bounds import check_config
@@ -57,13 +57,14 @@ _OTHERS = (
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """The family of a config.
 
-    Raises CkptkitError for an unknown `model_type`, naming the known ones, and UnsupportedError for a class that is not
-    the family's.
+    Raises UnknownModelError for an unknown `model_type`, naming the known ones, CkptkitError where there is none, and
+    UnsupportedError for a class that is not the family's.
     """
     check_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise CkptkitError(
+        stated = isinstance(model_type, str) and model_type != ""
+        raise (UnknownModelError if stated else CkptkitError)(
             f"config.json: model_type {shortened(model_type)} is not supported",
             f"supported: {', '.join(sorted(FAMILIES))}",
         )

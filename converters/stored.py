@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.values import NESTED_ROOT
-from converters.registry import family_of
+from converters.registry import FAMILIES, family_of
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+# What stands before the names of a language model's layers in the families' releases.
+_ROOTS = sorted({family.release.root for family in FAMILIES.values() if family.release})
+_HEADS = {f"{family.release.head}.weight" for family in FAMILIES.values() if family.release}
+_INNER = "model."  # what transformers has since 4.52 before the names of a language model and a vision tower
+_OUTSIDE_LAYERS = ("embed_tokens.weight", "norm.weight")
 _MTP_NORM = re.compile(r"mtp\.layers\.\d+\.enorm\.weight")
 
 
@@ -36,6 +42,43 @@ def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, 
     return (
         _nested(config, whole) if whole is not None and any(name.startswith(NESTED_ROOT) for name in names) else config
     )
+
+
+@dataclass(frozen=True)
+class OtherSpelling:
+    """The layers that a config's class reads under `expected` are stored under `found`, as another class names them.
+
+    `renamed`: transformers renames them while it loads. `towers`: how its names begin for a vision tower that has
+    others in the release.
+    """
+
+    expected: str
+    found: str
+    renamed: bool
+    towers: tuple[str, ...] = ()
+
+    def explains(self, name: str, stored: Collection[str], promised: Collection[str]) -> bool:
+        """Whether a stored name is a promised one in the other spelling, or a promised name is stored in it."""
+        if name.startswith(self.towers) or (name in _HEADS and any(head in stored for head in _HEADS)):
+            return True
+        other = f"{self.expected}{name.removeprefix(self.found)}"
+        if name.startswith(self.found) and name not in promised and other in promised:
+            return True
+        return name.startswith(self.expected) and f"{self.found}{name.removeprefix(self.expected)}" in stored
+
+
+def other_spelling(config: Mapping[str, Any], names: Collection[str]) -> OtherSpelling | None:
+    """Of a config as its file states it. Raises CkptkitError as `family_of` and `ModelFamily.read_dims`."""
+    family = family_of(config)
+    root = family.read_dims(config).root
+    if any(root + tensor in names for tensor in _OUTSIDE_LAYERS):
+        return None
+    for found in _ROOTS:
+        if found != root and all(found + tensor in names for tensor in _OUTSIDE_LAYERS):
+            renamed = found == NESTED_ROOT and config["model_type"] in family.language_models
+            towers = (f"{_INNER}{tower}" for tower in family.towers(config) if found == NESTED_ROOT)
+            return OtherSpelling(root, found, renamed, tuple(towers))
+    return None
 
 
 def lacks_mtp(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -72,7 +115,7 @@ def remarks(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
 
 
 def _nested(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    outer = {key: config[key] for key in ("tie_word_embeddings", *_QUANTIZATION) if key in config}
+    outer = {key: config[key] for key in ("architectures", "tie_word_embeddings", *_QUANTIZATION) if key in config}
     text = {key: value for key, value in config.items() if key not in _QUANTIZATION}
     return {"model_type": model_type, "text_config": text, **outer}
 

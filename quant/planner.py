@@ -18,11 +18,12 @@ from ckptkit.core.specs import TensorSpec
 from converters.registry import family_of
 from converters.stored import as_stored
 from quant.formats.packing import CODES_PER_WORD
-from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT
+from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
 from quant.formats.scheme import QuantScheme, quantization_config, read_scheme
 from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
 from quant.kernels.dispatch import quantize_pack
 from quant.requantize import requantize, stored_parts, stored_scheme
+from quant.selection import tiles
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
 from quant.selection.fused_experts import refuse_for_transformers
@@ -77,6 +78,23 @@ def quantized(
     content = quantization_config(whole, sglang_experts=special, kept_scales=others)
     written = dict(source.config) | {"quantization_config": content}
     return View(source, Plan(tuple(steps), source.specs, where=where, config=written))
+
+
+def kernel_notes(source: Checkpoint, view: Checkpoint, scheme: QuantScheme, readers: Sequence[str]) -> list[str]:
+    """What to know before `view`, the `source` quantized, is served with SGLang: layers that none of its kernels runs.
+
+    Nothing where SGLang is not among `readers`.
+    """
+    if "sglang" not in readers:
+        return []
+    packed = set(packed_in(view.specs))
+    chosen = [spec for name, spec in source.specs.items() if name.removesuffix(".weight") in packed]
+    config = as_stored(source.config, source.specs)
+    fault = tiles.unrunnable(chosen, class_tree(config), config, scheme.group_size)
+    if fault is None:
+        return []
+    hint, details = fault
+    return [f"no INT4 kernel of SGLang runs {'; '.join(details)}: an engine would end at its first prompt; {hint}"]
 
 
 def rl_names(source: Checkpoint) -> dict[str, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from megatron_saves import SAVES, Save, save_with_megatron
 
 from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.selection import tiles
+
+_UNRUNNABLE = tiles.unrunnable
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -28,6 +31,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what is marked as running SGLang where it is not installed."""
     if item.get_closest_marker("sglang") and find_spec("sglang") is None:
         pytest.skip("needs SGLang: pip install sglang")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def any_tile() -> Iterator[None]:
+    """Lets INT4 layers of any size pass: test models are smaller than the tiles of SGLang's kernels.
+
+    Tests of that rule ask for `kernel_tiles`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "unrunnable", lambda *_: None)
+        yield
+
+
+@pytest.fixture
+def kernel_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule on tiles as it is."""
+    monkeypatch.setattr(tiles, "unrunnable", _UNRUNNABLE)
 
 
 @pytest.fixture(scope="session")

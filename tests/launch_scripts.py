@@ -206,7 +206,7 @@ ENVIRONMENT="{\"env_vars\": {\"NCCL_NVLS_ENABLE\": \"${NVLS}\", \"PYTHONPATH\": 
 ray start --head --disable-usage-stats
 ray job submit --address="http://127.0.0.1:8265" \
   --runtime-env-json="${ENVIRONMENT}" \
-  -- python3 train.py \
+  -- python3 train.py --num-rollout 100 \
   GPUS \
   --rollout-batch-size 32 --wandb-key ${WANDB_KEY} \
   "${PATHS[@]}" \

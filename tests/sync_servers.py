@@ -27,6 +27,7 @@ from sync_engines import served
 from torch import Tensor
 
 from ckptkit import CkptkitError
+from ckptkit.app.job.engines import waiting
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.hooks import WeightSyncCheck
 
@@ -55,7 +56,7 @@ class Server:
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})  # noqa: S310 - our server
-        with urlopen(request, timeout=300) as answer:  # noqa: S310
+        with waiting(f"{self.url}/{path}"), urlopen(request, timeout=300) as answer:  # noqa: S310
             answer.read()
 
     def send(self, pairs: Sequence[tuple[str, Tensor]], version: object, loader: str | None = None) -> None:
@@ -93,13 +94,14 @@ def started(model: Path, tp: int, log: Path, *options: str) -> Iterator[Server]:
 def wait(server: Server, seconds: float = 200) -> None:
     """Until the server says what it serves."""
     end = time.monotonic() + seconds
-    while True:
-        try:
-            return server.ask("model_info")
-        except (HTTPError, URLError, OSError):
-            if time.monotonic() > end:
-                raise
-            time.sleep(1)
+    with waiting(f"{server.url} to start"):
+        while True:
+            try:
+                return server.ask("model_info")
+            except (HTTPError, URLError, OSError):
+                if time.monotonic() > end:
+                    raise
+                time.sleep(1)
 
 
 def weights(path: Path, version: int) -> dict[str, Tensor]:

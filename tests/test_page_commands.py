@@ -25,10 +25,11 @@ MODEL = "Qwen/Qwen3-30B-A3B"
 _LAUNCH = (
     'python3 train.py "${MODEL_ARGS[@]}" --hf-checkpoint Qwen3-30B-A3B --load qwen3-megatron --ref-load qwen3-megatron'
 )
-_SLIME = f"source model-args.sh\n{_LAUNCH} --tensor-model-parallel-size 2 --expert-model-parallel-size 2\n"
+_TWO = "--tensor-model-parallel-size 2 --sequence-parallel"
+_SLIME = f"source model-args.sh\n{_LAUNCH} {_TWO} --expert-model-parallel-size 2\n"
 SCRIPTS = {
     "run-slime.sh": _SLIME,
-    "run-miles.sh": f"source model-args.sh\n{_LAUNCH} --megatron-to-hf-mode raw --tensor-model-parallel-size 2\n",
+    "run-miles.sh": f"source model-args.sh\n{_LAUNCH} --megatron-to-hf-mode raw {_TWO}\n",
     "run-verl.sh": "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer"
     " actor_rollout_ref.model.path=Qwen3-30B-A3B actor_rollout_ref.rollout.name=sglang"
     " actor_rollout_ref.actor.megatron.use_dist_checkpointing=True"

@@ -18,7 +18,7 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import Literal
 
-from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnsupportedError, words_of
 from ckptkit.core.progress import phase
 from verify import checks as packages
 from verify.evidence.subject import Subject
@@ -44,6 +44,18 @@ WITNESSES: dict[Need, str] = {  # and the option that asks for it
     "update": "--update",
     "release-resume": "--release-resume",
     "logits": "--logits",
+}
+# What the checks of a stage look at, as the verdict names it.
+LOOKS_AT: dict[Stage, str] = {
+    "launch": "launch",
+    "headers": "files",
+    "configuration": "files",
+    "values": "values",
+    "quantization": "files",
+    "megatron": "Megatron",
+    "sglang": "SGLang",
+    "engine": "engine",
+    "behaviour": "behaviour",
 }
 
 
@@ -142,6 +154,13 @@ def all_checks() -> Sequence[Check]:
     return [_CHECKS[code] for code in sorted(_CHECKS)]
 
 
+def looked_at(results: Sequence[CheckResult]) -> list[str]:
+    """What these checks looked at, as the verdict names it: less what every check of it skipped."""
+    stages = {one.code: one.stage for one in _CHECKS.values()}
+    found = {LOOKS_AT[stages[one.code]] for one in results if one.status != "skipped"}
+    return [name for name in dict.fromkeys(LOOKS_AT.values()) if name in found]
+
+
 @dataclass
 class Outcome:
     """What some checks came to. `unlooked` says why, and which, could not look at what they were asked to look at."""
@@ -197,6 +216,8 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
             reason, unable = _collect(one, subject, tally, found, broken)
         except Inapplicable as why:
             return Outcome(facts={NOT_APPLICABLE: [f"{one.code}: {why}"]})
+    if reason is None and tally.tensors == 0 and not found and broken:
+        reason = f"nothing to look at because {broken} failed"
     if reason is None and tally.tensors == 0 and not found:
         hint = "a check that looks at nothing proves nothing: please report this"
         found += Issue("something to compare", "nothing was compared", hint).findings(one.code)
@@ -220,12 +241,14 @@ def _collect(
     except Skip as skip:
         # A witness runs only where it was asked for, so whatever it leaves out was asked for.
         return str(skip), isinstance(skip, Unable) or not set(one.needs).isdisjoint(WITNESSES)
-    except UnsupportedError as error:
-        return f"{error.message}: {error.hint}", True
     except CkptkitError as error:
-        if broken is None and not found:
+        if broken is not None:
+            return f"not run because {broken} failed: {error.message}", False
+        if isinstance(error, UnsupportedError):
+            return f"{error.message}: {error.hint}", True
+        if not found:
             raise
-        return (error.message, True) if broken is None else (f"not run because {broken} failed: {error.message}", False)
+        return error.message, True
     except (OSError, MemoryError, Inapplicable):
         raise
     except Exception as error:  # noqa: BLE001 - what breaks inside a check must not be read as a fault of the checkpoint
@@ -236,6 +259,5 @@ def _collect(
 
 def _own_fault(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    said = "".join(traceback.format_exception_only(error)).strip()
-    where = f"{Path(frame.filename).name}:{frame.lineno}"
+    said, where = words_of(error, with_class=True), f"{Path(frame.filename).name}:{frame.lineno}"
     return f"an error inside this check, which says nothing of the checkpoint: {said} ({where}); please report it"

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 SCHEMA = "ckptkit-report/2"
 
+# How the verdict says that something was not looked at; of programs, that they were not asked.
+_WITHOUT = {"source": "not given", "weights": "not compared", "some weights": "not compared"}
+
 Severity = Literal["error", "warning"]
 Status = Literal["passed", "failed", "skipped"]
 
@@ -46,8 +49,9 @@ class Report:
     """Everything one command found. `facts` is printed but not judged, such as the layers of each pipeline stage.
 
     `model` names the model in a few words, and `date` says when the report was made (UTC, ISO 8601), where known.
-    `reasons` says what was asked for and could not be looked at. `heat` is as `verify.reports.heat.heat_map` returns
-    it: layer -> kind of tensor -> what was compared there.
+    `reasons` says what was asked for and could not be looked at. `asked` names what was looked at (`files`, `values`,
+    `Megatron` ...), `not_asked` what could have been and was not asked for. `heat` is as `verify.reports.heat.heat_map`
+    returns it: layer -> kind of tensor -> what was compared there.
     """
 
     version: str
@@ -61,6 +65,8 @@ class Report:
     reasons: Sequence[str] = ()
     model: str | None = None
     date: str | None = field(default=None, compare=False)
+    asked: Sequence[str] = ()
+    not_asked: Sequence[str] = ()
 
     @property
     def status(self) -> Literal["passed", "failed", "inconclusive"]:
@@ -81,10 +87,26 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The status in capitals, with the numbers of errors and warnings behind it: `FAILED with 2 errors`."""
+        """The status in capitals, with the numbers of errors and warnings behind it: `FAILED with 2 errors`.
+
+        One that passed also says of what: `PASSED files and values; source not given; Megatron, SGLang not asked`.
+        """
         counts = (("error", self.errors), ("warning", self.warnings))
-        said = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
-        return f"{self.status.upper()} with {said}" if said else self.status.upper()
+        counted = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
+        text = f"{self.status.upper()} with {counted}" if counted else self.status.upper()
+        if self.status != "passed" or not self.asked:
+            return text
+        return f"{text}{':' if counted else ''} {self.scope}"
+
+    @property
+    def scope(self) -> str:
+        """What was looked at, and what was not, in a line."""
+        *most, last = self.asked or ("nothing",)
+        without: dict[str, list[str]] = {}
+        for name in self.not_asked:
+            without.setdefault(_WITHOUT.get(name, "not asked"), []).append(name)
+        looked_at = f"{', '.join(most)} and {last}" if most else last
+        return "; ".join([looked_at, *(f"{', '.join(names)} {how}" for how, names in without.items())])
 
     def to_json(self) -> dict[str, Any]:
         """The report in the `ckptkit-report/2` format, which other programs depend on."""
@@ -104,6 +126,8 @@ class Report:
             "date": self.date,
             "status": self.status,
             "reasons": list(self.reasons),
+            "asked": list(self.asked),
+            "not_asked": list(self.not_asked),
             "counts": {
                 "checks": len(self.checks),
                 **by_status,

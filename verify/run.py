@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_url, tracked
+from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_other_format, refuse_url, tracked
 from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.planner import dims_of
 from quant.selection.readers import readers_of
-from verify.check import NOT_APPLICABLE, WITNESSES, Check, Skip, all_checks, run_checks
+from verify.check import NOT_APPLICABLE, WITNESSES, Check, Skip, all_checks, looked_at, run_checks
 from verify.checks.values.manifest import manifest_verifier
 from verify.evidence.expected import stated_config_of, usable_config
 from verify.evidence.float_rounding import float_rounding_of, float_weights
@@ -119,7 +119,7 @@ def verify(
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, chosen)
     return Report(
-        version=version("ckptkit"),
+        version=program_version(),
         command=tuple(command),
         checkpoint=str(path),
         source=str(source) if source else None,
@@ -130,6 +130,8 @@ def verify(
         reasons=outcome.reasons,
         model=model_of(subject),
         date=now(),
+        asked=looked_at(outcome.checks),
+        not_asked=_not_asked(subject),
     )
 
 
@@ -138,6 +140,16 @@ def _with_left_out(facts: Mapping[str, list[str]], left_out: list[str]) -> dict[
     others = {name: lines for name, lines in facts.items() if name != NOT_APPLICABLE}
     lines = [*left_out, *facts.get(NOT_APPLICABLE, [])]
     return others | ({NOT_APPLICABLE: lines} if lines else {})
+
+
+def _not_asked(subject: Subject) -> list[str]:
+    """What could have been given or asked, as the verdict names it; a live engine is SGLang too."""
+    asked = {
+        "source": subject.source_path is not None,
+        "Megatron": "megatron" in subject.against,
+        "SGLang": not subject.against.isdisjoint({"sglang", "engine"}),
+    }
+    return [name for name, given in asked.items() if not given]
 
 
 def model_of(subject: Subject) -> str | None:
@@ -176,14 +188,19 @@ def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
     return heat_map(measured, findings)
 
 
-def _refuse_legacy(path: Path) -> None:
-    """The checks of Megatron checkpoints are checks of torch_dist. Raises CkptkitError where the legacy format lies."""
+def _refuse_other_formats(subject: Subject) -> None:
+    """The checks of Megatron checkpoints are checks of torch_dist. Raises CkptkitError where another format lies."""
+    path = subject.path
     weights = path
     with suppress(CkptkitError):
         weights = tracked(path) if (path / TRACKER).exists() else path
     if is_legacy(weights):
         hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
         raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot look into", hint)
+    if subject.kind == "megatron":
+        subject.megatron_files.readable  # noqa: B018 - raises for a distributed checkpoint that is not torch_dist
+    else:
+        refuse_other_format(subject.path)
 
 
 def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
@@ -196,7 +213,7 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
         locate(subject.source_path)
     if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
         refuse_hf(hf, path)
-    _refuse_legacy(subject.path)
+    _refuse_other_formats(subject)
     if subject.manifest_key is not None:
         if subject.manifest is None:
             raise CkptkitError("a key without a manifest", "give the manifest too (--manifest)")

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
+
+from ckptkit.core.installation import program_version, requirements
 
 SCHEMA = "ckptkit-doctor/1"
 _MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors", "pyyaml": "yaml"} | {
@@ -82,12 +84,12 @@ def examine() -> Examination:
     faults = [f"{one.name} is {'damaged' if one.broken else 'not installed'}" for one in base if not _usable(one)]
     known = {one.name: one for one in more}
     parts = [_part(name, [known[one] for one in names], purpose, gpus) for name, (names, purpose) in _NEEDS.items()]
-    return Examination(version("ckptkit"), platform.python_version(), gpus, [*base, *more], parts, faults)
+    return Examination(program_version(), platform.python_version(), gpus, [*base, *more], parts, faults)
 
 
 def _requirements() -> list[str]:
     """The names of ckptkit's own requirements, less those of extras."""
-    found = [text for text in requires("ckptkit") or [] if "extra ==" not in text]
+    found = [text for text in requirements() if "extra ==" not in text]
     return [re.split(r"[^\w.-]", text, maxsplit=1)[0].lower() for text in found]
 
 

@@ -12,6 +12,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
+from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.files import FILE_BYTES, Files
 from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
@@ -23,7 +24,14 @@ from converters.experts import is_fused, only_fused, unfuse
 from converters.megatron.arguments import megatron_args
 from converters.megatron.rank_cuts import rank_cuts
 from converters.open import open_megatron
-from converters.passthrough import FOLDER, passthrough_beside, passthrough_of
+from converters.passthrough import (
+    FOLDER,
+    lost_towers,
+    only_passthrough,
+    passthrough_beside,
+    passthrough_of,
+    require_towers,
+)
 from converters.planner import MCORE, dims_of, to_hf, to_megatron
 from converters.stored import remarks, require_mtp
 from verify.evidence.plain import plain
@@ -45,7 +53,7 @@ class ConversionPlan:
 
     `side_files`: the HF directory whose config, tokenizer and code go into `side_folder` of the destination. `layout`:
     how HF weights are, or on the way back will be, cut into files. `dequantized`: how a quantized source was quantized,
-    in words. `notes`: what the user should know of the source.
+    in words. `notes`: what the user should know of the source and, of INT4, before it is served.
     """
 
     kind: Literal["hf", "megatron"]
@@ -112,7 +120,7 @@ def _to_megatron(location: Location, options: RunOptions) -> ConversionPlan:
         _layout(source, options),
         source.config,
         dequantized=_format_words(source.source.config) if isinstance(source, View) else None,
-        notes=tuple(remarks(source.config, source.specs)),
+        notes=_notes(source),
     )
 
 
@@ -124,8 +132,8 @@ def _dtype_args(view: Checkpoint) -> dict[str, Any]:
 
 def _to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = open_megatron(location, here[options.hf] if options.hf else None)
-    if has_weights(source.hf_path):
-        layout: Layout | None = _layout(plain(source.hf), options)
+    if has_weights(source.hf_path) and not only_passthrough(reference := plain(source.hf)):
+        layout: Layout | None = _layout(reference, options)
     else:
         layout = stored_layout(location.root / MANIFEST)
     release = {name for names in (layout or {}).values() for name in names}
@@ -137,12 +145,14 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
     view: Checkpoint = to_hf(
         source, str(location.path), fused=fused and not packs, dtype=options.cast_to, release=release
     )
-    if untouched := passthrough_beside(source, source.hf, location.root, plain):
+    untouched = passthrough_beside(source, source.hf, location.root, plain)
+    require_towers(source.config, untouched.specs if untouched else (), str(location.path))
+    if untouched:
         view = Joined(view, untouched)
     if layout is None or options.max_shard_size or (fused and packs):
         layout = _cut(view, options)
     plan = _hf_plan(view, layout, source.hf, location, options, here)
-    return replace(plan, notes=tuple(remarks(source.config, source.specs)))
+    return replace(plan, notes=(*remarks(source.config, source.specs), *plan.notes))
 
 
 def _quantize(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
@@ -154,11 +164,19 @@ def _quantize(location: Location, options: RunOptions, here: Sources) -> Convers
         view = View(source, unfuse(source.specs, source.config, options.src))
         layout = _cut(view, options)
     before = source.source if isinstance(source, View) else None
+    plan = _hf_plan(view, layout, location.directory, location, options, here, reference=_if_int4(before))
     return replace(
-        _hf_plan(view, layout, location.directory, location, options, here, reference=_if_int4(before)),
+        plan,
         dequantized=_format_words(before.config) if before is not None else None,
-        notes=tuple(remarks(source.config, source.specs)),
+        notes=(*_notes(source), *plan.notes),
     )
+
+
+def _notes(source: Checkpoint) -> tuple[str, ...]:
+    """What a user should know of an HF checkpoint that keeps no run from going on."""
+    lost = lost_towers(source.config, source.specs)
+    said = f"the source lacks {summarize(lost)}, which its class has: engines leave it random, and no way back finds it"
+    return (*remarks(source.config, source.specs), *([said] if lost else []))
 
 
 def _if_int4(source: Checkpoint | None) -> Checkpoint | None:
@@ -188,9 +206,9 @@ def _hf_plan(
     here: Sources,
     reference: Checkpoint | None = None,
 ) -> ConversionPlan:
-    layout = layout_for(view, layout)
+    layout, notes = layout_for(view, layout), []
     if options.scheme is not None:
-        from quant.planner import packed_less, quantized, quantized_layout, rl_names
+        from quant.planner import kernel_notes, packed_less, quantized, quantized_layout, rl_names
 
         before = view
         like = HfCheckpoint(here[options.like]) if options.like else None
@@ -210,8 +228,9 @@ def _hf_plan(
             device=options.device,
         )
         layout = quantized_layout(layout, before.specs, view.specs)
+        notes = kernel_notes(before, view, options.scheme, options.readers)
     outputs = (Output(view, SafetensorsFiles(view.specs, layout)),)
-    return ConversionPlan("hf", location, outputs, side_files, layout, view.config)
+    return ConversionPlan("hf", location, outputs, side_files, layout, view.config, notes=tuple(notes))
 
 
 def _format_words(config: Mapping[str, Any]) -> str:

@@ -6,12 +6,12 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_int4_options
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
@@ -145,7 +145,7 @@ class RunOptions:
     def identity(self, sources: Sources) -> dict[str, Any]:
         """What a resumed run must share with the one that died: version, command, and the files that are read."""
         read = [sources[source] for source in self.sources]
-        return {"version": version("ckptkit"), "command": shlex.join(self.command()), "source": fingerprint(read)}
+        return {"version": program_version(), "command": shlex.join(self.command()), "source": fingerprint(read)}
 
 
 class GivenOptions(TypedDict, total=False):

@@ -1,10 +1,10 @@
-"""The one exception that ckptkit raises on purpose: bad input, or something missing from the environment."""
+"""The one exception that ckptkit raises on purpose, and how those of other libraries are put into its words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptkit.core.printable import printable
+from ckptkit.core.printable import one_line, printable
 
 
 class CkptkitError(Exception):
@@ -33,6 +33,10 @@ class UnsupportedError(CkptkitError):
     """A model or a format that ckptkit does not read. The checkpoint may be sound."""
 
 
+class UnknownModelError(UnsupportedError):
+    """A `model_type` that no family here has."""
+
+
 class FinalError(CkptkitError):
     """An error after which the same job cannot go on: its source must be mended first, and is another one then."""
 
@@ -42,3 +46,12 @@ class FinalError(CkptkitError):
     def of(cls, error: CkptkitError) -> FinalError:
         """In the same words."""
         return cls(error.args[0], error.hint, error.details)
+
+
+def words_of(error: BaseException, with_class: bool = False) -> str:
+    """What another library's exception says, on one line and without the folders that libraries are installed in.
+
+    The class comes first where that is asked for or the text alone says little: a key, or nothing.
+    """
+    text, kind = one_line(str(error)), type(error).__name__
+    return f"{kind}: {text}" if text and (with_class or isinstance(error, LookupError)) else text or kind

@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 import unicodedata
+from collections.abc import Iterator
 from typing import Any
 
 # Control characters, format characters (some reverse the direction of text), surrogates, and line separators.
@@ -25,6 +26,55 @@ def printable(text: str) -> str:
     if not text.isascii() or not text.isprintable():
         text = "".join(char if unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text)
     return _COMMAND.sub(lambda found: _escape(found[0][0]) + found[0][1:], text)
+
+
+# Where Python keeps libraries, up to the name of the library; the quote, bracket or blank before it is kept.
+_INSTALLED = re.compile(r"""(?<![^\s"'(=,:])[^\s"'(=,:]*/(?:(?:site|dist)-packages|lib(?:64)?/python3\.\d+)/""")
+# pydantic: a location of its own schema, the pointer to its site, and what it says of the value behind a message.
+_OF_SCHEMA = re.compile(r"\.?`?function-\w+\[(?:[^\[\]]|\[[^\[\]]*\])*\]`?")
+_VISIT = re.compile(r"For further information visit \S+")
+_INPUT = re.compile(r" \[type=\w+, input_value=(.*), input_type=\w+\]$")
+_HEADING = re.compile(r"\d+ validation errors? for \S+")
+_LONGEST = 20_000  # characters of a text
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+def one_line(text: str) -> str:
+    """The text of another library's exception or log on one line, without stacks and the folders it is installed in.
+
+    A deeper line belongs to the one above and follows a colon; others follow a semicolon, or the end of a sentence.
+    """
+    joined, above = "", ""
+    for line in filter(str.strip, _without_stacks(_INSTALLED.sub("", _COLOR.sub("", text[:_LONGEST])))):
+        words = _INPUT.sub(r" (it is \1)", _OF_SCHEMA.sub("", line.strip()))
+        if _VISIT.fullmatch(words):
+            continue
+        joined = f"{joined}{_between(joined, above, line)} {words}" if joined else words
+        above = line
+    return joined
+
+
+def _between(joined: str, above: str, line: str) -> str:
+    """What goes between a line and the one above it, which ends in a blank where its sentence goes on."""
+    if joined[-1] in ".,;:!?" or above[-1] == " ":
+        return ""
+    return ":" if _HEADING.fullmatch(joined) or _indent(line) > _indent(above) else ";"
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _without_stacks(text: str) -> Iterator[str]:
+    """Its lines, less the frames of a traceback, which are indented."""
+    inside = False
+    for line in text.splitlines():
+        if line.lstrip().startswith(_TRACEBACK):
+            inside = True
+        elif not inside or not line.startswith((" ", "\t")):
+            inside = False
+            yield line
 
 
 def _escape(char: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.regular import read_regular
 
@@ -60,17 +61,32 @@ _URL = re.compile(
     r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE
 )  # as a Path leaves it: made absolute, and of its slashes one
 
+_RUNTIME = "{{}} is the format of {}: take the safetensors of the release"
 _PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
 # What lies where safetensors with an index should, the most telling first, and the way out.
+_INDEX, _ADAPTER_FILE, _SHARDS = "model.safetensors.index.json", "adapter_model.safetensors", "*.safetensors"
+_ADAPTER = (
+    "{} is an adapter (LoRA), not a model: merge it into its base model with peft (merge_and_unload, save_pretrained) "
+    "and give the result"
+)
 _OTHER_WEIGHTS = {
+    _ADAPTER_FILE: _ADAPTER,
+    "adapter_model.bin": _ADAPTER,
     "consolidated*.safetensors": (
         "{} is Mistral's own format: take the model-*.safetensors of the release and their index"
     ),
-    "*.safetensors": "{} is there without model.safetensors.index.json: restore the index from the release",
+    _SHARDS: "{} is there without model.safetensors.index.json: restore the index from the release",
     "consolidated*.pth": (
         "{} is the format of the model's authors: take the safetensors of the release, not its original/ folder"
     ),
     "*.gguf": "{} is llama.cpp's format, which is quantized for it: start from the safetensors release",
+    "*.onnx": _RUNTIME.format("ONNX Runtime"),
+    "onnx/*.onnx": _RUNTIME.format("ONNX Runtime"),
+    "*.msgpack": _RUNTIME.format("Flax"),
+    "*.h5": _RUNTIME.format("TensorFlow"),
+    "model_world_size_*_rank_*.pt": (
+        "{} is one rank of an FSDP model as verl saves it: merge them with `python -m verl.model_merger merge`"
+    ),
     "pytorch_model*.bin": _PICKLE,
     "*.bin": _PICKLE,
     "*.pt": _PICKLE,
@@ -125,7 +141,8 @@ def locate(path: str | Path | Directory) -> Location:
         return Location("megatron", root, root.parent)
     if is_legacy(root):
         return Location("megatron", root, root.parent)
-    if is_hf or any(root.glob("*.safetensors")) or (root / "model.safetensors.index.json").exists():
+    shards = any(path.name != _ADAPTER_FILE for path in root.glob("*.safetensors"))
+    if is_hf or shards or (root / _INDEX).exists():
         return Location("hf", root, root)
     raise CkptkitError(f"{given} holds no checkpoint", _why_not(root))
 
@@ -189,12 +206,29 @@ def _why_not(root: Path) -> str:
 
 def other_weights(root: Path) -> str | None:
     """What weights a directory holds instead of safetensors with an index, and the way out; None when it holds none."""
-    for pattern, advice in _OTHER_WEIGHTS.items():
-        if found := sorted(root.glob(pattern)):
-            return advice.format(found[0].name)
+    if (found := _found(root)) is not None:
+        return _OTHER_WEIGHTS[found[0]].format(found[1])
     if (root / "original").is_dir():
         return (
             "only original/ holds weights, in the format of the model's authors: "
             "download the *.safetensors beside it too"
         )
+    return None
+
+
+def refuse_other_format(root: Path) -> None:
+    """Raises UnsupportedError where a directory without an index holds weights, and none as a model's safetensors."""
+    found = None if os.path.lexists(root / _INDEX) else _found(root)
+    if found is not None and found[0] != _SHARDS:
+        advice = _OTHER_WEIGHTS[found[0]].format(found[1])
+        raise UnsupportedError(f"{root} has neither {_INDEX} nor model.safetensors", advice)
+
+
+def _found(root: Path) -> tuple[str, str] | None:
+    """The first of _OTHER_WEIGHTS that matches, and the name of a file; an adapter beside shards does not count."""
+    shards = [path.name for path in sorted(root.glob(_SHARDS)) if path.name != _ADAPTER_FILE]
+    for pattern, advice in _OTHER_WEIGHTS.items():
+        files = sorted(path.name for path in root.glob(pattern))
+        if files and not (shards and advice == _ADAPTER):
+            return pattern, files[0] if pattern != _SHARDS else shards[0]
     return None

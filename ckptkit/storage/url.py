@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -230,7 +230,10 @@ def _below(root: str, path: str) -> str:
     """
     name = path.removeprefix(root).removeprefix("/").rstrip("/")
     if not path.startswith(root) or (name and {"", ".", ".."} & set(name.split("/"))):
-        raise CkptkitError(f"{root} holds {path!r}, which is no file of this directory", "remove it from the store")
+        raise CkptkitError(
+            f"{root} holds {path!r}, which is no file of this directory",
+            "rename it in the store",
+        )
     return name
 
 
@@ -244,18 +247,13 @@ def _explained(url: str) -> Iterator[None]:
     try:
         yield
     except _raised() as error:
-        raise StoreError(f"{url}: {_words(error)}", _next(url, error)) from error
+        raise StoreError(f"{url}: {words_of(error)}", _next(url, error)) from error
 
 
 def _raised() -> tuple[type[Exception], ...]:
     """What a file system may raise: of `_RAISED`, what is of libraries that have been imported."""
     of_libraries = [getattr(sys.modules[module], name) for module, name in _RAISED if module in sys.modules]
     return (OSError, ValueError, ImportError, NotImplementedError, *of_libraries)
-
-
-def _words(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _next(url: str, error: Exception) -> str:

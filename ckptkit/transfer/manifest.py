@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from blake3 import blake3
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import program_version
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import read_json
@@ -120,7 +120,7 @@ def _header(path: Path) -> bytes:
             length = int.from_bytes(file.read(8), "little")
             return file.read(min(length, MAX_HEADER))
     except OSError as error:
-        raise CkptkitError(f"{path}: {error.strerror}", "remove it, or copy it again") from error
+        raise CkptkitError(f"{path}: {error.strerror}", "copy it again") from error
 
 
 def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def write_manifest(
     digests = {name: one.to_json() for name, one in tensors.items()}
     content = {
         "schema": SCHEMA,
-        "version": version("ckptkit"),
+        "version": program_version(),
         "command": list(command),
         **more,
         "files": files,

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.core import json_text
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.formats.detect import SIGNATURE_ENDING
 from ckptkit.storage.regular import read_regular
 from ckptkit.storage.whole import write_whole
@@ -52,7 +52,7 @@ def _library() -> tuple[Any, Any]:
     try:
         from model_signing import signing, verifying
     except ImportError as error:
-        missing = f"signatures need the library model-signing, which cannot be imported ({error})"
+        missing = f"signatures need the library model-signing, which cannot be imported ({words_of(error)})"
         raise CkptkitError(missing, "pip install model-signing pyopenssl") from error
     return signing, verifying
 
@@ -68,7 +68,9 @@ def _with_key(configured: Callable[..., Any], name: str, path: Path, hint: str) 
     except (ValueError, TypeError, AttributeError, UnsupportedAlgorithm) as error:
         # TypeError: it is encrypted. AttributeError: a key of another kind (RSA) has no curve.
         what = name.replace("_", " ")
-        raise CkptkitError(f"{path} is no {what} on the curve P-256, P-384 or P-521: {error}", hint) from error
+        raise CkptkitError(
+            f"{path} is no {what} on the curve P-256, P-384 or P-521: {words_of(error)}", hint
+        ) from error
 
 
 def refuse_signed(manifest: Path) -> None:
@@ -115,7 +117,7 @@ def signature_fault(manifest: Path, by: Any) -> str | None:
     except InvalidSignature:
         return "it was made with another key, or changed"
     except ValueError as error:
-        return str(error).partition("\n")[0]
+        return words_of(error)
     return None
 
 

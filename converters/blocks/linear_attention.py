@@ -59,6 +59,13 @@ def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
     )
 
 
+def sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang counts the layers with softmax attention by their interval; it reads no `layer_types`."""
+    linear = set(read_linear_attention(config).layers)
+    first = (layer for layer in range(integer(config, "num_hidden_layers")) if layer not in linear)
+    return {"full_attention_interval": next(first, len(linear)) + 1}
+
+
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Raises CkptkitError for switches of these configs that no released model sets otherwise."""
     usual = {"attention_bias": False, "attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
@@ -205,7 +212,7 @@ def qwen_mtp(dims: ModelDims) -> tuple[NamePrefix, tuple[ParamMapping, ...]]:
 
 def qwen_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
     """The multi-token prediction layer of Qwen3.5, where the config promises one."""
-    return _qwen_draft("mtp.", layer_count(text, "mtp_num_hidden_layers"))
+    return _qwen_draft("mtp.", layer_count(text, "mtp_num_hidden_layers"), unfuses=False)
 
 
 def qwen_next_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
@@ -213,8 +220,9 @@ def qwen_next_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
 
     SGLang builds it under the names of the model's own first layer.
     """
-    return _qwen_draft(None, layer_count(text, "mtp_num_hidden_layers", 1))
+    return _qwen_draft(None, layer_count(text, "mtp_num_hidden_layers", 1), unfuses=True)
 
 
-def _qwen_draft(sglang: str | None, count: int) -> tuple[Draft, ...]:
-    return (Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc"),) if count else ()
+def _qwen_draft(sglang: str | None, count: int, *, unfuses: bool) -> tuple[Draft, ...]:
+    draft = Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc", unfuses, vllm_joint=True)
+    return (draft,) if count else ()

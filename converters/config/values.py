@@ -61,15 +61,15 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
     That of a multimodal model, or the config itself.
 
-    Whether embeddings are tied is said at the top, beside `text_config`, where transformers reads it; only where the
-    top does not say does that of `text_config` count. Raises CkptkitError when a multimodal config has no such part.
+    Whether embeddings are tied is said at the top, beside `text_config`, where transformers reads it; without it they
+    are not, whatever `text_config` says. Raises CkptkitError when a multimodal config has no such part.
     """
     if str(config.get("model_type")).endswith("_text"):
         return config, "model."
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise _wrong("text_config", text, "an object")
-    tied = flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings", False))
+    tied = flag(config, "tie_word_embeddings", False)
     return {**text, "model_type": config.get("model_type"), "tie_word_embeddings": tied}, NESTED_ROOT
 
 

@@ -15,6 +15,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims
+from converters.config.tie import TieFlag
 from converters.config.values import flag, integer, number, rope_of, sliding_layers, window_of
 from converters.family import QKV_GATE_UP, ModelFamily, Release, SglangClass
 from converters.rules import ParamMapping, decoder
@@ -150,6 +151,7 @@ FAMILIES = (
         _TEXT,
         model_types=("gemma3",),
         architectures=_TEXT.architectures[::-1],
+        tie=TieFlag(("transformers", "vLLM"), ("SGLang",), absent=True, older=("transformers 4",)),
         release=_NESTED,
         sglang=SglangClass(QKV_GATE_UP, outside=((".self_attn.out_proj", ".self_attn.proj"),)),
     ),

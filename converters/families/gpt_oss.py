@@ -16,7 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, number, sliding_layers, window_of
-from converters.family import FusedExperts, ModelFamily
+from converters.family import FusedExperts, ModelFamily, SglangClass, these
 from converters.ops.basic import Copy, GateUp
 from converters.rules import ParamMapping, decoder
 
@@ -94,5 +94,6 @@ FAMILIES = (
         mappings,
         fused=FusedExperts(transposed=True, interleaved=True, always=True),
         release=None,
+        sglang=SglangClass(keys=these(swiglu_limit=7.0)),
     ),
 )

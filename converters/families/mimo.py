@@ -54,10 +54,12 @@ def _mtp_layer(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
 
 
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
-    # SGLang's class gives the modules of the layer no prefix at all.
-    entry = r"re:(model\.mtp_layers|self_attn|mlp)\..*"
-    roots = [f"model.mtp_layers.{depth}." for depth in range(layer_count(text, "num_nextn_predict_layers"))]
-    return tuple(Draft(prefix, "", entry, prefix, f"{prefix}input_proj") for prefix in roots)
+    # SGLang's class gives the modules of the layer no prefix at all, and vLLM's numbers the layer after the model's.
+    first, count = layer_count(text, "num_hidden_layers"), layer_count(text, "num_nextn_predict_layers")
+    numbers = "|".join(map(str, range(first, first + count)))
+    entry = rf"re:(model\.mtp_layers|model\.layers\.({numbers})|self_attn|mlp)\..*"
+    roots = [(f"model.mtp_layers.{depth}.", f"model.layers.{first + depth}.") for depth in range(count)]
+    return tuple(Draft(own, "", entry, own, f"{own}input_proj", vllm=vllm) for own, vllm in roots)
 
 
 FAMILIES = (

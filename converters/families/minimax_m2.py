@@ -108,6 +108,13 @@ def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
     return "transformers turns whole heads of this model unless rope_parameters has a partial_rotary_factor"
 
 
+def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the three last, SGLang builds no norms of q and k, no bias of the router, and turns whole heads."""
+    dims = read_dims(config)
+    rotary = round(dims.rotary_fraction * dims.head_dim)
+    return {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "rotary_dim": rotary}
+
+
 FAMILIES = (
     ModelFamily(
         ("minimax_m2",),
@@ -117,7 +124,7 @@ FAMILIES = (
         {"slime": partial(_mappings, norm="{}_norm", axis=None)},
         fused=FusedExperts(renamed=True),
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MiniMaxM2TopKRouter"}),
-        sglang=SglangClass(QKV_GATE_UP),
+        sglang=SglangClass(QKV_GATE_UP, tells_experts=False, keys=_sglang_keys),
         unlike_transformers=_unlike_transformers,
     ),
 )

@@ -28,6 +28,15 @@ _SYMPTOM = re.compile(r"### (S(\d+)\. .*)")
 # Cause, and what the tool says of it, where neither a mutation of the tests nor a symptom shows what a check finds.
 # A test holds each against a finding (tests/check_examples.py). `…` stands for what another release words otherwise.
 EXAMPLES = {
+    "CK730": (
+        "a Qwen3-VL that was trained on text and exported without its vision tower",
+        "model.visual.*: expected stored, since SGLang, vLLM and transformers build it for"
+        " Qwen3VLForConditionalGeneration; actual in no shard",
+    ),
+    "CK731": (
+        "a gpt-oss that transformers 5 has loaded and saved",
+        'expected "swiglu_limit": 7.0, which SGLang\'s class reads; actual no swiglu_limit',
+    ),
     "CK119": (
         "the manifest was changed after it had been signed",
         "expected a signature of ckptkit.json by the key mine.pub; actual it signs another manifest, or this one was"
@@ -78,9 +87,9 @@ EXAMPLES = {
         "and tp / ep ranks cut an expert; give these sizes with --against-megatron alone",
     ),
     "CK508": (
-        "multi-token prediction layers whose draft class SGLang's release does not have",
-        "inconclusive: the draft model was not looked at: while setting SGLang up, no report; SGLang has no class for"
-        " the multi-token prediction layers of Glm4MoeForCausalLM: serve it without",
+        "two multi-token prediction layers, where SGLang's draft class takes one",
+        "…: expected SGLang's draft class is built and loads the multi-token prediction layers; actual …Only 1 nextn "
+        "layer is supported…",
     ),
     "CK511": (
         "the engine answers with NaN",
@@ -146,13 +155,30 @@ EXAMPLES = {
     ),
     "CK722": (
         "8 GPUs at --tensor-model-parallel-size 2 and --pipeline-model-parallel-size 3",
-        "expected a multiple of TP x PP x CP = 2 x 3 x 1 = 6 GPUs; actual 8 GPUs (actor_num_nodes x "
-        "actor_num_gpus_per_node)",
+        "expected a multiple of TP x PP x CP = 2 x 3 x 1 = 6 GPUs (actor_num_nodes and actor_num_gpus_per_node at "
+        "line 20, tensor_model_parallel_size and pipeline_model_parallel_size at line 11); actual 8 GPUs "
+        "(actor_num_nodes x actor_num_gpus_per_node)",
     ),
     "CK724": (
         "a base model's tokenizer, without a chat template, in a launch with --apply-chat-template",
         "expected a chat template, since the command line has --apply-chat-template; actual none in "
         "chat_template.jinja, tokenizer_config.json or chat_template.json",
+    ),
+    "CK740": (
+        "a Qwen3 model as --opd-teacher-load of a launch that trains Qwen2",
+        "decoder.layers.{0..11}.self_attention.linear_qkv.bias, …: expected the model of config.json; actual "
+        "another one: qk_layernorm = True and not False, add_qkv_bias = False and not True, 36 tensors with "
+        "other names or shapes",
+    ),
+    "CK745": (
+        "--sglang-speculative-algorithm EAGLE with a model that has no layers to draft with",
+        "expected a model with multi-token prediction layers, or a draft model; actual EAGLE, at run.sh:16, with "
+        "qwen3: its config.json speaks of none",
+    ),
+    "CK746": (
+        "--global-batch-size 64 with 32 prompts of one sample each",
+        "expected global_batch_size of at most rollout_batch_size x n_samples_per_prompt = 32 x 1 = 32; actual "
+        "--global-batch-size 64 (run.sh:22), --rollout-batch-size 32 (run.sh:22), no --n-samples-per-prompt",
     ),
 }
 

@@ -108,8 +108,7 @@ def _copy_step(release: Release, step: Step, original: TensorSpec) -> Step:
         right = tensors[-1].float()
         if not float((copy.float() - right).norm()) <= _SAME * float(right.norm()):
             hint = (
-                "Megatron holds one tensor for both, so that one of them would be lost; "
-                "if it is not meant, remove it from the source"
+                "Megatron holds one tensor for both, so that one of them would be lost; compare both with the release"
             )
             raise release.refused(output.name, f"is not the quantized copy of {original.name} that it should be", hint)
         return [tensors[-1]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.core.dtypes import dtype_name
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.patterns.entries import check_entries
@@ -130,7 +130,8 @@ def parse(content: Mapping[str, Any]) -> QuantizationConfig:
     except (ValueError, TypeError, KeyError, NotImplementedError) as error:
         # pydantic's ValidationError is a ValueError.
         raise CkptkitError(
-            f"compressed-tensors refuses this quantization_config: {error}", "restore config.json from the release"
+            f"compressed-tensors refuses this quantization_config: {words_of(error)}",
+            "restore config.json from the release",
         ) from error
     return parsed
 

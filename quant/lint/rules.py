@@ -11,11 +11,12 @@ from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import IN_LAYER, layer_of, tail
 from converters.registry import FAMILIES
+from quant.formats.groups import refusals
 from quant.formats.part_names import PACKED
 from quant.lint.subject import Subject
 from quant.patterns.entries import matcher
-from quant.selection.portable import quoted
-from quant.selection.readers import RULES
+from quant.selection.portable import OTHER_FORMAT, quoted
+from quant.selection.readers import RULES, worst
 
 Severity = Literal["error", "warning", "note"]
 
@@ -42,6 +43,7 @@ def examine(subject: Subject) -> tuple[LintFinding, ...]:
     """Returns everything that is wrong, worst first."""
     order = ("error", "warning", "note")
     found = [
+        *_refused(subject),
         *_differences(subject),
         *_partly(subject),
         *_forbidden(subject),
@@ -65,11 +67,22 @@ def _finding(
     return LintFinding(kind, severity, message, hint, pattern, tuple(fold(tensors)), len(tensors), tuple(readers))
 
 
+def _refused(subject: Subject) -> Iterator[LintFinding]:
+    """Finds what readers refuse of the config as a whole."""
+    for refusal in refusals(subject.config):
+        who = [reader for reader in refusal.readers if reader in subject.readers]
+        if who:
+            severity = worst(subject.severities[reader] for reader in who)
+            yield _finding("refused", severity, refusal.what, refusal.hint, [], who)
+
+
 _WORDS = {
     "packs": "would look for it packed",
+    "other": "would look for it in another format",
     "keeps": "would look for it unpacked",
     "refuses": "would refuse the fused layer",
 }
+_NO_TARGET = "add a pattern of its name to `targets` of its config group; engines also ask for fused names (qkv_proj)"
 _SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
 
 
@@ -90,14 +103,21 @@ def _differences(subject: Subject) -> Iterator[LintFinding]:
         ).append(tensor)
     for (answer, patterns, who, severity, reason, entry), tensors in groups.items():
         why = f"because of how it reads {quoted(patterns)}" if patterns else "because no entry covers it"
+        if not patterns and entry is None and subject.by_name:
+            why = "because no entry of `targets` names it"
         message = f"{' and '.join(who)} {(_SLIME if who == ('slime',) else _WORDS)[answer]}, {why}" + (
             f"; it must not be: {reason}" if reason else ""
         )
+        other = all(tensor.removesuffix(".weight") in subject.others for tensor in tensors)
         hint = (
-            f"use '{entry}'"
+            OTHER_FORMAT
+            if other
+            else f"use '{entry}'"
             if entry
             else f"replace {quoted(patterns)} by entries that spare it"
             if patterns
+            else _NO_TARGET
+            if subject.by_name
             else "quantize again"
         )
         yield _finding(

@@ -14,14 +14,16 @@ from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.foreign import refuse_stated
 from converters.stored import as_spelled
-from quant.formats.part_names import packed_in
+from quant.formats.groups import Target, groups_of, targets_of
+from quant.formats.part_names import SCALE, packed_in
 from quant.formats.scheme import listed
 from quant.patterns.entries import check_entries
 from quant.selection.class_tree import class_tree
-from quant.selection.matrices import Matrix, matrices_named
-from quant.selection.portable import Divergence, Reading, covered, divergences, packed_by, read_all
+from quant.selection.matrices import Matrix, fused_experts, matrices_named
+from quant.selection.portable import Divergence, divergences, packed_by
 from quant.selection.published import severities
 from quant.selection.readers import ALL_READERS, RULES, readers_of
+from quant.selection.reading import Reading, covered, read_all
 from quant.selection.tree import ClassTree
 
 
@@ -29,20 +31,22 @@ from quant.selection.tree import ClassTree
 class Subject:
     """An `ignore` list, the tensor names of its model, and how each reader takes the list.
 
-    `stored`: modules that the files hold packed; None when they hold none. `readers`: the readers that are checked.
+    `stored`: modules that the files hold packed; None when they hold none. `scaled`: those that they hold with a scale
+    and not packed, which are in another format (FP8). `readers`: the readers that are checked.
     `asked`: the names given with `--reader`; None when none were. `indexed`: whether the names come from files, rather
     than only from the model's classes.
     """
 
     config: Mapping[str, Any]
     ignore: tuple[str, ...]
-    targets: tuple[str, ...]
+    targets: tuple[Target, ...]
     tree: ClassTree
     matrices: Sequence[Matrix]
     stored: frozenset[str] | None
     readers: tuple[str, ...]
     asked: tuple[str, ...] | None = None
     indexed: bool = False
+    scaled: frozenset[str] = frozenset()
 
     @cached_property
     def readings(self) -> dict[str, Reading]:
@@ -61,9 +65,23 @@ class Subject:
         return tuple(packed_by(self.matrices, self.readings["compressed-tensors"]))
 
     @cached_property
+    def others(self) -> frozenset[str]:
+        """Modules in another format than INT4: by stored names, else by what compressed-tensors makes of the groups."""
+        if self.stored is not None:
+            return self.scaled
+        answers = self.readings["compressed-tensors"].answers
+        pairs = zip(self.matrices, answers, strict=True)
+        return frozenset(matrix.module for matrix, answer in pairs if answer == "other")
+
+    @cached_property
     def severities(self) -> dict[str, Literal["error", "warning"]]:
         """The severity of each reader's disagreement with what is packed, as in `verify`."""
         return severities(self.config, self.ignore, self.tree, self.asked)
+
+    @property
+    def by_name(self) -> bool:
+        """Whether targets name modules, and not only the class Linear."""
+        return [target.pattern for target in self.targets] != ["Linear"]
 
     @property
     def whole(self) -> bool:
@@ -76,7 +94,7 @@ class Subject:
 
     def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
         """Returns where the checked readers disagree with what is packed."""
-        return divergences(self.matrices, self.packed, readings, self.readers)
+        return divergences(self.matrices, self.packed, readings, self.readers, self.others)
 
 
 def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subject, str]:
@@ -93,14 +111,20 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
             f"{path / 'config.json'} has no quantization_config of compressed-tensors",
             "lint looks at INT4 checkpoints and their ignore lists",
         )
-    ignore, targets = listed(content, "ignore"), _targets(content, path)
+    ignore, groups = listed(content, "ignore"), groups_of(config)
+    if not any(group.kind == "packs" for group in groups):
+        raise CkptkitError(
+            f"{path / 'config.json'}: no config group has INT4 weights (format {content.get('format')!r})",
+            "lint looks at INT4 checkpoints and their ignore lists; `ckptkit verify` looks at other formats",
+        )
+    targets = targets_of(groups)
     check_entries(ignore, f"{path / 'config.json'}: ignore")
-    check_entries(targets, f"{path / 'config.json'}: targets")
+    check_entries([target.pattern for target in targets], f"{path / 'config.json'}: targets")
     stored, source = _stored_names(path)
     config = as_spelled(config, stored)
     tree = class_tree(config)
     names = stored or [f"{module}.weight" for module in [*tree.others, *sorted(tree.linears), *_draft_modules(tree)]]
-    matrices = matrices_named(names, tree, config)
+    matrices = [*matrices_named(names, tree, config), *fused_experts(names, tree, config)]
     packed = frozenset(packed_in(names))
     asked = None if readers is None else tuple(readers)
     return Subject(
@@ -113,19 +137,8 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
         wanted,
         asked,
         bool(stored),
+        frozenset(name.removesuffix(SCALE) for name in names if name.endswith(SCALE)) - packed,
     ), source
-
-
-def _targets(content: Mapping[str, Any], path: Path) -> tuple[str, ...]:
-    groups = content.get("config_groups")
-    if not isinstance(groups, Mapping) or not all(
-        isinstance(group, Mapping) and isinstance(group.get("targets"), list) for group in groups.values()
-    ):
-        raise CkptkitError(
-            f"{path / 'config.json'}: config_groups are not as compressed-tensors writes them",
-            "restore config.json from the release",
-        )
-    return tuple(dict.fromkeys(str(target) for group in groups.values() for target in group["targets"]))
 
 
 def _stored_names(path: Path) -> tuple[list[str], str]:

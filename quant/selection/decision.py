@@ -16,8 +16,9 @@ from quant.formats.part_names import PACKED
 from quant.formats.scheme import GROUP_SIZES, QuantScheme
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
-from quant.selection.portable import Question, Reading, check_portable, packed_by, read_all
+from quant.selection.portable import Question, check_portable, packed_by
 from quant.selection.readers import ALL_READERS, RULES, readers_of
+from quant.selection.reading import Reading, read_all
 from quant.selection.spelling import entries_for, spell
 from quant.selection.tiles import check_tiles
 from quant.selection.tree import ClassTree

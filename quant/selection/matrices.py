@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
@@ -23,16 +23,18 @@ _FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() 
 _DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj")
 _NO_MATRIX = re.compile(r"(.*norm.*|ln_\w+)")
 _NO_LINEAR = re.compile(r".*(embed|conv|patch).*")
+_FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(?:gate_up|down)_proj")  # all experts of a layer in one tensor
+_FUSED_REASON = "experts fused in one tensor"
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A `….weight` with two or more axes.
+    """A `….weight` with two or more axes, or the fused experts of a layer.
 
     `linear`: whether readers that know classes take it for a Linear. `kept`: why it is never INT4, or None. `sglang`:
     its layer in SGLang, the fused one where there is one and an expert's container for experts; None where SGLang never
     asks about it. `vllm`: the same in vLLM, in the names of the release. `entry`: the entry of `ignore` that leaves it
-    out for every reader.
+    out for every reader. `unfused`: whether SGLang's class may take its fused layer apart.
     """
 
     tensor: str
@@ -42,6 +44,7 @@ class Matrix:
     vllm: str | None
     entry: str
     expert: bool = False
+    unfused: bool = True
 
     @property
     def module(self) -> str:
@@ -52,14 +55,30 @@ class Matrix:
 def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
     """What a reader without classes may take for a Linear.
 
-    Every `….weight` (or `….weight_packed`) with two or more axes.
+    Every `….weight` (or `….weight_packed`) with two or more axes, and the fused experts of draft layers.
     """
     modules = (
         name.removesuffix(PACKED).removesuffix(".weight")
         for name, spec in specs.items()
         if name.endswith((".weight", PACKED)) and len(spec.shape) >= 2
     )
-    return _matrices(modules, tree, config)
+    fused = [one for one in fused_experts(specs, tree, config) if tree.draft_of(one.module)]
+    return [*_matrices(modules, tree, config), *fused]
+
+
+def fused_experts(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
+    """The tensors among `names` that hold all experts of a layer, which engines ask about as about single ones."""
+    known = FAMILIES[str(config.get("model_type"))].sglang
+    found = {name: match[1] for name in names if (match := _FUSED_EXPERTS.fullmatch(name))}
+    return [
+        replace(
+            matrix := _matrix(f"{block}.{FIRST_EXPERT[0]}", tree, known),
+            tensor=name,
+            linear=False,
+            kept=matrix.kept or _FUSED_REASON,
+        )
+        for name, block in found.items()
+    ]
 
 
 def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
@@ -81,9 +100,12 @@ def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
     tensor, kept = f"{module}.weight", tree.reason_to_keep(module)
     if draft := tree.draft_of(module):
         rest = module.removeprefix(draft.prefix)
-        asked = tail(rest) in tree.tails and draft.sglang is not None
-        layer = fused_layer(f"{draft.sglang}{rest}", None) if asked else None
-        return Matrix(tensor, False, kept, layer, None, draft.entry, ".experts." in rest)
+        asked = tail(rest) in tree.tails
+        layer = fused_layer(f"{draft.sglang}{rest}", None) if asked and draft.sglang is not None else None
+        in_vllm = asked or (draft.vllm_joint and module == draft.joint)
+        prefix = draft.prefix if draft.vllm is None else draft.vllm
+        vllm = fused_layer(f"{prefix}{rest}", None) if in_vllm else None
+        return Matrix(tensor, False, kept, layer, vllm, draft.entry, ".experts." in rest, draft.unfuses)
     if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
         linear = _NO_LINEAR.fullmatch(module.rpartition(".")[2]) is None
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
@@ -127,7 +149,8 @@ def names_in_sglang(
 
     Source: SGLang `CompressedTensorsConfig.get_moe_scheme` and `should_ignore_layer`.
     """
-    return tuple(_asked(matrix.sglang, ignore, packed_modules)) if matrix.sglang is not None else ()
+    mapping = packed_modules if matrix.unfused else {}
+    return tuple(_asked(matrix.sglang, ignore, mapping)) if matrix.sglang is not None else ()
 
 
 def names_in_vllm(matrix: Matrix, ignore: Collection[str]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
 from converters.family import Release
 
 _SIZE, _SIZES, _SWITCH = (
@@ -202,7 +202,7 @@ def _build(config: Mapping[str, Any], model_type: str, fields: dict[str, Any]) -
                 parsed, attn_implementation="eager", experts_implementation="eager", trust_remote_code=False
             )
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, StrictDataclassError) as error:
-        raise _refused(config, str(error).partition("\n")[0][:300]) from error
+        raise _refused(config, words_of(error)[:300]) from error
     return model
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from converters.registry import FAMILIES
+from quant.formats.groups import groups_of
 from quant.selection.readers import RULES, severity_of
 from quant.selection.tree import ClassTree
 
@@ -31,8 +32,13 @@ def severities(
     tree: ClassTree,
     asked: Sequence[str] | None,
     *,
-    updated: bool = False,
+    updated: bool | None = False,
 ) -> dict[str, Literal["error", "warning"]]:
-    """What it is when each reader takes this list otherwise than the weights are packed: see `severity_of`."""
-    published = is_published(str(config.get("model_type")), ignore, tree)
-    return {reader: severity_of(reader, asked, published=published, updated=updated) for reader in RULES}
+    """What it is when each reader takes this list otherwise than the weights are packed: see `severity_of`.
+
+    A config of several groups is made for engines too: trainers read the first alone. `updated` None: the trainer packs
+    what is stored packed, so that slime's reading of the list does not matter.
+    """
+    published = len(groups_of(config)) > 1 or is_published(str(config.get("model_type")), ignore, tree)
+    readers = (reader for reader in RULES if updated is not None or reader != "slime")
+    return {reader: severity_of(reader, asked, published=published, updated=bool(updated)) for reader in readers}

@@ -117,6 +117,11 @@ def severity_of(
     return "error" if reader in readers_of(RL_READERS) and not spared else "warning"
 
 
+def worst(severities: Iterable[Literal["error", "warning"]]) -> Literal["error", "warning"]:
+    """An error where any of these is one."""
+    return "error" if "error" in set(severities) else "warning"
+
+
 def readers_of(names: Iterable[str]) -> tuple[str, ...]:
     """The readers behind some names of `--reader`, in a fixed order.
 

@@ -1,8 +1,9 @@
-"""Whether the INT4 kernels of SGLang can load a layer when it is cut for tensor parallelism.
+"""Whether the INT4 kernels of SGLang can load a layer when it is cut for tensor parallelism, and can run it at all.
 
 Source: SGLang `layers/quantization/marlin_utils.py`, `verify_marlin_supports_shape` and
 `check_moe_marlin_supports_layer`. For compressed-tensors SGLang 0.5.16 asks the first and drops the answer, and asks
-the second not at all.
+the second not at all. What no kernel can run ends the engine at its first prompt: `jit_kernel/csrc/gemm/marlin`,
+`is_valid_config` of `gptq_marlin.cuh` and `moe_wna16_marlin.cuh`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quant.selection.spelling import spell
 from quant.selection.tree import ClassTree
 
 _ROWS, _COLUMNS = 64, 128  # a tile of a layer
+_TILES = ((128, 64), (64, 128))  # rows and columns of which a layer must be made for one of the kernels
 _EXPERT_ROWS, _EXPERT_COLUMNS = 128, 64  # a tile of fused experts
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2")
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -42,17 +44,54 @@ def check_tiles(
     fitting = next(
         (size for size in _SIZES if size < tp and not _faults(chosen, tree, config, group_size, size, ep)), None
     )
+    raise CkptkitError(
+        f"SGLang's INT4 kernels cannot load at tensor parallel size {tp}",
+        (f"serve with tensor parallel size {fitting}, or " if fitting else "") + f"leave them out: {_ignored(faults)}",
+        _in_words(faults),
+    )
+
+
+def unrunnable(
+    chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None
+) -> tuple[str, list[str]] | None:
+    """The next move and a line a fault, where no kernel of SGLang runs some of `chosen` however they are cut.
+
+    None where each has one.
+    """
+    faults: dict[str, str] = {}
+    for specs in _by_layer(chosen, tree).values():
+        if fault := _kernel_fault(specs, specs[0].name.removesuffix(".weight") in tree.experts, group_size):
+            faults.update(dict.fromkeys((spec.name for spec in specs), fault))
+    return (f"leave them out: {_ignored(faults)}", _in_words(faults)) if faults else None
+
+
+def _kernel_fault(specs: Sequence[TensorSpec], expert: bool, group_size: int | None) -> str | None:
+    rows, columns = sum(spec.shape[0] for spec in specs), specs[0].shape[1]
+    if expert:
+        return _expert_fault(specs, group_size, 1)
+    if not any(rows % tile[0] == 0 and columns % tile[1] == 0 for tile in _TILES):
+        return f"{rows} rows of {columns} columns, which neither tiles of 128 by 64 nor of 64 by 128 divide"
+    return f"{columns} columns, which groups of {group_size} do not divide" if columns % (group_size or 1) else None
+
+
+def _by_layer(chosen: Sequence[TensorSpec], tree: ClassTree) -> dict[str, list[TensorSpec]]:
+    """Tensors by the layer that SGLang holds them in."""
+    layers: dict[str, list[TensorSpec]] = {}
+    for spec in chosen:
+        layers.setdefault(fused_layer(spec.name.removesuffix(".weight"), tree), []).append(spec)
+    return layers
+
+
+def _ignored(faults: Mapping[str, str]) -> str:
     entries = dict.fromkeys(spell(name.removesuffix(".weight")) for name in faults)
+    return " ".join(f"--ignore '{entry}'" for entry in entries)
+
+
+def _in_words(faults: Mapping[str, str]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for name, fault in faults.items():
         kinds.setdefault(fault, []).append(name)
-    raise CkptkitError(
-        f"SGLang's INT4 kernels cannot load at tensor parallel size {tp}",
-        (f"serve with tensor parallel size {fitting}, or " if fitting else "")
-        + "leave them out: "
-        + " ".join(f"--ignore '{entry}'" for entry in entries),
-        [f"{summarize(names)}: {fault}" for fault, names in kinds.items()],
-    )
+    return [f"{summarize(names)}: {fault}" for fault, names in kinds.items()]
 
 
 def _faults(
@@ -60,11 +99,8 @@ def _faults(
 ) -> dict[str, str]:
     """What is wrong with each tensor that does not fit, by name. Shards of a fused layer are looked at together."""
     heads = _key_value_heads(release_of(config).text(config))
-    layers: dict[str, list[TensorSpec]] = {}
-    for spec in chosen:
-        layers.setdefault(fused_layer(spec.name.removesuffix(".weight"), tree), []).append(spec)
     found = {}
-    for specs in layers.values():
+    for specs in _by_layer(chosen, tree).values():
         expert = specs[0].name.removesuffix(".weight") in tree.experts
         fault = (
             _expert_fault(specs, group_size, max(tp // ep, 1)) if expert else _layer_fault(specs, group_size, tp, heads)

@@ -10,6 +10,8 @@ from functools import cached_property
 from converters.family import Dense, Draft
 from converters.hf_names import layer_of, tail
 
+DRAFT_LAYER = "draft layer"  # why a module of one is never INT4
+
 
 @dataclass(frozen=True)
 class ClassTree:
@@ -61,7 +63,7 @@ class ClassTree:
         if module in self.gates:
             return "beside the experts: a router or a gate"
         if self.draft_of(module):
-            return "draft layer"
+            return DRAFT_LAYER
         if module.startswith(self.outside or ("\0",)):
             return "outside the language model"
         if module not in self.linears:

@@ -140,10 +140,10 @@ def test_the_mtp_layer_follows_from_the_config(name: str, change: Config, layers
 
 
 @pytest.mark.parametrize(
-    ("top", "text", "tied"), [(True, False, True), (False, True, False), (None, True, True), (None, None, False)]
+    ("top", "text", "tied"), [(True, False, True), (False, True, False), (None, True, False), (None, None, False)]
 )
 def test_tied_embeddings_are_read_from_the_top_level(top: bool | None, text: bool | None, tied: bool) -> None:
-    """transformers reads the top, and writes a default of its own into qwen3_vl_moe's `text_config`."""
+    """transformers reads the top alone, and writes a default of its own into qwen3_vl_moe's `text_config`."""
     config = changed(config_of("qwen3_vl_moe") | {"tie_word_embeddings": top}, {"tie_word_embeddings": text})
     assert dims_of(config).tied is tied
 

@@ -149,7 +149,7 @@ def as_k25(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
-        "text_config": as_v4(config) | {"model_type": "kimi_k2"},
+        "text_config": as_v4(config) | DEEPSEEK_ROUTER | {"model_type": "kimi_k2"},
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 from fixture_types import PathOf
 
+from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme, read_scheme
@@ -74,3 +75,13 @@ def test_options_not_given_default_to_those_of_an_int4_source(releases: PathOf, 
 def test_qmax7_options_that_contradict_it_are_refused(options: list[str], releases: PathOf, tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="qmax7 grid"):
         run("quantize", releases("qwen2-tied"), tmp_path / "out", *options)
+
+
+@pytest.mark.usefixtures("kernel_tiles")
+def test_layers_that_no_kernel_of_sglang_runs_are_noted(releases: PathOf, tmp_path: Path) -> None:
+    """down_proj has 288 columns, which no tile divides; other readers have other kernels."""
+    scheme = QuantScheme(32, "qmax7")
+    (note,) = quantize(releases("qwen2-untied"), tmp_path / "all", scheme).notes
+    assert "mlp.down_proj.weight: 128 rows of 288 columns" in note
+    assert r"--ignore 're:.*\.mlp\.down_proj(\.weight)?$'" in note
+    assert quantize(releases("qwen2-untied"), tmp_path / "vllm", scheme, readers=("vllm",)).notes == ()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import program_version
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import locate
 from ckptkit.formats.own_files import is_own
@@ -42,7 +42,7 @@ def compare(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
     left = [pair for pair in found if pair.name not in whose and pair.name not in renamed]
     cast = [pair for pair in left if pair.state == "cast"]
     return Diff(
-        version=version("ckptkit"),
+        version=program_version(),
         a=a,
         b=b,
         formats=sides.formats,

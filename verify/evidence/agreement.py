@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
-from quant.formats.compressed import stated_scheme
+from ckptkit.formats.hf.side_files import quantization_of
+from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, packed_in
+from quant.formats.scheme import listed
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Divergence, Question, advice, said
@@ -43,17 +45,21 @@ class Agreement:
 
 
 def agreement(
-    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], asked: Sequence[str] | None, updated: bool = False
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    asked: Sequence[str] | None,
+    updated: bool | None = False,
 ) -> Agreement:
     """What the packed modules among `specs` are to the readers of `ignore`.
 
-    Which disagreement is an error is for `severity_of`; `asked` and `updated` are as there. Raises CkptkitError as
-    `read_scheme` and `class_tree` do.
+    Which disagreement is an error is for `severities`; `asked` and `updated` are as there. Raises CkptkitError as
+    `groups_of` and `class_tree` do.
     """
-    ignore, tree, stored = stated_scheme(config).ignore, class_tree(config), set(packed_in(specs))
+    ignore, tree, stored = listed(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
     matrices = [*matrices_of(specs, tree, config), *_absent(specs, tree, config)]
     packed = [matrix.module in stored for matrix in matrices]
-    question = Question(matrices, packed, config, tuple(RULES))
+    in_floats = {name.removesuffix(".weight") for name, spec in specs.items() if spec.dtype.startswith("float8")}
+    question = Question(matrices, packed, config, tuple(RULES), targets_of(groups_of(config)), in_floats)
     found = question.divergences(ignore)
     everybody = _for_everybody(found)
     forbidden = {
@@ -100,6 +106,7 @@ def _for_everybody(found: Collection[Divergence]) -> set[str]:
 def _issues(
     found: Sequence[Divergence], question: Question, ignore: Sequence[str], severity_of: Mapping[str, Severity]
 ) -> Iterator[Issue]:
+    found = [one for one in found if one.reader in severity_of]
     hint = advice(found, question, ignore) if found else ""
     for reader in dict.fromkeys(one.reader for one in found):
         actual = "; ".join(said(one for one in found if one.reader == reader))

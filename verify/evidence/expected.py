@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from converters.foreign import refuse_foreign
 from converters.foreign import refuse_stated as refuse_stated_format
 from converters.planner import dims_of, rules_in, rules_of, tied_head
 from converters.registry import family_of
-from converters.stored import as_stored, remarks
+from converters.stored import OtherSpelling, as_stored, other_spelling, remarks
 from quant.formats.part_names import (
     FP8_SCALE,
     FP8_SCALE_INV,
@@ -30,10 +31,13 @@ from quant.formats.part_names import (
     WEIGHT_SHAPE,
     WEIGHT_ZERO_POINT,
 )
+from verify.evidence.folding import alike
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
 
 Shape = tuple[int, ...]
+# As compressed-tensors and llm-compressor write them, of keys, values and queries.
+_CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq])_(?:scale|zero_point)")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,17 @@ def remarks_of(subject: Subject) -> list[str]:
     """What the names of its tensors say of the checkpoint that is not wrong. Raises as `stated_config_of`."""
     names = subject.once(_names)
     return remarks(subject.once(stated_config_of), names) if names else []
+
+
+def spelling_of(subject: Subject) -> OtherSpelling | None:
+    """How the layers of an HF checkpoint are spelled, where that is as another class than the config's has them.
+
+    None also where there is no usable config.
+    """
+    try:
+        return other_spelling(subject.once(stated_config_of), subject.once(_names)) if subject.kind == "hf" else None
+    except (CkptkitError, Skip):
+        return None
 
 
 def _names(subject: Subject) -> Collection[str]:
@@ -108,7 +123,7 @@ def expected_of(subject: Subject) -> Expected | None:
     """
     if (config := usable_config(subject)) is None:
         return None
-    names = subject.specs
+    names = _stored(subject)
     rules = rules_in(config, names) if subject.kind == "megatron" else list(rules_of(config))
     if subject.kind == "megatron":
         vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
@@ -122,7 +137,8 @@ def expected_of(subject: Subject) -> Expected | None:
     fp32 = frozenset(name for rule in rules if rule.mapping.fp32 for name in rule.hf)
     plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
     shapes: dict[str, Shape | None] = dict(plain)
-    if is_fused(kind[0] for kind in subject.kinds):
+    kinds = subject.kinds if names is subject.specs else list(alike(names))
+    if is_fused(kind[0] for kind in kinds):
         specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in plain.items()}
         shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json", names)).items()}
     if (tied := tied_head(config)) and tied[0] in names:
@@ -132,13 +148,20 @@ def expected_of(subject: Subject) -> Expected | None:
         shapes, copies = _packed(shapes, names, config), _packed(copies, names, config)
     # A release may repeat tensors under these names, and this one does.
     repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
-    return Expected(shapes, frozenset(), fp32, repeated | _carried(subject, config))
+    scales = frozenset(name for kind in kinds for name in kind if is_cache_scale(name, config))
+    return Expected(shapes, frozenset(), fp32, repeated | scales | _carried(kinds, config))
 
 
-def _carried(subject: Subject, config: Mapping[str, Any]) -> frozenset[str]:
+def _stored(subject: Subject) -> Mapping[str, Any]:
+    """Names that headers or `.metadata` have, and those that an index lists in files that cannot be read."""
+    unknown = subject.hf_files.unknown if subject.kind == "hf" else ()
+    return {**subject.specs, **dict.fromkeys(unknown)} if unknown else subject.specs
+
+
+def _carried(kinds: Iterable[Sequence[str]], config: Mapping[str, Any]) -> frozenset[str]:
     """Tensors that are no part of the language model, told by what precedes or follows the numbers in their names."""
     family = family_of(config)
-    return frozenset(name for names in subject.kinds if family.carries(names[0]) for name in names)
+    return frozenset(name for names in kinds if family.carries(names[0]) for name in names)
 
 
 def _outputs(plan: Plan) -> dict[str, TensorSpec]:
@@ -146,12 +169,32 @@ def _outputs(plan: Plan) -> dict[str, TensorSpec]:
 
 
 def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `weights` part of the first group of a quantization_config; empty when there is none."""
+    """The `weights` part of the first group of integers in a quantization_config, else of the first group.
+
+    Empty when there is none.
+    """
+    found = _all_weights(config)
+    return next((weights for weights in found if weights.get("type", "int") == "int"), found[0] if found else {})
+
+
+def _all_weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     quantization = quantization_of(config)
     groups = quantization.get("config_groups") if isinstance(quantization, dict) else None
-    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    weights = first.get("weights") if isinstance(first, dict) else None
-    return weights if isinstance(weights, dict) else {}
+    given = groups.values() if isinstance(groups, dict) else ()
+    found = (group.get("weights") for group in given if isinstance(group, dict))
+    return [weights for weights in found if isinstance(weights, dict)]
+
+
+def has_floats(config: Mapping[str, Any]) -> bool:
+    """Whether a config group stores weights in floats of fewer bits, beside integers or alone."""
+    return any(weights.get("type") == "float" for weights in _all_weights(config))
+
+
+def is_cache_scale(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor scales the key-value cache, where config.json has a scheme for that."""
+    content = quantization_of(config)
+    scheme = content.get("kv_cache_scheme") if isinstance(content, Mapping) else None
+    return scheme is not None and _CACHE_SCALE.fullmatch(name) is not None
 
 
 def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -166,7 +209,8 @@ def _packed(
     shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]
 ) -> dict[str, Shape | None]:
     """Replaces every weight that is stored packed by its parts, and adds the scales of weights in 8-bit floats."""
-    scales = () if weights_of(config).get("type", "float") == "int" else (FP8_SCALE_INV, FP8_SCALE)
+    integers = weights_of(config).get("type", "float") == "int" and not has_floats(config)
+    scales = () if integers else (FP8_SCALE_INV, FP8_SCALE)
     parts = [f".{part}" for part in packed_parts(config)]
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():

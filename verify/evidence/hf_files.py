@@ -17,6 +17,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, is_file_name, read_json
 from ckptkit.formats.hf.shard import Shard, scan_shard, unreadable
+from ckptkit.storage.links import dangling_in
 from ckptkit.storage.read import FileExtent
 from verify.issue import Issue
 
@@ -55,7 +56,12 @@ class HfFiles:
 
     @cached_property
     def index_issues(self) -> tuple[Issue, ...]:
-        """What is wrong with the index: unreadable, absent, no weight_map, or entries outside the directory."""
+        """What is wrong with the index: unreadable, absent, no weight_map, or entries outside the directory.
+
+        Of a link that leads nowhere `dangling` tells.
+        """
+        if INDEX in self.dangling:
+            return ()
         content, issues = self._index
         if issues:
             return issues
@@ -64,8 +70,9 @@ class HfFiles:
             lone = shards == [SINGLE] or SINGLE in shards
             return () if lone else (Issue(f"{INDEX}, or a single {SINGLE}", _instead(self.root, len(shards))),)
         weight_map = content.get("weight_map")
-        if not isinstance(weight_map, dict):
-            return (Issue("a weight_map of names to files", f"weight_map is {type(weight_map).__name__}"),)
+        if not isinstance(weight_map, dict) or not weight_map:
+            actual = "an empty one" if weight_map == {} else f"weight_map is {type(weight_map).__name__}"
+            return (Issue("a weight_map of names to files", actual),)
         return tuple(
             Issue("a file of this directory", shortened(weight_map[name]), names=(name,))
             for name in weight_map
@@ -77,6 +84,11 @@ class HfFiles:
         """The index's `metadata.total_size`; None where it says none."""
         metadata = self._index[0].get("metadata")
         return metadata.get("total_size") if isinstance(metadata, dict) else None
+
+    @cached_property
+    def dangling(self) -> Mapping[str, str]:
+        """Links of the directory that lead nowhere, with their targets."""
+        return dangling_in(self.root)
 
     @cached_property
     def present(self) -> tuple[Path, ...]:
@@ -92,7 +104,7 @@ class HfFiles:
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
-        """Files that the index names and that are not there."""
+        """Files that a loader would open and that are not there, or links that lead nowhere."""
         return tuple(file for file in self.wanted if not (self.root / file).exists())
 
     @cached_property

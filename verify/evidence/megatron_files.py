@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.detect import TRACKER, tracked
+from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
 from ckptkit.formats.torch_dist.reader import StoredMetadata, TorchDistCheckpoint, read_metadata
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.storage.directory import Directory
@@ -45,14 +46,23 @@ class MegatronFiles:
 
     @cached_property
     def opened(self) -> LenientTorchDist:
-        """Names and shapes of the global tensors. Raises CkptkitError when `.metadata` cannot be read."""
+        """Names and shapes of the global tensors.
+
+        Raises CkptkitError when `.metadata` cannot be read, UnsupportedError where it is none of torch_dist.
+        """
+        refuse_plain_dcp(self.weights, self.metadata.keys, self.metadata.by_torch)
         return LenientTorchDist(self.weights, self.metadata, self.hf)
 
     @cached_property
     def readable(self) -> bool:
-        """Whether `.metadata` can be read at all; CK111 says why when it cannot."""
+        """Whether `.metadata` can be read at all; CK111 says why when it cannot.
+
+        Raises UnsupportedError for a distributed checkpoint in another format.
+        """
         try:
             self.opened  # noqa: B018 - a cached property that raises
+        except UnsupportedError:
+            raise
         except CkptkitError:
             return False
         return True

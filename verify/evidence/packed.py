@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quant.formats.groups import Group, group_of
 from quant.formats.part_names import (
     SCALE,
     SHAPE,
@@ -43,8 +44,20 @@ class Format:
 
 
 def format_of(config: Mapping[str, Any]) -> Format | None:
-    """The format of the first config group; None when `quantization_config` describes no packed integer weights."""
-    weights = weights_of(config)
+    """The format of the first group of INT4; None when `quantization_config` describes no packed integer weights."""
+    return _format(weights_of(config))
+
+
+def format_in(config: Mapping[str, Any], groups: Sequence[Group], module: str) -> Format:
+    """The format of a packed module, by the group that it is a target of; else that of the first group of INT4."""
+    group = group_of(groups, module)
+    own = _format(group.weights) if group is not None and group.kind == "packs" else None
+    form = own or format_of(config)
+    assert form is not None
+    return form
+
+
+def _format(weights: Mapping[str, Any]) -> Format | None:
     bits, size = weights.get("num_bits"), weights.get("group_size")
     if not isinstance(bits, int) or weights.get("type", "int") != "int":
         return None

@@ -23,6 +23,7 @@ from verify.witnesses.megatron.options import MegatronOptions
 if TYPE_CHECKING:
     from verify.launch.arguments import LaunchArguments
     from verify.launch.launch import Launch
+    from verify.launch.words import Word
 
 T = TypeVar("T")
 _AS_MEGATRON_HAS_IT = MegatronOptions()
@@ -37,8 +38,9 @@ class Subject:
     whole on every rank) are those of SGLang. `against` holds "megatron" and "sglang" as asked for. `manifest` is a file
     with digests to compare, signed with the private key of `manifest_key` where that is given.
     `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of sizes,
-    `updated` that it quantizes weights by the `ignore` list of this checkpoint, `loaded` what lies in the directories
-    that the job loads; only preflight gives these four.
+    `sizes_at` where it gives `tp`, `pp`, `ep` and `etp`, `updated` that it quantizes weights by the `ignore` list of
+    this checkpoint (None: by what is stored packed in it), `loaded` what lies in the directories that the job loads;
+    only preflight gives these five.
     `readers` (as `--reader` has them) will load an INT4 checkpoint; None: `quant.selection.readers.RL_READERS`.
     `rollout_data` is what a training job recorded of a rollout, sampled at `rollout_temperature` (None: as it says,
     or 1).
@@ -60,11 +62,12 @@ class Subject:
     manifest: Path | None = None
     manifest_key: Path | None = None
     readers: tuple[str, ...] | None = None
-    updated: bool = False
+    updated: bool | None = False
     ray: str | None = None
     dp_attention: bool = False
     rollout_data: Path | None = None
     rollout_temperature: float | None = None
+    sizes_at: Mapping[str, Word] = field(default_factory=dict, compare=False)
     loaded: Mapping[Path, Subject] = field(default_factory=dict, repr=False, compare=False)
     megatron: MegatronOptions = _AS_MEGATRON_HAS_IT
     _results: dict[Callable[[Subject], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -84,6 +87,14 @@ class Subject:
     def found(self, find: Callable[[Subject], T]) -> T | None:
         """What `once` has computed with `find`; None where it has not."""
         return self._results.get(find)
+
+    @property
+    def not_for_sglang(self) -> str | None:
+        """Why SGLang's rules do not matter: the launch serves with another engine, or --reader leaves SGLang out."""
+        if self.arguments is not None and self.arguments.server == "vllm":
+            return "the rollout engine of the launch is vLLM, not SGLang"
+        named = self.readers is not None and "sglang" not in self.readers
+        return "SGLang is none of the readers that were named" if named else None
 
     @cached_property
     def kind(self) -> Literal["hf", "megatron"]:

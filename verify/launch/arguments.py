@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Literal
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.megatron.pipeline import Pipeline
+
+Server = Literal["sglang", "vllm"]
 
 _LAYOUT, _CHUNK = "--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"
 _NUMBERS = {
@@ -28,7 +31,11 @@ _NUMBERS = {
     "--sglang-ep-size": "engine_ep",
     "--sglang-expert-parallel-size": "engine_ep",
     "--sglang-ep": "engine_ep",
+    "--vllm-pipeline-parallel-size": "engine_pp",
+    "--vllm-pp": "engine_pp",
 }
+# What options begin with that are handed to a rollout engine.
+_SERVERS: Mapping[str, Server] = {"--sglang-": "sglang", "--vllm-": "vllm"}
 _RANKS = frozenset({"tp", "pp", "ep", "etp", "engine", "engine_pp", "engine_ep"})
 _SWITCHES = {
     "--account-for-embedding-in-pipeline-split": "embedding",
@@ -48,7 +55,8 @@ class LaunchArguments:
 
     `chunk`: layers of a virtual pipeline stage; the others of a pipeline as in `Pipeline`. `engine`: GPUs of a rollout
     engine, in `engine_pp` pipeline stages, its experts over `engine_ep` ranks. `dp_attention`: its attention is cut
-    over fewer ranks than the rest. `qat`: whether training rounds weights to INT4, in groups of `qat_group`.
+    over fewer ranks than the rest. `server`: the program that it is, None where the launch does not say. `qat`: whether
+    training rounds weights to INT4, in groups of `qat_group`.
     """
 
     tp: int | None = None
@@ -67,6 +75,7 @@ class LaunchArguments:
     engine_pp: int | None = None
     engine_ep: int | None = None
     dp_attention: bool = False
+    server: Server | None = None
     qat: bool | None = None
     qat_group: int | None = None
 
@@ -78,6 +87,8 @@ class LaunchArguments:
         CkptkitError for a value that is missing or no number.
         """
         found: dict[str, int | bool | str] = dict(_qat(words, environment or {}))
+        if (server := server_of(words)) is not None:
+            found["server"] = server
         for name, value in pairs(words):
             if name in _SWITCHES:
                 found[_SWITCHES[name]] = True
@@ -121,6 +132,12 @@ class LaunchArguments:
                 raise CkptkitError(said, "choose another number of layers a chunk")
             vpp = a_stage // self.chunk
         return Pipeline(layers, pp, vpp, self.first, self.last, self.embedding, self.loss, self.layout, self.mtp or 0)
+
+
+def server_of(words: Sequence[str]) -> Server | None:
+    """The rollout engine that options are handed to: vLLM by vime's `--vllm-*`, SGLang by `--sglang-*`."""
+    found = {server for word in words for prefix, server in _SERVERS.items() if word.startswith(prefix)}
+    return "vllm" if "vllm" in found else "sglang" if found else None
 
 
 def _given(name: str, value: str | None) -> str:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
+from pathlib import Path
 
-from verify.check import NOTES, Check, Outcome, all_checks, run_checks
+from ckptkit.core.installation import program_version
+from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, looked_at, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
 from verify.checks.launch.paths import NOT_READ
-from verify.checks.launch.same_weights import start_alike
+from verify.checks.launch.same_weights import COMPARED, NOT_COMPARED, sharing_weights
 from verify.evidence.subject import Subject
 from verify.launch.kept import kept_outcome
 from verify.launch.sides import Side
-from verify.report import CheckResult, Report
+from verify.report import CheckResult, Finding, Report
 from verify.run import choose, model_of, now
+
+# The fact that lists what one finding stands for.
+FOLDED = "of another model"
+# What differs where config and weights are of two models: tensors by name and shape, arguments, keys of config.json.
+_TENSORS, _ARGUMENTS = ("CK104", "CK105"), ("CK701", "CK702")
+# So many arguments are another model's, and so few findings are told one by one.
+_SEVERAL, _FEW = 2, 4
+_NAMED = 3
+_FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
 
 
 def judged(
@@ -32,7 +42,7 @@ def judged(
     """
     checks, directories = all_checks(), list(subjects)
     launched = replace(launched, loaded={one.path: one for one in directories})
-    chosen = choose(launched, [one for one in checks if one.stage == "launch"])[0]
+    chosen, left_out = choose(launched, [one for one in checks if one.stage == "launch"])
     outcome = run_checks(launched, [one for one in chosen if not one.needs])
     last = [one for one in chosen if one.needs]
 
@@ -40,24 +50,46 @@ def judged(
         return _checkpoints(launched, directories, checks, last)
 
     paths = {path for one in directories for path in (one.path, one.source_path, one.hf_path) if path}
+    paths |= {one.path for one in sides if one.path}
     loads = [(one.role, one.kind, one.path) for one in sides]
-    question = repr((sorted(map(repr, directories)), loads, _alike(launched)))
+    question = repr((sorted(map(repr, directories)), loads, _sharing(launched)))
     outcome.add(kept_outcome(f"{question} {[one.code for one in last]}", paths, look) if cache else look())
     if notes:
         outcome.facts[NOTES] = [*notes, *outcome.facts.get(NOTES, [])]
     return Report(
-        version=version("ckptkit"),
+        version=program_version(),
         command=("ckptkit", "preflight"),
         checkpoint=", ".join(dict.fromkeys(str(side.path) for side in sides if side.path)),
         source=None,
         checks=_merged(checks, outcome.checks),
         findings=list(dict.fromkeys(outcome.findings)),
         facts={"what would be loaded": [str(side) for side in sides]}
-        | {key: lines for key, lines in outcome.facts.items() if key in (STAGES, TRAINING_STATE, NOTES, NOT_READ)},
+        | {key: lines for key, lines in outcome.facts.items() if key in _FACTS}
+        | {NOT_APPLICABLE: _not_applicable(outcome, left_out)},
         reasons=outcome.reasons,
         model=next(filter(None, map(model_of, directories)), None),
         date=now(),
+        asked=[*looked_at(outcome.checks), *outcome.facts.get(COMPARED, [])],
+        not_asked=[*_not_compared(outcome), "engine"],
     )
+
+
+def _not_compared(outcome: Outcome) -> list[str]:
+    """What of the weights was not compared, as the verdict names it."""
+    if not outcome.facts.get(COMPARED):
+        return ["weights"]
+    return ["some weights"] if outcome.facts.get(NOT_COMPARED) else []
+
+
+def _not_applicable(outcome: Outcome, left_out: Sequence[str]) -> list[str]:
+    """A line for each reason why checks do not apply, to the launch or to any of its directories."""
+    ran = {one.code for one in outcome.checks}
+    reasons: dict[str, list[str]] = {}
+    for line in [*left_out, *outcome.facts.get(NOT_APPLICABLE, [])]:
+        codes, _, reason = line.partition(": ")
+        found = reasons.setdefault(reason, [])
+        found += [code for code in codes.split(", ") if code not in ran and code not in found]
+    return [f"{', '.join(sorted(codes))}: {reason}" for reason, codes in reasons.items() if codes]
 
 
 def _checkpoints(
@@ -71,14 +103,17 @@ def _checkpoints(
     return headers
 
 
-def _alike(launched: Subject) -> list[tuple[str, str]]:
-    return start_alike(launched.launch) if launched.launch else []
+def _sharing(launched: Subject) -> list[tuple[str, str]]:
+    return [(one.role, other.role) for one, other in sharing_weights(launched.launch)] if launched.launch else []
 
 
 def check_headers(subject: Subject) -> Outcome:
     """Runs what preflight checks of one directory: headers and JSON files, no weight."""
     wanted = [one for one in all_checks() if one.stage == "headers" or one.preflight]
-    return run_checks(subject, choose(subject, wanted)[0])
+    chosen, left_out = choose(subject, wanted)
+    outcome = run_checks(subject, chosen)
+    outcome.facts[NOT_APPLICABLE] = left_out
+    return _of_another_model(subject, outcome)
 
 
 def failed_gate(checks: Sequence[Check], outcome: Outcome) -> str | None:
@@ -104,3 +139,37 @@ def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[Che
             seconds=round(before.seconds + result.seconds, 3),
         )
     return [merged[one.code] for one in checks if one.code in merged]
+
+
+def _of_another_model(subject: Subject, outcome: Outcome) -> Outcome:
+    """The outcome of a directory's checks, where its findings have one cause with that as the only one of them.
+
+    The cause is a path: tensors and several arguments are not those of the config that another path of the launch
+    gives. A single argument may be the launch's own fault, and then says which. `facts["of another model"]` has what
+    was found.
+    """
+    config = subject.hf_path or subject.source_path
+    errors = [one for one in outcome.findings if one.severity == "error" and one.code in _TENSORS + _ARGUMENTS]
+    arguments = [one for one in errors if one.code in _ARGUMENTS]
+    if config is None or len(arguments) < _SEVERAL or len(errors) <= _FEW:
+        return outcome
+    kept = _finding(arguments, errors, config, subject.path)
+    outcome.facts[FOLDED] = [_difference(one) for one in errors]
+    at = outcome.findings.index(errors[0])
+    left = [one for one in outcome.findings if one not in errors]
+    return replace(outcome, findings=[*left[:at], kept, *left[at:]])
+
+
+def _finding(arguments: list[Finding], errors: list[Finding], config: Path, path: Path) -> Finding:
+    tensors = sum(one.count for one in errors if one.code in _TENSORS)
+    named = [one.actual for one in arguments[:_NAMED]]
+    more = [f"{len(arguments) - _NAMED} more arguments"] if arguments[_NAMED:] else []
+    held = [f"{tensors} tensors with other names or shapes"] if tensors else []
+    expected, actual = f"the model of {config}/config.json", f"another one: {', '.join([*named, *more, *held])}"
+    hint = f"give the checkpoint of that model, or the HF directory of this one; --all lists {len(errors)} differences"
+    return Finding(arguments[0].code, expected, actual, hint, file=str(path))
+
+
+def _difference(one: Finding) -> str:
+    about = f"{one.tensor}: " if one.tensor else ""
+    return f"{one.code}: {about}expected {one.expected}, found {one.actual}"

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ckptkit.core.installation import program_version
 from verify.check import NOTES, Outcome
 from verify.launch.identity import Identity, identity_of, identity_of_program
 from verify.report import CheckResult, Finding
@@ -56,7 +56,7 @@ def cache_directory() -> Path:
 
 def _key(question: str, directories: Identity) -> str:
     packages = [Path(__file__).parents[2] / name for name in ("ckptkit", "converters", "quant", "verify")]
-    parts = version("ckptkit"), platform.python_version(), identity_of_program(packages), question, directories.digest
+    parts = program_version(), platform.python_version(), identity_of_program(packages), question, directories.digest
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER
+from ckptkit.formats.hf.hub_cache import HubModel
 from verify.launch import slime
 from verify.launch.options.given import GivenArguments, given_arguments
 from verify.launch.options.tables import MODULES
@@ -26,7 +27,8 @@ class Launch:
 
     `ref_step`: the iteration of the reference, where it has an option of its own. `critic` and `teacher`: what a critic
     and a teacher of on-policy distillation load. `stack`: what the settings of verl, NeMo-RL or ROLL say, from which
-    everything else then follows.
+    everything else then follows. `hub`: the name on a model hub that --hf-checkpoint gives; `hf_checkpoint` is then its
+    snapshot in the local cache, or None.
     """
 
     hf_checkpoint: Path | None = None
@@ -39,6 +41,7 @@ class Launch:
     teacher: Path | None = None
     teacher_step: int | None = None
     stack: Stacked | None = None
+    hub: HubModel | None = None
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -47,8 +50,19 @@ class Launch:
 
     @property
     def given(self) -> GivenArguments:
-        """The arguments of Megatron, slime and SGLang among the words."""
-        return given_arguments(self.text.words)
+        """The arguments of Megatron, slime and the engine, as the words and `--custom-config-path` set them."""
+        return given_arguments(self.text.words, self.files.common)
+
+    @property
+    def settled(self) -> tuple[str, ...]:
+        """The words that are known, with those that `--custom-config-path` adds."""
+        return (*self.words, *self.files.words)
+
+    @property
+    def program(self) -> str:
+        """The file or module that starts the trainer, `train_async.py`; "" where it is not known."""
+        named = self.text.program or next((word for word in self.words if word.endswith(".py")), "")
+        return named.rpartition("/")[2]
 
     @cached_property
     def files(self) -> RoleFiles:
@@ -88,7 +102,7 @@ class Launch:
         if self.stack:
             return [*self.stack.unread, *unresolved_besides(self.text)]
         named = {
-            "--hf-checkpoint": self.hf_checkpoint,
+            "--hf-checkpoint": self.hf_checkpoint or self.hub,
             "--load": self.load,
             "--ref-load": self.ref_load,
             "--ckpt-step": self.ckpt_step,
@@ -99,14 +113,27 @@ class Launch:
         }
         given = frozenset(option for option, value in named.items() if value is not None)
         lines = [line for line in unread(self.words, given) if line.partition(" ")[0] not in self.files.read]
-        return [*lines, *self.files.unread, *self.text.unresolved]
+        download = [f"--hf-checkpoint {self.hub.name}: {self.hub.why}"] if self.hub and self.hub.path is None else []
+        return [*download, *lines, *self.files.unread, *self.text.unresolved]
 
 
 def sides_of(launch: Launch) -> list[Side]:
     """Every side that the launch says something about."""
     if launch.stack:
         return list(launch.stack.sides)
-    return [*_trainers(launch), *([slime.rollout(launch.hf_checkpoint)] if launch.hf_checkpoint else [])]
+    return [*_trainers(launch), *_rollout(launch)]
+
+
+def _rollout(launch: Launch) -> list[Side]:
+    if launch.hf_checkpoint is None:
+        return [_download(launch.hub, ROLLOUT)] if launch.hub else []
+    side = slime.rollout(launch.hf_checkpoint)
+    return [replace(side, why=f"--hf-checkpoint {launch.hub.why}") if launch.hub else side]
+
+
+def _download(hub: HubModel, role: str) -> Side:
+    """A side whose weights are downloaded at the start."""
+    return Side(role, None, None, f"--hf-checkpoint {hub.name} is {hub.why}", elsewhere=True)
 
 
 def _trainers(launch: Launch) -> Iterator[Side]:
@@ -117,7 +144,9 @@ def _trainers(launch: Launch) -> Iterator[Side]:
     # Whoever falls back to the reference takes its step, and lends it to roles without one; not in mode bridge.
     falls_back = load is None or not (load / TRACKER).exists()
     shared = launch.ref_step if falls_back and launch.ref_step is not None and not launch.bridge else step
-    if load or ref_load or (fallback and launch.text.words) or launch.files.path("actor", "load"):
+    if launch.bridge and launch.hub and fallback is None and falls_back:
+        yield _download(launch.hub, "actor")
+    elif load or ref_load or (fallback and launch.text.words) or launch.files.path("actor", "load"):
         side = slime.actor(load, fallback, shared, option=option, mode=mode)
         yield _of_file(launch, "actor", "load", "--load", shared) or side
     reference = shared if launch.ref_step is None else launch.ref_step

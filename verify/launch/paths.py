@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.hub_cache import hub_model
 from verify.launch.launch import Launch
 from verify.launch.words import LaunchText, Word, known_words
 
@@ -62,11 +63,20 @@ def launch_of(
     load: Path | None,
     ref_load: Path | None,
     ckpt_step: int | None,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[Launch, list[str]]:
-    """The launch that these options and words are, and notes on options that contradict the words."""
+    """The launch that these options and words are, and notes on options that contradict the words.
+
+    `environment` holds the variables that its job sees.
+    """
     words = _Words(known_words(text.words))
+    hf = words.path("--hf-checkpoint", hf_checkpoint)
+    word = words.last("--hf-checkpoint")
+    # `./org/model` is a path, and Path forgets that.
+    name = str(hf_checkpoint) if hf_checkpoint else word.text if word else ""
+    hub = hub_model(name, environment or {})
     launch = Launch(
-        words.path("--hf-checkpoint", hf_checkpoint),
+        hub.path if hub else hf,
         words.path("--load", load),
         words.path("--ref-load", ref_load),
         words.step("--ckpt-step", ckpt_step),
@@ -75,5 +85,6 @@ def launch_of(
         words.path("--critic-load"),
         words.path("--opd-teacher-load"),
         words.step("--opd-teacher-ckpt-step"),
+        hub=hub,
     )
     return launch, words.notes

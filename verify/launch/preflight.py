@@ -13,18 +13,27 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import refuse_url
+from ckptkit.formats.hf.hub_cache import hub_model
 from verify.checks.launch.int4_training import updates
 from verify.evidence.subject import Subject
 from verify.launch.arguments import LaunchArguments
 from verify.launch.judge import judged
-from verify.launch.launch import sides_of
+from verify.launch.launch import Launch, sides_of
 from verify.launch.paths import launch_of
+from verify.launch.python.launcher import read_launcher
 from verify.launch.shell.read import read_script
 from verify.launch.sides import Side
 from verify.launch.stacked import preflight_stack
 from verify.launch.stacks.which import is_config, read_stack
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 from verify.report import Report
+
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
 
 
 def preflight(
@@ -58,13 +67,16 @@ def preflight(
     paths = _path(hf_checkpoint), _path(load), _path(ref_load)
     said = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
     environment = {**os.environ, **said}
-    if stacked := read_stack(text.words, config, environment, paths[0]):
+    hub = hub_model(str(hf_checkpoint), environment) if hf_checkpoint else None
+    if stacked := read_stack(text.words, config, environment, hub.path if hub else paths[0]):
+        if hub and hub.path is None:
+            raise CkptkitError(f"--hf-checkpoint {hub.name}: {hub.why}", "give a local copy of it")
         return preflight_stack(stacked, text, *paths[1:], ckpt_step, {"tp": tp, "pp": pp, "ep": ep}, cache=cache)
-    launch, notes = launch_of(text, *paths, ckpt_step)
-    if not (launch.hf_checkpoint or launch.load or launch.ref_load or text.unresolved or text.issues):
+    launch, notes = launch_of(text, *paths, ckpt_step, environment)
+    if not (launch.hf_checkpoint or launch.hub or launch.load or launch.ref_load or text.unresolved or text.issues):
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
         raise CkptkitError("nothing to look at", hint)
-    options = LaunchArguments.read(launch.words, environment)
+    options = LaunchArguments.read(launch.settled, environment)
     tp, pp, ep = (
         _agreed(name, given, said)
         for name, given, said in (("tp", tp, options.tp), ("pp", pp, options.pp), ("ep", ep, options.ep))
@@ -73,9 +85,12 @@ def preflight(
     etp = options.etp or (tp if text.words and not launch.unread else None)
     sides = sides_of(launch)
     hf = launch.hf_checkpoint
+    # In mode bridge miles packs what the checkpoint stores packed, whatever its `ignore` list says.
+    updated = None if launch.bridge else updates(launch, options)
+    readers = ("vllm", "slime") if options.server == "vllm" else None
     launched = Subject(hf or launch.load or launch.ref_load or Path(), launch=launch, arguments=options)
     subjects = (
-        replace(one, arguments=options, etp=etp, updated=updates(launch, options))
+        replace(one, arguments=options, etp=etp, updated=updated, readers=readers, sizes_at=_sizes_at(launch))
         for one in _subjects(sides, hf, tp, pp, ep)
     )
     return judged(launched, sides, subjects, notes, cache=cache)
@@ -92,8 +107,7 @@ def _text(script: str | Path | None, arguments: Sequence[str]) -> LaunchText:
     if str(script) == "-":
         return read_script(None, sys.stdin.read(), arguments, os.environ)
     if Path(script).suffix == ".py":
-        hint = "a launch in Python would have to be run to be read: paste the command that it prints into a file"
-        raise CkptkitError(f"{script} is no script of bash", hint)
+        return read_launcher(Path(script), arguments, os.environ)
     return read_script(Path(script), None, arguments, os.environ)
 
 
@@ -102,6 +116,11 @@ def _agreed(name: str, given: int, said: int | None) -> int:
     if said is not None and given not in (1, said):
         raise CkptkitError(f"--{name} {given}, but the launch arguments say {said}", f"leave --{name} out")
     return given if said is None else said
+
+
+def _sizes_at(launch: Launch) -> dict[str, Word]:
+    """The words of a launch that give the parallel sizes."""
+    return {name: launch.given.places[one] for name, one in _SIZES.items() if one in launch.given.places}
 
 
 def _subjects(sides: Sequence[Side], hf: Path | None, tp: int, pp: int, ep: int) -> Iterator[Subject]:

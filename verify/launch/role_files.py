@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from verify.launch.arguments import READ
 from verify.launch.settings.yaml_tree import NULL, Tree, read_yaml
 from verify.launch.words import Word
 
@@ -49,6 +50,18 @@ class RoleFiles:
             raise CkptkitError(f"{word.place}: {name} {word.text} is no number", "give the iteration as a number")
         return int(word.text)
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The settings of every role as the options that would say the same; of truth values those that are true."""
+        found: list[str] = []
+        for name, word in self.common.items():
+            option = f"--{name.replace('_', '-')}"
+            if word.text.lower() not in ("true", "false"):
+                found += [option, word.text]
+            elif word.text.lower() == "true":
+                found.append(option)
+        return tuple(found)
+
     def _given(self, role: str, name: str) -> Word | None:
         return self.roles.get(role, {}).get(name, self.common.get(name))
 
@@ -58,7 +71,8 @@ def role_files(words: Sequence[Word]) -> RoleFiles:
     custom, megatron = (_named(words, option) for option in (CUSTOM, MEGATRON))
     common = _settings(read_yaml(custom)) if custom else {}
     roles = dict(_of_roles(megatron)) if megatron else {}
-    every = [*common.items(), *(pair for role in roles.values() for pair in role.items())]
+    every = [(name, word) for name, word in common.items() if f"--{name.replace('_', '-')}" not in READ]
+    every += [pair for role in roles.values() for pair in role.items()]
     unread = [f"{word.place}: {name}: {word.text}: not looked at" for name, word in every if _matters(name)]
     read = frozenset(option for option, path in ((CUSTOM, custom), (MEGATRON, megatron)) if path)
     return RoleFiles(common, roles, read, tuple(dict.fromkeys(unread)))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.reader import read_json
 from converters.registry import family_of
 from verify.issue import Issue
@@ -33,7 +34,8 @@ def path_issue(
 class Side:
     """The actor, the reference or the rollout engine: the weights it would load, and why these.
 
-    Without weights (`path` is None) it starts from random ones where `random` is set, and stops otherwise.
+    Without weights (`path` is None) it starts from random ones where `random` is set, from some that are not on this
+    machine where `elsewhere` is, and stops otherwise.
     """
 
     role: str
@@ -42,17 +44,30 @@ class Side:
     why: str
     issues: tuple[PathIssue, ...] = ()
     random: bool = False
+    elsewhere: bool = False
 
     def __str__(self) -> str:
         without = "starts from RANDOM weights" if self.random else "cannot start"
+        without = "loads what is not on this machine" if self.elsewhere else without
         what = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else without
         return f"{self.role} {what}: {self.why}"
 
 
-def is_supported_hf(path: Path) -> bool:
-    """Whether a directory has a config.json of a supported family."""
+def is_hf(path: Path) -> bool:
+    """Whether a directory has a config.json of a model: of a supported family, or one that is not known here."""
+    return hf_config_of(path) is not None
+
+
+def hf_config_of(path: Path) -> str | None:
+    """The config.json of a directory in words; None where there is none, or it is of no model.
+
+    A trainer may load what is not known here. CK101 then makes the report inconclusive.
+    """
     try:
-        family_of(read_json(path / "config.json"))
+        config = read_json(path / "config.json")
+        family_of(config)
+    except UnsupportedError:
+        return f"a config.json of model_type {shortened(config['model_type'])}, which is not known here"
     except CkptkitError:
-        return False
-    return True
+        return None
+    return "a supported config.json"

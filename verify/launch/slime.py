@@ -19,7 +19,8 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked, tracker_text
-from verify.launch.sides import PathIssue, Side, is_supported_hf, path_issue
+from ckptkit.storage.links import absent, next_move
+from verify.launch.sides import PathIssue, Side, hf_config_of, is_hf, path_issue
 
 ROLLOUT = "rollout engine"
 _VERL = " (verl loads it itself: say so behind --, by its use_dist_checkpointing and dist_checkpointing_path)"
@@ -40,12 +41,12 @@ def actor(
     """
     if load and (load / TRACKER).exists():
         return trainer("actor", "--load", load, step)
-    if load and is_supported_hf(load):
+    if load and is_hf(load):
         if mode is None:
-            return Side("actor", "hf", load, "--load has no tracker but a supported config.json")
+            return Side("actor", "hf", load, f"--load has no tracker but {hf_config_of(load)}")
         if ref_load and load.absolute() != ref_load.absolute():
             return _passed_over(load, ref_load, step if ref_step is None else ref_step, option, mode)
-    issues = (_empty_load(load, ref_load),) if load and not is_supported_hf(load) else ()
+    issues = (_empty_load(load, ref_load),) if load and not is_hf(load) else ()
     if ref_load is None:
         why = f"--load {load} holds no checkpoint and --ref-load is not given, so slime and miles stop"
         return Side("actor", None, None, why, issues)
@@ -71,7 +72,7 @@ def trainer(role: str, option: str, root: Path, step: int | None, mode: str | No
     miles loads HF directories in `mode` bridge only.
     """
     if not (root / TRACKER).exists():
-        if mode == "raw" and is_supported_hf(root):
+        if mode == "raw" and is_hf(root):
             hint = "convert it with `ckptkit convert`, or give --megatron-to-hf-mode bridge"
             issue = path_issue(option, root, f"a directory with {TRACKER}", "an HF directory, in mode raw", hint)
             why = f"miles stops: {option} {root} is an HF directory, which it takes in mode bridge only"
@@ -85,7 +86,18 @@ def trainer(role: str, option: str, root: Path, step: int | None, mode: str | No
     except CkptkitError as error:
         issue = path_issue(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
         return Side(role, None, None, f"Megatron stops: {error.message}", (issue,))
-    return Side(role, "megatron", path, f"the tracker of {option} says {path.name}")
+    why = f"the tracker of {option} says {path.name}"
+    if not step:
+        return Side(role, "megatron", path, why)
+    issues = (_step_without_effect(root, step),) if option == "--load" else ()
+    return Side(role, "megatron", path, f"{why}, beside which step {step} has no effect", issues)
+
+
+def _step_without_effect(root: Path, step: int) -> PathIssue:
+    """`--ckpt-step` where the tracker says `release`: Megatron's name of that directory has no number in it."""
+    hint = f"leave --ckpt-step out, or write {step} into {root / TRACKER} if that iteration is meant"
+    actual = f"release, which Megatron loads whatever --ckpt-step {step} says"
+    return path_issue("--ckpt-step", root / TRACKER, "a tracker that says an iteration", actual, hint, "warning")
 
 
 def rollout(path: Path) -> Side:
@@ -93,8 +105,9 @@ def rollout(path: Path) -> Side:
     if (path / "config.json").exists():
         return Side(ROLLOUT, "hf", path, "--hf-checkpoint")
     megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
-    found = "a Megatron checkpoint" if megatron else "no config.json in it"
-    actual, hint = found if path.exists() else "no such directory", "give the HF directory of the same model"
+    found = "a Megatron checkpoint" if megatron else absent(path / "config.json")
+    actual = found if path.exists() else "no such directory"
+    hint = next_move(path / "config.json", "give the HF directory of the same model")
     issue = path_issue("--hf-checkpoint", path, "an HF directory with config.json", actual, hint)
     return Side(ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (issue,))
 
@@ -136,8 +149,8 @@ def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
     if ITERATION.fullmatch(root.name) or (root / ".metadata").exists() or is_legacy(root):
         issue = _iteration_given(option, root, expected)
         random = bool(ITERATION.fullmatch(root.name)) and not step
-    elif is_supported_hf(root):
-        return Side(role, "hf", root, f"{option} has no tracker but a supported config.json")
+    elif is_hf(root):
+        return Side(role, "hf", root, f"{option} has no tracker but {hf_config_of(root)}")
     else:
         actual = "no tracker in it" if root.exists() else "no such directory"
         issue = path_issue(option, root, expected, actual, "check the path")

@@ -66,4 +66,5 @@ def _subjects(stacked: Stacked) -> Iterator[Subject]:
             ep=ep,
             etp=options.etp or tp,
             arguments=options,
+            readers=("vllm",) if options.server == "vllm" else None,
         )

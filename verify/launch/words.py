@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,22 @@ class Word:
         return str(self.file) if self.line is None else f"{self.file}:{self.line}"
 
 
+def at_places(words: Mapping[str, Word]) -> str:
+    """` (tp and pp at line 12, ep at line 13)` of the first file, with its path for another; nothing for no file."""
+    places: dict[str, list[str]] = {}
+    for name, word in words.items():
+        if word.file:
+            at = f"line {word.line}" if word.line and word.file == first_file(words) else word.place
+            places.setdefault(at, []).append(name)
+    text = ", ".join(f"{' and '.join(names)} at {at}" for at, names in places.items())
+    return f" ({text})" if text else ""
+
+
+def first_file(words: Mapping[str, Word]) -> Path | None:
+    """The first file that one of these words stands in."""
+    return next((word.file for word in words.values() if word.file), None)
+
+
 @dataclass(frozen=True)
 class UnresolvedWord(Word):
     """A word that is not known, as it is written, and why. `anything`: it may be any number of words, options too."""
@@ -40,7 +57,8 @@ class LaunchText:
     `words` are options of Megatron-LM, slime and miles in their order: `--num-layers`, `36` ... `environment` holds
     the variables that the trainer will see, `overrides` the settings of verl, NeMo-RL and ROLL by dotted key.
     `unresolved` has a line for everything that could not be resolved, which is never guessed. `issues` are what is
-    wrong with the text itself, such as a lost line continuation.
+    wrong with the text itself, such as a lost line continuation. `program` is the word that names the trainer's file
+    or module, "" where it is not known.
     """
 
     words: tuple[Word, ...] = ()
@@ -48,6 +66,18 @@ class LaunchText:
     unresolved: tuple[str, ...] = ()
     issues: tuple[Issue, ...] = ()
     overrides: Mapping[str, Word] = field(default_factory=dict)
+    program: str = ""
+
+
+# What gives another text at every start, to the minute or better: `$(date +%H%M)`, `datetime.now()`.
+_AT_START = re.compile(
+    r"\bdate\b[^)]*%(?:[HMSsTNXcR]|-[HM])|\$\(date\)|datetime\..*now\(|time\.time\(|\brandom\.|\buuid"
+)
+
+
+def is_new_at_start(text: str) -> bool:
+    """Whether a name has the time of the start, or a random part, in it: what it names cannot be there yet."""
+    return _AT_START.search(text) is not None
 
 
 def known_words(words: Sequence[Word]) -> list[Word]:

@@ -33,6 +33,7 @@ def junit(report: Report) -> str:
         ("checkpoint", report.checkpoint),
         ("source", report.source),
         ("command", " ".join(report.command)),
+        ("verdict", report.verdict),
     ):
         if value:
             ElementTree.SubElement(properties, "property", name=name, value=_xml(value))

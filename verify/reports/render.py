@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptkit.core.findings_text import Entry, Line, TextReport, lay_out
+from verify.check import NOT_APPLICABLE
 from verify.report import Finding, Report
 from verify.reports.text import groups, subject_of, totals
 
@@ -23,7 +24,7 @@ _COLOR = {
     "warning": "yellow",
 }
 # Facts that a table of everything has, and that a verdict does without.
-_BACKGROUND = ("tensors per layer", "not applicable")
+_BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model")
 
 
 class _Output(Console):

@@ -30,6 +30,7 @@ def sarif(report: Report) -> str:
             _result(anchor, finding, report, places)
             for anchor, finding in zip(anchors(report.findings), report.findings, strict=True)
         ],
+        "properties": {"verdict": printable(report.verdict)},
     }
     return json_text({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}) + "\n"
 

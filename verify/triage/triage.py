@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import program_version
 from ckptkit.storage.regular import open_regular
 from verify.triage.scan import Found, Place
 from verify.triage.symptom import Symptom
@@ -74,7 +74,7 @@ def triage(logs: Sequence[str | Path]) -> Triage:
             raise CkptkitError(f"{_name(log)} is empty", "give the log of the job; of a Ray job, that of its driver")
     signs = [Sign(symptom, count, found.places[symptom]) for symptom, count in found.counts.items()]
     return Triage(
-        version=version("ckptkit"),
+        version=program_version(),
         logs=[_name(log) for log in logs],
         lines=found.lines,
         causes=[sign for sign in signs if not sign.symptom.effect],

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ckptkit.core.printable import one_line
+
 DUMP = signal.SIGUSR1  # asks a witness for the Python stacks of its threads
 _DUMP_S = 1.0
 _PART = 0.95  # of the memory that is free at the start, for all processes of a witness together
@@ -103,7 +105,7 @@ def stuck_at(log: Path) -> str:
     if not starts:
         return ""
     frames = [line.strip() for line in lines[starts[-1] + 1 :][:_FRAMES] if line.startswith("  File ")]
-    return f"; it was at {' | '.join(frames)}"
+    return f"; it was at {one_line(' | '.join(frames))}"
 
 
 def _members(processes: Iterable[subprocess.Popen[bytes]]) -> list[int]:

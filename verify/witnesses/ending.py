@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.printable import one_line
 
 OVER_MEMORY = 256  # in place of an exit code: it was ended because of its memory
 _OURS = frozenset({"__main__", "ckptkit", "converters", "quant", "verify"})
@@ -28,7 +29,9 @@ _OF_THE_MACHINE = frozenset(
     | {"AcceleratorError", "DistBackendError", "DistError", "DistNetworkError", "OutOfMemoryError"}
 )
 _MACHINE_SAYS = re.compile(
-    r"can't allocate memory|out of memory|CUDA error|no kernel image|shared object file|_OpNamespace", re.IGNORECASE
+    r"can't allocate memory|out of memory|CUDA error|no kernel image|shared object file|_OpNamespace"
+    r"|current (?:platform|GPU)|only for NPU",
+    re.IGNORECASE,
 )
 # Modules that start compilers, ask devices or make process groups, and where SGLang reads what was set up before.
 _MACHINERY = (
@@ -41,10 +44,14 @@ _MACHINERY = (
 
 @dataclass(frozen=True)
 class Phase:
-    """What a witness is doing. `speakers`: modules under test whose exceptions are verdicts in this phase."""
+    """What a witness is doing. `speakers`: modules under test whose exceptions are verdicts in this phase.
+
+    `deciders`: those among them that refuse a config by exceptions of any class, an ImportError for one.
+    """
 
     name: str
     speakers: tuple[str, ...] = ()
+    deciders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class PhaseLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            said = "\n  ".join(filter(None, [described(error), self._step]))
+            said = "; ".join(filter(None, [described(error), self._step]))
             Ending(self._phase.name, said, is_verdict(error, self._phase)).save(self._path)
 
 
@@ -114,17 +121,18 @@ def how_it_ended(code: int) -> str | None:
 
 
 def described(error: BaseException) -> str:
-    """Describes an exception in a few lines, with the place that raised it; one of ckptkit's own by what it says."""
+    """Describes an exception on one line, with the place that raised it; one of ckptkit's own by what it says."""
     if isinstance(error, CkptkitError):
         return ": ".join(filter(None, [error.message, error.hint]))
-    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
-    lines = lines if len(lines) <= 8 else [*lines[:4], *lines[-4:]]
     at = traceback.extract_tb(error.__traceback__)[-1:]
-    return "\n".join([*lines, *(f"  at {frame.filename}, line {frame.lineno}, in {frame.name}" for frame in at)])
+    places = [f" (at {one_line(frame.filename)}, line {frame.lineno}, in {frame.name})" for frame in at]
+    return "".join([words_of(error, with_class=True), *places])
 
 
 def is_verdict(error: BaseException, phase: Phase) -> bool:
     """Whether the code under test raised this because of the checkpoint."""
+    if _is_decision(error, phase):
+        return True
     if any(_is_of_the_machine(one) for one in _chain(error)):
         return False
     theirs = _beyond_ours(error)
@@ -132,6 +140,14 @@ def is_verdict(error: BaseException, phase: Phase) -> bool:
     importing = any(frame.f_code.co_name == "<module>" for frame in theirs)
     in_machinery = any(_is_within(name, _MACHINERY) for name in names)
     return not importing and not in_machinery and any(_is_within(name, phase.speakers) for name in names)
+
+
+def _is_decision(error: BaseException, phase: Phase) -> bool:
+    """Whether a decider itself raised this, and neither a failed import within it nor for the GPU that is here."""
+    theirs = _beyond_ours(error)
+    raised_by = str(theirs[-1].f_globals.get("__name__", "")) if theirs else ""
+    failed_import = isinstance(error, ImportError) and error.name is not None
+    return _is_within(raised_by, phase.deciders) and not failed_import and _MACHINE_SAYS.search(str(error)) is None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -22,9 +22,9 @@ from ckptkit.app.cli.output import echo, prepare_streams
 from ckptkit.app.cli.status import shown
 from ckptkit.app.cli.verb import anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.installation import program_version, refuse_shadowed
 from ckptkit.core.printable import printable
-from ckptkit.core.shadowed import refuse_shadowed
 
 _MODULES = {
     "convert": "conversion",
@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="ckptkit")
+@click.version_option(program_version(), prog_name="ckptkit")
 def cli() -> None:
     """Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded."""
 
@@ -143,7 +143,7 @@ def _show_error(error: Exception, debug: bool) -> None:
         said = CkptkitError(str(error), "check the path and its permissions")
     else:
         said = CkptkitError(
-            f"an error inside ckptkit: {type(error).__name__}: {error}",
+            f"an error inside ckptkit: {words_of(error, with_class=True)}",
             "please report it, with the output of `ckptkit --debug ...`",
         )
     with suppress(OSError):  # `echo` then finds the same

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.printable import one_line, printable
 
 Seat = tuple[int, ...]  # of a rank: rank and size of tensor, data and pipeline parallelism
 _SEAT = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size")
@@ -19,6 +24,26 @@ _LAYOUT = (
     *("tp_size", "pp_size", "dp_size", "ep_size", "enable_dp_attention", "quantization", "dtype", "device"),
     *("moe_runner_backend", "moe_dense_tp_size", "disable_shared_experts_fusion", "speculative_algorithm"),
 )
+_EVERY_S = 15.0
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Names what is still waited for on standard error, every 15 s, so that slow and stuck can be told apart."""
+    began, done = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while not done.wait(_EVERY_S):
+            line = f"ckptkit: {time.monotonic() - began:.0f} s of waiting for {what}"
+            print(printable(line), file=sys.stderr, flush=True)
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        reporter.join()
 
 
 @dataclass(frozen=True)
@@ -65,14 +90,14 @@ class Engine:
             f"{self.url}/{path}", data, {"Content-Type": "application/json", **self.headers}
         )
         try:
-            with urlopen(request, timeout=self.timeout) as answer:  # noqa: S310
+            with waiting(f"{self.url}/{path}"), urlopen(request, timeout=self.timeout) as answer:  # noqa: S310
                 found = json.loads(answer.read())
         except HTTPError as error:
-            said = error.read().decode(errors="replace")[:300]
+            said = one_line(error.read().decode(errors="replace"))[:300]
             raise CkptkitError(f"{self.url}/{path}: HTTP {error.code}: {said}", "see the engine's log") from error
         except (OSError, HTTPException, ValueError) as error:
             raise CkptkitError(
-                f"{self.url}/{path}: {error}", "is the engine running, and reachable from here?"
+                f"{self.url}/{path}: {words_of(error)}", "is the engine running, and reachable from here?"
             ) from error
         if not isinstance(found, dict):
             raise CkptkitError(f"{self.url}/{path} answered no JSON object", "is this an engine of SGLang?")

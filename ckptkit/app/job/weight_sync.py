@@ -18,7 +18,7 @@ from importlib.metadata import version as installed
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptkit.app.job.engines import Engine, Setup, State
+from ckptkit.app.job.engines import Engine, Setup, State, waiting
 from ckptkit.app.job.judged import Judged, Known, judge
 from ckptkit.app.job.sent import Sent
 from ckptkit.core.errors import CkptkitError
@@ -147,7 +147,8 @@ class WeightSyncCheck:
                     f"weight update {version}: no tensor was recorded, so nothing can be checked",
                     "call `record` for each tensor that is sent",
                 )
-            sent.finish()
+            with waiting("the checksums of what was sent"):
+                sent.finish()
             states = dict(zip([one.url for one in self._engines], self._asked(Engine.state), strict=True))
             judged = judge(sent, states, self._setups, self._known)
             self._raise(str(version), states, judged)

@@ -13,9 +13,10 @@ from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.json_text import MOST_BYTES, MOST_VALUES, parse
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, summarize
-from ckptkit.formats.detect import other_weights
+from ckptkit.formats.detect import other_weights, refuse_other_format
 from ckptkit.formats.hf.shard import Shard, read_shard
 from ckptkit.storage.directory import Directory, directory
+from ckptkit.storage.links import next_move, why_unreadable
 from ckptkit.storage.read import FileExtent
 from ckptkit.storage.regular import read_regular
 
@@ -34,7 +35,8 @@ def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
     try:
         content = read_regular(path, MOST_BYTES)
     except OSError as error:
-        raise CkptkitError(f"{shown or path}: {error.strerror}", "an HF checkpoint directory needs it") from error
+        hint = next_move(path, "an HF checkpoint directory needs it")
+        raise CkptkitError(f"{shown or path}: {why_unreadable(path, error)}", hint) from error
     return parse_json(content, shown or str(path))
 
 
@@ -105,7 +107,8 @@ class HfCheckpoint:
         self.config = read_json(self.root / "config.json", self.directory.at("config.json"))
         weight_map = shard_names(self.directory)
         files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
-        if weight_map is None and not (self.root / SINGLE).exists():
+        refuse_other_format(self.root)
+        if weight_map is None and not os.path.lexists(self.root / SINGLE):
             raise CkptkitError(
                 f"{self.directory} has neither {INDEX} nor {SINGLE}",
                 other_weights(self.root) or "download its weights, as safetensors",
@@ -139,7 +142,8 @@ class HfCheckpoint:
             )
         if stored != len(actual):
             raise CkptkitError(
-                f"{self.directory}: a tensor stands in two shards", "remove leftovers of an earlier save"
+                f"{self.directory}: a tensor stands in two shards",
+                "two saves are mixed: `ckptkit verify` says in which files, and which of them are newer",
             )
         if moved := [name for name, file in weight_map.items() if actual[name] != file]:
             raise CkptkitError(f"{index} names the wrong file for {summarize(moved)}", "the index is wrong")

@@ -76,7 +76,7 @@ def _fetch(store: Store, root: Path) -> Listing:
         if listing.sizes[name] > limit:
             raise CkptkitError(
                 f"{store.at(name)}: {listing.sizes[name]} bytes, and at most {limit} are read of such a file",
-                "remove it, or copy the right one there",
+                "copy the right one there",
             )
         (root / name).parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(_AT_ONCE, "ckptkit-open") as pool:

@@ -23,6 +23,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MOST_AXES, TensorSpec
 from ckptkit.storage.buffers import bytes_of, elements
 from ckptkit.storage.directory import RemoteFile
+from ckptkit.storage.links import next_move, why_unreadable
 from ckptkit.storage.read import FileExtent, read_new
 from ckptkit.storage.regular import open_regular
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_BYTES = 1 << 60  # of a tensor; what is larger is a mistake
+_LFS = b"version "  # a pointer of Git LFS begins with this
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 
@@ -109,14 +111,18 @@ def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
     try:
         return scan_shard(path, remote).sound()
     except OSError as error:
-        raise CkptkitError(f"{remote or path}: {error.strerror}", "the index names it; is a shard missing?") from error
+        hint = next_move(path, "the index names it; is a shard missing?")
+        raise CkptkitError(f"{remote or path}: {why_unreadable(path, error)}", hint) from error
 
 
 def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
     """Does what `read_shard` does, but keeps what is wrong as `faults`. Raises OSError where it cannot be read."""
     size = remote.size if remote else path.stat().st_size
     with open_regular(path) as file:
-        length = int.from_bytes(file.read(8), "little")
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        if first == _LFS:
+            return unreadable(path, "a pointer of Git LFS in its place: run `git lfs pull`", remote)
         if size < 8 or length > min(size - 8, MAX_HEADER):
             return unreadable(path, f"{size} bytes, too few for a header of {length}", remote)
         text = file.read(length)

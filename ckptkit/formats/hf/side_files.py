@@ -17,6 +17,7 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import LOADED, SIGNATURE_ENDING
 from ckptkit.formats.detect import MANIFEST as MANIFEST
 from ckptkit.formats.hf.reader import read_json
+from ckptkit.storage.links import fetch_again, target_of
 from ckptkit.storage.regular import open_regular
 
 MOST_BYTES_BESIDE = 16 << 30  # of a file beside weights
@@ -33,10 +34,10 @@ def side_files(root: Path) -> Iterator[Path]:
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
         hidden = is_hidden(str(relative))
-        if not hidden and path.is_symlink() and not path.exists():
-            raise CkptkitError(f"{path} is a link to nothing", "download or copy it again, or remove the link")
+        if not hidden and (target := target_of(path)) is not None:
+            raise CkptkitError(f"{path} is a link to nothing: {target}", fetch_again(path.parent))
         if not hidden and not path.is_file() and (not path.is_dir() or str(relative) in LOADED):
-            raise CkptkitError(f"{path} is no regular file", "remove it, or put the file of the release in its place")
+            raise CkptkitError(f"{path} is no regular file", "put the file of the release in its place")
         if path.is_file() and not hidden and not is_weight(path.name) and relative not in _OWN:
             yield relative
 

@@ -28,10 +28,12 @@ from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MOST_AXES, TensorSpec
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
+from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob, dense_stride
 from ckptkit.formats.torch_save.records import Dtype, is_bounded
 from ckptkit.storage.directory import Directory
+from ckptkit.storage.links import why_unreadable
 from ckptkit.storage.read import FileExtent
 from ckptkit.storage.regular import read_regular
 
@@ -78,12 +80,19 @@ class StoredTensor:
 class StoredMetadata:
     """`.metadata` as data: tensors and the blobs of byte objects, by key.
 
-    `names`: every class and function that the pickle names (`module.name`).
+    `names`: every class and function that the pickle names (`module.name`). `by_torch`: whether torch's own planner
+    wrote it, which notes how names are nested.
     """
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, Blob]
     names: frozenset[str] = frozenset()
+    by_torch: bool = False
+
+    @property
+    def keys(self) -> list[str]:
+        """Of tensors and objects."""
+        return [*self.tensors, *self.objects]
 
 
 def read_metadata(path: Path) -> StoredMetadata:
@@ -94,7 +103,7 @@ def read_metadata(path: Path) -> StoredMetadata:
             return _read_metadata(path, file)
     except OSError as error:
         raise CkptkitError(
-            f"{file}: {error.strerror}", "a torch_dist checkpoint needs it; was the save cut short?"
+            f"{file}: {why_unreadable(file, error)}", "a torch_dist checkpoint needs it; was the save cut short?"
         ) from error
     except (pickle.UnpicklingError, AttributeError, TypeError, LookupError) as error:
         raise CkptkitError(f"{file} is no DCP metadata: {error}", _COPY) from error
@@ -113,7 +122,10 @@ def _read_metadata(path: Path, file: Path) -> StoredMetadata:
         key: storage.blob(key, None) for key, entry in entries.items() if entry.kind.endswith(".BytesStorageMetadata")
     }
     return StoredMetadata(
-        {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects}, objects, names
+        {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects},
+        objects,
+        names,
+        bool(getattr(content, "planner_data", None)),
     )
 
 
@@ -297,6 +309,7 @@ class TorchDistCheckpoint:
         self.path = Path(path).absolute()
         self.hf = hf_home(self.path, hf)
         self.metadata = read_metadata(self.path)
+        refuse_plain_dcp(self.path, self.metadata.keys, self.metadata.by_torch)
         self._logical = self._name_once()
         for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
             if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
@@ -347,7 +360,7 @@ class TorchDistCheckpoint:
         if [chunk.blob for chunk in stored.chunks] != [chunk.blob for chunk in alias.chunks]:
             raise CkptkitError(
                 f"{self.path}: {stored.key} and {alias.key} are two names of one norm but are stored apart",
-                "delete the one that is not meant; Megatron's specs would load different models",
+                "Megatron's specs would load different models: save again with one --transformer-impl, keep this save",
             )
 
     @property

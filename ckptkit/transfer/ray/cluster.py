@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.transfer.copy import cores
 
 _REACH_S = 10.0
@@ -92,8 +92,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _not_reached(address: str, error: Exception) -> CkptkitError:
-    words = " ".join(str(error).split())
     return CkptkitError(
-        f"no connection to the Ray cluster at {address}: {words}",
+        f"no connection to the Ray cluster at {address}: {words_of(error)}",
         "give the address that `ray start --head` printed, or --ray alone",
     )

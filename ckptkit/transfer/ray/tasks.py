@@ -5,10 +5,10 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any, TypeVar
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.installation import program_version
 from ckptkit.core.specs import summarize
 
 PIECE = 1_000_000_000  # bytes up to which neighbours are one task
@@ -85,7 +85,7 @@ def outcomes(
             # By default twice as many as can run: no worker waits, and a cluster that can grow sees why.
             while waiting and len(running) < (workers or 2 * cpus(ray)):
                 index = waiting.popleft()
-                running[task.remote(version("ckptkit"), content, pieces[index])] = index
+                running[task.remote(program_version(), content, pieces[index])] = index
             for reference in ray.wait(list(running))[0]:
                 outcome = _outcome(ray, reference, pieces[running[reference]])
                 yield running.pop(reference), outcome
@@ -106,9 +106,9 @@ def _outcome(ray: Any, reference: Any, piece: Sequence[str]) -> Any:
             raise error.cause from None
         raise
     except ray.exceptions.RayError as error:
-        words = str(error).strip().partition("\n")[0]
         raise CkptkitError(
-            f"Ray lost the task of {summarize(piece)} {RETRIES + 1} times: {words}", "has every node enough memory?"
+            f"Ray lost the task of {summarize(piece)} {RETRIES + 1} times: {words_of(error)}",
+            "has every node enough memory?",
         ) from error
     if refused is not None:
         raise CkptkitError(refused, "install the same version on every node of the cluster")
@@ -121,11 +121,12 @@ def _task() -> Callable[[str, bytes, Sequence[str]], tuple[str | None, Any]]:
     def run(wanted: str, content: bytes, piece: Sequence[str]) -> tuple[str | None, Any]:
         import pickle
         import platform
-        from importlib.metadata import PackageNotFoundError, version
 
         try:
-            found = version("ckptkit")
-        except PackageNotFoundError:
+            from ckptkit.core.installation import program_version as version_here
+
+            found = version_here()
+        except ImportError:
             found = "none"
         if found != wanted:
             return f"node {platform.node()} has ckptkit {found}, and the coordinator {wanted}", None

@@ -21,7 +21,7 @@ from converters.blocks.latent_attention import SGLANG_DENSE, mla_attention, read
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer
-from converters.family import ModelFamily, Release, SglangClass
+from converters.family import ModelFamily, Release, SglangClass, these
 from converters.rules import ParamMapping
 
 
@@ -62,7 +62,11 @@ RELEASE = Release(
     model_type="deepseek_v3",
     classes={"Router": "DeepseekV3TopkRouter"},
 )
-SGLANG = SglangClass(("fused_qkv_a_proj_with_mqa",), dense=SGLANG_DENSE)
+SGLANG = SglangClass(
+    ("fused_qkv_a_proj_with_mqa",),
+    dense=SGLANG_DENSE,
+    keys=these(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1),
+)
 FAMILIES = (
     ModelFamily(
         ("deepseek_v3", "kimi_k2"),

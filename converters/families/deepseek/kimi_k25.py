@@ -9,7 +9,8 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES
 from converters.config.dims import ModelDims
-from converters.config.values import text_part
+from converters.config.tie import TieFlag
+from converters.config.values import flag, text_part
 from converters.families.deepseek import deepseek_v3
 from converters.family import ModelFamily
 
@@ -36,7 +37,8 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
             "config.json: text_config of kimi_k25 is not that of a kimi_k2 model", "compare it with the release"
         )
     part, _ = text_part(config)
-    return replace(deepseek_v3.read_dims(part), root=_RELEASE.root, head=f"{_RELEASE.head}.weight")
+    tied = flag(text, "tie_word_embeddings", False)
+    return replace(deepseek_v3.read_dims(part), tied=tied, root=_RELEASE.root, head=f"{_RELEASE.head}.weight")
 
 
 FAMILIES = (
@@ -47,6 +49,8 @@ FAMILIES = (
         deepseek_v3.mappings,
         carried=("vision_tower.", "mm_projector."),
         carried_ends=ROTARY_FREQUENCIES,
+        # transformers runs the code that comes with the release; vLLM's class never ties.
+        tie=TieFlag(top=(), text=("transformers", "SGLang")),
         release=_RELEASE,
         sglang=replace(
             deepseek_v3.SGLANG,

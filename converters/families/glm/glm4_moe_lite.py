@@ -64,6 +64,6 @@ FAMILIES = (
         read_dims,
         deepseek_v3.mappings,
         release=Release(drafts=appended_drafts, classes={"Router": "Glm4MoeLiteTopkRouter"}),
-        sglang=SglangClass(dense=SGLANG_DENSE),
+        sglang=SglangClass(dense=SGLANG_DENSE, keys=lambda text: {"first_k_dense_replace": len(_dense_layers(text))}),
     ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from converters.blocks.decoder import attention, dense_mlp, embeddings
 from converters.config.dims import ModelDims, base_dims
+from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, flag, integer, rope_of, without_windows
 from converters.family import ModelFamily, Release, SglangClass
 from converters.rules import ParamMapping
@@ -49,6 +50,7 @@ FAMILIES = (
         read_dims,
         mappings,
         carried=("visual.",),
+        tie=TieFlag(older=("transformers 4",)),
         release=_RELEASE,
         sglang=SglangClass(
             ("gate_up_proj",),

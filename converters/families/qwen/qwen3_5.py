@@ -22,9 +22,11 @@ from converters.blocks.linear_attention import (
     read_linear_attention,
     read_mtp_layers,
     refuse_unsupported,
+    sglang_keys,
 )
 from converters.blocks.vision import qwen_vision
 from converters.config.dims import ModelDims, base_dims
+from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, integer, text_part
 from converters.family import QKV_GATE_UP, ModelFamily, Release, SglangClass
 from converters.rules import ParamMapping
@@ -108,9 +110,10 @@ def _family(model_type: str, release: Release, language_models: Mapping[str, str
         mappings,
         {"slime": slime_mappings},
         carried=("model.visual.",),
+        tie=TieFlag(("transformers", "SGLang"), ("vLLM",)),
         language_models=language_models,
         release=release,
-        sglang=SglangClass((*QKV_GATE_UP, "in_proj_qkvz", "in_proj_ba"), dense=SGLANG_DENSE),
+        sglang=SglangClass((*QKV_GATE_UP, "in_proj_qkvz", "in_proj_ba"), dense=SGLANG_DENSE, keys=sglang_keys),
     )
 
 

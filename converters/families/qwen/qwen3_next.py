@@ -15,6 +15,7 @@ from converters.blocks.linear_attention import (
     read_linear_attention,
     read_mtp_layers,
     refuse_unsupported,
+    sglang_keys,
 )
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer
@@ -73,6 +74,6 @@ FAMILIES = (
         mappings,
         {"slime": slime_mappings},
         release=Release(drafts=qwen_next_drafts, classes={"Router": "Qwen3NextTopKRouter"}),
-        sglang=SglangClass(QKV_GATE_UP, dense=SGLANG_DENSE),
+        sglang=SglangClass(QKV_GATE_UP, dense=SGLANG_DENSE, keys=sglang_keys),
     ),
 )

@@ -14,6 +14,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.blocks.vision import qwen_vision
 from converters.config.dims import ModelDims, base_dims, layers_without_experts
+from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, flag, integer, text_part
 from converters.family import FusedExperts, ModelFamily, Release, SglangClass
 from converters.rules import ParamMapping
@@ -60,6 +61,7 @@ _DENSE = ModelFamily(
     read_dims,
     mappings,
     carried=("model.visual.",),
+    tie=TieFlag(older=("transformers 4",)),
     fused=FusedExperts(transposed=True),
     release=_RELEASE,
     sglang=SglangClass(

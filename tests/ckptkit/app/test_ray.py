@@ -251,8 +251,8 @@ def test_a_task_that_is_lost_again_and_again_ends_the_run(
 def test_a_node_with_another_version_is_named(
     cluster: Any, to_megatron: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = ray_tasks.version("ckptkit")
-    monkeypatch.setattr(ray_tasks, "version", lambda name: "9.9")
+    here = ray_tasks.program_version()
+    monkeypatch.setattr(ray_tasks, "program_version", lambda: "9.9")
     with pytest.raises(
         CkptkitError, match=rf"node \S+ has ckptkit {here}, and the coordinator 9.9\n.*install the same version"
     ):

@@ -11,6 +11,7 @@ import published
 import pytest
 import torch
 from families import CASES, case
+from families.table import config_of
 
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import read_shard
@@ -90,3 +91,16 @@ def test_every_draft_module_by_config_alone_is_in_the_release(tmp_path: Path, na
     found = drafts(alone)
     assert found
     assert {f"{module}.weight" for module in found} <= stored
+
+
+def test_names_of_mimos_draft_layer_are_vllms_numbers_too(tmp_path: Path) -> None:
+    """vLLM builds layer `num_hidden_layers` of what the release calls mtp_layers.0; its source was read."""
+    config = config_of(CASES["mimo"])
+    layers = config["num_hidden_layers"]
+    path = published.write(tmp_path / "mimo", config, ["lm_head", "model.embed_tokens", r"re:model\.mtp_layers\..*"])
+    found = [one for one in lint(path).findings if any(".mtp_layers." in tensor for tensor in one.tensors)]
+    assert {one.readers for one in found} == {("SGLang 0.5.16", "SGLang 0.5.23"), ("vLLM",)}
+    (entry,) = {one.hint.removeprefix("use ").strip("'") for one in found}
+    assert rf"model\.layers\.({layers})" in entry
+    whole = published.write(tmp_path / "whole", config, ["lm_head", "model.embed_tokens", entry])
+    assert [one for one in lint(whole).findings if one.severity != "note"] == []

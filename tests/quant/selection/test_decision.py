@@ -321,7 +321,8 @@ def test_draft_layers_stay_as_they_are() -> None:
     verdicts = resolve(specs, config, scheme(*ignore))
     assert {verdicts[name].reason for name in draft} == {"draft layer"}
     with pytest.raises(
-        CkptkitError, match=r"\n  SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.12\.self_attn\.q_proj"
+        CkptkitError,
+        match=r"\n  vLLM and SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.12\.self_attn\.q_proj",
     ) as caught:
         resolve(specs, config, scheme(*ignore[:-1]))
     # SGLang's eh_proj, router and head of the draft layer are none that it quantizes.

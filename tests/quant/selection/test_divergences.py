@@ -22,8 +22,8 @@ from quant.lint.lint import lint
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
 from quant.selection.matrices import matrices_named
-from quant.selection.portable import read_all
 from quant.selection.readers import RULES
+from quant.selection.reading import read_all
 
 QWEN2 = {key: value for key, value in QWEN.items() if key not in ("num_experts", "moe_intermediate_size")} | {
     "model_type": "qwen2",
@@ -184,12 +184,12 @@ def test_config_with_several_groups_is_found_for_slime(tmp_path: Path) -> None:
     assert (finding.kind, finding.readers) == ("groups", ("slime",))
 
 
-def test_draft_layers_are_packed_by_slime_and_sglang_only() -> None:
-    """compressed-tensors, transformers and vLLM do not build them; slime packs them; SGLang says model.decoder."""
+def test_draft_layers_are_packed_by_slime_and_engines_only() -> None:
+    """compressed-tensors and transformers do not build them; slime packs them; SGLang says model.decoder."""
     ignore, draft = list(default_ignore(GLM)), "model.layers.4"
     more = (f"{draft}.eh_proj", f"{draft}.self_attn.o_proj")
     assert verdicts(GLM, ignore[:-1], more[0], *more) == "KKKKKP"
-    assert verdicts(GLM, ignore[:-1], more[1], *more) == "KKKPPP"
+    assert verdicts(GLM, ignore[:-1], more[1], *more) == "KKPPPP"
     assert verdicts(GLM, [*ignore[:-1], r"re:model\.layers\.4\..*"], more[1], *more) == "KKKPPK"
     refused(
         GLM,

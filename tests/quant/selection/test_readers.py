@@ -14,8 +14,8 @@ from installed import release
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme, quantization_config
 from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
-from quant.selection.portable import covered
 from quant.selection.readers import ALL_READERS, RULES, compressed_tensors, readers_of, sglang, sglang_suffix, slime
+from quant.selection.reading import covered
 
 L0 = "model.layers.0"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from quant.formats.scheme import QuantScheme
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import Verdict, default_ignore, resolve
 from quant.selection.readers import ALL_READERS, RULES
-from quant.selection.tiles import check_tiles
+from quant.selection.tiles import check_tiles, unrunnable
 
 INT4_CASES = [name for name in CASES if not name.startswith("gpt_oss")]
 ATTENTION = r"self_attn\.[qkvo]_proj"
@@ -231,3 +232,53 @@ def test_columns_that_fill_no_word() -> None:
         match=r"groups of 8 do not divide the 100 input features of model\.layers\.\{0\.\.3\}\.self_attn\.o_proj",
     ):
         resolve(specs, GLM, scheme(*default_ignore(GLM), group_size=None))
+
+
+def kernel_tiles(file: str) -> set[tuple[int, int]]:
+    """Rows and columns of which a layer must be made, by the thread configurations in SGLang's own source.
+
+    Its columns are `prob_k`, and its rows `prob_n`.
+    """
+    from sglang import jit_kernel
+
+    source = (Path(jit_kernel.__path__[0]) / "csrc" / "gemm" / file).read_text()
+    configs = re.findall(r"_batch_thread_configs\[\] = \{(.*?)\};", source, re.DOTALL)
+    return {
+        (int(rows), int(columns))
+        for config in configs
+        for columns, rows in re.findall(r"\{(\d+), (\d+), \d+\}", config)
+    }
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("group_size", [32, 64, None])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(960, 576), (576, 576), (1024, 576), (192, 512), (512, 320), (576, 1024), (96, 1024), (512, 96)],
+)
+def test_a_layer_has_a_kernel_as_sglangs_source_has_it(rows: int, columns: int, group_size: int | None) -> None:
+    tiles = kernel_tiles("marlin/gptq_marlin.cuh")
+    assert len(tiles) == 4
+    spec = TensorSpec("model.layers.0.self_attn.o_proj.weight", (rows, columns), "bfloat16")
+    tiled = any(rows % down == 0 and columns % across == 0 for down, across in tiles)
+    fits = tiled and columns % (group_size or 1) == 0
+    assert (unrunnable([spec], class_tree(QWEN), QWEN, group_size) is None) == fits
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(2048, 768), (2048, 1408), (192, 512), (1024, 96), (576, 1536), (640, 576)]
+)
+def test_experts_have_a_kernel_as_sglangs_source_has_it(hidden: int, inner: int, group_size: int) -> None:
+    tiles = kernel_tiles("marlin_moe/moe_wna16_marlin.cuh")
+    assert len(tiles) == 3
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    specs = [
+        TensorSpec(f"model.layers.0.mlp.experts.0.{name}.weight", shape, "bfloat16") for name, shape in shapes.items()
+    ]
+    fits = all(
+        any(rows % down == 0 and columns % across == 0 for down, across in tiles) and columns % group_size == 0
+        for rows, columns in ((2 * inner, hidden), (hidden, inner))
+    )
+    assert (unrunnable(specs, class_tree(QWEN), QWEN, group_size) is None) == fits

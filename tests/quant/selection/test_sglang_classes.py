@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from families import CASES
 from families.table import config_of
 from installed import release
 
+from converters.planner import dims_of
 from converters.registry import FAMILIES
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import matrices_named, names_in_sglang
@@ -149,3 +152,72 @@ def test_every_model_that_is_converted_is_known() -> None:
     assert CLASSES.keys() == FAMILIES.keys() - {"gpt_oss"}
     assert {config(case)["model_type"] for case in BUILT} | DECLARED.keys() == CLASSES.keys()
     assert len(BUILT) >= 18
+
+
+# The draft class of each family with draft layers, and the module that it stands in.
+DRAFTS = {
+    "glm4_moe": ("glm4_moe_nextn", "Glm4MoeForCausalLMNextN"),
+    "glm4_moe_lite": ("glm4_moe_lite_nextn", "Glm4MoeLiteForCausalLMNextN"),
+    "deepseek_v3": ("deepseek_nextn", "DeepseekV3ForCausalLMNextN"),
+    "mimo": ("mimo_mtp", "MiMoMTP"),
+    "qwen3_5": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
+    "qwen3_5_moe": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
+    "qwen3_next": ("qwen3_next_mtp", "Qwen3NextForCausalLMMTP"),
+}
+
+
+@pytest.mark.parametrize("model_type", DRAFTS)
+def test_what_a_draft_class_declares(model_type: str) -> None:
+    """As the class of the model, or nothing at all."""
+    module, name = DRAFTS[model_type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cls = getattr(import_module(f"sglang.srt.models.{module}"), name)
+    declared = {fused: tuple(shards) for fused, shards in getattr(cls, "packed_modules_mapping", {}).items()}
+    own = CLASSES[model_type].packed_modules
+    if "fused_qkv_a_proj_with_mqa" in own:
+        declared |= {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}  # by the model, loaded first
+    case = next(case for case in CASES if config(case)["model_type"] == model_type and class_tree(config(case)).drafts)
+    (draft, *_) = class_tree(config(case)).drafts
+    assert declared == (own if draft.unfuses else {})
+
+
+def topk_keywords(module: str) -> set[str]:
+    """What a module of SGLang gives the part of a router that chooses experts, also as `**` of a dict."""
+    source = (Path(import_module("sglang").__path__[0]) / "srt" / "models" / f"{module}.py").read_text()
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    named = [(call.func.id, call) for call in calls if isinstance(call.func, ast.Name)]
+    made = {name: [call for one, call in named if one == name] for name in ("TopK", "dict")}
+    given = [keyword for call in made["TopK"] for keyword in call.keywords]
+    if any(keyword.arg is None for keyword in given):
+        given += [keyword for call in made["dict"] for keyword in call.keywords]
+    return {keyword.arg for keyword in given if keyword.arg}
+
+
+# The module that builds the experts of each family; Qwen3-Next and Qwen3.5 take those of Qwen2-MoE.
+EXPERTS_IN = {
+    "mixtral": "mixtral",
+    "minimax_m2": "minimax_m2",
+    "qwen2_moe": "qwen2_moe",
+    "qwen3_moe": "qwen3_moe",
+    "qwen3_next": "qwen2_moe",
+    "qwen3_5_moe": "qwen2_moe",
+    "qwen3_5_moe_text": "qwen2_moe",
+    "qwen3_vl_moe": "qwen3_moe",
+    "glm4_moe": "glm4_moe",
+    "glm4_moe_lite": "glm4_moe_lite",
+    "gpt_oss": "gpt_oss",
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa"), "deepseek_v2"),
+}
+
+
+@pytest.mark.parametrize("model_type", EXPERTS_IN)
+def test_choices_of_experts_are_recorded_where_the_router_knows_its_layer(model_type: str) -> None:
+    given = topk_keywords(EXPERTS_IN[model_type])
+    assert {"top_k", "renormalize"} <= given
+    assert FAMILIES[model_type].sglang.tells_experts == ("layer_id" in given)
+
+
+def test_every_family_with_experts_is_known() -> None:
+    with_experts = {config(case)["model_type"] for case in CASES if dims_of(config(case)).experts}
+    assert with_experts <= EXPERTS_IN.keys()

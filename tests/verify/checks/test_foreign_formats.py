@@ -32,6 +32,13 @@ def mlx(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     return {f"{module}.weight": packed} | side
 
 
+def mlx_mxfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """mlx-lm's mode mxfp4: scales of a byte, and no biases."""
+    rows, columns = weight.shape
+    packed = torch.randint(0, 2**31, (rows, columns // 8)).to(torch.uint32)
+    return {f"{module}.weight": packed, f"{module}.scales": torch.randint(0, 255, (rows, columns // 32)).byte()}
+
+
 def bitsandbytes(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     """NF4 with nested scales, as transformers saves it."""
     state = torch.tensor(list(b'{"quant_type": "nf4"}'), dtype=torch.uint8)
@@ -121,6 +128,7 @@ def floats(form: str, group: int) -> dict[str, Any]:
 FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
     "MLX": (mlx, {"quantization": {"group_size": 32, "bits": 4}, "quantization_config": {"group_size": 32, "bits": 4}}),
     "MLX of before": (mlx, {"quantization": {"group_size": 32, "bits": 4}}),
+    "MLX of mode mxfp4": (mlx_mxfp4, {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}),
     "bitsandbytes": (
         bitsandbytes,
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
@@ -182,7 +190,7 @@ def test_verify_names_the_format_once_and_judges_nothing(foreign: tuple[str, Pat
 def test_lint_names_the_format_that_config_json_states(foreign: tuple[str, Path]) -> None:
     name, path = foreign
     stated = json.loads((path / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
-    if stated not in ("compressed-tensors", "modelopt"):
+    if stated not in ("compressed-tensors", "modelopt") and name != "MLX":
         with pytest.raises(CkptkitError, match="has no quantization_config of compressed-tensors"):
             lint(path)
         return
@@ -206,3 +214,35 @@ def test_convert_and_quantize_name_the_format(foreign: tuple[str, Path], tmp_pat
         quantize(path, tmp_path / "int4", QuantScheme(32, "qmax7"))
     assert not (tmp_path / "megatron").exists()
     assert not (tmp_path / "int4").exists()
+
+
+def test_experts_as_mlx_stacks_them_are_named_without_a_quantized_format(
+    releases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """mlx-lm's conversion to bfloat16: `switch_mlp` holds the experts of a layer in one tensor each."""
+    path, release = tmp_path / "mlx", releases("qwen3_moe")
+    shutil.copytree(release, path, ignore=shutil.ignore_patterns("*.safetensors*"))
+    content: dict[str, Tensor] = {}
+    apart: dict[str, list[Tensor]] = {}
+    for name, tensor in models.tensors(release).items():
+        before, experts, rest = name.partition(".experts.")
+        if experts:
+            apart.setdefault(f"{before}.switch_mlp.{rest.partition('.')[2]}", []).append(tensor)
+        else:
+            content[name] = tensor
+    content |= {name: torch.stack(tensors) for name, tensors in apart.items()}
+    save_file(content, path / "model.safetensors", metadata={"format": "mlx"})
+    for report in (verify(path), preflight(hf_checkpoint=path)):
+        assert (report.findings, report.status) == ([], "inconclusive")
+        assert (
+            len([reason for reason in report.reasons if "experts stacked as MLX has them (switch_mlp)" in reason]) == 1
+        )
+    with pytest.raises(UnsupportedError, match="as MLX has them"):
+        convert(path, tmp_path / "megatron")
+
+
+def test_plain_weights_that_mlx_wrote_are_read(releases: Callable[[str], Path], tmp_path: Path) -> None:
+    path, release = tmp_path / "mlx", releases("qwen2-untied")
+    shutil.copytree(release, path, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(models.tensors(release), path / "model.safetensors", metadata={"format": "mlx"})
+    assert verify(path).findings == []

@@ -158,7 +158,17 @@ def test_a_tensor_parallel_size_that_does_not_divide(int4: Path, alone: RunAlone
     _, (finding,) = alone("CK307", int4, tp=2)
     assert "experts of 96 features on 2 ranks: 48 on a rank, which must divide by 64" in finding.actual
     assert "--ignore" in finding.hint
-    assert alone("CK307", int4) == (None, [])
+
+
+@pytest.mark.usefixtures("kernel_tiles")
+def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4: Path, alone: RunAlone) -> None:
+    """Experts of 96 features, and a down projection of 288 columns: an engine ends at its first prompt."""
+    _, (finding,) = alone("CK307", int4)
+    assert finding.severity == "error"
+    assert "experts of 96 features on 1 ranks: 96 on a rank, which must divide by 64" in finding.actual
+    assert "128 rows of 288 columns, which neither tiles of 128 by 64 nor of 64 by 128 divide" in finding.actual
+    assert "--reader vllm" in finding.hint
+    assert alone("CK307", int4, readers=("vllm",)) == (None, [])
 
 
 # CK308

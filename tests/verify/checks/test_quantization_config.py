@@ -12,6 +12,7 @@ from fixture_types import OnlyFinding, PathOf
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
+from quant.lint.lint import lint
 from verify.run import verify
 
 
@@ -94,7 +95,6 @@ def test_quantization_config_without_packed_weights_is_an_error(
             ("config_groups", "group_0", "input_activations"),
             {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
         ),
-        (("kv_cache_scheme",), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}),
         (("ignore",), 7),
         (("ignore",), ["lm_head", "re:(["]),
     ],
@@ -104,6 +104,33 @@ def test_scheme_that_readers_refuse_is_found(keys: tuple[str, ...], value: Any, 
     said = [(finding.code, finding.expected) for finding in report.findings if finding.severity == "error"]
     assert ("CK302", "a quantization_config that describes the packed weights") in said
     assert {code for code, _ in said} <= {"CK302", "CK303"}
+
+
+def test_a_scheme_for_the_key_value_cache_is_not_a_fault(with_config: Any) -> None:
+    """SGLang and vLLM read it apart from the weights."""
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    report = verify(with_config(set_in("kv_cache_scheme", value=scheme)))
+    assert (report.status, [one.code for one in report.findings]) == ("passed", [])
+
+
+@pytest.mark.parametrize(("reader", "severity"), [("vllm", "error"), ("sglang", "warning")])
+def test_activation_order_beside_one_scale_a_row_is_refused_by_older_readers(
+    reader: str, severity: str, releases: PathOf, tmp_path: Path
+) -> None:
+    """compressed-tensors 0.15.0.1, which vLLM 0.19 to 0.22 require, refuses it; 0.16.0 to 0.20.0 take it."""
+    quantize(releases("qwen2-untied"), tmp_path / "rows", QuantScheme(None, "minmax"))
+    assert verify(tmp_path / "rows").findings == []
+    file = tmp_path / "rows" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "static"
+    file.write_text(json.dumps(config))
+    (finding,) = verify(tmp_path / "rows", readers=(reader,)).findings
+    assert (finding.code, finding.severity) == ("CK302", severity)
+    assert "up to 0.15" in finding.actual
+    assert [one.severity for one in lint(tmp_path / "rows", readers=(reader,)).findings] == (
+        ["error"] if reader == "vllm" else []
+    )
+    assert [one.kind for one in lint(tmp_path / "rows").findings] == ["refused"]
 
 
 def test_quantization_config_of_null_counts_as_absent(

@@ -6,8 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
+import torch
+from families import CASES, case
 from fixture_types import CopyOf, PathOf, RunAlone
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from converters.registry import FAMILIES
+from verify.run import verify
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -130,3 +140,146 @@ def test_config_that_states_a_value_once_is_not_compared(
     text: Any, releases: PathOf, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     assert alone("CK705", edited(copy_of(releases("qwen2-tied")), hidden_size="absent", text_config=text)) == (None, [])
+
+
+# Each multimodal family: a config class of transformers, and which readers look in text_config.
+FAMILIES_WITH_TEXT = {
+    "qwen2_5_vl": set(),
+    "qwen3_vl": set(),
+    "qwen3_vl_moe": set(),
+    "qwen3_5": {"vLLM"},
+    "qwen3_5_moe": {"vLLM"},
+    "gemma3": {"SGLang"},
+}
+FLAGS = [(top, inside) for top in (None, True, False) for inside in (None, True, False)]
+
+
+def multimodal(path: Path, model_type: str, top: bool | None, inside: bool | None) -> Path:
+    """config.json as transformers writes it for this class, with the tie flag at these places; None: not there."""
+    config = AutoConfig.for_model(model_type).to_dict()
+    for part, value in ((config, top), (config["text_config"], inside)):
+        part.pop("tie_word_embeddings", None)
+        part.update({} if value is None else {"tie_word_embeddings": value})
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config, default=str))
+    return path
+
+
+@pytest.mark.parametrize("model_type", FAMILIES_WITH_TEXT)
+def test_the_tie_flag_is_read_where_transformers_reads_it(model_type: str, tmp_path: Path) -> None:
+    tie = FAMILIES[model_type].tie
+    assert set(tie.text) == FAMILIES_WITH_TEXT[model_type]
+    for number, flags in enumerate(FLAGS):
+        path = multimodal(tmp_path / str(number), model_type, *flags)
+        config = json.loads((path / "config.json").read_text())
+        truth = AutoConfig.from_pretrained(path).tie_word_embeddings
+        assert tie.read(config, config["text_config"])["transformers"] is truth, flags
+
+
+@pytest.mark.parametrize(
+    ("name", "top", "inside", "actual"),
+    [
+        ("qwen3_vl-tied", None, True, "text_config.tie_word_embeddings = True, so that they take False"),
+        ("qwen2_5_vl", None, True, "text_config.tie_word_embeddings = True, so that they take False"),
+        ("qwen3_vl_moe", None, True, "text_config.tie_word_embeddings = True, so that they take False"),
+        ("kimi_k25", True, None, "tie_word_embeddings = True, so that they take False"),
+        (
+            "qwen3_5",
+            None,
+            True,
+            "text_config.tie_word_embeddings = True: true to vLLM, false to transformers, SGLang",
+        ),
+        ("qwen3_5", True, None, "tie_word_embeddings = True: true to transformers, SGLang, false to vLLM"),
+        (
+            "gemma3",
+            False,
+            True,
+            "tie_word_embeddings = False, text_config.tie_word_embeddings = True: true to SGLang, "
+            "false to transformers, vLLM",
+        ),
+        ("gemma3", None, False, "text_config.tie_word_embeddings = False: true to transformers, vLLM, false to SGLang"),
+    ],
+)
+def test_a_tie_flag_where_not_every_reader_looks(
+    name: str, top: bool | None, inside: bool | None, actual: str, tmp_path: Path, alone: RunAlone
+) -> None:
+    """No output layer is stored, so whoever takes false leaves it random."""
+    path = tied(name, tmp_path / "model", top, inside)
+    _, (finding,) = alone("CK705", path)
+    assert (finding.actual, finding.severity) == (actual, "error")
+    assert finding.file == str(path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "top", "inside"),
+    [
+        ("qwen3_vl-tied", True, None),
+        ("qwen3_vl-tied", True, True),
+        ("qwen2_5_vl", True, None),
+        ("qwen3_vl_moe", False, True),  # as transformers 5 writes it
+        ("qwen3_5", True, True),
+        ("qwen3_5", False, None),
+        ("gemma3", None, True),
+        ("gemma3", True, None),
+        ("kimi_k25", False, False),
+        ("kimi_k25", None, True),
+    ],
+)
+def test_a_tie_flag_where_every_reader_looks(
+    name: str, top: bool | None, inside: bool | None, tmp_path: Path, alone: RunAlone
+) -> None:
+    result, found = alone("CK705", tied(name, tmp_path / "model", top, inside))
+    assert found == []
+    assert result is not None
+    assert result.status == "passed"
+
+
+def test_a_tie_flag_that_is_no_flag(tmp_path: Path, alone: RunAlone) -> None:
+    path = tied("qwen3_vl-tied", tmp_path / "model", True, None)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = "yes"
+    (path / "config.json").write_text(json.dumps(config))
+    _, (finding,) = alone("CK705", path)
+    assert finding.actual == "tie_word_embeddings is 'yes', not true or false"
+
+
+def test_a_flag_that_no_reader_takes_is_a_warning_where_the_output_layer_is_stored(
+    tmp_path: Path, alone: RunAlone
+) -> None:
+    path = tied("qwen3_vl-tied", tmp_path / "model", None, True)
+    embedding = models.tensors(path)["model.language_model.embed_tokens.weight"]
+    save_file({"lm_head.weight": embedding.clone()}, path / "head.safetensors", metadata={"format": "pt"})
+    (path / "model.safetensors.index.json").unlink()
+    _, (finding,) = alone("CK705", path)
+    assert finding.severity == "warning"
+
+
+def test_what_transformers_makes_of_a_flag_in_text_config_alone(tmp_path: Path) -> None:
+    """It leaves the output layer random, and `verify` says so; with the flag at the top it does not."""
+    path = tied("qwen3_vl-tied", tmp_path / "model", None, True)
+    _, info = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"lm_head.weight"}
+    assert {(one.code, one.tensor) for one in verify(path).findings} == {("CK104", "lm_head.weight"), ("CK705", None)}
+    with pytest.raises(CkptkitError, match=r"lacks 1 tensor\(s\) that its config promises: lm_head\.weight"):
+        convert(path, tmp_path / "megatron")
+    sound = tied("qwen3_vl-tied", tmp_path / "sound", True, None)
+    _, info = AutoModelForImageTextToText.from_pretrained(sound, output_loading_info=True)
+    assert set(info["missing_keys"]) == set()
+    report = verify(sound)
+    assert report.findings == []
+    assert "transformers 4 reads text_config.tie_word_embeddings" in report.facts["notes"][0]
+
+
+def tied(name: str, path: Path, top: bool | None, inside: bool | None) -> Path:
+    """A test model without an output layer of its own, with the tie flag at these places."""
+    case.save(name, CASES[name], path, torch.bfloat16)
+    for file in path.glob("*.safetensors"):
+        kept = {key: value for key, value in load_file(file).items() if not key.endswith("lm_head.weight")}
+        save_file(kept, file, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    text = config.get("text_config", config)
+    for part, value in ((config, top), (text, inside)):
+        part.pop("tie_word_embeddings", None)
+        part.update({} if value is None else {"tie_word_embeddings": value})
+    (path / "config.json").write_text(json.dumps(config))
+    return path

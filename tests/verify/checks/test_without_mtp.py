@@ -181,8 +181,15 @@ def test_transformers_loads_the_language_model_under_those_names(reap: Path) -> 
 
 def test_the_language_model_under_those_names_passes(reap: Path) -> None:
     for report in (verify(reap), preflight(hf_checkpoint=reap)):
-        passes(report)
+        passes_but_for_the_names(report)
         assert noted(report)
+
+
+def passes_but_for_the_names(report: Report) -> None:
+    """SGLang does not rename them, and of that a warning tells (test_multimodal.py)."""
+    assert [(finding.code, finding.severity) for finding in report.findings] == [("CK104", "warning")]
+    assert report.findings[0].actual.startswith("model.language_model.*")
+    assert report.status == "passed"
 
 
 def test_the_language_model_under_those_names_goes_to_megatron_and_back(reap: Path, tmp_path: Path) -> None:
@@ -204,7 +211,7 @@ def test_the_language_model_under_those_names_is_quantized_as_any_other(reap: Pa
     }
     assert experts <= set(packed)
     assert not any("embed_tokens" in name or name.endswith(".mlp.gate.weight_packed") for name in packed)
-    passes(verify(tmp_path / "int4", source=reap))
+    passes_but_for_the_names(verify(tmp_path / "int4", source=reap))
     assert json.loads((tmp_path / "int4" / "config.json").read_text())["model_type"] == "qwen3_5_moe_text"
 
 

@@ -154,3 +154,40 @@ def test_bytes_are_those_of_numpy(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(np.array([0x7F80, 0xFF80], np.uint16).tobytes())
     b = Flat(tmp_path / "b", {"x": TensorSpec("x", (2,), "bfloat16")})
     assert samples_of(a, b, [Pair("x", "x")]).differing == []
+
+
+UP, NORM = "model.layers.3.mlp.up_proj.weight", "model.layers.3.input_layernorm.weight"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("name", "shape", "drift", "unrelated"),
+    [
+        (UP, (64, 96), 0.0, False),
+        (UP, (64, 96), 0.3, False),  # more than any training in place
+        (UP, (64, 96), 30.0, True),
+        (UP, (4, 60), 30.0, False),  # too few to say
+        (NORM, (6144,), 30.0, False),
+        ("model.embed_tokens.weight", (64, 96), 30.0, False),
+    ],
+)
+def test_matrices_that_no_training_makes_of_the_others_are_told(
+    name: str, shape: tuple[int, ...], drift: float, unrelated: bool, dtype: str, tmp_path: Path
+) -> None:
+    """By the cosine of the two, as torch computes it."""
+    generator = torch.Generator().manual_seed(7)
+    base, noise = (torch.randn(shape, generator=generator) for _ in range(2))
+    here, there = base.to(getattr(torch, dtype)), (base + drift * noise).to(getattr(torch, dtype))
+    cosine = torch.cosine_similarity(here.double().flatten(), there.double().flatten(), dim=0).item()
+    assert (cosine > 0.9) is (drift < 1)
+    sides = flat(tmp_path / "here", {name: here}), flat(tmp_path / "there", {name: there})
+    found = samples_of(*sides, [Pair(name, name)])
+    assert (found.differing, found.unrelated) == ([name] if drift else [], [name] if unrelated else [])
+
+
+def test_elements_that_are_not_finite_are_no_other_model(tmp_path: Path) -> None:
+    here, there = torch.ones(32, 32), torch.full((32, 32), math.inf)
+    there[0, 0] = math.nan
+    sides = flat(tmp_path / "here", {UP: here}), flat(tmp_path / "there", {UP: there})
+    found = samples_of(*sides, [Pair(UP, UP)])
+    assert (found.differing, found.unrelated) == ([UP], [])

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from check_examples import hold_example
+from click.testing import CliRunner
 from fixture_types import CopyOf, OnlyFinding, PathOf
 from processes import python
+from safetensors.torch import load_file, save_file
 
-from ckptkit.app.api import quantize
+from ckptkit.app.api import convert, quantize
+from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from verify.launch.preflight import preflight
@@ -62,8 +65,11 @@ def test_of_weights_samples_alone_are_read_and_none_of_a_run_that_resumes(
     assert 0 < report.to_json()["counts"]["bytes_compared"] <= 64 * (96 << 10)
     assert {check.code for check in report.checks if check.bytes_compared} == {"CK723"}
     assert not [check.code for check in report.checks if check.code[:3] in ("CK2", "CK3", "CK4", "CK5", "CK6")]
-    report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=bare)
+    report = preflight(hf_checkpoint=releases(NAME), load=run_of)
     assert report.to_json()["counts"]["bytes_compared"] == 0
+    report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=bare)
+    (note,) = report.facts["notes"]
+    assert note.startswith("reference and rollout engine: samples of 64 tensors compared")
 
 
 def test_a_resumed_run_loads_what_its_tracker_says(releases: PathOf, converted: PathOf, run_of: Path) -> None:
@@ -168,6 +174,44 @@ def test_a_step_does_not_replace_a_release(converted: PathOf) -> None:
     assert all("the tracker of --ref-load says release" in line for line in loads(report))
 
 
+def test_a_step_beside_a_release_in_load_is_a_warning(converted: PathOf, run_of: Path, only: OnlyFinding) -> None:
+    """Source: Megatron-LM `get_checkpoint_name`, which looks at the number only where the tracker has one."""
+    report = preflight(load=converted(NAME), ckpt_step=10)
+    finding = only(report)
+    assert (finding.code, finding.severity, finding.file) == ("CK713", "warning", str(converted(NAME) / TRACKER))
+    assert finding.actual == "release, which Megatron loads whatever --ckpt-step 10 says"
+    path = converted(NAME) / "release"
+    why = "the tracker of --load says release, beside which step 10 has no effect"
+    assert loads(report) == [f"actor loads {path} (Megatron): {why}"]
+    # The run takes the step; the release beside it takes none, and nothing is wrong with that.
+    assert preflight(load=run_of, ref_load=converted(NAME), ckpt_step=10).findings == []
+
+
+def test_what_does_not_apply_is_listed(releases: PathOf, converted: PathOf) -> None:
+    """A check that ran for one directory is not among them, though it does not apply to another."""
+    report = preflight(hf_checkpoint=releases(NAME), ref_load=converted(NAME))
+    lines = report.facts["not applicable"]
+    listed = {code for line in lines for code in line.partition(": ")[0].split(", ")}
+    assert {"CK703", "CK709", "CK718", "CK722", "CK740"} <= listed
+    assert listed.isdisjoint(check.code for check in report.checks)
+    assert "CK718, CK719: the launch gives no model arguments" in lines
+    assert report.to_json()["facts"]["not applicable"] == lines
+
+
+def test_a_wrong_path_is_one_finding(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:
+    report = preflight(hf_checkpoint=releases("qwen3_moe"), load=converted(NAME))
+    finding = only(report)
+    assert (finding.code, finding.severity, finding.file) == ("CK701", "error", str(converted(NAME) / "release"))
+    assert finding.expected == f"the model of {releases('qwen3_moe')}/config.json"
+    assert "num_layers" not in finding.actual
+    for part in ("another one: ", "rotary_percent = 0.5", "more arguments", "tensors with other names or shapes"):
+        assert part in finding.actual
+    folded = report.facts["of another model"]
+    assert len(folded) > 15
+    assert "CK701: expected moe_router_score_function = softmax, found moe_router_score_function = sigmoid" in folded
+    assert any(line.startswith("CK104: decoder.layers.{0..11}.self_attention.linear_qkv.bias: ") for line in folded)
+
+
 def test_a_step_counts_for_the_reference_too(run_of: Path, converted: PathOf, tmp_path: Path) -> None:
     other = shutil.copytree(run_of, tmp_path / "other")
     shutil.rmtree(other / "iter_0000010")
@@ -238,6 +282,70 @@ def test_broken_files_are_found_on_every_side(
 def test_parallel_sizes(releases: PathOf, only: OnlyFinding) -> None:
     finding = only(preflight(hf_checkpoint=releases(NAME), ep=5))
     assert (finding.code, finding.actual) == ("CK703", "the number of experts = 12")
+
+
+def written(folder: Path, *lines: str) -> Path:
+    """A launch script of these lines."""
+    (folder / "run.sh").write_text("\n".join(lines) + "\n")
+    return folder / "run.sh"
+
+
+def test_sizes_that_do_not_divide_name_file_and_line(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        f"python3 train.py --hf-checkpoint {releases(NAME)} --ref-load {converted(NAME)} \\",
+        "  --actor-num-nodes 1 --actor-num-gpus-per-node 6 \\",
+        "  --tensor-model-parallel-size 4 \\",
+        "  --rollout-num-gpus-per-engine 5 \\",
+        "  --expert-model-parallel-size 5",
+    )
+    found = [one for one in preflight(script=script).findings if one.code in ("CK703", "CK722")]
+    assert {one.file for one in found} == {str(script)}
+    expected = {(one.code, one.expected) for one in found}
+    assert ("CK703", "the number of experts that divides by ep = 5 (ep at line 5)") in expected
+    job = "actor_num_nodes and actor_num_gpus_per_node at line 2, tensor_model_parallel_size at line 3"
+    assert (
+        "CK722",
+        f"a multiple of TP x PP x CP = 4 x 1 x 1 = 4 GPUs ({job}, expert_model_parallel_size at line 5)",
+    ) in expected
+    engine = "rollout_num_gpus_per_engine at line 4"
+    assert ("CK722", f"num_key_value_heads that divides 5 ranks, or is divided by them ({engine})") in expected
+
+
+def test_int4_training_of_another_group_size_names_file_and_line(releases: PathOf, tmp_path: Path) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
+    flag, group = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
+    command = f"python3 train.py --hf-checkpoint {tmp_path / 'int4'}"
+    script = written(tmp_path, "#!/bin/bash", f"export {flag}=1", f"export {group}=128", command)
+    (finding,) = [one for one in preflight(script=script).findings if one.code == "CK709"]
+    assert finding.file == str(script)
+    assert finding.expected == f"group_size = 128, as training rounds ({flag} at line 2, {group} at line 3)"
+    environment = json.dumps({"env_vars": {flag: "1", group: "128"}})
+    submit = f"ray job submit --runtime-env-json='{environment}' -- {command}"
+    (finding,) = [one for one in preflight(script=written(tmp_path, submit)).findings if one.code == "CK709"]
+    assert (finding.file, "at line 1)" in finding.expected) == (str(script), True)
+
+
+def test_readme_form_tells_the_right_model_from_another(
+    releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
+    """The form of the README: one Megatron checkpoint under --load and --ref-load, and what SGLang serves."""
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
+
+    def exit_code(megatron: Path) -> tuple[int, str]:
+        words = ["--hf-checkpoint", tmp_path / "int4", "--load", megatron, "--ref-load", megatron]
+        done = CliRunner().invoke(cli, ["preflight", *map(str, words), "--tp", "2", "--ep", "4", "--no-cache"])
+        return done.exit_code, done.output
+
+    code, output = exit_code(converted("qwen3_moe"))
+    assert (code, "PASSED launch, files and digests of weights; engine not asked" in output) == (0, True), output
+    other = copy_of(releases("qwen3_moe"))
+    for file in other.glob("*.safetensors"):
+        tensors = {name: one.flip(0) if one.dim() > 1 else one for name, one in load_file(file).items()}
+        save_file({name: one.contiguous() for name, one in tensors.items()}, file, {"format": "pt"})
+    convert(other, tmp_path / "wrong")
+    code, output = exit_code(tmp_path / "wrong")
+    assert (code, "error  CK723" in output, "FAILED with 1 error" in output) == (1, True, True), output
 
 
 def test_nothing_given_is_bad_usage() -> None:

@@ -54,7 +54,7 @@ resume_from_checkpoint: false
 actor_train:
   strategy_args:
     strategy_name: megatron_train
-    strategy_config: {{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}}
+    strategy_config: {{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, sequence_parallel: true}}
   device_mapping: list(range(0,8))
 actor_infer:
   strategy_args: {{strategy_name: sglang, strategy_config: {{load_format: dummy}}}}
@@ -71,7 +71,8 @@ def bash(folder: Path, hf: Path, megatron: Path, paths: str) -> Path:
     model = "\n".join(f"  {line}" for line in launch_flags(model_arguments(hf)) if not line.startswith("#"))
     paths = paths.format(hf=shlex.quote(str(hf)), megatron=shlex.quote(str(megatron)))
     text = f"MODEL=(\n{model}\n)\npython3 train.py {GPUS} --hf-checkpoint {hf} {paths} \\\n"
-    text += f"  --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 {DROPOUT} ${{MODEL[@]}}\n"
+    text += "  --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+    text += f"{DROPOUT} ${{MODEL[@]}}\n"
     (folder / "run.sh").write_text(text)
     return folder / "run.sh"
 

@@ -57,12 +57,18 @@ def test_a_custom_config_replaces_load_and_nothing_stands_in_for_it(
     assert "actor" not in loads(report)
 
 
-def test_a_size_in_such_a_file_is_listed(converted: PathOf, tmp_path: Path) -> None:
-    file = tmp_path / "custom.yaml"
+def test_a_size_in_a_custom_config_counts_and_one_of_a_role_is_listed(converted: PathOf, tmp_path: Path) -> None:
+    file, role = tmp_path / "custom.yaml", tmp_path / "megatron.yaml"
     file.write_text("expert_model_parallel_size: 4\nno_load_optim: true\n")
-    report = preflight(ref_load=converted(NAME), arguments=["--custom-config-path", str(file)])
+    given = ["--custom-config-path", str(file)]
+    assert preflight(ref_load=converted(NAME), arguments=given).status == "passed"
+    file.write_text("expert_model_parallel_size: 5\n")
+    (found,) = preflight(ref_load=converted(NAME), arguments=given).findings
+    assert (found.code, "by ep = 5" in found.expected) == ("CK703", True)
+    role.write_text("megatron:\n  - {role: critic, overrides: {expert_model_parallel_size: 4}}\n")
+    report = preflight(ref_load=converted(NAME), arguments=["--megatron-config-path", str(role)])
     assert report.status == "inconclusive"
-    assert report.facts["not read"] == [f"{file}:1: expert_model_parallel_size: 4: not looked at"]
+    assert report.facts["not read"] == [f"{role}:2: expert_model_parallel_size: 4: not looked at"]
 
 
 @pytest.mark.parametrize(

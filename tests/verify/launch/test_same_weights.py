@@ -79,12 +79,36 @@ def test_other_weights_than_the_engines_are_found(hf: Path, megatron: Path, only
     assert finding.actual.startswith("others of 1 of the ")
 
 
-def test_a_run_that_resumes_is_not_compared(hf: Path, megatron: Path, tmp_path: Path) -> None:
-    trained = Path(shutil.copytree(megatron, tmp_path / "run"))
+def iteration(megatron: Path, root: Path, number: int = 20) -> Path:
+    """A run whose tracker is at an iteration that holds these weights."""
+    shutil.copytree(megatron, root)
+    weights = (root / "release").rename(root / f"iter_{number:07d}")
+    common = torch.load(weights / "common.pt", weights_only=False)
+    torch.save({**common, "iteration": number}, weights / "common.pt")
+    (root / TRACKER).write_text(str(number))
+    return root
+
+
+def test_a_run_that_resumes_has_weights_of_its_own(hf: Path, megatron: Path, tmp_path: Path) -> None:
+    """Its reference has not: that is still the engine's model."""
+    trained = iteration(megatron, tmp_path / "run")
     change(trained, "decoder.final_layernorm.weight")
     report = preflight(hf_checkpoint=hf, load=trained, ref_load=megatron)
-    assert report.status == "passed"
-    assert "CK723" not in [one.code for one in report.checks]
+    assert (report.status, report.findings) == ("passed", [])
+    assert report.verdict == "PASSED launch, files and digests of weights; some weights not compared; engine not asked"
+    report = preflight(hf_checkpoint=hf, load=trained)
+    assert (report.status, report.verdict) == (
+        "passed",
+        "PASSED launch and files; weights not compared; engine not asked",
+    )
+    assert "CK723: no two directories of this launch must hold the same weights" in report.facts["not applicable"]
+
+
+def test_two_iterations_may_differ(hf: Path, megatron: Path, tmp_path: Path) -> None:
+    runs = [iteration(megatron, tmp_path / f"run{step}", step) for step in (10, 20)]
+    change(runs[1], "decoder.final_layernorm.weight")
+    for given in ({}, {"hf_checkpoint": hf}):
+        assert preflight(load=runs[1], ref_load=runs[0], **given).findings == []
 
 
 @pytest.fixture
@@ -124,6 +148,82 @@ def test_an_instruct_model_beside_its_base_is_found(
     assert re.fullmatch(r"others in \d\d of the 64 tensors of which samples were read", finding.actual)
 
 
+def another(path: Path, target: Path) -> Path:
+    """A release of another model with the same config: no tensor of it has to do with this one's."""
+    seeds = {name: number for number, name in enumerate(sorted(models.tensors(path)))}
+
+    def drawn(name: str, one: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(one.shape, generator=torch.Generator().manual_seed(seeds[name]))
+        return (noise * one.float().std() + one.float().mean() if one.numel() > 1 else one.float()).to(one.dtype)
+
+    return trained(path, target, drawn)
+
+
+def wrong(releases: PathOf, tmp_path: Path, *, manifest: bool) -> Path:
+    """The Megatron weights of another model, with their manifest or without."""
+    other = another(releases(NAME), tmp_path / "other")
+    convert(other, tmp_path / "wrong")
+    if not manifest:
+        (tmp_path / "wrong" / "ckptkit.json").unlink()
+    return tmp_path / "wrong"
+
+
+@pytest.mark.parametrize("option", ["load", "ref_load"])
+def test_weights_of_another_model_than_the_engines_are_an_error(
+    option: str, releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    """Under --load too, whose tracker says `release`: what was converted was not trained."""
+    report = preflight(hf_checkpoint=releases(NAME), **{option: wrong(releases, tmp_path, manifest=False)})
+    finding = only(report)
+    assert (report.status, finding.code, finding.severity) == ("failed", "CK723", "error")
+    pattern = r"others in \d\d of the 64 tensors .* were read: \d\d matrices are another model's, or another layer's"
+    assert re.fullmatch(pattern, finding.actual)
+    sound = preflight(hf_checkpoint=releases(NAME), **{option: bare})
+    assert (sound.status, sound.findings, of(sound).tensors_compared) == ("passed", [], 64)
+    assert sound.verdict == "PASSED launch, files and samples of weights; engine not asked"
+
+
+def test_digests_of_another_model_than_the_engines_are_an_error(
+    hf: Path, releases: PathOf, megatron: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    finding = only(preflight(hf_checkpoint=hf, load=wrong(releases, tmp_path, manifest=True)))
+    assert (finding.code, finding.severity) == ("CK723", "error")
+    assert finding.actual.endswith("matrices are another model's, or another layer's")
+    assert preflight(hf_checkpoint=hf, load=megatron).findings == []
+
+
+def test_two_releases_under_load_and_ref_load_are_one_model(
+    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    other = wrong(releases, tmp_path, manifest=False)
+    finding = only(preflight(load=other, ref_load=bare))
+    assert (finding.code, finding.severity, finding.file) == ("CK723", "error", str(other / "release"))
+    assert finding.expected == f"the bytes of the reference, {bare / 'release'}"
+    same = Path(shutil.copytree(bare, tmp_path / "same"))
+    report = preflight(load=same, ref_load=bare)
+    assert (report.findings, of(report).tensors_compared) == ([], 64)
+
+
+def test_the_reference_of_a_run_that_resumes_is_the_engines_model(
+    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    run = iteration(bare, tmp_path / "run")
+    finding = only(
+        preflight(hf_checkpoint=releases(NAME), load=run, ref_load=wrong(releases, tmp_path, manifest=False))
+    )
+    assert (finding.code, finding.severity, finding.file) == ("CK723", "error", str(tmp_path / "wrong" / "release"))
+    assert preflight(hf_checkpoint=releases(NAME), load=run, ref_load=bare).findings == []
+
+
+def test_an_iteration_may_be_any_model_with_the_engines_config(
+    releases: PathOf, tmp_path: Path, only: OnlyFinding
+) -> None:
+    """Whoever trained a model of their own takes config and tokenizer alone from the engine's directory."""
+    run = iteration(wrong(releases, tmp_path, manifest=False), tmp_path / "run")
+    finding = only(preflight(hf_checkpoint=releases(NAME), ref_load=run))
+    assert (finding.code, finding.severity) == ("CK723", "warning")
+
+
 def test_layers_that_are_shifted_by_one_are_found(
     releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
 ) -> None:
@@ -138,7 +238,7 @@ def test_layers_that_are_shifted_by_one_are_found(
 
     shifted = trained(releases(NAME), tmp_path / "shifted", before)
     finding = only(preflight(hf_checkpoint=shifted, ref_load=bare))
-    assert finding.code == "CK723"
+    assert (finding.code, finding.severity) == ("CK723", "error")
     assert not re.search(r"layers[.]([0-4]|[{]0)[.,]", str(finding.tensor))
 
 
@@ -211,3 +311,13 @@ def test_actor_and_reference_of_verl_with_other_weights_are_found(
     finding = only(preflight(arguments=verl(hf, megatron, other)))
     assert (finding.code, finding.severity, finding.tensor) == ("CK723", "error", "decoder.final_layernorm.weight")
     assert finding.actual.startswith("others of 1 of the ")
+
+
+def test_megatron_weights_of_another_model_than_verls_are_found(
+    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    """Actor and reference alike, so that only the model's own directory tells."""
+    other = wrong(releases, tmp_path, manifest=False)
+    finding = only(preflight(arguments=verl(releases(NAME), other, other)))
+    assert (finding.code, finding.severity) == ("CK723", "error")
+    assert preflight(arguments=verl(releases(NAME), bare, bare)).findings == []

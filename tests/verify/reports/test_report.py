@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import models
 import pytest
 from fixture_types import CopyOf, PathOf
 from rich.console import Console
@@ -126,6 +127,8 @@ def test_json_is_the_contract() -> None:
         "date",
         "status",
         "reasons",
+        "asked",
+        "not_asked",
         "counts",
         "checks",
         "findings",
@@ -294,6 +297,47 @@ def test_verdict_counts_warnings() -> None:
     found = report_of(warning, failing, failing)
     assert found.verdict == "FAILED with 2 errors and 1 warning"
     assert text_of(replace(found, checkpoint="", source="")).splitlines()[-1] == found.verdict
+
+
+def test_verdict_of_a_pass_says_what_was_looked_at_and_what_was_not() -> None:
+    passed = replace(report_of(passing), asked=("files", "values"), not_asked=("source", "Megatron", "SGLang"))
+    scope = "files and values; source not given; Megatron, SGLang not asked"
+    assert passed.verdict == f"PASSED {scope}"
+    assert text_of(replace(passed, source=None)).splitlines()[-1] == f"PASSED {scope}  /data/a"
+    warned = replace(passed, findings=report_of(warning).findings)
+    assert warned.verdict == f"PASSED with 1 warning: {scope}"
+    content = json.loads(json.dumps(passed.to_json()))
+    assert (content["status"], content["asked"]) == ("passed", ["files", "values"])
+    assert content["not_asked"] == ["source", "Megatron", "SGLang"]
+    # What failed or could not be looked at says so by itself.
+    assert replace(report_of(failing), asked=("files",)).verdict == "FAILED with 1 error"
+    assert replace(report_of(unable), asked=("files",)).verdict == "INCONCLUSIVE"
+
+
+def test_every_format_has_the_verdict_of_a_pass() -> None:
+    report = replace(report_of(passing), asked=("files",), not_asked=("weights", "engine"))
+    scope = "PASSED files; weights not compared; engine not asked"
+    assert f"# ckptkit: {scope}\n" in text_in(report, ".md")
+    assert f"**{scope}**: " in text_in(report, ".md")
+    assert f">{scope}<" in text_in(report, ".html")
+    suite = ElementTree.fromstring(text_in(report, ".xml"))[0]  # noqa: S314 - our own text
+    properties = {one.get("name"): one.get("value") for one in suite.iter("property")}
+    assert properties["verdict"] == scope
+    assert json.loads(text_in(report, ".sarif"))["runs"][0]["properties"] == {"verdict": scope}
+
+
+def test_two_exchanged_layers_pass_without_a_source_and_the_verdict_says_so(releases: PathOf, copy_of: CopyOf) -> None:
+    """Nothing but the source tells them apart; with it the same checkpoint fails."""
+    copy = copy_of(releases("qwen2-tied"))
+    one, other = (models.tensors(copy)[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in (3, 4))
+    models.edit(copy, "model.layers.3.mlp.up_proj.weight", other)
+    models.edit(copy, "model.layers.4.mlp.up_proj.weight", one)
+    report = verify(copy)
+    assert report.verdict == "PASSED files and values; source not given; Megatron, SGLang not asked"
+    assert verify(copy, source=releases("qwen2-tied")).status == "failed"
+    assert verify(releases("qwen2-tied"), source=releases("qwen2-tied")).verdict == (
+        "PASSED files and values; Megatron, SGLang not asked"
+    )
 
 
 def test_inconclusive_report_is_an_error_in_junit_and_an_unsuccessful_run_in_sarif() -> None:

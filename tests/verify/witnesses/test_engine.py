@@ -27,6 +27,7 @@ from verify.evidence.subject import Subject
 from verify.run import verify
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.engine import process, readback
+from verify.witnesses.engine import run as engine_run
 from verify.witnesses.engine.distance import best_tokens, distance, not_finite
 from verify.witnesses.engine.job import (
     AGAIN,
@@ -43,6 +44,7 @@ from verify.witnesses.engine.job import (
 )
 from verify.witnesses.engine.reference import run as run_reference
 from verify.witnesses.engine.run import EngineRun, last_error, prompts_of
+from verify.witnesses.sglang.job import ONE_RANK
 
 ASKED = frozenset({"engine", "update", "release-resume", "logits"})
 CODES = ("CK511", "CK512", "CK513", "CK601")
@@ -457,3 +459,90 @@ def test_formats_that_round_activations_are_not_judged_by_weight_noise(
 def test_a_word_that_asks_for_no_witness_is_refused(release: Path) -> None:
     with pytest.raises(CkptkitError, match="release_resume"):
         verify(release, against=frozenset({"release_resume"}))
+
+
+class Ended:
+    """Stands for a process that ends with a traceback in its log; keeps the job that it was given."""
+
+    def __init__(self, log: str) -> None:
+        self._log = log
+        self.job: dict[str, Any] = {}
+
+    def __call__(self, root: Path, ranks: int, limit_s: float, module: str) -> dict[int, str]:
+        self.job = json.loads((root / "job-0.json").read_text())
+        (root / "log-0").write_text(self._log)
+        return {0: "exit code 1"}
+
+
+# A width of 576 in groups of 32, in the words of SGLang's `gptq_marlin.cuh`.
+NO_TILE = (
+    "[12:00:00] Scheduler hit an exception: Traceback (most recent call last):\n"
+    '  File "/site/sglang/srt/layers/quantization/marlin_utils.py", line 520, in apply_gptq_marlin_linear\n    out()\n'
+    "RuntimeError: Invalid thread config: thread_m_blocks = 1, thread_k = -1, thread_n = -1, num_threads = -1 for MKN "
+    "= [48, 576, 960] and num_bits = 4\n\n[12:00:01] SIGQUIT received.\n"
+)
+OTHER_NAME = (
+    "Traceback (most recent call last):\n"
+    '  File "/site/sglang/srt/models/qwen3_moe.py", line 1250, in load_weights\n    param = params_dict[name]\n'
+    "KeyError: 'model.layers.0.mlp.experts.w2_weight'\n"
+)
+NO_MEMORY = (
+    "Traceback (most recent call last):\n"
+    '  File "/site/sglang/srt/models/qwen3_moe.py", line 1250, in load_weights\n    copy()\n'
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+)
+
+
+def served(monkeypatch: pytest.MonkeyPatch, path: Path, log: str, *asked: str) -> tuple[Outcome, Ended]:
+    """CK511 to CK513 where an engine ends with this log."""
+    ended = Ended(log)
+    monkeypatch.setattr(engine_run, "_sizes", lambda subject: ONE_RANK)
+    monkeypatch.setattr(engine_run, "start", ended)
+    checks = [one for one in all_checks() if one.code in ("CK511", "CK512", "CK513") and set(one.needs) <= {*asked}]
+    return run_checks(Subject(path, against=frozenset(asked)), checks), ended
+
+
+@pytest.mark.parametrize(("log", "words"), [(NO_TILE, "[48, 576, 960]"), (OTHER_NAME, "experts.w2_weight")])
+def test_an_engine_that_ends_by_the_checkpoints_own_tensors_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, release: Path, log: str, words: str
+) -> None:
+    outcome, _ = served(monkeypatch, release, log, "engine", "update")
+    (finding,) = outcome.findings
+    assert (finding.code, finding.severity) == ("CK511", "error")
+    assert words in finding.actual
+    assert "says nothing" not in finding.actual
+    assert [one.reason for one in outcome.checks[1:]] == [
+        "not run because the engine cannot serve the checkpoint (CK511)"
+    ]
+
+
+def test_an_engine_that_ends_by_the_machine_says_nothing_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, release: Path
+) -> None:
+    outcome, _ = served(monkeypatch, release, NO_MEMORY, "engine")
+    assert outcome.findings == []
+    assert "which says nothing about the checkpoint" in outcome.reasons[0]
+
+
+def test_an_update_that_sglang_cannot_take_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, release: Path, tmp_path: Path
+) -> None:
+    """INT4 layers other than routed experts are repacked once and for all."""
+    quantize(release, tmp_path / "all", QuantScheme(32, "qmax7"))
+    quantize(release, tmp_path / "experts", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
+    outcome, ended = served(monkeypatch, tmp_path / "all", NO_MEMORY, "engine", "update", "release-resume")
+    reason = next(one.reason for one in outcome.checks if one.code == "CK512")
+    assert str(reason).startswith("not tried, since SGLang cannot load INT4 layers other than routed experts a second")
+    assert "self_attn.q_proj.weight_packed" in str(reason)
+    assert (ended.job["update"], ended.job["release_resume"]) == (False, False)
+    _, ended = served(monkeypatch, tmp_path / "experts", NO_MEMORY, "engine", "update", "release-resume")
+    assert (ended.job["update"], ended.job["release_resume"]) == (True, True)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("mixtral", 0), ("minimax_m2", 0), ("qwen3_moe", 12)])
+def test_choices_of_experts_are_asked_only_of_classes_that_tell_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, layers: int
+) -> None:
+    models.save(name, tmp_path / name)
+    _, ended = served(monkeypatch, tmp_path / name, NO_MEMORY, "engine", "logits")
+    assert ended.job["routed_layers"] == layers

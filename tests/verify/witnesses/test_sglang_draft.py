@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from check_examples import hold_example
 from sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
 from torch import Tensor
 
+from quant.lint.lint import lint
 from verify.checks.witnesses.hints import KEEP_ROUTER
+from verify.run import verify
 from verify.witnesses.sglang.job import Observation, SglangReport
 from verify.witnesses.sglang.run import SglangRun
 
@@ -51,8 +54,48 @@ def cases(
         "compressed query": Case(written(root, "deepseek", releases("deepseek_v3"), without(deepseek, COMPRESSED[0]))),
         "copy": Case(written(root, "copy", glm, tensors | {EMBEDDING: other})),
         "two layers": Case(written(root, "two", glm, tensors | second, num_nextn_predict_layers=2)),
+        **qwen_int4(root, releases("qwen3_5_moe"), models.tensors(releases("qwen3_5_moe"))),
         # The last one, since it leaves SGLang without draft classes.
         "no class": Case(glm, alter="without_draft_classes"),
+    }
+
+
+# What SGLang builds unquantized of Qwen3.5, besides the draft layer.
+QWEN_IGNORE = [
+    *("lm_head", "model.language_model.embed_tokens", "re:.*visual.*", r"re:.*\.(linear_attn|shared_expert)\..*"),
+    r"re:.*\.mlp\.(gate|shared_expert_gate)(\.weight)?$",
+]
+PACKED = re.compile(r"model\.language_model\..*\.(self_attn\.[qkvo]|experts\.\d+\.(gate|up|down))_proj\.weight")
+FUSED_EXPERTS = "mtp.layers.0.mlp.experts."
+
+
+def qwen_int4(root: Path, release: Path, tensors: Mapping[str, Tensor]) -> dict[str, Case]:
+    """Qwen3.5 with its draft layer in BF16, left out of INT4 by each module's name, as llm-compressor writes lists.
+
+    Then by one entry; then with the draft's experts fused, as the release has them, and each way.
+    """
+    packed = {name: one for name, one in tensors.items() if PACKED.fullmatch(name)}
+    stored = {name: one for name, one in tensors.items() if name not in packed} | online_int4(packed, [], 32)
+    names = sorted(
+        name.removesuffix(".weight") for name, one in stored.items() if name.startswith("mtp.") and one.dim() > 1
+    )
+    parts = [
+        [stored[f"{FUSED_EXPERTS}{expert}.{part}_proj.weight"] for expert in range(12)]
+        for part in ("gate", "up", "down")
+    ]
+    gate, up, down = map(torch.stack, parts)
+    fused = {name: one for name, one in stored.items() if not name.startswith(FUSED_EXPERTS)}
+    fused |= {f"{FUSED_EXPERTS}gate_up_proj": torch.cat([gate, up], 1), f"{FUSED_EXPERTS}down_proj": down}
+    others = [name for name in names if not name.startswith(FUSED_EXPERTS)] + [r"re:mtp\..*\.qkv_proj$"]
+
+    def case(name: str, stored: Mapping[str, Tensor], ignore: list[str]) -> Case:
+        return Case(written(root, name, release, stored, quantization_config=int4_config([*QWEN_IGNORE, *ignore], 32)))
+
+    return {
+        "qwen by names": case("qwen-by-names", stored, names),
+        "qwen by one entry": case("qwen-by-one-entry", stored, [r"re:mtp\..*"]),
+        "fused by names": case("fused-by-names", fused, others),
+        "fused by one entry": case("fused-by-one-entry", fused, [r"re:mtp\..*"]),
     }
 
 
@@ -143,27 +186,71 @@ def test_a_copy_that_differs_from_what_sglang_takes_is_a_finding(
     assert "make the copies equal" in findings[0].hint
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("two layers", "Only 1 nextn layer is supported"),
-        ("no class", "SGLang has no class for the multi-token prediction layers of Glm4MoeForCausalLM"),
-    ],
-)
-def test_what_sglang_has_no_draft_model_for_is_inconclusive_in_its_words(
-    name: str, words: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+def test_a_draft_that_sglang_refuses_is_a_finding_in_its_words(
+    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
 ) -> None:
-    results, findings, facts = checked(cases[name], runs[name])
+    results, findings, facts = checked(cases["two layers"], runs["two layers"])
+    stored = models.tensors(cases["two layers"].checkpoint)
+    draft_of_two = [name for name in stored if re.search(r"layers\.1[23]\.", name)]
+    assert [(one.code, one.severity, one.count) for one in findings] == [("CK508", "error", len(draft_of_two))]
+    assert "Only 1 nextn layer is supported" in findings[0].actual
+    hold_example("CK508", findings[0])
+    assert {code for code, result in results.items() if result.status != "passed"} == {"CK508"}
+    assert "SGLang's draft model" not in facts
+
+
+def test_without_a_draft_class_it_is_inconclusive_in_sglangs_words(
+    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    results, findings, facts = checked(cases["no class"], runs["no class"])
     assert findings == []
     assert {code for code, result in results.items() if result.status != "passed"} == {"CK508"}
     assert results["CK508"].status == "skipped"
+    words = "SGLang has no class for the multi-token prediction layers of Glm4MoeForCausalLM"
     assert words in str(results["CK508"].reason)
-    if name == "no class":
-        hold_example("CK508", str(results["CK508"].reason))
     assert "SGLang's draft model" not in facts
-    assert "of multi-token prediction layers, not looked at: model.layers.12.eh_proj.weight" in [
-        line.replace("{12..13}", "12") for line in facts["SGLang"]
+    assert "of multi-token prediction layers, not looked at: model.layers.12.eh_proj.weight" in facts["SGLang"]
+
+
+def test_names_of_shards_do_not_leave_out_the_fused_layer_of_a_draft(
+    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    """SGLang's class of the model takes qkv_proj apart before it looks at `ignore`, and the draft class does not."""
+    _, findings, _ = checked(cases["qwen by names"], runs["qwen by names"])
+    shards = {f"mtp.layers.0.self_attn.{one}_proj.weight" for one in "qkv"}
+    assert {one.tensor for one in findings if one.code == "CK503"} == shards
+    found = {tensor: one for one in lint(cases["qwen by names"].checkpoint).findings for tensor in one.tensors}
+    assert found.keys() == shards
+    assert {(one.severity, one.readers, one.hint) for one in found.values()} == {
+        ("error", ("SGLang 0.5.16", "SGLang 0.5.23"), r"use 're:mtp\..*'")
+    }
+    wrong = [one for one in verify(cases["qwen by names"].checkpoint).findings if one.severity == "error"]
+    assert [(one.code, one.hint) for one in wrong] == [("CK302", r"add 're:mtp\..*'")] * 2
+
+
+def test_fused_experts_of_a_draft_that_no_entry_covers_are_found(
+    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    _, findings, _ = checked(cases["fused by names"], runs["fused by names"])
+    assert [one.code for one in findings if one.severity == "error"] == ["CK508"]
+    assert "experts.w2_weight" in findings[-1].actual
+    report = lint(cases["fused by names"].checkpoint)
+    fused = (f"{FUSED_EXPERTS}down_proj", f"{FUSED_EXPERTS}gate_up_proj")
+    assert [(one.severity, one.tensors, one.readers) for one in report.findings] == [
+        ("error", fused, ("SGLang 0.5.16", "SGLang 0.5.23")),
+        ("warning", fused, ("vLLM",)),
     ]
+
+
+@pytest.mark.parametrize("name", ["qwen by one entry", "fused by one entry"])
+def test_one_entry_for_the_draft_is_read_alike(
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    results, findings, _ = checked(cases[name], runs[name])
+    assert [one for one in findings if one.severity == "error"] == []
+    assert results["CK508"].status == "passed"
+    assert lint(cases[name].checkpoint).findings == ()
+    assert [one for one in verify(cases[name].checkpoint).findings if one.severity == "error"] == []
 
 
 def test_without_such_layers_nothing_is_asked_of_draft_models(

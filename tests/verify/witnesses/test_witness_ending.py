@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from verify.witnesses.ending import Ending, Phase, PhaseLog, ending_path, how_it_ended, is_verdict
 from verify.witnesses.sglang.load import BUILD, LOAD, REPACK, SET_UP
@@ -53,6 +54,25 @@ OURS, LOADER, MODEL, QUANTIZER = (
     "sglang.srt.models.qwen2",
     "sglang.srt.layers.quantization.fp8",
 )
+
+
+DISPATCH = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"
+
+
+@pytest.mark.parametrize(
+    ("statement", "verdict"),
+    [
+        ("raise ImportError('Other method (CompressedTensorsW4A16Sparse24) is not supported now')", True),
+        ("raise NotImplementedError('No compressed-tensors compatible scheme was found.')", True),
+        ("raise NotImplementedError('Current platform does not support w4a4 nvfp4 quantization.')", False),
+        ("raise NotImplementedError('The W4A8Int8 Fused MoE scheme is implemented only for NPU for now.')", False),
+        ("raise RuntimeError('Quantization scheme is not supported for ', 'the current GPU. Min: 80. ')", False),
+        ("import no_such_package", False),
+    ],
+)
+def test_a_config_that_is_refused_by_its_format_is_a_verdict(statement: str, verdict: bool) -> None:
+    """SGLang says of formats that it does not have by an ImportError, which elsewhere is about the machine."""
+    assert is_verdict(error_of(chain(OURS, LOADER, MODEL, DISPATCH, statement=statement)), BUILD) is verdict
 
 
 @pytest.mark.parametrize(
@@ -160,7 +180,19 @@ def test_phase_log_keeps_phase_and_exception(tmp_path: Path) -> None:
         chain(OURS, MODEL)()
     ending = Ending.load(path)
     assert (ending.phase, ending.verdict) == ("building the model", True)
-    assert ending.said.startswith("ValueError: no\n  at <string>, line 2, in f")
+    assert ending.said == "ValueError: no (at <string>, line 2, in f)"
+
+
+def test_an_exception_of_a_library_is_told_on_one_line_without_where_it_is_installed(tmp_path: Path) -> None:
+    path, layer = ending_path(tmp_path / "report.json"), torch.nn.Linear(2, 3)
+    with pytest.raises(RuntimeError), PhaseLog(path) as phases:
+        phases.enter(LOAD)
+        layer.load_state_dict({"bias": torch.ones(4)})
+    assert Ending.load(path).said.startswith(
+        'RuntimeError: Error(s) in loading state_dict for Linear: Missing key(s) in state_dict: "weight". size mismatch'
+    )
+    assert " (at torch/nn/modules/module.py, line " in Ending.load(path).said
+    assert "\n" not in Ending.load(path).said
 
 
 def test_an_exception_is_told_with_the_step_that_it_came_in(tmp_path: Path) -> None:
@@ -170,12 +202,12 @@ def test_an_exception_is_told_with_the_step_that_it_came_in(tmp_path: Path) -> N
         phases.step("of another phase")
         phases.enter(LOAD)
         chain(OURS, MODEL)()
-    assert Ending.load(path).said.endswith("in f")
+    assert Ending.load(path).said.endswith("in f)")
     with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
         phases.enter(LOAD)
         phases.step("the last tensor it was given: a")
         chain(OURS, MODEL)()
-    assert Ending.load(path).said.endswith("in f\n  the last tensor it was given: a")
+    assert Ending.load(path).said.endswith("in f); the last tensor it was given: a")
 
 
 def test_the_end_of_a_process_in_words() -> None:

@@ -258,6 +258,14 @@ def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
     yield from _vocabulary(dims, args)
 
 
+def differing(here: Args, there: Args) -> Iterator[tuple[str, str, str]]:
+    """Each argument by which two runs build other models, and both values. A run may leave MTP layers out."""
+    left_out = {"mtp_num_layers", *(_NOT_LATENT if _get(here, "multi_latent_attention", False) else ())}
+    for name, read in (_ALWAYS | (_MOE if _get(here, "num_experts", 0) else {})).items():
+        if name not in left_out and not _same(read(here), read(there)):
+            yield name, _text(read(here)), _text(read(there))
+
+
 def _vocabulary(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
     """`vocab_size`, which cuts rows at export, must be true where given; `padded_vocab_size` may only be larger."""
     vocab, padded = args.get("vocab_size"), args.get("padded_vocab_size")

@@ -20,6 +20,7 @@ from verify.evidence.expected import config_of, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.launch.words import at_places, first_file
 from verify.report import Severity
 
 # Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
@@ -176,12 +177,16 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     etp = subject.tp if subject.etp is None else subject.etp
     for one in refusals(dims, ParallelSizes(subject.tp, ep=subject.ep, etp=etp)):
         severity: Severity = "warning" if one.option == "etp" and subject.etp is None else "error"
-        yield Issue(one.expected, one.actual, one.hint, file=subject.path, severity=severity)
+        given = {name: word for name, word in subject.sizes_at.items() if name == one.option}
+        expected = f"{one.expected}{at_places(given)}"
+        yield Issue(expected, one.actual, one.hint, file=first_file(given) or subject.path, severity=severity)
 
 
 def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Whether the layers make a pipeline. Without a launch, a remainder that `verify` can place is a warning."""
-    options, pp, where = subject.arguments, subject.pp, str(subject.path)
+    options, pp = subject.arguments, subject.pp
+    given = {name: word for name, word in subject.sizes_at.items() if name == "pp"}
+    where = str(first_file(given) or subject.path)
     try:
         stages = (options.pipeline(dims.layers, pp) if options else Pipeline(dims.layers, pp)).stages
     except CkptkitError as error:
@@ -193,7 +198,8 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = f"give {options_for_it} in the launch, or choose another --pp"
         if last:
             hint = f"the launch must say so, for example by --decoder-last-pipeline-num-layers {last}"
-        expected, actual = f"num_hidden_layers that divides by pp = {pp}", f"num_hidden_layers = {dims.layers}"
+        expected = f"num_hidden_layers that divides by pp = {pp}{at_places(given)}"
+        actual = f"num_hidden_layers = {dims.layers}"
         yield Issue(expected, actual, hint, file=where, severity="warning" if last and options is None else "error")
         return
     if options and options.uneven:

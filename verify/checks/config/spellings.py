@@ -7,14 +7,21 @@ from contextlib import suppress
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from converters.config.tie import KEY as TIED
+from converters.config.tie import TieFlag
+from converters.config.values import flag
+from converters.registry import FAMILIES
 from verify.check import Tally, check
 from verify.checks.config.tokenizer import side_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.report import Severity
 
+# How the names of an output layer end, in HF and in Megatron.
+_HEADS = ("lm_head.weight", "output_layer.weight")
 # What a multimodal config may say of its language model both at the top and in text_config.
 _TWICE = (
-    *("tie_word_embeddings", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *(TIED, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta", "num_experts_per_tok"),
     *("n_routed_experts", "num_experts", "num_nextn_predict_layers"),
 )
@@ -101,11 +108,18 @@ def _mapping(content: Any) -> Mapping[str, Any]:
 def _no_text_config(subject: Subject) -> str | None:
     config = _config(subject)
     text = _mapping(config.get("text_config"))
-    return (
-        None
-        if any(key in config and key in text for key in _TWICE)
-        else "config.json says nothing of its language model twice"
-    )
+    twice = any(key in config and key in text for key in _TWICE)
+    tied = TIED in text or TIED in config
+    if twice or (tied and _tie_flag(config) is not None):
+        return None
+    return "config.json says nothing of its language model twice, or where no reader looks"
+
+
+def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
+    """Where readers look for the tie flag of a multimodal config that is known; None for any other."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    nested = family is not None and family.release is not None and family.release.nested
+    return family.tie if family is not None and nested and isinstance(config.get("text_config"), Mapping) else None
 
 
 @check(
@@ -119,19 +133,71 @@ def _no_text_config(subject: Subject) -> str | None:
     unless=_no_text_config,
 )
 def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Tied embeddings, sizes and switches that stand in both places.
+    """Tied embeddings, sizes and switches that stand in both places; the tie flag also where it stands in one.
 
     transformers v5 writes a tie flag of its own default, true, into the text_config of models that it reads as not
-    tied: that is no finding, since it and SGLang take the flag of the top.
+    tied: that is no finding where all readers take the flag of the top.
     """
     config = _config(subject)
     text = _mapping(config.get("text_config"))
+    where, tie = str(side_of(subject).root / "config.json"), _tie_flag(config)
+    if tie is not None and (TIED in config or TIED in text):
+        tally.compared(0)
+        try:
+            yield from _tie_issues(tie, config, text, tally, where, "warning" if _has_head(subject) else "error")
+        except CkptkitError as error:
+            yield Issue(
+                f"{TIED} = true or false", error.message.removeprefix("config.json: "), error.hint or "", file=where
+            )
     for key in _TWICE:
-        if key in config and key in text:
+        if key in config and key in text and not (key == TIED and tie is not None):
             tally.compared(0)
-            default = key == "tie_word_embeddings" and config[key] is False and text[key] is True
+            default = key == TIED and config[key] is False and text[key] is True
             if config[key] != text[key] and not default:
-                where, hint = str(side_of(subject).root / "config.json"), "take config.json from the release"
+                hint = "take config.json from the release"
                 yield Issue(
                     f"{key} = {config[key]}, as at the top", f"text_config.{key} = {text[key]}", hint, file=where
                 )
+
+
+def _has_head(subject: Subject) -> bool:
+    """Whether an output layer is stored; false where the names cannot be read, which CK111 reports."""
+    with suppress(CkptkitError):
+        return any(name.endswith(_HEADS) for name in subject.specs)
+    return False
+
+
+def _tie_issues(
+    tie: TieFlag, config: Mapping[str, Any], text: Mapping[str, Any], tally: Tally, where: str, severity: Severity
+) -> Iterator[Issue]:
+    """Readers that disagree, and a flag where none of them looks: of this severity where it stands there alone."""
+    read = tie.read(config, text)
+    hint = f"say {TIED} at the top and in text_config, true where the output layer is the embedding, else false"
+    who = {value: ", ".join(reader for reader, taken in read.items() if taken is value) for value in (True, False)}
+    stated = {f"{prefix}{TIED}": part[TIED] for prefix, part in _holders(config) if part.get(TIED) is not None}
+    said = ", ".join(f"{name} = {value}" for name, value in stated.items())
+    if who[True] and who[False]:
+        yield Issue(
+            f"one {TIED} for every reader",
+            f"{said}: true to {who[True]}, false to {who[False]}",
+            hint,
+            file=where,
+        )
+        return
+    value = next(iter(read.values()))
+    default = value is False and stated.get(TIED) is False  # transformers' own, inside
+    if not default and any(one is not value for one in stated.values()):
+        places = {"": tie.top, "text_config.": tie.text}
+        looked = " and ".join(f"{prefix}{TIED}" for prefix, readers in places.items() if readers)
+        yield Issue(
+            f"{TIED} where it is read: {', '.join(read)} look at {looked} alone",
+            f"{said}, so that they take {value}",
+            hint,
+            file=where,
+            severity="error" if len(stated) > 1 else severity,
+        )
+        return
+    if tie.older and flag(text, TIED, tie.absent) is not value:
+        tally.note(
+            f"{', '.join(tie.older)} reads text_config.{TIED}, and so takes {not value} where others take {value}"
+        )

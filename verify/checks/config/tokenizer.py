@@ -42,6 +42,14 @@ def _source_side(subject: Subject) -> SideFiles:
     return SideFiles(place.path if place.kind == "hf" else place.root / "hf")
 
 
+def _unreadable(subject: Subject, side: SideFiles, expected: str, error: CkptkitError) -> Issue:
+    """A file that cannot be read. Raises Skip for a link that leads nowhere, which CK102 reports of an HF directory."""
+    links = subject.hf_files.dangling if subject.kind == "hf" and side.root == subject.path else ()
+    if any(f"{side.root / name}:" in error.message for name in links):
+        raise Skip("not run because links lead nowhere (CK102)")
+    return Issue(expected, error.message, error.hint or "copy it from the release", file=side.root)
+
+
 def _no_vocabulary(side: SideFiles) -> str | None:
     with suppress(CkptkitError):  # a file that cannot be read is for the check to say
         return None if side.has_vocabulary else "there is no tokenizer whose token ids can be read"
@@ -73,11 +81,12 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         vocabularies = side.vocabularies
     except CkptkitError as error:
-        yield Issue(
-            "a tokenizer that can be read", error.message, error.hint or "copy it from the release", file=side.root
-        )
+        yield _unreadable(subject, side, "a tokenizer that can be read", error)
         return
     hint = "take tokenizer and config.json from the release of these weights"
+    if not vocabularies:
+        tally.compared(0)
+        yield Issue("a vocabulary", "the tokenizer's files hold no token", hint, file=side.root)
     for file, ids in vocabularies.items():
         tally.compared(0)
         token, largest = max(ids.items(), key=lambda item: item[1])
@@ -127,7 +136,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
             if (text := side.special(kind)) is not None and side.ids and text not in side.ids
         ]
     except CkptkitError as error:
-        yield Issue("files that can be read", error.message, error.hint or "copy them from the release", file=side.root)
+        yield _unreadable(subject, side, "files that can be read", error)
         return
     hint = "take config.json, generation_config.json and the tokenizer from one release"
     for kind, by_file in stated.items():
@@ -250,7 +259,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
             ("token", here.ids, there.ids, SideFiles.file_of_token),
         ]
     except CkptkitError as error:
-        yield Issue("files that can be read", error.message, error.hint or "copy them from the source", file=here.root)
+        yield _unreadable(subject, here, "files that can be read", error)
         return
     for what, mine, its, file_of in kinds:
         wrong: dict[tuple[str, str], list[str]] = defaultdict(list)

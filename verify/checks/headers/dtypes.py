@@ -15,7 +15,7 @@ from converters.foreign import refuse_foreign
 from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of, names_of
-from verify.evidence.expected import Expected, expected_of, is_quantized, refuse_stated, usable_config
+from verify.evidence.expected import Expected, expected_of, has_floats, is_quantized, refuse_stated, usable_config
 from verify.evidence.folding import alike
 from verify.evidence.packed import format_of
 from verify.evidence.subject import Subject
@@ -73,8 +73,8 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _eight_bits(config: Mapping[str, Any]) -> bool:
-    """Whether the config may mean weights of 8 bits: it says quantized, and not packed."""
-    return is_quantized(config) and format_of(config) is None
+    """Whether the config may mean weights of 8 bits: it says quantized, and not packed or not only."""
+    return is_quantized(config) and (format_of(config) is None or has_floats(config))
 
 
 def _config_dtype(

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.detect import LOADED, other_weights, refuse_other_format
 from ckptkit.formats.hf.reader import INDEX
+from ckptkit.formats.hf.side_files import is_hidden, is_weight
+from ckptkit.storage.links import fetch_again, in_words
 from converters.planner import tied_head
 from quant.formats.part_names import PACKED, SCALE, SHAPE
 from verify.check import Skip, Tally, check
 from verify.checks.headers.layer_counts import layer_table, uneven
-from verify.evidence.expected import Expected, config_of, expected_of, remarks_of, usable_config
+from verify.checks.headers.leftovers import leftovers
+from verify.checks.headers.renamed import renamed_of
+from verify.checks.headers.spelling import other_names
+from verify.evidence.expected import Expected, config_of, expected_of, remarks_of, spelling_of, usable_config
 from verify.evidence.folding import alike
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.report import Severity
 
-# What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
-_CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
+_AGAIN = "copy or download this file again"
 
 
 def only_hf(subject: Subject) -> str | None:
@@ -31,17 +36,28 @@ def only_hf(subject: Subject) -> str | None:
     return None if subject.kind == "hf" else "a Megatron checkpoint has no safetensors files"
 
 
-def names_of(subject: Subject) -> Mapping[str, TensorSpec]:
-    """Every tensor that headers or `.metadata` name. Raises Skip where there are none to read (CK103, CK111)."""
+def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]:
+    """Every tensor that headers or `.metadata` name. Raises Skip where there are none to read (CK102, CK103, CK111).
+
+    `listed`: those that the index lists in files that cannot be read will do.
+    """
     if subject.kind == "megatron":
         require_metadata(subject)
+        if not subject.specs:
+            raise Skip("not run because there are no weights (CK111)")
     else:
         require_weights(subject)
+        if not subject.specs and not (listed and subject.hf_files.unknown):
+            raise Skip("not run because no header names a tensor (CK102)")
     return subject.specs
 
 
 def require_weights(subject: Subject) -> None:
-    """Raises Skip where an HF directory holds no safetensors file and names none, which CK103 reports."""
+    """Raises Skip where an HF directory holds no safetensors file and names none, which CK103 reports.
+
+    Raises UnsupportedError as `refuse_other_format`.
+    """
+    refuse_other_format(subject.path)
     if not subject.hf_files.wanted:
         raise Skip("not run because there are no weights (CK103)")
 
@@ -65,12 +81,16 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The config is there, is JSON, is of a supported family, and its sizes make sense."""
     if subject.kind == "megatron":
         require_metadata(subject)
+    elif "config.json" in subject.hf_files.dangling:
+        raise Skip("not run because config.json is a link that leads nowhere (CK102)")
     try:
         subject.once(config_of)
         tally.compared(0)
-    except UnsupportedError:
-        raise
     except CkptkitError as error:
+        # A launch of a model that is not known here may be right; the trainer may know it.
+        known = not isinstance(error, UnknownModelError) or subject.arguments is not None
+        if isinstance(error, UnsupportedError) and known:
+            raise
         path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
         hint = error.hint or "compare it with the release"
         said = error.message.removeprefix("config.json: ")
@@ -88,18 +108,44 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     unless=only_hf,
 )
 def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every file of the index is there, and its size and offsets are what its own header says."""
+    """Every file of the index is there, and its size and offsets are what its own header says; links lead somewhere."""
     files = subject.hf_files
+    yield from _links(files)
     require_weights(subject)
-    for file in files.missing:
-        yield Issue(
-            "the file, since the index names it", "it is not there", "copy or download it", file=subject.path / file
-        )
-    for shard in files.shards.values():
-        tally.compared(0, len(shard.specs))
+    gone = [file for file in files.missing if file not in files.dangling]
+    if gone:
+        yield _together(files, gone, "the file, since the index names it", "it is not there", "copy or download it")
+    whole: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for file, shard in files.shards.items():
+        tally.compared(0, len(shard.specs) or 1)
         for fault in shard.faults:
-            names = None if fault.name is None else (fault.name,)
-            yield Issue(fault.expected, fault.actual, "copy or download this file again", names, shard.path)
+            if fault.name is None:
+                whole[fault.expected, fault.actual].append(file)
+            else:
+                yield Issue(fault.expected, fault.actual, _AGAIN, (fault.name,), shard.path)
+        if not shard.faults and not files.specs:
+            whole["tensors", "its header names none"].append(file)
+    for (expected, actual), found in whole.items():
+        yield _together(files, found, expected, actual, _AGAIN)
+
+
+def _links(files: HfFiles) -> Iterator[Issue]:
+    """The links of the directory that lead nowhere; a warning where loaders read none of them."""
+    links = {name: target for name, target in files.dangling.items() if not is_hidden(name)}
+    if links:
+        read = any(is_weight(name) or name in LOADED for name in links)
+        where = files.root / next(iter(links)) if len(links) == 1 else files.root
+        severity: Severity = "error" if read else "warning"
+        actual, hint = in_words(links), fetch_again(files.root)
+        yield Issue("a file behind every link", actual, hint, file=where, severity=severity, count=len(links))
+
+
+def _together(files: HfFiles, found: Sequence[str], expected: str, actual: str, hint: str) -> Issue:
+    """What is wrong with one file, or with several in the same way."""
+    if len(found) == 1:
+        return Issue(expected, actual, hint, file=files.root / found[0])
+    several = f"{found[0]} and {len(found) - 1} more: {actual.removeprefix('it is ')}"
+    return Issue(expected, several, hint, file=files.root, count=len(found))
 
 
 @check(
@@ -114,9 +160,15 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
 )
 def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The index is JSON with a weight_map, and every entry is a file of this directory."""
+    if INDEX in subject.hf_files.dangling:
+        raise Skip("not run because the index is a link that leads nowhere (CK102)")
+    refuse_other_format(subject.path)
     tally.compared(0)
-    for issue in subject.hf_files.index_issues:
-        yield replace(issue, hint="restore it from the release", file=subject.path / INDEX)
+    hint = "restore it from the release"
+    if not (files := subject.hf_files).wanted and files.index is None:
+        hint = other_weights(files.root) or "download its weights, as safetensors"
+    for issue in files.index_issues:
+        yield replace(issue, hint=hint, file=files.root / INDEX)
 
 
 @check(
@@ -130,12 +182,13 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
 )
 def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Index, headers and config name the same tensors (Megatron: `.metadata` and config); no duplicates or orphans."""
-    specs = names_of(subject)
+    specs = names_of(subject, listed=True)
     config = usable_config(subject)
     expected = subject.once(expected_of)
-    tally.compared(0, len(specs))
+    tally.compared(0, len(specs) or len(subject.hf_files.unknown))
     if subject.kind == "hf":
-        yield from _duplicates_and_orphans(subject)
+        yield from leftovers(subject.hf_files)
+    yield from other_names(subject)
     yield from _three_way(subject, specs, expected)
     for text in remarks_of(subject) if config else ():
         tally.note(text)
@@ -149,41 +202,28 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield from uneven(specs, str(subject.path))
 
 
-def _duplicates_and_orphans(subject: Subject) -> Iterator[Issue]:
-    files = subject.hf_files
-    twice = files.twice
-    for names in alike(twice):
-        actual = f"it stands in {' and '.join(twice[names[0]])}"
-        yield Issue(
-            "each tensor in one shard", actual, "remove the leftover of an earlier save", names=names, file=subject.path
-        )
-    for file in files.orphans:
-        where, expected = str(subject.path / file), "only files that the index names"
-        if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
-            actual, hint = (
-                "the weights a second time, under Mistral's own names",
-                "remove it where no reader of Mistral's own format is used; nothing checks it here",
-            )
-            yield Issue(expected, actual, hint, file=where, severity="warning")
-            continue
-        hint = "remove it if it is the leftover of an earlier save; some loaders read every *.safetensors file"
-        yield Issue(expected, "the index names none of its tensors", hint, file=where)
-
-
 def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Issue]:
     files = subject.hf_files if subject.kind == "hf" else None
     index = files.index if files else None
     unknown = files.unknown if files else frozenset()
     optional = expected.optional if expected else frozenset()
     reasons: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    where = subject.path / INDEX if index is not None else subject.path
+    spelling, promises = subject.once(spelling_of), expected.shapes if expected else {}
+    known: frozenset[str] = frozenset()
+    if (change := subject.once(renamed_of)) is not None:
+        known = change.promised.union(change.stored)
+        wanted = f"names such as {min(change.promised)}"
+        yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, together=True)
     for name in _not_everywhere(specs, index, expected.shapes if expected else None):
+        if name in known or (spelling and spelling.explains(name, specs, promises)):
+            continue
         stored, listed = name in specs or name in unknown, index is None or name in index
         promised = expected is None or name in expected.shapes or name in optional
         if not (stored and listed and promised) and (name not in optional or stored or listed):
             reasons[_verdict(subject, name, stored, listed, promised, index is not None)].append(name)
     if moved := list(_moved(files)) if files else []:
         reasons["in the shard that the index names", "in another shard", "restore the index"] = moved
-    where = subject.path / INDEX if index is not None else subject.path
     for (should, actual, hint), found in reasons.items():
         yield Issue(should, actual, hint, names=found, file=where)
 
@@ -263,8 +303,13 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     expected = subject.once(expected_of)
     if expected is None:
         raise Skip("there is no usable config.json (CK101)")
+    if (spelling := subject.once(spelling_of)) and not spelling.renamed:
+        raise Skip(f"not run because the layers are stored under {spelling.found}* (CK104)")
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
-    tally.compared(0, sum(map(specs.__contains__, expected.shapes)))
+    known = sum(map(specs.__contains__, expected.shapes))
+    if not known:
+        raise Skip("not run because no tensor has a name that config.json promises (CK104)")
+    tally.compared(0, known)
     for name, shape in expected.shapes.items():
         if shape is None or name not in specs or (actual := specs[name].shape) == shape:
             continue
@@ -303,7 +348,7 @@ def _no_index_needed(subject: Subject) -> str | None:
 def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The index's `metadata.total_size` against the headers."""
     files = subject.hf_files
-    if files.index is None:
+    if not files.index:
         raise Skip("there is no usable index (CK103)")
     if files.unknown:
         raise Skip("not run because some shards cannot be read (CK102)")

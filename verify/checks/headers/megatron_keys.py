@@ -13,7 +13,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
 from verify.check import Skip, Tally, check
-from verify.checks.headers.files import require_metadata
+from verify.checks.headers.files import names_of
 from verify.checks.headers.torch_dist import only_megatron
 from verify.evidence.folding import LAYER, MTP_LAYER
 from verify.evidence.subject import Subject
@@ -33,8 +33,8 @@ _SHARD = re.compile(r"(.+)\._extra_state/shard_([\d.]+)_([\d.]+)")
 
 
 def _weights(subject: Subject) -> list[str]:
-    """Keys of the weights. Raises Skip where `.metadata` cannot be read, which CK111 reports."""
-    require_metadata(subject)
+    """Keys of the weights. Raises Skip where `.metadata` cannot be read or holds none, which CK111 reports."""
+    names_of(subject)
     return [key for key in subject.megatron_files.metadata.tensors if not NOT_WEIGHTS.fullmatch(key)]
 
 

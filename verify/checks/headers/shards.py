@@ -24,8 +24,8 @@ _ADAPTER_NAMES = (
     "lora_magnitude",
     ".adapter.linear_in.",
     ".adapter.linear_out.",
-    "base_model.model.",
 )
+_WRAPPER = "base_model.model."
 
 
 @check(
@@ -34,8 +34,8 @@ _ADAPTER_NAMES = (
     stage="headers",
     rationale="A name like model-00003-of-00048 promises 48 files. An index that was written with a loss agrees with "
     "that loss; the numbers do not.",
-    fix="Copy or download the shard of the missing number; remove shards of an earlier save; give a renamed one its "
-    "name back.",
+    fix="Copy or download the shard of the missing number; move shards of an earlier save elsewhere; give a renamed "
+    "one its name back.",
     unless=only_hf,
 )
 def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -114,10 +114,14 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
         "merge the adapter and save again",
         names=list(_of_adapters(dict.fromkeys([*names, *listed]))),
         file=root,
+        together=True,
     )
 
 
 def _of_adapters(names: Collection[str]) -> Iterator[str]:
+    # A prefix of all names is that of a wrapper, which CK104 names.
+    wrapped = all(name.startswith(_WRAPPER) for name in names)
+    parts = _ADAPTER_NAMES if wrapped else (*_ADAPTER_NAMES, _WRAPPER)
     together = "\n".join(names)  # one look at all of them, since there are hundreds of thousands and as a rule none
-    if any(part in together for part in _ADAPTER_NAMES):
-        yield from (name for name in names if any(part in name for part in _ADAPTER_NAMES))
+    if any(part in together for part in parts):
+        yield from (name for name in names if any(part in name for part in parts))

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.torch_dist.reader import tiling_problem
 from ckptkit.formats.torch_dist.training_state import described, training_state
-from verify.check import Tally, check
-from verify.checks.headers.files import require_metadata
+from verify.check import Skip, Tally, check
+from verify.checks.headers.files import names_of, require_metadata
 from verify.evidence.folding import alike
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -63,6 +64,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "a torch_dist checkpoint", "Megatron's legacy format (mp_rank_*)", hint, file=weights, severity="warning"
         )
         return
+    files.readable  # noqa: B018 - raises for a format that is not torch_dist
     yield from _backend(weights)
     try:
         files.args  # noqa: B018 - a cached property that raises
@@ -71,6 +73,12 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "readable .metadata and common state", error.message, error.hint or "convert or copy it again", file=weights
         )
         return
+    if not files.opened.specs:
+        inside = summarize(files.metadata.keys)
+        hint = "give the directory that holds the model, or save it again"
+        yield Issue(
+            "the weights of a model", f"none, only {inside}" if inside else "none", hint, file=weights / ".metadata"
+        )
     common = files.opened.common
     if state := described(training_state(files.metadata, common)):
         tally.facts[TRAINING_STATE] = [state]
@@ -120,6 +128,8 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """File, offset and length of every entry against the files that are there; entries share bytes only as aliases."""
     require_metadata(subject)
     files = subject.megatron_files
+    if not files.blobs:
+        raise Skip("not run because .metadata names no bytes (CK111)")
     for path, stored in files.blobs.items():
         tally.compared(0, len(stored))
         if not path.exists():
@@ -147,7 +157,9 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
             end, before = max(end, offset + length), found[0]
     for path in sorted(files.weights.glob("*.distcp")):
         if path not in files.blobs and path.stat().st_size:
-            hint = "remove it if it is the leftover of an earlier save"
+            hint = (
+                "another save left it, or one that has not written its .metadata, and then it is new: move it elsewhere"
+            )
             yield Issue(
                 "only files that .metadata names", "it names none of its bytes", hint, file=path, severity="warning"
             )
@@ -165,7 +177,7 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
 )
 def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No hole, no overlap, nothing outside, for every tensor of `.metadata`."""
-    require_metadata(subject)
+    names_of(subject)
     problems: dict[str, str] = {}
     for key, stored in subject.megatron_files.metadata.tensors.items():
         tally.compared(0)

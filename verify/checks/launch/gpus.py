@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
 from verify.check import Skip, Tally, check
 from verify.checks.launch.engine import engine_config, engine_dims, unless_skipped
+from verify.checks.launch.fit import EngineRanks, engine_fit
 from verify.checks.launch.groups import of_stack
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.launch.arguments import server_of
+from verify.launch.cluster import Lent, lent, short
 from verify.launch.launch import Launch
 from verify.launch.options.given import GivenArguments
+from verify.launch.words import at_places, first_file
 
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
+_RANKS = tuple(
+    f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+)
 _ENGINE = ("rollout_num_gpus_per_engine", "sglang_pp_size", "sglang_ep_size", "sglang_dp_size")
-# Spellings that SGLang takes for one size.
+# Spellings that SGLang takes for one size, and vLLM's option for it.
 _ALSO = {
-    "sglang_pp_size": ("sglang_pipeline_parallel_size",),
+    "sglang_pp_size": ("sglang_pipeline_parallel_size", "vllm_pipeline_parallel_size"),
     "sglang_ep_size": ("sglang_expert_parallel_size", "sglang_ep"),
     "sglang_dp_size": ("sglang_data_parallel_size", "sglang_dp"),
 }
@@ -53,17 +60,26 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     given = _given(subject)
     if subject.launch and subject.launch.stack:
-        yield from of_stack(subject.launch.stack, tally)
+        yield from of_stack(subject.launch.stack, tally, subject.launch.text.words)
         return
     tally.compared(0)
     sizes = _Sizes(given, subject)
     if not set(_JOB).isdisjoint(given.values):
-        yield from sizes.job()
+        yield from _at(sizes.job(), given, (*_JOB, *_RANKS))
     yield from sizes.vocabulary()
-    yield from sizes.engines()
+    yield from _at(sizes.engines(), given, ("rollout_num_gpus", *_JOB, *_ENGINE))
+    yield from sizes.cluster(lent(subject.launch.text.words if subject.launch else ()))
     config = engine_config(subject.launch.hf_checkpoint) if subject.launch and subject.launch.hf_checkpoint else {}
     if config:
-        yield from sizes.model(engine_dims(config), config)
+        yield from _at(sizes.model(engine_dims(config), config), given, _ENGINE)
+
+
+def _at(issues: Iterator[Issue], given: GivenArguments, names: Sequence[str]) -> Iterator[Issue]:
+    """The issues, with the file and line of each of these arguments that the launch gives."""
+    spelled = [one for name in names for one in (name, *_ALSO.get(name, ()))]
+    words = {name: given.places[name] for name in spelled if name in given.places}
+    for issue in issues:
+        yield replace(issue, expected=f"{issue.expected}{at_places(words)}", file=first_file(words) or issue.file)
 
 
 class _Sizes:
@@ -81,6 +97,8 @@ class _Sizes:
         self.etp = of("expert_tensor_parallel_size", self.tp)
         self.engine = of("rollout_num_gpus_per_engine", 1)
         self.engine_pp, self.engine_ep, self.engine_dp = (of(name, 1) for name in _ENGINE[1:])
+        self.server = server_of(subject.launch.words) if subject.launch else None
+        self.vllm_dp = of("vllm_data_parallel_size", 1)
         self.dp_attention = bool(given.get("sglang_enable_dp_attention", False))
         # Every backend but none makes SGLang spread experts over all ranks of an engine.
         if given.get("sglang_moe_a2a_backend", "none") != "none":
@@ -131,10 +149,9 @@ class _Sizes:
             expected = f"rollout GPUs that divide by rollout_num_gpus_per_engine = {self.engine}"
             yield self.issue(expected, f"{total} rollout GPUs", "some GPUs would belong to no engine")
         if self.engine and self.engine_pp and self.engine % self.engine_pp:
-            expected = f"rollout_num_gpus_per_engine that divides by sglang_pp_size = {self.engine_pp}"
-            yield self.issue(
-                expected, f"rollout_num_gpus_per_engine = {self.engine}", "slime stops: change one of them"
-            )
+            expected = f"rollout_num_gpus_per_engine that divides by {self.pp_name} = {self.engine_pp}"
+            actual = f"rollout_num_gpus_per_engine = {self.engine}"
+            yield self.issue(expected, actual, "the trainer stops: change one of them")
             return
         tp = self.tp_of_engine
         if tp and self.engine_ep and tp % self.engine_ep:
@@ -148,6 +165,25 @@ class _Sizes:
                 expected = f"tensor parallel ranks of an engine that divide by sglang_dp_size = {self.engine_dp}"
                 yield self.issue(expected, f"{tp} ranks", "give an --sglang-dp-size that divides the engine's GPUs")
 
+    @property
+    def pp_name(self) -> str:
+        """What the launch's engine calls its pipeline stages."""
+        return "vllm_pipeline_parallel_size" if self.server == "vllm" else "sglang_pp_size"
+
+    def cluster(self, found: Iterable[Lent]) -> Iterator[Issue]:
+        """What the script asks Slurm and Ray for. Source: slime and miles `ray/placement_group.py`."""
+        given, nodes = self.given, self.given.get("actor_num_nodes", 1)
+        rollout = given.get("rollout_num_gpus", None)
+        shared = ("colocate", "debug_train_only", "rollout_external_engine_addrs")
+        if self.world is None or nodes is None or given.anything or given.get("debug_rollout_only", False):
+            return
+        together = any(given.get(name, False) for name in shared)
+        if not together and rollout is None:
+            return
+        needed = max(self.world, rollout or 0) if together else self.world + rollout
+        what = "for the trainer" if together else f"for the trainer's {self.world} and the rollout's {rollout}"
+        yield from short(found, needed, nodes, what)
+
     def _rollout(self) -> int | None:
         if self.given.get("debug_train_only", False) or self.given.anything:
             return None
@@ -156,40 +192,23 @@ class _Sizes:
 
     @property
     def tp_of_engine(self) -> int | None:
-        """The tensor parallel size of an engine."""
+        """The tensor parallel size of an engine; None where it is not known, as with vLLM's data parallel ranks."""
+        if self.vllm_dp != 1:
+            return None
         return max(self.engine // self.engine_pp, 1) if self.engine and self.engine_pp else None
 
     def model(self, dims: ModelDims, config: Mapping[str, Any]) -> Iterator[Issue]:
-        """What of a model SGLang cannot share out over the ranks of an engine.
-
-        Source: SGLang's `get_attention_tp_size`, `QKVParallelLinear`, `FusedMoE` and `Fp8MoEMethod`.
-        """
+        """What of a model the engine cannot share out over its ranks."""
         tp, ep = self.tp_of_engine, self.engine_ep
         if tp is None or ep is None or tp % ep or (self.dp_attention and (not self.engine_dp or tp % self.engine_dp)):
             return
-        attention = tp // (self.engine_dp or 1) if self.dp_attention else tp
-        hint = "choose another --rollout-num-gpus-per-engine"
-        if dims.heads % attention:
-            yield self.issue(f"num_attention_heads that divides over {attention} ranks", f"{dims.heads}", hint)
-        elif not dims.mla and dims.groups % attention and attention % dims.groups:
-            expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
-            yield self.issue(expected, f"{dims.groups}", hint)
-        if dims.experts and (dims.experts + self.redundant) % ep:
-            expected = f"experts that divide over sglang_ep_size = {ep}"
-            yield self.issue(expected, f"{dims.experts + self.redundant} experts", "choose another --sglang-ep-size")
-        yield from self._blocks(dims, config, tp, ep)
-
-    def _blocks(self, dims: ModelDims, config: Mapping[str, Any], tp: int, ep: int) -> Iterator[Issue]:
-        quantization = quantization_of(config)
-        block = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
-        if not isinstance(block, list) or not block or type(block[0]) is not int or block[0] < 1:
-            return
-        if quantization.get("quant_method") != "fp8":
-            return
-        rows = [("moe_intermediate_size", dims.expert_ffn, tp // ep)] if dims.experts and self.plain_experts else []
-        rows += [("intermediate_size", dims.ffn, self.dense_tp)] if dims.dense and self.dense_tp else []
-        for name, size, ranks in rows:
-            if ranks > 1 and size and (size % ranks or (size // ranks) % block[0]):
-                expected = f"{name} whose part on each of {ranks} ranks divides by the FP8 block of {block[0]}"
-                hint = "serve with fewer tensor parallel ranks, or more --sglang-ep-size"
-                yield self.issue(expected, f"{name} = {size}, {size / ranks:g} a rank", hint)
+        ranks = EngineRanks(
+            self.server,
+            tp,
+            ep,
+            attention=tp // (self.engine_dp or 1) if self.dp_attention else tp,
+            dense=self.dense_tp,
+            plain_experts=self.plain_experts,
+            redundant=self.redundant,
+        )
+        yield from (replace(issue, file=self.where) for issue in engine_fit(dims, config, ranks))

@@ -17,6 +17,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
 from verify.launch.launch import Launch
+from verify.launch.words import Word, at_places, first_file
 
 # What slime's fake quantization does whatever the config says. Source: its `fake_int4_quant_cuda.cu`, Megatron patch.
 _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
@@ -60,18 +61,28 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not config:
         raise Skip("--hf-checkpoint has no config.json that can be read (CK714, CK101)")
     if not is_quantized(config):
-        expected = f"an INT4 checkpoint, since {QAT_FLAG} is set"
+        words = {name: word for name, word in _variables(subject).items() if name == QAT_FLAG}
+        expected = f"an INT4 checkpoint, since {QAT_FLAG} is set{at_places(words)}"
         actual = "no quantization_config: the engine serves BF16, and drops INT4 updates without a word"
-        yield Issue(expected, actual, "give the INT4 checkpoint as --hf-checkpoint", file=where)
+        yield Issue(expected, actual, "give the INT4 checkpoint as --hf-checkpoint", file=first_file(words) or where)
         return
-    weights = weights_of(config)
+    weights, given = weights_of(config), _variables(subject)
     for key, wanted in (_TRAINED | ({} if options.qat_group is None else {"group_size": options.qat_group})).items():
         tally.compared(0)
         if weights.get(key) != wanted:
             make = f"make {QAT_GROUP} the group_size of the checkpoint"
             hint = make if key == "group_size" else "quantize the checkpoint again with `ckptkit quantize`"
-            expected, actual = f"{key} = {wanted}, as training rounds", f"{key} = {weights.get(key)}"
-            yield Issue(expected, actual, hint, file=where)
+            words = {name: word for name, word in given.items() if key == "group_size" or name == QAT_FLAG}
+            expected = f"{key} = {wanted}, as training rounds{at_places(words)}"
+            yield Issue(expected, f"{key} = {weights.get(key)}", hint, file=first_file(words) or where)
+
+
+def _variables(subject: Subject) -> dict[str, Word]:
+    """The words of the launch that set the variables of INT4 training; those of an environment stand nowhere."""
+    text = (subject.launch or Launch()).text
+    words = [*text.words, *text.environment.values()]
+    held = {name: word for name in (QAT_FLAG, QAT_GROUP) for word in words if name in word.text}
+    return held | {name: text.environment[name] for name in (QAT_FLAG, QAT_GROUP) if name in text.environment}
 
 
 def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
@@ -79,6 +90,8 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     root = engine_of(subject)
     if subject.launch is None or not updates(subject.launch, subject.arguments or LaunchArguments()):
         raise Skip("no trainer of this launch updates the engine")
+    if (subject.arguments or LaunchArguments()).server == "vllm":
+        raise Skip("the rollout engine of the launch is vLLM, not SGLang")
     config = engine_config(root)
     content = quantization_of(config)
     if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":

@@ -99,7 +99,7 @@ def rollout_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _words(subject: Subject) -> Launch:
     launch = _launch(subject)
-    if not launch.text.words and not launch.text.unresolved and not launch.stack:
+    if not launch.text.words and not launch.unread and not launch.stack:
         raise Skip("no launch arguments were given")
     return launch
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.detect import MANIFEST, TRACKER, Location, locate
+from ckptkit.formats.detect import ITERATION, MANIFEST, Location, locate
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import file_digest, read_manifest
 from verify.check import Skip, Tally, check
+from verify.checks.launch.architecture import of_two_models
 from verify.checks.launch.engine import engine_config, unless_skipped
 from verify.evidence.sampled.counterparts import copied
 from verify.evidence.sampled.samples import Pair, Stored, samples_of
@@ -22,6 +24,9 @@ from verify.launch.sides import Side
 from verify.launch.stacks.launched import ENGINE
 from verify.report import Severity
 
+# Facts for the verdict: what was compared of weights, and a line for each two sides that could not be.
+COMPARED, NOT_COMPARED = "weights compared", "weights not compared"
+
 # A tensor's name on the first side, and its digest on both.
 _Digests: TypeAlias = "tuple[str, TensorDigest | None, TensorDigest | None]"
 
@@ -30,23 +35,37 @@ def _pairs(subject: Subject) -> list[tuple[Side, Side]]:
     """The sides that must hold the same weights, and come from different directories. Raises Skip where none do."""
     if subject.launch is None:
         raise Skip("only preflight looks at a launch")
-    sides = {side.role: side for side in sides_of(subject.launch) if side.path}
-    pairs = [(sides[one], sides[other]) for one, other in start_alike(subject.launch) if {one, other} <= sides.keys()]
-    if not (apart := [(one, other) for one, other in pairs if one.path != other.path]):
+    if not (apart := [(one, other) for one, other in sharing_weights(subject.launch) if one.path != other.path]):
         raise Skip("no two directories of this launch must hold the same weights")
     return apart
 
 
-def start_alike(launch: Launch) -> list[tuple[str, str]]:
-    """The roles that start alike: those that the settings name, or all of a run that does not resume.
+def sharing_weights(launch: Launch) -> list[tuple[Side, Side]]:
+    """The sides that hold the same weights: those that the settings name, or all of a run that does not resume.
 
-    An actor with a tracker of its own in --load was trained already.
+    A run that resumes has weights of its own: an iteration in --load. Its reference still has the engine's first ones.
     """
+    sides = {side.role: side for side in sides_of(launch) if side.path}
+    actor, reference = sides.get("actor"), sides.get("reference")
+    further = reference is not None and _trained(reference)
     if launch.stack:
-        return list(launch.stack.alike)
-    if launch.load and (launch.load / TRACKER).exists():
-        return []
-    return [("actor", "reference"), ("actor", "rollout engine")]
+        roles = list(launch.stack.alike)
+    elif actor and _trained(actor) and (_within(actor, launch.load) or (reference and reference.path != actor.path)):
+        roles = [] if further else [("reference", ENGINE)]
+    else:
+        apart = further and reference and actor and reference.path != actor.path
+        roles = [*([] if apart else [("actor", "reference")]), ("actor", ENGINE)]
+    return [(sides[one], sides[other]) for one, other in roles if {one, other} <= sides.keys()]
+
+
+def _trained(side: Side) -> bool:
+    """Whether a side loads an iteration of a run. NeMo-RL calls what it converts iteration 0."""
+    name = side.path.name if side.path else ""
+    return ITERATION.fullmatch(name) is not None and int(name[5:]) > 0
+
+
+def _within(side: Side, root: Path | None) -> bool:
+    return root is not None and side.path is not None and side.path.parent == root
 
 
 @check(
@@ -56,7 +75,8 @@ def start_alike(launch: Launch) -> list[tuple[str, str]]:
     needs=("sound headers",),
     rationale=(
         "A run begins with a KL of zero only where actor and reference hold the same weights, and with the policy that "
-        "was served only where the engine's do too. Nothing else tells two checkpoints of one architecture apart."
+        "was served only where the engine's do too. Nothing else tells two checkpoints of one architecture apart, also "
+        "where one of them is of another model."
     ),
     fix="Give both sides checkpoints of one release: convert the HF directory that the engine loads.",
     unless=unless_skipped(_pairs),
@@ -64,18 +84,24 @@ def start_alike(launch: Launch) -> list[tuple[str, str]]:
 def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The digests of ckptkit.json beside both, of tensors that both formats store alike; else what one was made of.
 
-    Where a manifest is missing, samples of such tensors. Other weights than the engine's are a warning.
+    Where a manifest is missing, samples of such tensors. Other weights than the engine's are a warning where training
+    may have made them of these; those of another model are an error.
     """
     left: list[str] = []
     for one, other in _pairs(subject):
         here, there = locate(one.path or Path()), locate(other.path or Path())
         pairs = _by_digests(here, there)
-        if pairs is not None:
+        if of_two_models(subject, one, other):
+            tally.compared(0)  # CK740 says so
+        elif pairs is not None:
             tally.compared(0, len(pairs))
+            tally.facts[COMPARED] = [*tally.facts.get(COMPARED, []), "digests of weights"]
             wrong = [name for name, mine, others in pairs if mine != others]
-            yield from _differing(wrong, len(pairs), (one, other), (here, there), "digests")
+            unrelated = _unrelated(subject, (one, other)) if wrong else []
+            yield from _differing(wrong, len(pairs), (one, other), (here, there), "digests", unrelated)
         elif _made_of(here, there) or _made_of(there, here):
             tally.compared(0)
+            tally.facts[COMPARED] = [*tally.facts.get(COMPARED, []), "digests of weights"]
         elif here.legacy or there.legacy:
             how = f"`ckptkit diff {here.path} {there.path}` compares them"
             left.append(f"{one.role} and {other.role}: no samples are read of Megatron's legacy format; {how}")
@@ -83,14 +109,27 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield from _by_samples(subject, (one, other), (here, there), tally, left)
     for line in left:
         tally.note(f"not compared: {line}")
+    tally.facts[NOT_COMPARED] = [*left, *_apart(subject)]
     if left and not tally.tensors:
         raise Skip(f"not compared: {left[0]}")
 
 
+def _apart(subject: Subject) -> list[str]:
+    """The sides whose weights are their own, which nothing is compared with: of a run that resumes, of a critic ..."""
+    shared = {side.path for pair in _pairs(subject) for side in pair}
+    sides = sides_of(subject.launch) if subject.launch else []
+    return [side.role for side in sides if side.path and side.path not in shared]
+
+
 def _differing(
-    wrong: Sequence[str], count: int, sides: tuple[Side, Side], places: tuple[Location, Location], what: str
+    wrong: Sequence[str],
+    count: int,
+    sides: tuple[Side, Side],
+    places: tuple[Location, Location],
+    what: str,
+    unrelated: Sequence[str] = (),
 ) -> Iterator[Issue]:
-    """The issue that these tensors are; `what` of them was compared."""
+    """The issue that these tensors are; `what` of them was compared. `unrelated` are of another model."""
     if not wrong:
         return
     other, (here, there) = sides[1], places
@@ -99,8 +138,11 @@ def _differing(
     if what == "bytes":
         actual = f"others in {len(wrong)} of the {count} tensors of which samples were read"
     hint = f"give both sides checkpoints of one release; `ckptkit diff {here.path} {there.path}` compares all"
+    if unrelated:
+        actual += f": {len(unrelated)} matrices are another model's, or another layer's"
     # The first update replaces the engine's weights, so that these may differ on purpose.
-    severity: Severity = "warning" if ENGINE in (sides[0].role, other.role) else "error"
+    update = ENGINE in (sides[0].role, other.role) and (not unrelated or _trained(sides[0]))
+    severity: Severity = "warning" if update else "error"
     yield Issue(expected, actual, hint, names=wrong, file=here.path, severity=severity, together=True)
 
 
@@ -122,11 +164,20 @@ def _by_samples(
         left.append(f"{both}: no tensor that both store alike{why}; {how}")
         return
     tally.compared(found.nbytes, len(found.compared))
+    tally.facts[COMPARED] = [*tally.facts.get(COMPARED, []), "samples of weights"]
     size = f"{found.nbytes / 1e6:.1f} MB of each"
     tally.note(f"{both}: samples of {len(found.compared)} tensors compared, {size}; {how}")
     if found.left_out:
         tally.note(f"{both}: not compared{why.replace(';', ':', 1)}")
-    yield from _differing(found.differing, len(found.compared), sides, places, "bytes")
+    yield from _differing(found.differing, len(found.compared), sides, places, "bytes", found.unrelated)
+
+
+def _unrelated(subject: Subject, sides: tuple[Side, Side]) -> Sequence[str]:
+    """The sampled matrices that no training makes of the other side's; none where no sample can be read."""
+    here, there = (subject.loaded.get(side.path or Path()) or Subject(side.path or Path()) for side in sides)
+    with suppress(CkptkitError):
+        return samples_of(_stored(here), _stored(there), _alike(here, there)).unrelated
+    return ()
 
 
 def _stored(side: Subject) -> Stored:

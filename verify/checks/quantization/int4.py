@@ -11,14 +11,16 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.planner import expected_hf, rules_of
+from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
 from quant.formats.zero_points import is_expert
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
-from verify.checks.quantization.quantization_config import config_issue
+from verify.checks.headers.renamed import renamed_of
+from verify.checks.quantization.quantization_config import config_issue, refused_parts
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
 from verify.evidence.folding import alike
-from verify.evidence.packed import Format, Scale, format_of, part_shapes, read_scales
+from verify.evidence.packed import Format, Scale, format_in, format_of, part_shapes, read_scales
 from verify.evidence.rounding import keeps_scales, names_grid
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -129,14 +131,18 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
+    if subject.once(renamed_of) is not None:
+        raise Skip("not run because the tensors have other names than config.json promises (CK104)")
     config, specs, where = subject.once(config_of), subject.checkpoint.specs, str(subject.path)
     packed = set(packed_in(specs))
     tally.compared(0, len(packed))
-    if (issue := config_issue(config)) is not None:
+    if (issue := config_issue(config, subject.readers)) is not None:
         if not packed:
             raise _nothing_packed(config, issue.actual)
         yield replace(issue, file=subject.path / "config.json")
         return
+    for issue in refused_parts(config, subject.readers):
+        yield replace(issue, file=subject.path / "config.json")
     # Imported here because it brings transformers with it, which takes seconds.
     from verify.evidence.agreement import agreement
 
@@ -152,7 +158,8 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         expected, hint = f"unquantized: {found.forbidden[names[0]]}", "quantize again with `ckptkit quantize`"
         yield Issue(expected, "packed as INT4", hint, names=[name + PACKED for name in names], file=where)
     yield from _not_for_transformers(subject, config, packed)
-    hint = "take it out of ignore, or quantize again"
+    by_name = [target.pattern for target in targets_of(groups_of(config))] != ["Linear"]
+    hint = "name it in `targets` of its config group" if by_name else "take it out of ignore, or quantize again"
     yield Issue(
         "unquantized, by config.json",
         "packed as INT4",
@@ -213,13 +220,15 @@ def _nothing_packed(config: Mapping[str, Any], said: str) -> Skip:
 )
 def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Shape and dtype of every part: words int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
-    config, specs, form = packed_weights(subject)
-    shapes, parts = expected_hf(config), packed_parts(config)
+    config, specs, _ = packed_weights(subject)
+    shapes, parts, groups = expected_hf(config), packed_parts(config), groups_of(config)
+    forms = {}
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in packed_in(specs):
         shape = shapes.get(f"{module}.weight")
         if shape is None or len(shape) != 2:
             continue
+        form = format_in(config, groups, module)
         for part, (want_shape, dtypes) in part_shapes(form, shape, module).items():
             spec = specs.get(f"{module}.{part}")
             if spec is None or part not in parts:
@@ -227,8 +236,11 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
             tally.compared(0)
             if spec.shape != want_shape or spec.dtype not in dtypes:
                 actual = f"{list(spec.shape)} {spec.dtype}"
-                wrong[f"{list(want_shape)} {' or '.join(dtypes)}", actual].append(spec.name)
+                key = f"{list(want_shape)} {' or '.join(dtypes)}", actual
+                wrong[key].append(spec.name)
+                forms[key] = form
     for (expected, actual), found in wrong.items():
+        form = forms[expected, actual]
         group = "one scale a row" if form.group is None else f"group_size {form.group}"
         hint = f"config.json says {form.bits} bits, {group}: quantize again, or correct it"
         yield Issue(expected, actual, hint, names=found, file=subject.path)

@@ -2,37 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.compressed import stated_scheme
+from quant.formats.groups import Group, groups_of, refusals
+from quant.formats.scheme import FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
+from quant.patterns.entries import check_entries
+from quant.selection.readers import severity_of, worst
 from verify.evidence.packed import format_of
 from verify.issue import Issue
 from verify.skip import Unable
 
 # Of a valid compressed-tensors scheme, what may differ from what is judged here; with these values it would be judged.
+_FORMATS = (FORMAT, "mixed-precision")
 _JUDGED = {"symmetric": True, "num_bits": 4, "strategy": "group", "group_size": 32, "actorder": None, "zp_dtype": None}
 
 
-def config_issue(config: Mapping[str, Any]) -> Issue | None:
-    """Why engines cannot read the packed weights by this `quantization_config`; None when they can.
+_EXPECTED = "a quantization_config that describes the packed weights"
 
-    Raises Unable for a scheme that is valid compressed-tensors and is not judged here, such as an asymmetric one.
+
+def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None) -> Issue | None:
+    """Why the readers that count cannot read the packed weights by this `quantization_config`; None when they can.
+
+    `asked`: the readers that were named, as in `severity_of`. Raises Unable for a scheme that is valid
+    compressed-tensors and is not judged here, such as an asymmetric one.
     """
     content = quantization_of(config)
     hint = "restore the quantization_config of the release, or quantize again with `ckptkit quantize`"
-    expected = "a quantization_config that describes the packed weights"
     if not isinstance(content, Mapping) or not content:
-        return Issue(expected, f"quantization_config is {content!r:.80}", hint)
+        return Issue(_EXPECTED, f"quantization_config is {content!r:.80}", hint)
+    if refused := next((issue for issue in refused_parts(config, asked) if issue.severity == "error"), None):
+        return refused
+    return _unreadable(config, _EXPECTED, hint)
+
+
+def refused_parts(config: Mapping[str, Any], asked: Sequence[str] | None = None) -> Iterator[Issue]:
+    """What some readers refuse of a config that others take: an error where one of them counts."""
+    try:
+        found = list(refusals(config))
+    except CkptkitError:
+        return  # no groups, which `config_issue` judges
+    for refusal in found:
+        severity = worst(severity_of(reader, asked) for reader in refusal.readers)
+        actual = f"{' and '.join(refusal.readers)} would refuse it: {refusal.what}"
+        yield Issue(_EXPECTED, actual, refusal.hint, severity=severity)
+
+
+def _unreadable(config: Mapping[str, Any], expected: str, hint: str) -> Issue | None:
     try:
         stated_scheme(config)
     except CkptkitError as error:
+        if _in_groups(config):
+            return None
         if format_of(config) is not None and _valid_elsewhere(config):
             raise Unable(f"no decision for this quantization_config: {error.message}") from error
         return Issue(expected, error.message, hint)
     return None if format_of(config) is not None else Issue(expected, "its first group spells out no weights", hint)
+
+
+def _in_groups(config: Mapping[str, Any]) -> bool:
+    """Whether INT4 groups that are judged are told apart by `targets`, or stand beside FP8 or scales of a cache.
+
+    Readers then find each module's group by its name (`quant.selection.reading`).
+    """
+    content = quantization_of(config)
+    try:
+        parse(content)
+        groups = groups_of(config)
+        check_entries(listed(content, "ignore"), "config.json: ignore")
+        check_entries([target for group in groups for target in group.targets], "config.json: targets")
+    except CkptkitError:
+        return False
+    several = [group.targets for group in groups] != [("Linear",)] or content.get("kv_cache_scheme") is not None
+    return (
+        several
+        and content.get("quant_method") == "compressed-tensors"
+        and content.get("format") in _FORMATS
+        and any(group.kind == "packs" for group in groups)
+        and all(group.targets and _is_judged(group) for group in groups)
+    )
+
+
+def _is_judged(group: Group) -> bool:
+    weights = group.weights
+    if group.kind == "other":
+        return weights.get("type") == "float" and weights.get("num_bits") == 8
+    by_group = weights.get("strategy") in (None, "group") and weights.get("group_size") in GROUP_SIZES
+    return (by_group or weights.get("strategy") == "channel") and weights.get("actorder") in IN_ORDER
 
 
 def _valid_elsewhere(config: Mapping[str, Any]) -> bool:

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
+from quant.formats.groups import groups_of
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.zero_points import LARGE_TILE, SMALL_TILE, is_expert
 from verify.check import Skip, Tally, Unable, check
+from verify.checks.headers.files import names_of
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import usable_config
 from verify.evidence.folding import alike, by_pattern
-from verify.evidence.packed import format_of, read_scales
+from verify.evidence.packed import format_in, format_of, read_scales
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
+
+if TYPE_CHECKING:
+    from quant.selection.tree import ClassTree
 
 # Layers that engines hold as one. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
 _FUSED = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -99,15 +105,15 @@ def _engine_tp(subject: Subject) -> int:
     return subject.arguments.engine_tp if subject.arguments else subject.tp
 
 
-def _no_tp(subject: Subject) -> str | None:
-    if (reason := not_quantized(subject)) is not None:
-        return reason
-    return None if _engine_tp(subject) > 1 else "no --tp above 1 was given (in a launch, --rollout-num-gpus-per-engine)"
+def _not_cut_for_sglang(subject: Subject) -> str | None:
+    """At a size above 1 the groups are cut for any reader, but for a launch that serves with vLLM."""
+    other_engine = subject.arguments is not None and subject.arguments.server == "vllm"
+    cut = _engine_tp(subject) > 1 and not other_engine
+    return not_quantized(subject) if cut else _not_for_sglang(subject)
 
 
 def _not_for_sglang(subject: Subject) -> str | None:
-    named = subject.readers is not None and "sglang" not in subject.readers
-    return not_quantized(subject) or ("SGLang is none of the readers that were named" if named else None)
+    return not_quantized(subject) or subject.not_for_sglang
 
 
 @check(
@@ -122,7 +128,9 @@ def _not_for_sglang(subject: Subject) -> str | None:
 )
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Group sizes of routed experts with zero points, where SGLang is to load them."""
-    schemes = list(_schemes(subject.hf_files.specs))
+    schemes = list(_schemes(names_of(subject)))
+    if not schemes:
+        raise Skip("no tensor is the weight of a layer (CK104)")
     tally.compared(0, len(schemes))
     small = [
         (module + ZERO_POINT, scheme[0])
@@ -157,15 +165,18 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "after minutes, or has no kernel.",
     fix="Serve with a smaller tensor parallel size, or quantize again with a smaller group size, or leave the named "
     "layers out.",
-    unless=_no_tp,
+    unless=_not_cut_for_sglang,
 )
 def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`)."""
+    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`).
+
+    On one rank, where SGLang is a reader that counts: whether there is any kernel for them.
+    """
     config = usable_config(subject)
     form = format_of(config) if config else None
     if config is None or form is None:
         raise Skip("there is no usable config.json with packed integer weights (CK101, CK302)")
-    packed, shapes = set(packed_in(subject.hf_files.specs)), expected_hf(config)
+    packed, shapes, groups = set(packed_in(subject.hf_files.specs)), expected_hf(config), groups_of(config)
     chosen = [
         TensorSpec(name, shape, subject.hf_files.specs[_packed(name)].dtype)
         for name, shape in shapes.items()
@@ -176,36 +187,52 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(chosen))
     # Imported here because it brings transformers with it, which takes seconds.
     from quant.selection.class_tree import class_tree
-    from quant.selection.tiles import check_tiles
 
     try:
         tree = class_tree(config)
     except CkptkitError as error:
         raise Unable(f"no decision for this model: {error.message}") from error
+    by_size: dict[int | None, list[TensorSpec]] = defaultdict(list)
+    for spec in chosen:
+        if (module := spec.name.removesuffix(".weight")) in tree.packable:  # others are for CK301
+            by_size[format_in(config, groups, module).group].append(spec)
+    if _engine_tp(subject) > 1:
+        _refuse_dp_attention(subject, tree, by_size)
+    for size, specs in by_size.items():
+        yield from _tile_issues(subject, specs, tree, config, size)
+
+
+def _refuse_dp_attention(subject: Subject, tree: ClassTree, by_size: Mapping[int | None, list[TensorSpec]]) -> None:
+    """Raises Unable where attention is packed and cut over fewer ranks than the rest."""
+    every = [spec for specs in by_size.values() for spec in specs]
     if (
         subject.arguments
         and subject.arguments.dp_attention
-        and any(spec.name.removesuffix(".weight") not in tree.experts for spec in chosen)
+        and any(spec.name.removesuffix(".weight") not in tree.experts for spec in every)
     ):
         raise Unable(
             "--sglang-enable-dp-attention cuts attention over fewer ranks than the rest, which is not worked out here"
         )
+
+
+def _tile_issues(
+    subject: Subject, specs: list[TensorSpec], tree: ClassTree, config: Mapping[str, Any], size: int | None
+) -> Iterator[Issue]:
+    """What does not fit of weights in groups of one size."""
+    from quant.selection.tiles import check_tiles, unrunnable
+
+    tp, ep = _engine_tp(subject), (subject.arguments and subject.arguments.engine_ep) or 1
+    if tp == 1:
+        if fault := unrunnable(specs, tree, config, size):
+            hint, details = fault
+            actual = f"SGLang's INT4 kernels have no tile for {'; '.join(details)}: an engine ends at its first prompt"
+            hint = f"quantize again and {hint}; or serve with vLLM, and give --reader vllm"
+            yield Issue("INT4 weights that a kernel of SGLang can run", actual, hint, file=subject.path)
+        return
     try:
-        check_tiles(
-            chosen,
-            tree,
-            config,
-            form.group,
-            _engine_tp(subject),
-            (subject.arguments and subject.arguments.engine_ep) or 1,
-        )
+        check_tiles(specs, tree, config, size, tp, ep)
     except CkptkitError as error:
-        yield Issue(
-            f"INT4 weights that {_engine_tp(subject)} ranks can share",
-            error.message,
-            error.hint or "",
-            file=subject.path,
-        )
+        yield Issue(f"INT4 weights that {tp} ranks can share", error.message, error.hint or "", file=subject.path)
 
 
 def _packed(name: str) -> str:

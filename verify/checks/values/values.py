@@ -28,7 +28,7 @@ from quant.formats.part_names import (
     packed_in,
 )
 from verify.check import Skip, Tally, check
-from verify.evidence.expected import is_quantized, usable_config
+from verify.evidence.expected import is_cache_scale, is_quantized, usable_config
 from verify.evidence.extremes import Extremes, same_bytes
 from verify.evidence.float_rounding import float_weights
 from verify.evidence.folding import alike
@@ -280,7 +280,10 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     values = subject.once(read_values).stats
     counted(tally, values, UNREAD)
     verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
+    config = usable_config(subject) or {}
     for name, stats in values.items():
+        if stats.low > 0 and is_cache_scale(name, config):
+            continue  # one number
         if (verdict := _constant(name, stats)) is not None:
             verdicts[verdict].append(name)
     for (severity, actual), found in verdicts.items():

@@ -15,7 +15,14 @@ from verify.evidence.folding import LAYER
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.witnesses.engine.job import FIRST, EngineReport, Predicted
-from verify.witnesses.engine.run import run_engine, run_prediction, run_reference, run_source
+from verify.witnesses.engine.run import (
+    NO_COUNT,
+    no_choices,
+    run_engine,
+    run_prediction,
+    run_reference,
+    run_source,
+)
 from verify.witnesses.sglang.names import routers
 
 if TYPE_CHECKING:
@@ -184,7 +191,7 @@ def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if rounds_activations(_quantization(subject)):
         raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     if not subject.once(run_engine).routed_layers:
-        raise Unable("SGLang gives the choices of experts only of models with num_experts_per_tok in config.json")
+        raise Unable(no_choices(config_of(subject)) or NO_COUNT)
     reference = subject.once(run_reference)
     dtype, exact = reference.dtype, reference.exact.routed
     ours, noise = rerouted(report.routed, exact), rerouted(reference.rounded.routed, exact)

@@ -13,7 +13,7 @@ from verify.evidence.folding import by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.witnesses.engine.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
-from verify.witnesses.engine.run import EngineRun, run_draft_engine, run_engine, run_reference
+from verify.witnesses.engine.run import EngineRun, no_second_load, run_draft_engine, run_engine, run_reference
 
 DECODING = "with speculative decoding"
 FURTHEST = 3.0  # times the noise of the format; docs/gpu-results.md has what sound and broken models measure
@@ -31,7 +31,17 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
     from verify.witnesses.engine.distance import not_finite
 
-    report = subject.once(run_engine).said()
+    run = subject.once(run_engine)
+    if run.refused:
+        yield Issue(
+            "an engine that serves the checkpoint",
+            f"it ended {run.failed}",
+            "CK307 names INT4 layers that no kernel runs; where it names none, compare the sizes in config.json, and "
+            "--tp, with the release",
+            file=subject.path,
+        )
+        return
+    report = run.said()
     tally.facts["SGLang engine"] = [f"SGLang {report.version}, on {report.device}", *_held(report)]
     for name, given in report.passes.items():
         broken, count = not_finite(given)
@@ -83,6 +93,8 @@ def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
     """What steps of a kind left, of the plain engine and, where there are draft layers, of one that holds them too."""
+    if (why := subject.once(no_second_load)) is not None:
+        raise Unable(why)
     subject.once(run_engine).said()
     runs = {"": subject.once(run_engine), DECODING: subject.once(run_draft_engine)}
     said: dict[str, Reload] = {}

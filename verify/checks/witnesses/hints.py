@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
+from quant.selection.spelling import spell
+from verify.checks.config.engine_keys import in_words
 from verify.evidence.folding import LAYER
 from verify.witnesses.sglang.job import TAKEN, Observation, SglangReport
+from verify.witnesses.sglang.names import routers
 
-KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
+_NO_KEY = re.compile(r"'\w*Config\w*' object has no attribute '(\w+)'")
+KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"  # in most families; `keep_router` has each one's own
+
+
+def keep_router(config: Mapping[str, Any]) -> str:
+    """The entry of `ignore` that leaves out this model's routers, as its releases name them."""
+    return spell(routers(config)[0].removesuffix(".weight"))
 
 
 def how_shared_expert(report: SglangReport) -> str:
@@ -25,8 +35,24 @@ def how_shared_expert(report: SglangReport) -> str:
     )
 
 
-def why_unwritten(seen: Observation, promised: Collection[str]) -> str:
-    """The next move for a parameter that was not written."""
+def why_refused(said: str, lacking: Mapping[str, Any]) -> str:
+    """The next move where SGLang did not load the model; `lacking`: keys of config.json with their values (CK731)."""
+    if (match := _NO_KEY.search(said)) is None:
+        return (
+            "compare config.json with the release; run `python -m sglang.launch_server` on the directory to see "
+            "the whole log"
+        )
+    release = "take config.json from the release: transformers 5 writes the keys that its own class knows"
+    for key, value in lacking.items():
+        if key.rpartition(".")[2] == match[1]:
+            return f"add {in_words({key: value})} to config.json, or {release}"
+    return f"SGLang reads {match[1]} of config.json, which does not have it: {release}"
+
+
+def why_unwritten(seen: Observation, promised: Collection[str], lost: Collection[str] = ()) -> str:
+    """The next move for a parameter that was not written; `lost`: what the checkpoint lacks of a vision tower."""
+    if lost and seen.tensor not in promised:
+        return "the checkpoint lacks a part of the vision tower, which CK730 names: copy its tensors from the release"
     if seen.tensor == seen.param and seen.tensor not in promised:
         return (
             "SGLang's class has a parameter that config.json promises no tensor for: it builds that layer "
@@ -48,19 +74,20 @@ def why_dropped(seen: Observation, report: SglangReport, config: Mapping[str, An
     if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
         return why_no_scale(seen.tensor, report)
     dense = _why_no_dense_layer(seen, report.model, config)
-    return dense or (_why_unpacked(seen.tensor) if packed else None) or _why_unknown(seen, report.model)
+    return dense or (_why_unpacked(seen.tensor, config) if packed else None) or _why_unknown(seen, report.model)
 
 
-def _why_unpacked(name: str) -> str | None:
+def _why_unpacked(name: str, config: Mapping[str, Any]) -> str | None:
     """The hint where SGLang wants the tensor quantized and it is not, or the other way round."""
     module = name.rpartition(".")[0]
-    if name.endswith(INT4_ENDINGS) and module.endswith(".mlp.gate"):
+    own = (routers(config), routers(config, draft=True))
+    if name.endswith(INT4_ENDINGS) and any(f"{module}.weight" in several for several in own):
         return (
             "SGLang builds the router unquantized and silently ignores packed tensors for it; "
-            f"add `{KEEP_ROUTER}` to quantization_config.ignore and leave the router in its own dtype"
+            f"add `{keep_router(config)}` to quantization_config.ignore and leave the router in its own dtype"
         )
     if name.endswith(INT4_ENDINGS):
-        return f"SGLang builds {module} unquantized: store it unpacked and keep it in quantization_config.ignore"
+        return f"SGLang builds {module} unquantized: store it unquantized and keep it in quantization_config.ignore"
     if name.endswith("_proj.weight"):
         return (
             f"SGLang builds {module} quantized: pack it, or ignore it by a regex that also matches the fused name "
@@ -107,7 +134,7 @@ def _why_unknown(seen: Observation, model: str) -> str:
             "in config.json with the release; a class may not read all of them (head_dim, for one)"
         )
     unknown = f"SGLang's {model} has no parameter {seen.param}"
-    return f"{unknown}: compare model_type and num_hidden_layers with the release, or remove the tensor"
+    return f"{unknown}: compare model_type, num_hidden_layers and the name of the tensor with the release"
 
 
 def why_not_repacked(seen: Observation) -> str:

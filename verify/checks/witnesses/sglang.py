@@ -7,10 +7,27 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
+from converters.passthrough import lost_towers
 from converters.planner import dims_of, expected_hf
 from verify.check import Skip, Tally, Unable, check
-from verify.checks.witnesses.hints import KEEP_ROUTER, how_shared_expert, why_dropped, why_not_repacked, why_unwritten
-from verify.evidence.expected import config_of, is_quantized, usable_config, weights_of
+from verify.checks.config.engine_keys import keys_of
+from verify.checks.witnesses.hints import (
+    KEEP_ROUTER,
+    how_shared_expert,
+    keep_router,
+    why_dropped,
+    why_not_repacked,
+    why_refused,
+    why_unwritten,
+)
+from verify.evidence.expected import (
+    config_of,
+    is_cache_scale,
+    is_quantized,
+    stated_config_of,
+    usable_config,
+    weights_of,
+)
 from verify.evidence.folding import alike, by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -20,6 +37,10 @@ from verify.witnesses.sglang.names import of_draft
 from verify.witnesses.sglang.run import TESTED, engine_sizes, run_sglang
 
 MODEL, DRAFT = "SGLang", "SGLang's draft model"
+_OF_CACHE = (
+    "SGLang's class has no place for scales of the key-value cache: a cache in FP8 (--kv-cache-dtype) gets a scale of "
+    "1, one in the model's dtype needs none"
+)
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 
@@ -104,16 +125,10 @@ def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if run.unable:
         raise Unable(run.unable)
     if run.report is None:
-        hint = (
-            "compare config.json with the release; run `python -m sglang.launch_server` on the directory to see "
-            "the whole log"
-        )
-        yield Issue(
-            "SGLang's model is built and loads the weights",
-            run.crash or "it ended without a report",
-            hint,
-            file=subject.path,
-        )
+        said = run.crash or "it ended without a report"
+        _, lacking = keys_of(subject.once(stated_config_of))
+        hint = why_refused(said, lacking)
+        yield Issue("SGLang's model is built and loads the weights", said, hint, file=subject.path)
         return
     report = run.report
     _count(tally, report.fed)
@@ -139,10 +154,11 @@ def loads(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def all_written(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
     promised = expected_hf(config_of(subject))
+    lost = lost_towers(subject.once(stated_config_of), subject.specs) if subject.kind == "hf" else ()
     expected = "every element written by load_weights"
     for report, where in _reports(subject):
         _count(tally, report.parameters)
-        why = partial(why_unwritten, promised=promised)
+        why = partial(why_unwritten, promised=promised, lost=lost)
         yield from _findings("CK502", report.unwritten, expected, why, where=where)
 
 
@@ -161,8 +177,14 @@ def none_dropped(subject: Subject, tally: Tally) -> Iterator[Issue]:
     packed = subject.kind == "hf" and bool(weights_of(config))
     for report, where in _reports(subject):
         _count(tally, report.fed)
-        why = partial(why_dropped, report=report, config=config, packed=packed)
-        yield from _findings("CK503", report.dropped, "written into its own parameter", why, where=where)
+        why, expected = (
+            partial(why_dropped, report=report, config=config, packed=packed),
+            "written into its own parameter",
+        )
+        scales = [seen for seen in report.dropped if is_cache_scale(seen.tensor, config)]
+        others = [seen for seen in report.dropped if seen not in scales]
+        yield from _findings("CK503", others, expected, why, where=where)
+        yield from _findings("CK503", scales, expected, lambda seen: _OF_CACHE, "warning", where)
 
 
 @check(
@@ -202,14 +224,15 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     needs=("sglang",),
     rationale="A router that is zero or was never written picks the same experts for every token: fluent garbage, and "
     "nothing is logged.",
-    fix=f"Leave routers out of quantization: add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again.",
+    fix=f"Leave routers out of quantization: add the entry that the finding names (in most families `{KEEP_ROUTER}`) "
+    "to quantization_config.ignore, and quantize again.",
     unless=no_routers,
 )
 def routers_alive(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The router of every layer with experts, after loading: written, finite, neither zero nor constant."""
     hint = (
-        f"if the router was packed, add `{KEEP_ROUTER}` to quantization_config.ignore and quantize again; else "
-        "restore it from the source"
+        f"if the router was packed, add `{keep_router(config_of(subject))}` to quantization_config.ignore and quantize "
+        "again; else restore it from the source"
     )
     for report, where in _reports(subject):
         _count(tally, report.routers_seen)
@@ -282,12 +305,27 @@ def _no_draft(subject: Subject) -> str | None:
     needs=("sglang",),
     rationale="Speculative decoding takes the multi-token prediction layers from the same directory, by another class "
     "with names of its own: a draft model that is wrong slows every answer down and says nothing.",
-    fix="Read SGLang's words: it has no draft class for some models, and takes one such layer alone for others.",
+    fix="Read the exception: most often `ignore` names these layers as the checkpoint does, and not as SGLang's draft "
+    "class does; some classes take one such layer alone. Or serve without speculative decoding.",
     unless=_no_draft,
 )
 def loads_draft(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """SGLang's draft class loads the multi-token prediction layers, which CK502 to CK506 then look at too."""
     report, run = _report(subject), subject.once(run_sglang)
+    if run.draft_crash is not None:
+        hint = (
+            "see CK302 and `ckptkit lint` for an entry of `ignore` that SGLang's draft class reads; or serve without "
+            "speculative decoding, which leaves these layers out"
+        )
+        yield Issue(
+            "SGLang's draft class is built and loads the multi-token prediction layers",
+            run.draft_crash,
+            hint,
+            names=report.draft,
+            file=subject.path,
+            together=True,
+        )
+        return
     if run.draft is None:
         raise Unable(run.undrafted or "SGLang was given no tensor of the multi-token prediction layers")
     _count(tally, run.draft.fed)

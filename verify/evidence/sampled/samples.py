@@ -23,6 +23,8 @@ STRETCHES, STRETCH_BYTES = 3, 32 << 10
 _MOST_OUTSIDE = 8
 # Experts of a kind among which is chosen.
 _MOST_ALIKE = 4096
+# Below this cosine two matrices are not one before and after training; of fewer elements chance alone may give another.
+_UNRELATED, _FEWEST = 0.5, 256
 # A wider dtype, and those that a cast of it may give.
 _CASTS = {("float32", "bfloat16"), ("float32", "float16")}
 
@@ -48,10 +50,14 @@ class Pair:
 
 @dataclass
 class Samples:
-    """What was compared: names of `here`, and bytes of one side. `left_out` counts tensors by why they were not."""
+    """What was compared: names of `here`, and bytes of one side. `left_out` counts tensors by why they were not.
+
+    `unrelated` are those matrices of layers among the differing ones that no training makes of the other side's.
+    """
 
     compared: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
+    unrelated: list[str] = field(default_factory=list)
     nbytes: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
 
@@ -127,6 +133,7 @@ def _compare(here: Stored, there: Stored, pair: Pair, found: Samples) -> None:
     elements = min(math.prod(one.shape), math.prod(other.shape))
     most = STRETCH_BYTES // max(ITEMSIZE[one.dtype], ITEMSIZE[other.dtype])
     equal, nbytes = True, 0
+    likeness = _Likeness()
     for start in sorted({max(0, (elements - most) * place // (STRETCHES - 1)) for place in range(STRETCHES)}):
         mine, theirs = here.stretch(pair.here, start), there.stretch(pair.there, start)
         if mine is None or theirs is None or not elements:
@@ -135,6 +142,7 @@ def _compare(here: Stored, there: Stored, pair: Pair, found: Samples) -> None:
         count = min(most, elements - start, *sizes)
         left, right = _read(mine, count, one.dtype), _read(theirs, count, other.dtype)
         equal = equal and _same(left, right, one.dtype, other.dtype)
+        likeness.add(_floats(left, one.dtype), _floats(right, other.dtype))
         nbytes += left.nbytes
     if not nbytes:
         found.left_out["that lie in no rows of bytes"] += 1
@@ -143,6 +151,32 @@ def _compare(here: Stored, there: Stored, pair: Pair, found: Samples) -> None:
     found.nbytes += nbytes
     if not equal:
         found.differing.append(pair.here)
+        if len(one.shape) > 1 and LAYER.search(pair.here) and likeness.unrelated:
+            found.unrelated.append(pair.here)
+
+
+@dataclass
+class _Likeness:
+    """The cosine of what was sampled of two tensors."""
+
+    count: int = 0
+    product: float = 0.0
+    here: float = 0.0
+    there: float = 0.0
+
+    def add(self, here: np.ndarray | None, there: np.ndarray | None) -> None:
+        if here is not None and there is not None:
+            self.count += here.size
+            with np.errstate(all="ignore"):  # elements that are not finite are for other checks
+                self.product += float(here @ there)
+                self.here += float(here @ here)
+                self.there += float(there @ there)
+
+    @property
+    def unrelated(self) -> bool:
+        """Whether there is enough of both to say that they are not one matrix, before and after training."""
+        norm = math.sqrt(self.here) * math.sqrt(self.there)
+        return self.count >= _FEWEST and math.isfinite(norm) and norm > 0 and self.product < _UNRELATED * norm
 
 
 def _read(extent: FileExtent, count: int, dtype: str) -> np.ndarray:
@@ -151,6 +185,14 @@ def _read(extent: FileExtent, count: int, dtype: str) -> np.ndarray:
     if read_into(extent.path, content.view(np.uint8).data, extent.offset) < content.nbytes:
         raise CkptkitError(f"{extent.path} ends too early", "the file is truncated; copy it again")
     return content
+
+
+def _floats(content: np.ndarray, dtype: str) -> np.ndarray | None:
+    """Elements as float64; None of a dtype that is quantized or no float."""
+    if dtype == "bfloat16":
+        return (content.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    kind = {"float16": np.float16, "float32": np.float32}.get(dtype)
+    return None if kind is None else content.view(kind).astype(np.float64)
 
 
 def _same(here: np.ndarray, there: np.ndarray, dtype: str, other: str) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verify.launch.options.tables import GPUS, MODEL, SWITCHES, Kind
+from verify.launch.options.tables import GPUS, MODEL, RUN, SWITCHES, Kind
 from verify.launch.words import UnresolvedWord, Word
 
-_TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **GPUS}
+_TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **RUN, **GPUS}
 _CHOICES = {
     "position_embedding_type": ("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -67,9 +67,14 @@ class GivenArguments:
         return word.place if word else "not given"
 
 
-def given_arguments(words: Sequence[Word]) -> GivenArguments:
+_KINDS: Mapping[str, Kind] = {name: bool if isinstance(kind, bool) else kind for name, kind in _TABLE.values()}
+_TRUTH = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
+
+
+def given_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None = None) -> GivenArguments:
     """Parses words as argparse does: `--name value` or `--name=value`, the last one counts, others are passed over.
 
+    `settings` are arguments by name, which a file sets after the words were parsed, whatever these say.
     Source: Megatron-LM `parse_args`, whose parser takes no abbreviations.
     """
     values: dict[str, Any] = {}
@@ -89,8 +94,26 @@ def given_arguments(words: Sequence[Word]) -> GivenArguments:
         else:
             refused.append(Refused(option, _expected(name, kind), value or word))
             unknown.add(name)
+    for name, word in (settings or {}).items():
+        if name in _KINDS:
+            places[name] = word
+            unknown.discard(name)
+            if (value := _set(_KINDS[name], word.text)) is None:
+                unknown.add(name)
+            else:
+                values[name] = value
     anything = any(isinstance(word, UnresolvedWord) and word.anything for word in words)
     return GivenArguments(values, places, frozenset(unknown), anything, tuple(refused))
+
+
+def _set(kind: Kind, text: str) -> Any:
+    """The value of an argument that YAML sets; None where it is none of its kind."""
+    if kind is bool:
+        return _TRUTH.get(text.lower())
+    try:
+        return None if isinstance(kind, bool) else kind(text)
+    except ValueError:
+        return None
 
 
 def _options(words: Sequence[Word]) -> Iterator[tuple[str, Word, Word | None]]:

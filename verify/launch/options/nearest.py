@@ -22,6 +22,8 @@ def distance(one: str, other: str, most: int) -> int:
                 cost = min(cost, before[column - 2] + 1)
             now.append(cost)
         before, last = last, now
+        if min(last) > most and min(before) > most:  # an exchange of neighbours looks back two rows
+            return most + 1
     return min(last[-1], most + 1)
 
 

@@ -1,4 +1,4 @@
-"""The options of Megatron-LM, slime, miles and SGLang that say what a launch trains, and how argparse reads each.
+"""The options of Megatron-LM, slime, miles and the engines that are looked at, and how argparse reads each.
 
 Source: Megatron-LM 0.16.1 and 0.19.0 `training/arguments.py` and the fields of `TransformerConfig` that it makes
 options of; slime 624b824 and miles 31f1ca9 `utils/arguments.py`, and their patches of Megatron.
@@ -67,6 +67,43 @@ SWITCHES: Mapping[str, tuple[str, Kind]] = {
     **_named(str, "attention-backend", "moe-token-dispatcher-type", "moe-router-dtype", "megatron-to-hf-mode"),
     **_named(True, "fp16", "bf16", "moe-permute-fusion", "moe-grouped-gemm", "allgather-cp", "sequence-parallel"),
 }
+# Options that the trainers' own checks of arguments look at, and that say nothing of a model.
+RUN: Mapping[str, tuple[str, Kind]] = {
+    **_named(
+        int,
+        *("rollout-batch-size", "n-samples-per-prompt", "global-batch-size", "micro-batch-size", "num-rollout"),
+        *("num-steps-per-rollout", "over-sampling-batch-size", "num-epoch", "max-tokens-per-gpu", "save-interval"),
+        *("eval-interval", "rollout-max-context-len", "rollout-max-prompt-len", "lora-rank", "recompute-num-layers"),
+        *("async-max-concurrent-samples", "prefill-num-servers", "decoder-first-pipeline-num-layers"),
+        *("decoder-last-pipeline-num-layers", "opd-log-prob-top-k", "eval-num-gpus", "eval-num-gpus-per-engine"),
+        *("sglang-speculative-num-steps", "sglang-speculative-eagle-topk", "sglang-speculative-num-draft-tokens"),
+    ),
+    **_named(float, "kl-coef", "kl-loss-coef", "rollout-temperature", "eps-clip"),
+    **_named(
+        str,
+        *("ref-load", "advantage-estimator", "loss-type", "save", "opd-type", "opd-teacher-load", "opd-teacher-urls"),
+        *("eval-prompt-data", "eval-config", "custom-tis-function-path", "target-modules", "train-backend"),
+        *("update-weight-mode", "update-weight-transport", "update-weight-disk-dir", "update-weight-transfer-mode"),
+        *("update-weight-local-checkpoint-dir", "rollout-function-path", "custom-generate-function-path"),
+        *("custom-advantage-function-path", "custom-reward-post-process-path"),
+        *("only-train-params-name-list", "freeze-params-name-list", "sglang-config", "vllm-config"),
+        *("rollout-external-engine-addrs", "qkv-format", "recompute-granularity", "recompute-method"),
+        *("save-trigger-sentinel", "custom-megatron-post-save-hook-path", "moe-flex-dispatcher-backend"),
+        *("data-source-path", "rollout-data-postprocess-path", "custom-convert-samples-to-train-data-path"),
+        *("sglang-speculative-algorithm", "sglang-speculative-draft-model-path", "vllm-speculative-config"),
+    ),
+    **_named(
+        True,
+        *("use-kl-loss", "use-opd", "use-dynamic-batch-size", "use-dynamic-global-batch-size", "balance-by-flops"),
+        *("enable-mtp-training", "get-mismatch-metrics", "use-rollout-logprobs", "use-tis", "keep-old-actor"),
+        *("normalize-advantages", "release-train", "recompute-logprobs-via-prefill", "true-on-policy-mode"),
+        *("optimizer-cpu-offload", "use-precision-aware-optimizer", "overlap-param-gather", "overlap-grad-reduce"),
+        *("moe-enable-deepep", "disable-rollout-global-dataset", "dumper-enable"),
+        *("disable-rewards-normalization", "sglang-enable-mixed-chunk"),
+    ),
+    "--sglang-speculative-draft-model": ("sglang_speculative_draft_model_path", str),
+    "--vllm-sc": ("vllm_speculative_config", str),
+}
 # GPUs of a job, as slime and miles count them.
 GPUS: Mapping[str, tuple[str, Kind]] = {
     **_named(
@@ -79,6 +116,11 @@ GPUS: Mapping[str, tuple[str, Kind]] = {
         *("sglang-moe-data-parallel-size", "sglang-ep-num-redundant-experts"),
     ),
     **_named(str, "sglang-moe-a2a-backend"),
+    **_named(int, "vllm-pipeline-parallel-size", "vllm-data-parallel-size"),
+    **_named(True, "vllm-enable-expert-parallel"),
+    "--vllm-pp": ("vllm_pipeline_parallel_size", int),
+    "--vllm-dp": ("vllm_data_parallel_size", int),
+    "--vllm-ep": ("vllm_enable_expert_parallel", True),
     **_named(True, "colocate", "sglang-enable-dp-attention", "debug-train-only", "debug-rollout-only"),
 }
 # What a launch loads.
@@ -90,14 +132,8 @@ PATHS = frozenset(
 )
 # Modules that build another model than the arguments alone.
 MODULES = frozenset({"--spec", "--custom-model-provider-path"})
-# Real options that differ from one of the above in at most two letters.
-NEIGHBOURS = frozenset(
-    {
-        *("--fp4", "--fp8", "--lora-rank", "--opd-type", "--seed", "--sglang-dcp-size", "--sglang-tp-size"),
-        "--vocab-file",
-    }
-)
+# Without a value for one of these a report is inconclusive. Of `RUN`, the rule that needs it is silent instead.
 OPTIONS = frozenset({*MODEL, *SWITCHES, *GPUS, *PATHS, *MODULES, *READ})
 SWITCH_NAMES = frozenset(
-    name for table in (MODEL, SWITCHES, GPUS) for name, one in table.items() if one[1] in (True, False)
+    name for table in (MODEL, SWITCHES, RUN, GPUS) for name, one in table.items() if one[1] in (True, False)
 )

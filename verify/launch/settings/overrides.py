@@ -6,15 +6,14 @@ Source: Hydra's override grammar. A later override of a key replaces an earlier 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ckptkit.core.errors import CkptkitError
-from verify.launch.settings.yaml_tree import NULL, Tree, parse
+from verify.launch.settings.config import merged
+from verify.launch.settings.hydra_value import hydra_value
+from verify.launch.settings.yaml_tree import NULL, Tree
 from verify.launch.words import Word
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*?(?:\[\d+\])*)(?:=(.*))?", re.DOTALL)
-_MAPPING = re.compile(r"\{(?:[^{}'\"$]|\{\})*\}", re.DOTALL)
 
 
 def is_override(text: str) -> bool:
@@ -23,8 +22,13 @@ def is_override(text: str) -> bool:
     return match is not None and (match[3] is not None or match[1] == "~")
 
 
-def applied(tree: Mapping[str, Tree], words: Iterable[Word]) -> tuple[dict[str, Tree], list[Word]]:
-    """A tree with the overrides among these words, and those that choose another file of a group (`group@key=file`)."""
+def applied(
+    tree: Mapping[str, Tree], words: Iterable[Word], is_group: Callable[[str], bool] = lambda _: False
+) -> tuple[dict[str, Tree], list[Word]]:
+    """A tree with the overrides among these words, and those that choose another file of a group.
+
+    These are `group@key=file`, `group/key=file` and, where `is_group` holds of a name, `group=file`.
+    """
     found, groups = dict(tree), []
     for word in words:
         match = _OVERRIDE.fullmatch(word.text) if is_override(word.text) else None
@@ -34,7 +38,12 @@ def applied(tree: Mapping[str, Tree], words: Iterable[Word]) -> tuple[dict[str, 
             groups.append(word)
             continue
         keys = match[2].replace("[", ".").replace("]", "").split(".")
-        found = _without(found, keys) if match[1] == "~" else _with(found, keys, _value(match[3], word))
+        value = hydra_value(match[3] or "", word)
+        section = len(keys) == 1 and (isinstance(found.get(keys[0]), dict) or is_group(keys[0]))
+        if section and match[1] != "~" and isinstance(value, Word) and value.text != NULL:
+            groups.append(word)
+            continue
+        found = _without(found, keys) if match[1] == "~" else _with(found, keys, value)
     return found, groups
 
 
@@ -50,30 +59,12 @@ def flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Word]]:
             yield from flat(value, f"{prefix}.{index}" if prefix else str(index))
 
 
-def _value(text: str, word: Word) -> Tree:
-    """The value of an override. A mapping without quotes or interpolations becomes one; other text stays as it is."""
-    text = text.strip()
-    if _MAPPING.fullmatch(text):
-        try:
-            return _placed(parse(re.sub(r":(?=\S)", ": ", text)), word)
-        except CkptkitError:
-            return replace(word, text=text)  # text in braces, which is a value too
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        quote = text[0]
-        return replace(word, text=text[1:-1].replace(f"\\{quote}", quote))
-    return replace(word, text=NULL if text in ("null", "") else text)
-
-
-def _placed(tree: Tree, word: Word) -> Tree:
-    if isinstance(tree, dict):
-        return {key: _placed(value, word) for key, value in tree.items()}
-    return [_placed(one, word) for one in tree] if isinstance(tree, list) else replace(word, text=tree.text)
-
-
 def _with(tree: Mapping[str, Tree], keys: list[str], value: Tree) -> dict[str, Tree]:
     first, rest = keys[0], keys[1:]
     if not rest:
-        return {**tree, first: value}
+        before = tree.get(first)
+        # Hydra merges a mapping into one that is there; a list replaces a list.
+        return {**tree, first: merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value}
     below = tree.get(first)
     return {**tree, first: _with(_mapping(below), rest, value)}
 

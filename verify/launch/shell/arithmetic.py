@@ -42,6 +42,7 @@ class _Expression:
         self.position = 0
         self.get, self.put = get, put
         self.depth = 0
+        self.skipped = 0  # how many parts around this one are not evaluated, as the right side of `0 &&`
 
     def peek(self) -> str:
         return self.tokens[self.position][2] or "" if self.position < len(self.tokens) else ""
@@ -65,12 +66,19 @@ class _Expression:
             raise ArithmeticFault("it is nested too deeply")
         value = self.binary(0)
         if self.accept("?"):
-            then = self.ternary()
+            then = self.unless(not value, self.ternary)
             if not self.accept(":"):
                 raise ArithmeticFault("? without :")
-            other = self.ternary()
+            other = self.unless(bool(value), self.ternary)
             value = then if value else other
         self.depth -= 1
+        return value
+
+    def unless(self, skipped: bool, part: Callable[[], int]) -> int:
+        """A part whose assignments do not happen where it is `skipped`."""
+        self.skipped += skipped
+        value = part()
+        self.skipped -= skipped
         return value
 
     def binary(self, level: int) -> int:
@@ -78,7 +86,11 @@ class _Expression:
             return self.power()
         value = self.binary(level + 1)
         while symbol := self.accept(*_LEVELS[level]):
-            value = self.limited(int(_LEVELS[level][symbol](value, self.binary(level + 1))))
+            decided = bool(value) if symbol == "||" else not value if symbol == "&&" else False
+            right = self.unless(decided, lambda: self.binary(level + 1))
+            if self.skipped and symbol in ("/", "%") and not right:
+                right = 1
+            value = self.limited(int(_LEVELS[level][symbol](value, right)))
         return value
 
     def power(self) -> int:
@@ -137,13 +149,24 @@ class _Expression:
         return found
 
     def set(self, name: str, value: int) -> int:
-        self.put(name, self.limited(value))
+        if not self.skipped:
+            self.put(name, self.limited(value))
         return value
 
     def limited(self, value: int) -> int:
         if not -_LARGEST <= value < _LARGEST:
             raise ArithmeticFault("it does not fit into 64 bits")
         return value
+
+
+def integer(text: str) -> int:
+    """The value of a variable; an empty one is 0. Raises ArithmeticFault for other text than a number."""
+    found = re.fullmatch(r"\s*([-+]?)(0[xX][0-9a-fA-F]+|[0-9]+)\s*", text)
+    if found is None:
+        if not text.strip():
+            return 0
+        raise ArithmeticFault(f"{text[:40]!r} is no number")
+    return -_number(found[2]) if found[1] == "-" else _number(found[2])
 
 
 def _number(text: str) -> int:

@@ -19,8 +19,8 @@ def assign(shell: Shell, assignment: Assignment, run: Run) -> bool:
     before = shell.variables.get(name)
     if assignment.array is not None:
         values = tuple(expand(shell, assignment.array, run))
-        if any(_INDEXED.match(value.text) for value in values):
-            shell.forget(name, f"an array with indices at {shell.place(line)}")
+        if any(_INDEXED.match(value.text) for value in values) or name in shell.special:
+            shell.forget(name, shell.special.get(name) or f"an array with indices at {shell.place(line)}")
             return False
         kept = before.values if assignment.append and before else ()
         shell.assign_array(name, (*kept, *values))
@@ -29,7 +29,7 @@ def assign(shell: Shell, assignment: Assignment, run: Run) -> bool:
     value = replace(value, file=shell.file, line=line)
     if value.gaps and value.text == value.gaps[0].source:
         value = replace(value, text=f"${{{name}}}", gaps=(Gap(f"${{{name}}}", value.gaps[0].why),))
-    if assignment.index is not None or (before and before.array):
+    if assignment.index is not None or (before and before.array and name not in shell.special):
         _assign_element(shell, assignment, value, before, run)
     elif assignment.append and before and before.values:
         old = before.values[0]
@@ -47,7 +47,8 @@ def _assign_element(shell: Shell, assignment: Assignment, value: Value, before: 
     except ArithmeticFault:
         index = -1
     named = re.fullmatch(r"[A-Za-z_]\w*", assignment.index or "") and shell.lookup(assignment.index or "") is None
-    if named or assignment.append or not 0 <= index <= len(values):
+    special = assignment.name in shell.special or any(one.maybe for one in values[: index + 1])
+    if named or special or assignment.append or not 0 <= index <= len(values):
         shell.forget(assignment.name, f"an element set at {shell.place(assignment.line)}")
         return
     values[index : index + 1] = [value]

@@ -7,8 +7,12 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from verify.launch.shell.expand import script_directory, separators, unknown
+from verify.launch.python.model_args import TOOL, model_arguments
+from verify.launch.python.values import Unknown, pieces_of
+from verify.launch.shell.arithmetic import ArithmeticFault
+from verify.launch.shell.expand import calculate_in, script_directory, separators, unknown
 from verify.launch.shell.values import Gap, Shell, TooMuchError, Value, Variable, together
 
 # True or False: whether the command succeeded; None: nobody knows.
@@ -22,12 +26,34 @@ def known_command(shell: Shell, words: Sequence[Value], here: Value | None, line
     name, arguments = os.path.basename(words[0].text), list(words[1:])
     if (act := _COMMANDS.get(name)) is not None:
         return act(shell, arguments, line)
+    if re.fullmatch(r"python[\d.]*", name) and len(arguments) == 2 and arguments[0].text.endswith(f"/{TOOL}"):
+        return _model_arguments(shell, *arguments)
     if name == "cat" and not arguments and here is not None:
         _say(shell, here.text, here.gaps)
         return True, True
     if name in ("read", "mapfile", "readarray"):
         return _read(shell, name, arguments, here, line)
     return False, None
+
+
+def _model_arguments(shell: Shell, tool: Value, model: Value) -> tuple[bool, Result]:
+    """`python3 .../model_args_utils.py NAME` of miles, whose files are read."""
+    path = script_directory(shell, tool.text) if tool.known and model.known else None
+    if path is None or not path.is_file():
+        return False, None
+    environment: dict[str, Any] = dict(shell.environment)
+    for name, variable in shell.variables.items():
+        if variable.exported and variable.values:
+            value = variable.values[0]
+            environment[name] = value.text if value.known else Unknown(f"${name}", "a variable that is not known")
+    found = model_arguments(path, model.text, environment)
+    if isinstance(found, str):
+        _say(shell, f"{found}\n")
+        return True, True
+    gap = next(piece for piece in pieces_of(found) if not isinstance(piece, str))
+    if shell.output is not None:
+        shell.output.append(unknown(f"$({TOOL} {model.text})", gap.why))
+    return True, None
 
 
 def _say(shell: Shell, text: str, gaps: tuple[Gap, ...] = ()) -> None:
@@ -43,9 +69,14 @@ def _texts(words: Sequence[Value]) -> tuple[str, tuple[Gap, ...]]:
 
 def _echo(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     newline = True
+    escapes = False
     while words and re.fullmatch(r"-[neE]+", words[0].text):
-        newline &= "n" not in words.pop(0).text
+        option = words.pop(0).text
+        newline &= "n" not in option
+        escapes = "e" in option
     text, gaps = _texts(words)
+    if escapes and "\\" in text:
+        return False, True
     _say(shell, text + "\n" * newline, gaps)
     return True, True
 
@@ -70,6 +101,8 @@ def _printf(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
 
 def _formatted(form: str, arguments: list[str]) -> str | None:
     """What printf writes; None for a format that is not known. The format is used again while arguments are left."""
+    if re.search(r"\\[^nt\\]", form):
+        return None
     form = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[0]), form)
     if re.search(r"%(?![sdiq]|0?\d*[sd])", form.replace("%%", "")):
         return None
@@ -108,17 +141,32 @@ def _pwd(shell: Shell, _words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True
 
 
-def _path(change: Callable[[str], str]) -> Callable[[Shell, list[Value], int], tuple[bool, Result]]:
-    """A command that writes a path made of its one argument."""
+def _path(change: Callable[[str], str], suffixes: int = 0) -> Callable[[Shell, list[Value], int], tuple[bool, Result]]:
+    """A command that writes a path made of its one argument, less a suffix where a second one gives it."""
 
     def act(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
         words = [word for word in words if not word.text.startswith("-")]
-        if len(words) != 1 or not words[0].known:
+        if len(words) not in (1, suffixes + 1) or not all(word.known for word in words):
             return False, None
-        _say(shell, change(words[0].text) + "\n")
+        text = change(words[0].text)
+        cut = words[1].text if words[1:] else ""
+        _say(shell, (text if text == cut else text.removesuffix(cut)) + "\n")
         return True, True
 
     return act
+
+
+def filtered(words: Sequence[Value], text: str) -> str | None:
+    """What a command writes that reads this text; None where it is not known: `cat`, and `sed` of plain text."""
+    if words[0].text == "cat" and not words[1:]:
+        return text
+    scripts = [word.text for word in words[1:] if word.text not in ("-e", "-E", "-r")]
+    if words[0].text != "sed" or len(scripts) != 1 or not all(word.known for word in words):
+        return None
+    found = re.fullmatch(r"s(\W)((?:(?!\1).)+)\1((?:(?!\1).)*)\1(g?)", scripts[0])
+    if found is None or set("\\.*[]^$+?(){}|").intersection(found[2]) or set("\\&").intersection(found[3]):
+        return None
+    return "\n".join(line.replace(found[2], found[3], -1 if found[4] else 1) for line in text.split("\n"))
 
 
 def _absolute(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
@@ -135,26 +183,56 @@ def _read(shell: Shell, command: str, words: Sequence[Value], here: Value | None
     """`read -ra NAME <<< TEXT`; names that are read from anything else become unknown."""
     flags = "".join(word.text[1:] for word in words if word.text.startswith("-"))
     names = [word.text for word in words if re.fullmatch(r"[A-Za-z_]\w*", word.text)]
+    if flags == "rd" and [word.text for word in words[:-1]] == ["-r", "-d", ""] and here is not None and names:
+        # The whole text, up to a character that it has not.
+        shell.assign(names[0], Value(here.text.strip(" \t\n"), here.gaps, shell.file, line))
+        return True, False
     if here is None or here.gaps or command != "read" or set(flags) - {"r", "a"} or len(names) != 1:
         why = f"{command} at {shell.place(line)}: " + (here.gaps[0].why if here and here.gaps else "what it reads")
         for name in names:
             shell.assign_array(name, (Value(f"${{{name}[@]}}", (Gap(f"${{{name}[@]}}", why),), shell.file, line),))
         return True, None
     text = here.text.split("\n", 1)[0]
+    blanks = separators(shell)
+    pieces = re.split(f"[{re.escape(blanks)}]", text)
+    if ("r" not in flags and "\\" in text) or (blanks.strip() and "" in pieces):
+        shell.forget(names[0], f"read at {shell.place(line)} of a text with escapes or empty fields")
+        return True, True
     if "a" in flags:
-        pieces = [piece for piece in re.split(f"[{re.escape(separators(shell))}]", text) if piece]
+        pieces = [piece for piece in pieces if piece]
         shell.assign_array(names[0], tuple(Value(piece, (), shell.file, line) for piece in pieces))
     else:
         shell.assign(names[0], Value(text.strip(), (), shell.file, line))
     return True, True
 
 
-def _unset(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+def _unset(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
+    functions = bool(words) and words[0].text == "-f"
     for word in words:
-        shell.variables.pop(word.text, None)
-        if word.text in shell.environment:
-            shell.variables[word.text] = Variable((), array=True)
+        element = re.fullmatch(r"(\w+)\[.*\]", word.text, re.DOTALL)
+        if not word.known:
+            shell.unresolved[f"{shell.place(line)}: unset of a name that is not known"] = None
+        elif element:
+            shell.forget(element[1], f"unset of an element at {shell.place(line)}")
+        elif functions or (word.text in shell.functions and shell.lookup(word.text) is None):
+            shell.functions.pop(word.text, None)
+        else:
+            shell.drop(word.text)
     return True, True
+
+
+def _let(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    value = 0
+    for word in words:
+        try:
+            if not word.known:
+                raise ArithmeticFault("an expression that is not known")
+            value = calculate_in(shell, word.text, lambda _, part: unknown(part.source, "a command in an expression"))
+        except ArithmeticFault as fault:
+            if found := re.match(r"\s*([A-Za-z_]\w*)", word.text):
+                shell.forget(found[1], str(fault))
+            return True, None
+    return True, value != 0
 
 
 def _export(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
@@ -173,9 +251,29 @@ def _shift(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
 
 
 def _set(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
-    """`set -- words` gives the positional parameters; options change nothing here."""
-    if words and words[0].text == "--":
-        shell.arguments = tuple(words[1:])
+    """`set -- words` gives the positional parameters, `-e` makes failures end the script; others are passed over."""
+    named = False
+    for number, word in enumerate(words):
+        if named:
+            # The name of an option, behind `-o`, `-euo` and their like.
+            shell.errexit = words[number - 1].text[0] == "-" if word.text == "errexit" else shell.errexit
+            named = False
+            continue
+        if word.text == "--" or word.text[:1] not in "-+":
+            shell.arguments = tuple(words[number + (word.text == "--") :])
+            shell.argument_uses.append(0)
+            break
+        if "e" in word.text:
+            shell.errexit = word.text[0] == "-"
+        named = "o" in word.text
+    return True, True
+
+
+def _shopt(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
+    """`shopt`, of whose options two change what is read here."""
+    for word in words:
+        if word.text in ("nocasematch", "lastpipe"):
+            shell.unresolved[f"{shell.place(line)}: shopt {word.text} is not followed"] = None
     return True, True
 
 
@@ -189,7 +287,7 @@ _COMMANDS: dict[str, Callable[[Shell, list[Value], int], tuple[bool, Result]]] =
     "cd": _cd,
     "pwd": _pwd,
     "dirname": _path(lambda path: os.path.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else ".")),
-    "basename": _path(lambda path: os.path.basename(path.rstrip("/"))),
+    "basename": _path(lambda path: os.path.basename(path.rstrip("/")), suffixes=1),
     "realpath": _absolute,
     "readlink": _absolute,
     "unset": _unset,
@@ -200,7 +298,8 @@ _COMMANDS: dict[str, Callable[[Shell, list[Value], int], tuple[bool, Result]]] =
     "local": _nothing(True),
     "set": _set,
     "shift": _shift,
-    "shopt": _nothing(True),
+    "let": _let,
+    "shopt": _shopt,
     "trap": _nothing(True),
     "wait": _nothing(None),
     "sleep": _nothing(True),

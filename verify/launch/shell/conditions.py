@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 
+from verify.launch.shell.operators import matches
 from verify.launch.shell.values import Value
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
@@ -94,8 +94,8 @@ class _Test:
             return _NUMBERS[symbol](int(left.text), int(right.text))
         if symbol in ("<", ">", "=~"):
             return None
-        alike = fnmatchcase(left.text, right.text) if self.patterns else left.text == right.text
-        return alike == (symbol != "!=")
+        equal = matches(left.text, right.text) if self.patterns else left.text == right.text
+        return equal if symbol != "!=" else opposite(equal)
 
 
 def _certain(value: Value) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from verify.launch.shell.arithmetic import ArithmeticFault, calculate
+from verify.launch.shell.arithmetic import ArithmeticFault, calculate, integer
 from verify.launch.shell.lexer import Lexer
 from verify.launch.shell.operators import changed_text
 from verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
@@ -15,7 +15,15 @@ from verify.launch.shell.values import MOST_CHARACTERS, MOST_WORDS, Gap, Shell, 
 
 # Gives the output of the commands in `$(...)`.
 Run = Callable[[Shell, Substitution], Value]
-_BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+# What arithmetic assigns to: `n = 1`, `n += 1`, `A[0]++`, `--n`.
+_ASSIGNED = re.compile(
+    r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+)
+# An unquoted pattern of file names; `[0]*3+[1]*58` is one too, that no file has.
+_GLOB, _LAYERS = re.compile(r"[*?]"), re.compile(r"[\[\]\d*+(),\0]*")
+
+
+BRACES, FILES = "braces are not expanded here", "it stands for the names of files"
 
 
 @dataclass
@@ -64,6 +72,9 @@ def expand(shell: Shell, words: Sequence[ShellWord], run: Run) -> list[Value]:
 
 
 def _expand(shell: Shell, word: ShellWord, run: Run) -> list[Value]:
+    if why := _many_words(word):
+        source = "".join(part.text if isinstance(part, Literal) else part.source for part in word.parts)
+        return [Value(source, (Gap(source, why),), shell.file, word.line)]
     fields = _Fields(shell, word.line)
     for number, part in enumerate(word.parts):
         match part:
@@ -86,27 +97,83 @@ def _expand(shell: Shell, word: ShellWord, run: Run) -> list[Value]:
     return fields.done
 
 
+def _many_words(word: ShellWord) -> str:
+    """Why a word is others in their place: braces, or a pattern of file names. Empty where it is not."""
+    text = "".join(
+        part.text if isinstance(part, Literal) and not part.quoted else "\0" * bool(getattr(part, "text", "x"))
+        for part in word.parts
+    )
+    if _braced(text):
+        return BRACES
+    return FILES if _is_glob(text) else ""
+
+
+def _braced(text: str) -> bool:
+    """Whether braces stand for several words: `{a,b}`, `{1..3}`, also inside of others."""
+    opened: list[list[bool]] = []
+    for index, character in enumerate(text):
+        if character == "{":
+            opened.append([False])
+        elif opened and (character == "," or text[index : index + 2] == ".."):
+            opened[-1][0] = True
+        elif opened and character == "}" and opened.pop()[0]:
+            return True
+    return False
+
+
+def _is_glob(text: str) -> bool:
+    return _GLOB.search(text) is not None and not _LAYERS.fullmatch(text)
+
+
 def _literal(shell: Shell, text: str, quoted: bool, first: bool) -> Value:
-    if quoted:
+    if quoted or not first or not text.startswith("~"):
         return Value(text)
-    if first and (text == "~" or text.startswith("~/")) and "HOME" in shell.environment:
-        return Value(shell.environment["HOME"] + text[1:])
-    if found := _BRACES.search(text):
-        return Value(text, (Gap(found[0], "braces are not expanded here"),))
-    return Value(text)
+    name, slash, rest = text.partition("/")
+    home = shell.lookup("HOME")
+    if not re.fullmatch(r"~[A-Za-z_+-]?[\w-]*", name):
+        return Value(text)
+    if name != "~" or home is None or not home.values:
+        return Value(text, (Gap(name, "the home directory is not known"),))
+    return replace(home.values[0], text=home.values[0].text + slash + rest)
 
 
 def _add_split(fields: _Fields, value: Value, quoted: bool) -> None:
-    """Adds a value; an unquoted one is split at blanks, unless it has gaps, whose blanks nobody knows."""
-    if quoted or value.gaps or value.whole:
+    """Adds a value; an unquoted one is split at blanks. Those of a gap are not known: a word with one stays unknown."""
+    if quoted or value.whole:
         fields.add(value)
         return
     blanks = separators(fields.shell)
+    if value.gaps:
+        for count, part in enumerate(_split_around_gaps(value, blanks)):
+            if count:
+                fields.end()
+            fields.add(part, quoted=False)
+        return
     pieces = re.split(f"[{re.escape(blanks)}]+", value.text) if blanks else [value.text]
+    others = re.escape("".join(blanks.split()))
+    if others and re.search(rf"^[{others}]|[{others}]\s*[{others}]", value.text):
+        fields.add(replace(value, gaps=(Gap(value.text, "IFS makes empty words of it"),)))
+        return
     for count, piece in enumerate(pieces):
         if count:
             fields.end()
-        fields.add(Value(piece, (), value.file, value.line, value.maybe), quoted=False)
+        gaps = (Gap(piece, FILES),) if _is_glob(piece) else ()
+        fields.add(Value(piece, gaps, value.file, value.line, value.maybe), quoted=False)
+
+
+def _split_around_gaps(value: Value, blanks: str) -> list[Value]:
+    """The words of a text with gaps, each with its own gaps."""
+    text = value.text
+    for number, gap in enumerate(value.gaps):
+        text = text.replace(gap.source, f"\0{number}\0", 1)
+    if blanks.strip() or text.count("\0") != 2 * len(value.gaps) or not any(blank in text for blank in blanks):
+        return [value]
+    found = []
+    for piece in re.split(f"[{re.escape(blanks)}]+", text):
+        gaps = tuple(value.gaps[int(number)] for number in re.findall("\0([0-9]+)\0", piece))
+        whole = re.sub("\0([0-9]+)\0", lambda mark: value.gaps[int(mark[1])].source, piece)
+        found.append(Value(whole, gaps, value.file, value.line, value.maybe))
+    return found
 
 
 def separators(shell: Shell) -> str:
@@ -122,6 +189,8 @@ def joined(shell: Shell, word: ShellWord | None, run: Run) -> Value:
     text, gaps, maybe = "", list[Gap](), ""
     for number, part in enumerate(word.parts):
         values = [_literal(shell, part.text, part.quoted, number == 0)] if isinstance(part, Literal) else None
+        if isinstance(part, Literal) and not part.quoted and _braced(part.text):
+            values = [Value(part.text, (Gap(part.text, BRACES),))]
         star = isinstance(part, Parameter) and (part.index == "*" or part.name == "*")
         between = separators(shell)[:1] if star else " "
         for count, value in enumerate(_values(shell, part, run) if values is None else values):
@@ -129,6 +198,20 @@ def joined(shell: Shell, word: ShellWord | None, run: Run) -> Value:
             gaps += value.gaps
             maybe = maybe or value.maybe
     shell.step(len(text))
+    return Value(text, tuple(gaps), shell.file, word.line, maybe)
+
+
+def as_pattern(shell: Shell, word: ShellWord, run: Run) -> Value:
+    """A word as a pattern, as `case` and the right side of `==` take it: what is quoted stands for itself."""
+    text, gaps, maybe = "", list[Gap](), ""
+    for number, part in enumerate(word.parts):
+        quoted = getattr(part, "quoted", False)
+        values = [_literal(shell, part.text, quoted, number == 0)] if isinstance(part, Literal) else None
+        for count, value in enumerate(_values(shell, part, run) if values is None else values):
+            piece = re.sub(r"[*?[]", r"[\g<0>]", value.text) if quoted else value.text
+            text = together((text, piece), " " if count else "")
+            gaps += value.gaps
+            maybe = maybe or value.maybe
     return Value(text, tuple(gaps), shell.file, word.line, maybe)
 
 
@@ -192,11 +275,16 @@ def calculate_in(shell: Shell, text: str, run: Run) -> int:
         if not found.known:
             raise ArithmeticFault(_reason(found))
         try:
-            return int(found.text or "0", 8 if re.fullmatch(r"0[0-7]+", found.text) else 10)
-        except ValueError as error:
+            return integer(found.text)
+        except ArithmeticFault as error:
             raise ArithmeticFault(f"${name} is {found.text[:40]!r}, which is no number") from error
 
-    return calculate(value.text, get, lambda name, number: shell.assign(name, Value(str(number), (), shell.file)))
+    try:
+        return calculate(value.text, get, lambda name, number: shell.assign(name, Value(str(number), (), shell.file)))
+    except ArithmeticFault as fault:
+        for found in _ASSIGNED.finditer(value.text):
+            shell.forget(found[1] or found[2], str(fault))
+        raise
 
 
 def _reason(value: Value) -> str:
@@ -220,19 +308,50 @@ def _listed(shell: Shell, part: Parameter, run: Run | None = None) -> list[Value
         return [unknown(part.source, "set neither in the script nor in the environment")]
     if not part.operator:
         return values
+    if part.operator == ":" and (part.index in ("@", "*") or part.name in ("@", "*")):
+        return _slice(shell, part, values, run)
     return [_changed(shell, part, value, run) for value in values]
+
+
+def _slice(shell: Shell, part: Parameter, values: list[Value], run: Run | None) -> list[Value]:
+    """`${A[@]:1:2}`; of `$@` the word 0 is the script."""
+    if any(value.maybe for value in values):
+        return [unknown(part.source, next(_maybes(values)))]
+    if part.name in ("@", "*"):
+        values = [Value(str(shell.file or "bash")), *values]
+    bounds = _bounds(shell, part, len(values), run)
+    return [unknown(part.source, bounds)] if isinstance(bounds, str) else values[bounds]
+
+
+def _bounds(shell: Shell, part: Parameter, length: int, run: Run | None) -> slice | str:
+    """What `:start:count` takes of so many characters or words; a reason where nobody can tell."""
+    start_text, colon, count_text = part.argument.partition(":")
+    if "?" in part.argument or count_text.strip().startswith("-"):
+        return "this change of a variable is not worked out here"
+    try:
+        start = calculate_in(shell, start_text, run or _none)
+        count = calculate_in(shell, count_text, run or _none) if colon else length
+    except ArithmeticFault as fault:
+        return str(fault)
+    start += length if start < 0 else 0
+    return slice(0, 0) if start < 0 or count < 0 else slice(start, start + count)
 
 
 def _looked_up(shell: Shell, part: Parameter, run: Run | None) -> list[Value] | None:
     if part.name in ("@", "*"):
-        shell.arguments_used = True
+        shell.argument_uses.append(0)
         return list(shell.arguments)
     if part.name.isdecimal():
         return _positional(shell, int(part.name[-9:]))
     if part.name == "#":
+        shell.argument_uses.append(0)
+        if any(value.maybe or value.gaps for value in shell.arguments):
+            return [unknown(part.source, "how many there are is not known")]
         return [Value(str(len(shell.arguments)))]
     if part.name in ("?", "$", "!", "-") or part.name in ("RANDOM", "SECONDS", "BASHPID"):
         return [unknown(part.source, "known only when the script runs")]
+    if part.name == "BASH_SOURCE" and part.index not in (None, "0", "@", "*"):
+        return [unknown(part.source, "which file sources this one is not followed")]
     if part.name == "BASH_SOURCE" and part.name not in shell.variables:
         return [Value(str(shell.file))] if shell.file else None
     if part.name == "PWD" and part.name not in shell.variables:
@@ -245,8 +364,10 @@ def _looked_up(shell: Shell, part: Parameter, run: Run | None) -> list[Value] | 
 
 def _positional(shell: Shell, number: int) -> list[Value] | None:
     if number == 0:
-        return [Value(str(shell.file))] if shell.file else None
-    shell.arguments_used = True
+        return [Value(str(shell.script))] if shell.script else None
+    shell.argument_uses.append(number)
+    if any(value.maybe for value in shell.arguments[:number]):
+        return [unknown(f"${number}", next(_maybes(shell.arguments)))]
     if number <= len(shell.arguments):
         return [shell.arguments[number - 1]]
     # A function is called with these and no others; what a script is started with is not known for certain.
@@ -260,7 +381,7 @@ def _element(shell: Shell, part: Parameter, values: Sequence[Value], run: Run | 
             index = calculate_in(shell, part.index, run or _none)
         except ArithmeticFault as fault:
             return [unknown(part.source, str(fault))]
-    if any(value.maybe for value in values[: index + 1]):
+    if any(value.maybe for value in (values[: index + 1] if index >= 0 else values)):
         return [unknown(part.source, next(_maybes(values)))]
     return [values[index]] if -len(values) <= index < len(values) else None
 
@@ -311,7 +432,15 @@ def _changed(shell: Shell, part: Parameter, value: Value, run: Run | None) -> Va
         return Value(part.source, value.gaps)
     trims = part.operator in ("#", "##", "%", "%%")
     shell.step(min(len(value.text), 1_000) ** 2 // 10 if trims else len(value.text))
-    changed = changed_text(value.text, part.operator, _argument(shell, part, run).text if trims else part.argument)
+    if part.operator == ":":
+        bounds = _bounds(shell, part, len(value.text), run)
+        changed = None if isinstance(bounds, str) else value.text[bounds]
+    elif trims:
+        word = Lexer(part.argument, str(shell.file or "the command line")).word(frozenset())
+        pattern = as_pattern(shell, word, run or _none)
+        changed = changed_text(value.text, part.operator, pattern.text) if pattern.known else None
+    else:
+        changed = changed_text(value.text, part.operator, part.argument)
     if changed is None:
         return unknown(part.source, "this change of a variable is not worked out here")
     return Value(changed, (), value.file, value.line, value.maybe)

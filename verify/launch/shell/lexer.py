@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from ckptkit.core.errors import CkptkitError
+from verify.launch.shell.operators import unescaped
 from verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
 
 # Ends an unquoted word.
@@ -14,6 +15,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]|[@*#?$!-]")
 _LONG_NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
 _OPERATOR = re.compile(r":[-=?+]|[-=?+]|##?|%%?|//?|\^\^?|,,?|:|@")
 _HEREDOC = re.compile(r"<<(-)?(?!<)[ \t]*([^\s;&|<>()]+)")
+_ANSI = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
 _DEPTH = 100
 _CHECK = "check it with `bash -n`; if that accepts it, paste the trainer's command into a file of its own"
 
@@ -90,9 +92,7 @@ class Lexer:
             case '"':
                 self._double(parts)
             case "$" if self.peek(2) == "$'":
-                self.take()
-                text = re.sub(r"\\(.)", lambda found: {"n": "\n", "t": "\t"}.get(found[1], found[1]), self._until("'"))
-                parts.append(Literal(text, quoted=True))
+                parts.append(Literal(self._escaped(), quoted=True))
             case "$" if self.peek(2) == '$"':
                 self.take()
                 self._double(parts)
@@ -111,6 +111,14 @@ class Lexer:
         if end < 0:
             raise self.error(f"{quote} is never closed", line)
         return self.take(end - self.position + 1)[:-1]
+
+    def _escaped(self) -> str:
+        """The text of `$'...'`, in which a quote may be escaped too."""
+        found = _ANSI.match(self.text, self.position)
+        if found is None:
+            raise self.error("$' is never closed")
+        self.take(len(found[0]))
+        return unescaped(found[1])
 
     def _double(self, parts: list[Part]) -> None:
         """A string in double quotes, in which `$`, backticks and some escapes count."""

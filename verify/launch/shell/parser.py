@@ -19,6 +19,7 @@ from verify.launch.shell.syntax import (
     Literal,
     Node,
     Pipeline,
+    Redirected,
     ShellWord,
     Simple,
     Substitution,
@@ -64,7 +65,7 @@ class _Parser:
         nodes: list[Node] = []
         while True:
             self._separators()
-            if not self.lexer.rest or self.lexer.peek() == ")" or self.lexer.peek(2) == ";;":
+            if not self.lexer.rest or self.lexer.peek() == ")" or self.lexer.peek(2) in (";;", ";&"):
                 break
             if (word := self._reserved()) in _ENDS:
                 if word not in ends:
@@ -80,7 +81,7 @@ class _Parser:
             self.lexer.skip_blanks()
             if self.lexer.peek() == "\n":
                 self._newline()
-            elif self.lexer.peek() in (";", "&") and self.lexer.peek(2) != ";;" and not self._at_redirect():
+            elif self.lexer.peek() in (";", "&") and self.lexer.peek(2) not in (";;", ";&") and not self._at_redirect():
                 self.lexer.take()
             else:
                 return
@@ -153,8 +154,7 @@ class _Parser:
             node = self._parentheses(line)
         else:
             return self._simple(line)
-        self._redirections()
-        return node
+        return Redirected(node, line) if self._redirections() else node
 
     def _parentheses(self, line: int) -> Node:
         self.lexer.take()
@@ -220,7 +220,7 @@ class _Parser:
         self.lexer.skip_blanks()
         subject = self.lexer.word()
         self._expect("in", line)
-        branches: list[tuple[tuple[ShellWord, ...], tuple[Node, ...]]] = []
+        branches: list[tuple[tuple[ShellWord, ...], tuple[Node, ...], str]] = []
         self._separators()
         while self._reserved() != "esac":
             branches.append(self._branch(line))
@@ -228,7 +228,7 @@ class _Parser:
         self._expect("esac", line)
         return Case(subject, tuple(branches), line)
 
-    def _branch(self, line: int) -> tuple[tuple[ShellWord, ...], tuple[Node, ...]]:
+    def _branch(self, line: int) -> tuple[tuple[ShellWord, ...], tuple[Node, ...], str]:
         if self.lexer.peek() == "(":
             self.lexer.take()
         patterns: list[ShellWord] = []
@@ -242,9 +242,9 @@ class _Parser:
             if end != "|":
                 raise self.lexer.error("case without a pattern and `)`", line)
         body = self.list_until(frozenset({"esac"}))
-        while self.lexer.peek() in (";", "&") and self.lexer.rest:
-            self.lexer.take()
-        return tuple(patterns), body
+        end = next((end for end in (";;&", ";;", ";&") if self.lexer.peek(len(end)) == end), "")
+        self.lexer.take(len(end))
+        return tuple(patterns), body, end or ";;"
 
     def _function(self, line: int) -> Node:
         self.lexer.take(len("function"))
@@ -282,10 +282,12 @@ class _Parser:
         assignments: list[Assignment] = []
         words: list[ShellWord] = []
         here: ShellWord | None = None
+        target: ShellWord | None = None
         while True:
             self.lexer.skip_blanks()
             if self._at_redirect():
-                here = self._redirection() or here
+                text, output = self._redirection()
+                here, target = text or here, output or target
             elif not self.lexer.at_word():
                 break
             elif (found := self._assignment()) and (not words or words[0].plain in _DECLARES):
@@ -296,7 +298,7 @@ class _Parser:
                     return self._definition(words[0].plain, line)
         if not words and not assignments and here is None and self.lexer.peek() not in ("", "\n", ";", "&", "|", ")"):
             raise self.lexer.error(f"unexpected {self.lexer.peek()!r}")
-        return Simple(tuple(assignments), tuple(words), line, here)
+        return Simple(tuple(assignments), tuple(words), line, here, target)
 
     def _definition(self, name: str, line: int) -> Node:
         self._empty_parentheses()
@@ -332,26 +334,31 @@ class _Parser:
     def _at_redirect(self) -> bool:
         return _REDIRECT.match(self.lexer.text, self.lexer.position) is not None
 
-    def _redirections(self) -> None:
+    def _redirections(self) -> bool:
+        """Goes past redirections, and returns whether one of them takes the output."""
+        taken = False
         self.lexer.skip_blanks()
         while self._at_redirect():
-            self._redirection()
+            taken |= self._redirection()[1] is not None
             self.lexer.skip_blanks()
+        return taken
 
-    def _redirection(self) -> ShellWord | None:
-        """Goes past a redirection, and returns the text of a `<<<` or a heredoc."""
+    def _redirection(self) -> tuple[ShellWord | None, ShellWord | None]:
+        """Goes past a redirection. Returns the text of a `<<<` or a heredoc, and where the output goes to."""
         found = _REDIRECT.match(self.lexer.text, self.lexer.position)
-        operator = self.lexer.take(len(found[0]) if found else 0).lstrip("0123456789")
+        whole = self.lexer.take(len(found[0]) if found else 0)
+        operator = whole.lstrip("0123456789")
         self.lexer.skip_blanks()
         target = self.lexer.word()
         if operator not in ("<<", "<<-"):
-            return target if operator == "<<<" else None
+            taken = operator in (">", ">>", ">|", ">&", "&>", "&>>") and whole[:1] in ("1", ">", "&")
+            return target if operator == "<<<" else None, target if taken else None
         mark = "".join(part.text if isinstance(part, Literal) else part.source for part in target.parts)
         literal = any(isinstance(part, Literal) and part.quoted for part in target.parts)
         newline = self.lexer.text.find("\n", self.lexer.position)
         begin = self.heredoc_end or (len(self.lexer.text) if newline < 0 else newline + 1)
         text, self.heredoc_end = self.lexer.heredoc(mark, literal, operator == "<<-", begin)
-        return text
+        return text, None
 
 
 def nested(part: Substitution, name: str) -> tuple[Node, ...]:

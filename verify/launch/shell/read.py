@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -13,13 +14,20 @@ from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP
 from verify.launch.options.nearest import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
+from verify.launch.python.program import default_config
+from verify.launch.resource import OPTION, options_of_resource
+from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow
-from verify.launch.shell.values import Shell, Start, TooMuchError, Value, clipped
+from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, Variable, clipped
 from verify.launch.unread import unread
-from verify.launch.words import LaunchText, UnresolvedWord, Word
+from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
 _LARGEST = 1_000_000
+# Options with paths: those of `_BESIDE` are relative to the program, the others to where it is started.
+_BESIDE = frozenset({"--config-path", "-cp", "--config_path"})
+_PLACED = frozenset({*PATHS, *_BESIDE, "--config", "--config-dir", "-cd"})
+_SETTING = re.compile(r"[+~]{0,2}[A-Za-z_]\w*(?:[./@][\w-]+)+|[+~]{1,2}[A-Za-z_]\w*")
 # A variable of this name that is given without an option may be any number of options.
 _MANY = re.compile(r"ARGS|ARGUMENTS|OPTS|OPTIONS|FLAGS|EXTRA", re.IGNORECASE)
 
@@ -38,7 +46,7 @@ def read_script(
     """
     text = _text(script) if text is None and script is not None else text or ""
     place = str(script) if script else "the text"
-    shell = Shell(script, Path.cwd(), environment or {}, tuple(Value(word) for word in arguments))
+    shell = Shell(script, Path.cwd(), environment or {}, tuple(Value(word) for word in arguments), script=script)
     try:
         follow(shell, parse(text, place))
     except TooMuchError as error:
@@ -52,7 +60,28 @@ def read_script(
         lines = " and ".join(f"{file or 'line'}:{line}" for _, line, file in starts)
         more = f"{lines} both start a trainer: give the command that is meant as a script of its own"
         return LaunchText(unresolved=(more, *shell.unresolved))
-    return _launch(shell, shell.starts[0], [] if shell.arguments_used else arguments)
+    return _launch(shell, shell.starts[0], [] if shell.argument_uses else arguments)
+
+
+def read_command(
+    text: str,
+    variables: Mapping[str, tuple[Value, ...]],
+    script: Path,
+    line: int,
+    environment: Mapping[str, str],
+) -> LaunchText:
+    """What one command gives to its trainer, which a program at `script:line` would run with these variables."""
+    shell = Shell(script, Path.cwd(), environment, script=script)
+    for name, values in variables.items():
+        shell.variables[name] = Variable(values, array=not values or any(value.maybe for value in values))
+    try:
+        follow(shell, parse(text, f"{script}:{line}"))
+    except TooMuchError as error:
+        return LaunchText(unresolved=(f"{script}:{line}: {error}",))
+    if not shell.starts:
+        return LaunchText(unresolved=(f"{script}:{line}: its command starts no trainer that is known",))
+    start = replace(shell.starts[0], line=line)
+    return _launch(shell, replace(start, words=tuple(replace(one, file=script, line=line) for one in start.words)), [])
 
 
 def _text(script: Path) -> str:
@@ -77,13 +106,23 @@ def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> Laun
 
 def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
     unresolved: dict[str, None] = dict(shell.unresolved)
-    words = (*_words(start, unresolved), *(Word(text) for text in arguments))
+    words = (*_default(start), *_words(start, unresolved), *(Word(text) for text in arguments))
+    if "relax" in start.program.lower().replace("/", ".").split("."):
+        words = (*options_of_resource(words), *words)
     environment = {name: _word(value) for name, value in start.environment.items()}
     environment |= dict(_runtime(start.before, unresolved))
     for name in (QAT_FLAG, QAT_GROUP):
         if isinstance(word := environment.get(name), UnresolvedWord):
             unresolved[f"{word.place}: {name}: {word.why}"] = None
-    return LaunchText(words, environment, tuple(unresolved), (*_lost(shell), *_misspelled(shell)))
+    wrong = (*shell.issues, *_lost(shell), *_misspelled(shell))
+    return LaunchText(words, environment, tuple(unresolved), wrong, program=start.program)
+
+
+def _default(start: Start) -> Iterator[Word]:
+    """The file of settings that the program itself names, where the launch names none."""
+    named = any(value.text.partition("=")[0] == "--config" for value in start.words)
+    if start.program_file and not named and (path := default_config(start.program_file)):
+        yield Word(f"--config={path}", start.file, start.line)
 
 
 def _word(value: Value) -> Word:
@@ -95,17 +134,26 @@ def _word(value: Value) -> Word:
 
 def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
     """The words of a trainer; `unresolved` gets a line for each that is not known and that something depends on."""
-    option = ""
+    option, taken = "", False
     for value in start.words:
-        word = _placed(_word(value), option, start)
+        word = _placed(_word(value), "" if taken else option, start)
         name, equals, _ = value.text.partition("=")
         if name.startswith("--"):
-            option = "" if equals or name in SWITCH_NAMES else name
+            option, taken = "" if equals or name in SWITCH_NAMES else name, False
             about = name
+        elif taken and _SETTING.fullmatch(name) and equals:
+            # An override of a setting, as Hydra has them, behind the value of an option.
+            if isinstance(word, UnresolvedWord):
+                unresolved[f"{word.place}: {word.text}: {word.why}"] = None
+            yield word
+            continue
         else:
-            about = option
+            about, taken = option, True
+        if about == "--load" and not value.maybe and any(map(_is_new, value.gaps)):
+            # A directory with the time of the start in its name: it is a new one.
+            word = Word(word.text, word.file, word.line)
         if isinstance(word, UnresolvedWord):
-            anything = not about or (not name.startswith("--") and _may_be_options(value))
+            anything = not about or _may_be_options(value, name)
             if anything or _matters(about):
                 said = f"{about} " if about and not anything and about != name else ""
                 unresolved[f"{word.place}: {said}{clipped(value.text)}: {clipped(word.why)}"] = None
@@ -113,32 +161,46 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
         yield word
 
 
+def _is_new(gap: Gap) -> bool:
+    """Whether a part of a name is another one at every start."""
+    called = gap.why.startswith("the call of ") and is_new_at_start(gap.why)
+    return called or is_new_at_start(gap.source)
+
+
 def _matters(option: str) -> bool:
     """Whether anything that is looked at depends on the value of an option."""
-    return option != "--save" and (option in OPTIONS or bool(unread([option, "1"], frozenset())))
+    return option == OPTION or (option != "--save" and (option in OPTIONS or bool(unread([option, "1"], frozenset()))))
 
 
 def _placed(word: Word, option: str, start: Start) -> Word:
     """A word; a path that is relative to another directory than this one's becomes absolute."""
     here = Path.cwd()
     name, equals, value = word.text.partition("=")
-    if start.directory == here or isinstance(word, UnresolvedWord):
+    about = name if equals and name in _PLACED else option if option in _PLACED else ""
+    if not about or isinstance(word, UnresolvedWord):
         return word
-    if option not in PATHS and not (equals and name in PATHS):
+    base = start.directory
+    if about in _BESIDE:
+        # Hydra looks for it beside the program; that of a module is where it is installed.
+        base = start.program_file.parent if start.program_file else here
+    text = value if about == name else word.text
+    if base == here or text.startswith("--") or text.isdecimal() or Path(text).is_absolute():
         return word
-    text = value if equals and name in PATHS else word.text
-    if text.startswith("--") or text.isdecimal() or Path(text).is_absolute():
-        return word
-    if start.directory is None:
+    if base is None:
         return UnresolvedWord(word.text, word.file, word.line, "relative to a directory that is not known")
-    text = str(start.directory / text)
-    return Word(f"{name}={text}" if equals and name in PATHS else text, word.file, word.line)
+    text = str(base / text)
+    return Word(f"{name}={text}" if about == name else text, word.file, word.line)
 
 
-def _may_be_options(value: Value) -> bool:
-    """Whether a word that is not known may be several, options among them."""
+def _may_be_options(value: Value, name: str) -> bool:
+    """Whether a word that is not known may be several, options among them; `name` is what stands before its `=`."""
+    if name.startswith("--"):
+        return any(gap.source in name or gap.why == BRACES for gap in value.gaps)
     if len(value.gaps) != 1 or value.text != value.gaps[0].source:
         return False
+    if value.text.startswith("{"):
+        # An expression of Python, of which the launcher's reader says whether it is the value of an option.
+        return value.text.endswith("[@]")
     return "[@]" in value.text or "$@" in value.text or _MANY.search(value.text) is not None
 
 

@@ -86,13 +86,16 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Simple:
-    """Assignments, then a command with its words; `here` is the text of `<<<` or of a heredoc; other
-    redirections are left out."""
+    """Assignments, then a command with its words; `here` is the text of `<<<` or of a heredoc.
+
+    `target`: the file that its output goes to; other redirections are left out.
+    """
 
     assignments: tuple[Assignment, ...]
     words: tuple[ShellWord, ...]
     line: int
     here: ShellWord | None = None
+    target: ShellWord | None = None
 
 
 @dataclass(frozen=True)
@@ -154,10 +157,10 @@ class While:
 
 @dataclass(frozen=True)
 class Case:
-    """`case subject in`, with the patterns of each body."""
+    """`case subject in`, with the patterns of each body and what ends it: `;;`, `;&` or `;;&`."""
 
     subject: ShellWord
-    branches: tuple[tuple[tuple[ShellWord, ...], tuple[Node, ...]], ...]
+    branches: tuple[tuple[tuple[ShellWord, ...], tuple[Node, ...], str], ...]
     line: int
 
 
@@ -167,6 +170,14 @@ class Group:
 
     body: tuple[Node, ...]
     subshell: bool
+    line: int
+
+
+@dataclass(frozen=True)
+class Redirected:
+    """A compound command whose output goes to a file."""
+
+    body: Node
     line: int
 
 
@@ -195,4 +206,18 @@ class Test:
     line: int
 
 
-Node = Simple | Pipeline | AndOr | If | For | ForArithmetic | While | Case | Group | Function | Calculation | Test
+Node = (
+    Simple
+    | Pipeline
+    | AndOr
+    | If
+    | For
+    | ForArithmetic
+    | While
+    | Case
+    | Group
+    | Redirected
+    | Function
+    | Calculation
+    | Test
+)

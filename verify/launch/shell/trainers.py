@@ -8,9 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from verify.launch.shell.values import Shell, Start, Value
 
-# slime, miles, Megatron-LM, NeMo-RL and ROLL start a file, verl and others a module.
-_FILE = re.compile(r"(?:pre)?train\w*\.py|run_\w*(?:grpo|ppo|dpo|sft|distillation|rm)\w*\.py|start_\w+_pipeline\.py")
-_MODULE = re.compile(r"(?:[\w.]+\.)?(?:(?:pre)?train\w*|main_ppo\w*|main_\w*trainer)")
+# slime, miles, Megatron-LM, NeMo-RL and ROLL start a file, verl, its recipes, Relax and others a module.
+_FILE = re.compile(
+    r"(?:pre)?train\w*\.py|run_\w*(?:grpo|ppo|dpo|sft|distillation|rm)\w*\.py|start_\w+_pipeline\.py|"
+    r"main_(?:ppo|dapo)\w*\.py|\w*sft_trainer\w*\.py|fully_async_main\.py"
+)
+_MODULE = re.compile(
+    r"(?:[\w.]+\.)?(?:(?:pre)?train\w*|main_(?!eval|generation|checkpoint)\w+|fully_async_main|\w*sft_trainer\w*)"
+)
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate|uv|ray")
 # Commands that name a trainer and start none.
 _OTHERS = frozenset(
@@ -31,7 +36,8 @@ def start_of(words: Sequence[Value], shell: Shell, given: Mapping[str, Value], l
     for word in before:
         if found := _SET.fullmatch(word.text):
             environment[found[1]] = Value(found[2], word.gaps, word.file, word.line, word.maybe)
-    return Start(tuple(words[at + 1 :]), before, environment | dict(given), line, shell.file, shell.directory)
+    rest, variables = tuple(words[at + 1 :]), environment | dict(given)
+    return Start(rest, before, variables, line, shell.file, shell.directory, words[at].text)
 
 
 def _trainer_at(words: Sequence[Value]) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from verify.issue import Issue
 from verify.launch.shell.syntax import Node
 
 # A script that needs more is not read to its end.
@@ -78,7 +79,7 @@ class Variable:
 class Start:
     """A command that starts a trainer: its words, those before them, and the variables that it sees.
 
-    `directory`: where it is started; None where a `cd` could not be followed.
+    `directory`: where it is started; None where a `cd` could not be followed. `program`: the word that names it.
     """
 
     words: tuple[Value, ...]
@@ -87,6 +88,12 @@ class Start:
     line: int
     file: Path | None
     directory: Path | None
+    program: str = ""
+
+    @property
+    def program_file(self) -> Path | None:
+        """The file of the trainer; None where it is a module, or where it lies is not known."""
+        return self.directory / self.program if self.directory and self.program.endswith(".py") else None
 
 
 @dataclass
@@ -95,8 +102,13 @@ class Shell:
 
     `directory` is None where a `cd` could not be followed. `unresolved` has a line for everything that may have
     changed anything and could not be followed, `empty` the arrays that are expanded and set nowhere, `stopped` the
-    places where the script ends itself, `locals` what the functions that are being called must restore. These,
-    `starts`, `lost` and `steps` are shared by all branches.
+    places where the script ends itself, `locals` what the functions that are being called must restore, `special` the
+    variables that an assignment sets to something else, by what declared them so, `written` the names of the files that
+    commands have written. These, `starts`, `lost`, `issues`, `steps` and `argument_uses` are shared by all branches.
+
+    `result`: whether the last command succeeded, `substitution` the last `$(...)`. `errexit`: whether a command that
+    fails ends the script, unless it is `guarded` by a condition. `callers` and `loops` count the functions, sourced
+    files and loops around a command. `script`: the file that was started, which `$0` names in every file it sources.
     """
 
     file: Path | None
@@ -111,10 +123,20 @@ class Shell:
     output: list[Value] | None = None
     steps: list[int] = field(default_factory=lambda: [0])
     depth: int = 0
-    arguments_used: bool = False
+    argument_uses: list[int] = field(default_factory=list)
     empty: dict[str, str] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
     locals: list[dict[str, Variable | None]] = field(default_factory=list)
+    special: dict[str, str] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+    issues: list[Issue] = field(default_factory=list)
+    result: bool | None = True
+    substitution: bool | None = True
+    errexit: bool | None = False
+    guarded: int = 0
+    callers: int = 0
+    loops: int = 0
+    script: Path | None = None
 
     def step(self, characters: int = 0) -> None:
         """Counts one command, and more for a text of many characters. Raises TooMuchError after `MOST_STEPS`."""
@@ -129,7 +151,7 @@ class Shell:
     def take_over(self, other: Shell) -> None:
         """Makes a branch's state this one's."""
         self.variables, self.functions, self.directory = other.variables, other.functions, other.directory
-        self.arguments = other.arguments
+        self.arguments, self.errexit, self.result = other.arguments, other.errexit, other.result
 
     def place(self, line: int) -> str:
         """`run.sh:12`."""
@@ -140,13 +162,30 @@ class Shell:
         if len(value.text) > MOST_CHARACTERS:
             raise TooMuchError(f"${name} has more than {MOST_CHARACTERS} characters")
         before = self.variables.get(name)
+        value = self._as_declared(name, value)
         self.variables[name] = Variable((value,), False, bool(before and before.exported))
 
     def assign_array(self, name: str, values: tuple[Value, ...]) -> None:
         """Sets an array."""
         if len(values) > MOST_WORDS:
             raise TooMuchError(f"${name} has more than {MOST_WORDS} words")
-        self.variables[name] = Variable(values, True)
+        if name in self.special:
+            self.assign(name, Value(""))
+        else:
+            self.variables[name] = Variable(values, True)
+
+    def _as_declared(self, name: str, value: Value) -> Value:
+        """The value that an assignment leaves: not the one that is given, where `declare -i` and its like were used."""
+        if name not in self.special or value.gaps:
+            return value
+        source = f"${{{name}}}"
+        return replace(value, text=source, gaps=(Gap(source, self.special[name]),))
+
+    def drop(self, name: str) -> None:
+        """Makes a variable one that is not set, whatever the environment says."""
+        self.variables.pop(name, None)
+        if name in self.environment:
+            self.variables[name] = Variable((), array=True)
 
     def restore(self, name: str, variable: Variable | None) -> None:
         """Makes a variable what it was; None: not set."""
@@ -177,7 +216,7 @@ def merged(one: Shell, other: Shell, why: str) -> dict[str, Variable]:
     variables: dict[str, Variable] = {}
     for name in one.variables.keys() | other.variables.keys():
         left, right = one.variables.get(name), other.variables.get(name)
-        if left == right and left is not None:
+        if left is not None and right is not None and (left == right or _same(left, right)):
             variables[name] = left
         elif (left is None or left.array) and (right is None or right.array):
             variables[name] = Variable(_joined(left, right, why), array=True)
@@ -189,6 +228,14 @@ def merged(one: Shell, other: Shell, why: str) -> dict[str, Variable]:
             gap = Value(source, (Gap(source, why),), place.file, place.line)
             variables[name] = Variable((gap,), exported=exported)
     return variables
+
+
+def _same(left: Variable, right: Variable) -> bool:
+    """Whether both are one known text, be it written in two places."""
+    if left.array or right.array or left.exported != right.exported or not (left.values and right.values):
+        return False
+    here, there = left.values[0], right.values[0]
+    return here.known and there.known and here.text == there.text
 
 
 def _joined(left: Variable | None, right: Variable | None, why: str) -> tuple[Value, ...]:

@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import read_json
+from ckptkit.storage.links import absent, next_move
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
+from verify.launch.options.speculative import Speculation
+from verify.launch.rules.megatron import experts_of
 from verify.launch.settings.yaml_tree import NULL
 from verify.launch.sides import Side, path_issue
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Group
+from verify.launch.stacks.sizes import Cut, Group
+from verify.launch.words import Word
 
 # The options of slime and miles that do what a setting does: checks of paths are told apart by them.
 HF, LOAD, REF, STEP = "--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"
@@ -23,8 +29,10 @@ class Stacked:
     """A launch of verl, NeMo-RL or ROLL, as its settings say it.
 
     `hf` is the model's HF directory, `models` those of roles with another, `sizes` the parallel sizes of a side by its
-    role. `groups` are compared with
-    their GPUs; `issues` are more that is wrong with sizes. `alike` are roles that start from the same weights.
+    role. `groups` are compared with their GPUs; `issues` are more that is wrong with sizes. `alike` are roles that
+    start from the same weights. `keys` are all dotted keys that the launch writes, `refused` what the stack's own check
+    of them refuses, `cuts` how engines and trainers without Megatron share the model out, `speculation` how the engine
+    drafts.
     """
 
     name: str
@@ -37,6 +45,10 @@ class Stacked:
     alike: tuple[tuple[str, str], ...] = ()
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    keys: Mapping[str, Word] = field(default_factory=dict)
+    refused: tuple[Issue, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    speculation: Speculation | None = None
 
 
 def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:
@@ -46,8 +58,8 @@ def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:
         return None
     if (path / "config.json").exists():
         return Side(role, "hf", path, why)
-    actual = "no such directory" if not path.exists() else "no config.json in it"
-    hint = "give the HF directory of the model"
+    actual = "no such directory" if not path.exists() else absent(path / "config.json")
+    hint = next_move(path / "config.json", "give the HF directory of the model")
     issue = path_issue(settings.place(key), path, "an HF directory with config.json", actual, hint, about=HF)
     return Side(role, None, None, f"{key} {path} is no HF directory: {actual}", (issue,))
 
@@ -79,3 +91,11 @@ def iterations_in(path: Path) -> Sequence[str]:
 def given(text: str) -> bool:
     """Whether a value says something."""
     return text.lower() not in ("", NULL, "none")
+
+
+def experts_in(model: Path | None) -> int:
+    """How many experts the model of a directory has; 0 for a dense one, and where its config.json cannot be read."""
+    try:
+        return experts_of(read_json(model / "config.json")) if model else 0
+    except CkptkitError:
+        return 0

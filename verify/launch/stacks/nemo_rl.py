@@ -13,20 +13,25 @@ Source: NeMo-RL `models/megatron/setup.py` (validate_model_paths, setup_model_an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.arguments import LaunchArguments
+from verify.launch.options.speculative import of_settings
+from verify.launch.rules import nemo_rl as rules
+from verify.launch.rules.settings import Values
 from verify.launch.sides import PathIssue, Side, path_issue
-from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, hf_side, iterations_in
+from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, experts_in, hf_side, iterations_in
+from verify.launch.stacks.nemo_rl_teachers import teacher_nodes
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import NAMES, Gpus, Group, Sizes, engine_of, places
+from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Sizes, engine_cut, engine_of, places
 
 _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"
+_DTENSOR = "policy.dtensor_cfg"
 _GENERATION = "policy.generation"
 # The file that makes a directory of this format an iteration.
 _MARKS = {"megatron_bridge": "run_config.yaml", "megatron_lm": "metadata.json"}
@@ -53,9 +58,11 @@ def read(settings: Settings) -> Stacked:
         resumed = actor is not start
         sides += [actor, *(replace(start, role=role) for role in roles[1:])]
     train, generate = _gpus(settings)
-    rollout, engine, asked = _engine(settings, generate)
+    rollout, engine, asked, served = _engine(settings, generate)
     sizes = _sizes(settings) if megatron else Sizes()
     groups = [sizes.group(role, train) for role in roles] if megatron else []
+    cuts = () if megatron else tuple(_dtensor(settings, roles))
+    groups += [Group(cut.role, train, (_ranks(settings, cut),), cut.where) for cut in cuts]
     arguments = replace(sizes.arguments(engine), **_ends(settings)) if megatron else engine
     hf = settings.model(_MODEL)
     return Stacked(
@@ -67,7 +74,23 @@ def read(settings: Settings) -> Stacked:
         alike=(("actor", ENGINE),) if copied and not resumed else (),
         unread=tuple(settings.unread),
         notes=tuple(settings.notes),
+        refused=tuple(rules.refused(Values(settings), megatron=megatron, experts=experts_in(hf))),
+        cuts=(*(cut for cut in cuts if cut.ranks > 1), *served),
+        speculation=of_settings(settings, f"{_GENERATION}.vllm_kwargs") if engine.server == "vllm" else None,
     )
+
+
+def _dtensor(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
+    """The tensor parallel ranks of a policy without Megatron."""
+    key = f"{_DTENSOR}.tensor_parallel_size"
+    ranks = settings.size(key) if settings.switch(f"{_DTENSOR}.enabled") else None
+    for role in roles if ranks else ():
+        yield Cut(role, "dtensor", ranks or 1, settings.place(key))
+
+
+def _ranks(settings: Settings, cut: Cut) -> tuple[str, tuple[int, ...]]:
+    """What must divide the GPUs of such a policy."""
+    return "tp x cp", (cut.ranks, settings.size(f"{_DTENSOR}.context_parallel_size") or 1)
 
 
 def _reference(settings: Settings) -> bool:
@@ -138,7 +161,7 @@ def _converted(settings: Settings) -> Side | None:
     if not (newer := _newer(Path(model.text), copy)):
         return side
     expected = f"the converted copy, {copy}, made after the files of the model"
-    hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, or delete the copy"
+    hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, which converts it again"
     actual = f"{newer.name} is newer: NeMo-RL loads the copy all the same"
     return replace(side, issues=(path_issue(settings.place(_MODEL), newer, expected, actual, hint, "warning", LOAD),))
 
@@ -161,7 +184,7 @@ def _cache(environment: Mapping[str, str]) -> Path:
 def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
     """The actor after its last step, where there is one; `start` itself otherwise."""
     key = "checkpointing.checkpoint_dir"
-    word = settings.word(key)
+    word = None if settings.is_new(key) else settings.word(key)
     root = Path(word.text) if word else None
     steps = sorted(
         (path for path in (root.glob("step_*") if root and root.is_dir() else ()) if _STEP.fullmatch(path.name)),
@@ -175,7 +198,7 @@ def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
         return start
     if not ((weights / _STATE).exists() or (weights / TRACKER).exists()):
         actual = f"no {_STATE} in it, so the run goes on at {steps[-1].name} with the weights of its start"
-        hint = "the save was cut short: delete this step, or restore its files"
+        hint = "the save was cut short: restore its files, or move this step elsewhere: the one before it then counts"
         issue = path_issue(settings.place(key), weights, "the weights of the last step", actual, hint, about=STEP)
         return replace(start, issues=(*start.issues, issue))
     names = [name for name in iterations_in(weights) if name != "release"]
@@ -186,20 +209,28 @@ def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
 
 
 def _no_weights(settings: Settings, key: str, weights: Path) -> PathIssue:
-    hint = "delete this step, or restore its files"
+    hint = "restore its files, or move this step elsewhere, so that the one before it counts"
     return path_issue(settings.place(key), weights, "an iteration of torch_dist", "none in it", hint, about=STEP)
 
 
 def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
-    """The GPUs of training and of generation, which share them or part them."""
+    """The GPUs of training and of generation, which share them or part them; teachers and a reward model have theirs.
+
+    Source: NeMo-RL `algorithms/grpo.py` (setup), as of 2026-08.
+    """
     nodes, each = settings.size("cluster.num_nodes", None), settings.size("cluster.gpus_per_node", None)
     if nodes is None or each is None:
         _missing(settings, "cluster.num_nodes", "cluster.gpus_per_node")
         return Gpus(), Gpus()
-    all_of_them = Gpus(
-        nodes * each,
-        f"{settings.place('cluster.num_nodes')} {nodes} x {settings.place('cluster.gpus_per_node')} {each}",
-    )
+    said = f"{settings.place('cluster.num_nodes')} {nodes} x {settings.place('cluster.gpus_per_node')} {each}"
+    rewards, teachers = _reward_model(settings, alone=nodes == 1), teacher_nodes(settings)
+    if rewards is None or teachers is None:
+        return Gpus(), Gpus()
+    if rewards:
+        said += f", less {rewards} {'GPUs' if nodes == 1 else 'nodes'} for the reward model"
+    said += f", less {teachers} nodes for teachers" if teachers else ""
+    each, nodes = (each - rewards, 1 - teachers) if nodes == 1 else (each, nodes - rewards - teachers)
+    all_of_them = Gpus(max(nodes, 0) * max(each, 0), said)
     if settings.switch(f"{_GENERATION}.colocated.enabled", True):
         return all_of_them, all_of_them
     resources = f"{_GENERATION}.colocated.resources"
@@ -207,9 +238,17 @@ def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
     own = settings.number(key)
     if own is None:
         return Gpus(), Gpus()
-    taken = own if nodes == 1 else own * each
-    left = Gpus(nodes * each - taken, f"{all_of_them.said}, less {taken} for generation by {settings.place(key)} {own}")
-    return left, Gpus(taken, f"{settings.place(key)} {own}")
+    apart = own if nodes == 1 else own * each
+    left = Gpus(nodes * each - apart, f"{all_of_them.said}, less {apart} for generation by {settings.place(key)} {own}")
+    return left, Gpus(apart, f"{settings.place(key)} {own}")
+
+
+def _reward_model(settings: Settings, alone: bool) -> int | None:
+    """The nodes of a reward model that data asks for, or its GPUs of the only node; None where not known."""
+    names = [key for key in settings.config.names("data") if key.endswith("env_name")]
+    if all(settings.text(key) != "reward_model" for key in names):
+        return 0
+    return settings.number(f"env.reward_model.resources.{'gpus_per_node' if alone else 'num_nodes'}")
 
 
 def _missing(settings: Settings, *keys: str) -> None:
@@ -229,10 +268,11 @@ def _ends(settings: Settings) -> dict[str, Any]:
     return {short: settings.number(f"{_MEGATRON}.{name}") for short, name in names.items()}
 
 
-def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group | None]:
+def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group | None, tuple[Cut, ...]]:
+    """The engine: what it loads, its sizes, its GPUs, and how it cuts the model."""
     backend = settings.text(f"{_GENERATION}.backend")
     if not backend or backend == "megatron":
-        return None, LaunchArguments(), None
+        return None, LaunchArguments(), None, ()
     key, why = _MODEL, f"{backend} takes config and tokenizer from {_MODEL}, its weights come from the actor"
     config = f"{_GENERATION}.{backend}_cfg"
     if backend == "sglang" and settings.word(f"{config}.model_path"):
@@ -242,5 +282,6 @@ def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgument
     keys = [f"{config}.{name}" for name in (("tp_size", "pp_size", "ep_size") if backend == "sglang" else vllm)]
     tp, pp, ep = (settings.size(one) for one in keys)
     if tp is None or pp is None:
-        return side, LaunchArguments(), None
-    return side, engine_of(tp, pp, ep), Group(ENGINE, gpus, (("tp x pp", (tp, pp)),), places(settings, keys[:2]))
+        return side, engine_of(backend, None, None), None, ()
+    group = Group(ENGINE, gpus, (("tp x pp", (tp, pp)),), places(settings, keys[:2]))
+    return side, engine_of(backend, tp, pp, ep), group, engine_cut(backend, ENGINE, tp, ep, settings.place(keys[0]))

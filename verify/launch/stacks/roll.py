@@ -13,19 +13,25 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER
+from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
+from verify.launch.options.speculative import of_settings
+from verify.launch.rules import roll as rules
+from verify.launch.rules.settings import Values
 from verify.launch.sides import PathIssue, Side, path_issue
-from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, given, hf_side
+from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, experts_in, given, hf_side
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Gpus, Group, Sizes, engine_of, places
+from verify.launch.stacks.sizes import Cut, Gpus, Group, Sizes, engine_cut, engine_of, places
 
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
 _MCA = "mca_config.json"
+_LIST = re.compile(r"list\((\[[\d,]*\])\)")
 _RANGE = re.compile(r"list\(range\((\d{1,9})(?:,(\d{1,9}))?(?:,(\d{1,9}))?\)\)")
 _MOST_DEVICES = 1 << 17
 _ELSEWHERE = re.compile(
@@ -39,17 +45,19 @@ def read(settings: Settings) -> Stacked:
     settings.not_looked_at(_ELSEWHERE)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
     sides = {role: _initial(settings, role) for role in roles}
-    resumed = False
+    goes_on = False
     if first := sides["actor"]:
         first = replace(first, issues=(*first.issues, *_lost(settings)))
-        sides["actor"] = _resumed(settings, first)
-        resumed = sides["actor"] is not first
-    rollout, engine, asked = _engine(settings)
+        sides["actor"] = resumed(settings, first)
+        goes_on = sides["actor"] is not first
+    rollout, engine, asked, served = _engine(settings)
     groups = [
         _sizes(settings, role).group(role, _devices(settings, role)) for role in roles if _megatron(settings, role)
     ]
+    shared = tuple(_sequences(settings, roles))
+    groups += [Group(cut.role, _devices(settings, cut.role), (("ulysses_size", (cut.ranks,)),)) for cut in shared]
     hf = settings.model(_key(settings, "actor")) if sides["actor"] else None
-    same = all(sides.get(role) for role in ("actor", "reference")) and not resumed
+    same = all(sides.get(role) for role in ("actor", "reference")) and not goes_on
     every = [*(side for side in sides.values() if side), *([rollout] if rollout else [])]
     return Stacked(
         "ROLL",
@@ -61,7 +69,24 @@ def read(settings: Settings) -> Stacked:
         alike=(("actor", "reference"),) if same else (),
         unread=tuple(settings.unread),
         notes=tuple(settings.notes),
+        refused=tuple(_refused(settings, hf)),
+        cuts=(*shared, *served),
+        speculation=of_settings(settings, _config(ENGINE, "")[:-1]) if engine.server == "vllm" else None,
     )
+
+
+def _refused(settings: Settings, hf: Path | None) -> Iterator[Issue]:
+    """What ROLL's own check refuses."""
+    gpus, megatron = _devices(settings, "actor").count, _megatron(settings, "actor")
+    return rules.refused(Values(settings), gpus=gpus, megatron=megatron, experts=experts_in(hf))
+
+
+def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
+    """The ranks that share a sequence in FSDP."""
+    for role in roles:
+        strategy, key = f"{_ROLES[role]}.strategy_args.strategy_name", f"{_ROLES[role]}.model_args.ulysses_size"
+        if settings.text(strategy).startswith("fsdp2") and (ranks := settings.size(key)) and ranks > 1:
+            yield Cut(role, "ulysses", ranks, settings.place(key))
 
 
 def _reference(settings: Settings) -> bool:
@@ -118,9 +143,13 @@ def _lost(settings: Settings) -> list[PathIssue]:
 
 def _initial(settings: Settings, role: str) -> Side | None:
     """What a role loads before anything is resumed."""
-    key = _key(settings, role)
+    return initial(settings, role, _key(settings, role), _megatron(settings, role))
+
+
+def initial(settings: Settings, role: str, key: str, megatron: bool) -> Side | None:
+    """What a role loads of the directory of a key."""
     side = hf_side(role, settings, key, key)
-    if side is None or side.path is None or not _megatron(settings, role) or not (side.path / _MCA).exists():
+    if side is None or side.path is None or not megatron or not (side.path / _MCA).exists():
         return side
     dist = side.path / "iter_0000001" / "dist_model"
     if (dist / "metadata.json").exists():
@@ -131,7 +160,8 @@ def _initial(settings: Settings, role: str) -> Side | None:
     return side
 
 
-def _resumed(settings: Settings, start: Side) -> Side:
+def resumed(settings: Settings, start: Side) -> Side:
+    """The actor after the checkpoint that it goes on from, where there is one; `start` itself otherwise."""
     key = "resume_from_checkpoint"
     word = settings.word(key)
     if word is None or word.text.lower() == "false":
@@ -175,8 +205,12 @@ def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> Launch
 
 
 def _devices(settings: Settings, role: str) -> Gpus:
+    return devices(settings, _ROLES[role])
+
+
+def devices(settings: Settings, worker: str) -> Gpus:
     """How many GPUs `device_mapping` names. It is Python, of which lists and ranges are understood."""
-    key = f"{_ROLES[role]}.device_mapping"
+    key = f"{worker}.device_mapping"
     if not settings.resolved(key):
         return Gpus()
     if (word := settings.word(key)) is None:
@@ -195,6 +229,7 @@ def _count(text: str) -> int | None:
     if match := _RANGE.fullmatch(text):
         numbers = [int(one) for one in match.groups() if one is not None]
         return len(range(*numbers)) if max(numbers) < _MOST_DEVICES and numbers[2:] != [0] else None
+    text = found[1] if (found := _LIST.fullmatch(text)) else text
     try:
         value = ast.literal_eval(text) if len(text) < _MOST_DEVICES else None
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -202,11 +237,12 @@ def _count(text: str) -> int | None:
     return len(value) if isinstance(value, list) else None
 
 
-def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | None]:
+def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | None, tuple[Cut, ...]]:
+    """The engine: what it loads, its sizes, its GPUs, and how it cuts the model."""
     prefix = _ROLES[ENGINE]
     name = settings.text(f"{prefix}.strategy_args.strategy_name")
     if not name:
-        return None, LaunchArguments(), None
+        return None, LaunchArguments(), None, ()
     key = _key(settings, ENGINE)
     dummy = settings.text(_config(ENGINE, "load_format")) == "dummy"
     weights = "its weights come from the actor" if dummy else "its first weights too"
@@ -217,6 +253,6 @@ def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | N
     tp, *rest = (settings.size(one) for one in keys)
     pp = rest[0] if rest else 1
     if tp is None or pp is None:
-        return side, LaunchArguments(), None
+        return side, engine_of(name, None, None), None, ()
     group = Group(ENGINE, _devices(settings, ENGINE), (("tp x pp", (tp, pp)),), places(settings, keys))
-    return side, engine_of(tp, pp), group
+    return side, engine_of(name, tp, pp), group, engine_cut(name, ENGINE, tp, None, settings.place(keys[0]))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.hub_cache import hub_model
 from verify.launch.settings.config import Config, UnresolvedError
-from verify.launch.words import Word
+from verify.launch.settings.yaml_tree import Tree
+from verify.launch.words import Word, is_new_at_start
 
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
-# `owner/name`, as model hubs have it; and what stands before a path of another machine.
-_HUB, _REMOTE = re.compile(r"[\w-][\w.-]*/[\w.-]+"), re.compile(r"[a-z][a-z0-9+.-]*://")
+# What stands before a path of another machine.
+_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
 @dataclass
@@ -41,6 +44,14 @@ class Settings:
                 self.unread.append(f"{key}: {reason}")
             return None
         return node if isinstance(node, Word) else None
+
+    def is_new(self, key: str) -> bool:
+        """Whether a name has the time of the start in it, so that nothing of that name can be there yet."""
+        try:
+            self.config.find(key)
+        except UnresolvedError as reason:
+            return is_new_at_start(str(reason))
+        return False
 
     def resolved(self, key: str) -> bool:
         """Whether the value of a key is known, be it that there is none."""
@@ -98,8 +109,9 @@ class Settings:
     def model(self, key: str) -> Path | None:
         """The local directory of a model; None where there is none, with a line in `unread` that says why.
 
-        A name on a hub is downloaded by the trainer, so nobody can say here what it will hold. The command line's
-        directory counts before that of a setting, and a note says so.
+        A name on a hub is its snapshot in the local cache. Where that is not whole the trainer downloads it, and nobody
+        can say here what it will hold. The directory of the command line counts before that of a setting, and a note
+        says so.
         """
         stand_in = self.stand_in if key in self.stands_for else None
         said = len(self.unread)
@@ -123,12 +135,16 @@ class Settings:
         if _REMOTE.match(word.text):
             self._say(f"{self.place(key)} {word.text}: not on this machine; copy it here and give its directory")
             return None
-        if _HUB.fullmatch(word.text):
-            self._say(
-                f"{self.place(key)} {word.text}: a name on a model hub; give a local copy of it as --hf-checkpoint"
-            )
-            return None
-        return Path(word.text)
+        if (hub := hub_model(word.text, self.config.environment)) is None:
+            return Path(word.text)
+        if hub.path is None:
+            hint = "give a local copy of it as --hf-checkpoint"
+            self._say(f"{self.place(key)} {word.text}: a name on a model hub, {hub.why}; {hint}")
+        return hub.path
+
+    def written(self) -> dict[str, Word]:
+        """Every single value of the configuration as it is written, by its dotted key."""
+        return dict(_words(self.config.tree, ""))
 
     def not_looked_at(self, pattern: re.Pattern[str]) -> None:
         """Adds a line for every key that matches, is given, and neither false, empty nor null."""
@@ -139,3 +155,11 @@ class Settings:
     def _say(self, line: str) -> None:
         if line not in self.unread:
             self.unread.append(line)
+
+
+def _words(node: Tree | Mapping[str, Tree], prefix: str) -> Iterator[tuple[str, Word]]:
+    if isinstance(node, Word):
+        yield prefix, node
+        return
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        yield from _words(value, f"{prefix}.{key}" if prefix else key)

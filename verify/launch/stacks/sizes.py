@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from verify.issue import Issue
-from verify.launch.arguments import LaunchArguments
+from verify.launch.arguments import LaunchArguments, Server
 from verify.launch.stacks.settings import Settings
 
 # The settings of Megatron's sizes, which all stacks call alike.
@@ -52,6 +53,20 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a role shares a model out otherwise than Megatron does: over `ranks` ranks, as `where` says.
+
+    `by`: an engine's tensor parallel ranks, Ulysses' ranks of a sequence, or DTensor's tensor parallel ranks.
+    """
+
+    role: str
+    by: Literal["sglang", "vllm", "ulysses", "dtensor"]
+    ranks: int
+    where: str
+    ep: int = 1
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Megatron's sizes of a role; None where they are not known, of `etp` and `vpp` also where they are not given."""
 
@@ -87,11 +102,23 @@ class Sizes:
         return replace(engine, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, vpp=self.vpp)
 
 
-def engine_of(tp: int | None, pp: int | None, ep: int | None = None) -> LaunchArguments:
-    """The sizes of a rollout engine; nothing where one that its weights are cut by is not known."""
-    return (
-        LaunchArguments() if tp is None or pp is None else LaunchArguments(engine=tp * pp, engine_pp=pp, engine_ep=ep)
-    )
+def engine_of(server: str, tp: int | None, pp: int | None, ep: int | None = None) -> LaunchArguments:
+    """The sizes of a rollout engine; no size where one that its weights are cut by is not known."""
+    known = server_named(server)
+    if tp is None or pp is None:
+        return LaunchArguments(server=known)
+    return LaunchArguments(engine=tp * pp, engine_pp=pp, engine_ep=ep, server=known)
+
+
+def server_named(name: str) -> Server | None:
+    """The engine that a stack calls so; None for another one."""
+    return "vllm" if name == "vllm" else "sglang" if name == "sglang" else None
+
+
+def engine_cut(server: str, role: str, tp: int | None, ep: int | None, where: str) -> tuple[Cut, ...]:
+    """How an engine cuts the model; nothing of an engine or a size that is not known."""
+    known = server_named(server)
+    return () if known is None or tp is None or tp < 2 else (Cut(role, known, tp, where, ep or 1),)
 
 
 def places(settings: Settings, keys: Sequence[str]) -> str:

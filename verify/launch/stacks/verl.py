@@ -13,16 +13,29 @@ need_reference_policy, _load_checkpoint), `utils/checkpoint/` and the YAML files
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
+from verify.launch.options.speculative import Speculation, of_settings
+from verify.launch.rules import verl as rules
+from verify.launch.rules.settings import Values
 from verify.launch.sides import Side, path_issue
-from verify.launch.stacks.launched import ENGINE, LOAD, REF, STEP, Stacked, given, hf_side, torch_dist_side
+from verify.launch.stacks.launched import (
+    ENGINE,
+    LOAD,
+    REF,
+    STEP,
+    Stacked,
+    experts_in,
+    given,
+    hf_side,
+    torch_dist_side,
+)
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import NAMES, Gpus, Group, Sizes, engine_of, places
+from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Sizes, engine_cut, engine_of, places, server_named
 from verify.launch.stacks.verl_steps import Resumed, resumed_step
 
 _AR = "actor_rollout_ref"
@@ -42,10 +55,12 @@ _ELSEWHERE = re.compile(
     r"num_query_groups|kv_channels|num_moe_experts|moe_ffn_hidden_size|moe_router_topk|vocab_size)$|"
     r"^distillation\..*model_path$|^trainer\.default_hdfs_dir$|load_checkpoint_path$"
 )
+# Folders of verl's own files, of which `folder=file` chooses one.
+GROUPS = frozenset({"actor", "critic", "data", "engine", "model", "optim", "ref", "reward", "rollout"})
 # Files of verl itself, whose settings are those that are taken where a launch says nothing.
 OWN = re.compile(
-    r"(?:ppo_trainer|ppo_megatron_trainer|megatron_(?:actor|critic|ref)|dp_(?:actor|critic|ref)|rollout|hf_model|actor|"
-    r"critic|ref|megatron|fsdp|legacy_data|algorithm|rollout_correction|reward|reward_manager|reward_model|"
+    r"(?:(?:fully_async_|one_step_off_)?ppo(?:_megatron)?_trainer|megatron_(?:actor|critic|ref)|dp_(?:actor|critic|ref)|rollout|hf_model|actor|"
+    r"critic|ref|megatron|fsdp|automodel|veomni|torchtitan|legacy_data|algorithm|rollout_correction|reward|reward_manager|reward_model|"
     r"megatron_reward_loop|dp_reward_loop|distillation|transfer_queue|profiler|legacy_reward_impl|"
     r"\$\{model_engine\}_(?:actor|critic|ref))(?:\.yaml)?"
 )
@@ -60,15 +75,16 @@ def read(settings: Settings, megatron: bool) -> Stacked:
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
     gpus = _gpus(settings)
     groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
-    first = {role: _initial(settings, role) if megatron else _from_hf(settings, role) for role in roles}
+    shared = () if megatron else tuple(_sequences(settings, roles))
+    groups += [Group(cut.role, gpus, (("ulysses_sequence_parallel_size", (cut.ranks,)),), cut.where) for cut in shared]
+    first = {role: _initial(settings, role) if megatron else _from_hf(settings, role, False) for role in roles}
     resumed = resumed_step(settings)
     sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
-    rollout, engine, asked = _rollout(settings, gpus)
+    rollout, engine, asked, served = _rollout(settings, _rollout_gpus(settings) or gpus)
     sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
     settings.not_looked_at(_ELSEWHERE)
     _notes(settings, roles)
-    same = first.get("actor"), first.get("reference")
-    alike = (("actor", "reference"),) if all(same) and not resumed.path else ()
+    alike = [] if resumed.path else _sharing_weights(first)
     hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
     return Stacked(
         "verl",
@@ -78,10 +94,57 @@ def read(settings: Settings, megatron: bool) -> Stacked:
         {"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
         (*groups, asked),
         tuple(_unlike(settings, roles)) if megatron else (),
-        alike,
+        tuple(alike),
         tuple(settings.unread),
         tuple(settings.notes),
+        refused=tuple(_refused(settings, gpus.count, megatron, roles, hf)),
+        cuts=(*shared, *served),
+        speculation=_speculation(settings),
     )
+
+
+def _speculation(settings: Settings) -> Speculation | None:
+    """How the engine drafts: with the model's own layers by `model.mtp`, or as its own settings say.
+
+    Source: verl `workers/config/model.py` (MtpConfig), `vllm_async_server.py`, `async_sglang_server.py`.
+    """
+    mtp, rollout = f"{_AR}.model.mtp", f"{_AR}.rollout"
+    name = server_named(settings.text(f"{rollout}.name"))
+    if name and settings.switch(f"{mtp}.enable") and settings.switch(f"{mtp}.enable_rollout"):
+        sglang = settings.text(f"{mtp}.speculative_algorithm", "EAGLE").upper()
+        method = settings.text(f"{mtp}.method", "mtp") if name == "vllm" else sglang
+        return Speculation(name, method, settings.place(f"{mtp}.enable_rollout"))
+    return of_settings(settings, f"{rollout}.engine_kwargs.vllm") if name == "vllm" else None
+
+
+def _refused(
+    settings: Settings, gpus: int | None, megatron: bool, roles: Sequence[str], hf: Path | None
+) -> Iterator[Issue]:
+    """What verl's own check refuses."""
+    reference = "reference" in roles
+    return rules.refused(Values(settings), gpus=gpus, megatron=megatron, reference=reference, experts=experts_in(hf))
+
+
+def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
+    """The ranks that share a sequence in a trainer without Megatron. The reference takes the actor's size."""
+    actor = (f"{_AR}.actor.ulysses_sequence_parallel_size", f"{_AR}.actor.fsdp_config.ulysses_sequence_parallel_size")
+    own = {
+        "actor": actor,
+        "reference": (f"{_AR}.ref.ulysses_sequence_parallel_size", *actor),
+        "critic": ("critic.ulysses_sequence_parallel_size", "critic.fsdp.ulysses_sequence_parallel_size"),
+    }
+    for role in roles:
+        key = next((one for one in own[role] if settings.word(one) is not None), None)
+        ranks = settings.size(key) if key else None
+        if key and ranks and ranks > 1:
+            yield Cut(role, "ulysses", ranks, settings.place(key))
+
+
+def _sharing_weights(first: Mapping[str, Side | None]) -> list[tuple[str, str]]:
+    """Roles with the same weights before anything is resumed; Megatron weights are those of `model.path` too."""
+    actor, reference = first.get("actor"), first.get("reference")
+    pairs = [("actor", "reference")] if actor and reference else []
+    return [*pairs, ("actor", ENGINE)] if actor and actor.kind == "megatron" else pairs
 
 
 def _is_megatron(settings: Settings, named: bool) -> bool:
@@ -128,9 +191,9 @@ def _notes(settings: Settings, roles: Sequence[str]) -> None:
         )
 
 
-def _from_hf(settings: Settings, role: str) -> Side | None:
+def _from_hf(settings: Settings, role: str, megatron: bool = True) -> Side | None:
     key = _ROLES[role][0]
-    return hf_side(role, settings, key, f"{key}, through a bridge")
+    return hf_side(role, settings, key, f"{key}, through a bridge" if megatron else f"{key}, without Megatron")
 
 
 def _initial(settings: Settings, role: str) -> Side | None:
@@ -191,6 +254,17 @@ def _gpus(settings: Settings) -> Gpus:
     return Gpus(nodes * each, said)
 
 
+def _rollout_gpus(settings: Settings) -> Gpus | None:
+    """The GPUs of a rollout that has its own, as fully_async_policy and one_step_off_policy give it."""
+    keys = "rollout.nnodes", "rollout.n_gpus_per_node"
+    if all(settings.word(key) is None and settings.resolved(key) for key in keys):
+        return None
+    nodes, each = settings.size(keys[0]), settings.size(keys[1], 8)
+    if nodes is None or each is None:
+        return Gpus()
+    return Gpus(nodes * each, f"{settings.place(keys[0])} {nodes} x {settings.place(keys[1])} {each}")
+
+
 def _size_key(settings: Settings, role: str, name: str) -> str:
     """The key that gives a size of a role: the reference takes the actor's where it has none of its own."""
     own = f"{_ROLES[role][1]}.{name}"
@@ -232,7 +306,8 @@ def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
                 yield Issue(expected, actual, hint, severity="warning")
 
 
-def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group]:
+def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group, tuple[Cut, ...]]:
+    """The engine: what it loads, its sizes, its GPUs, and how it cuts the model."""
     prefix = f"{_AR}.rollout"
     name = settings.text(f"{prefix}.name") or "the engine"
     dummy = "dummy" in settings.text(f"{prefix}.load_format", "dummy")
@@ -241,6 +316,8 @@ def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgumen
     keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
     tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
     if tp is None or dp is None or pp is None:
-        return side, LaunchArguments(), Group(ENGINE)
+        return side, engine_of(name, None, None), Group(ENGINE), ()
+    ep = settings.size(f"{prefix}.expert_parallel_size", None)
     group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys))
-    return side, engine_of(tp, pp, settings.size(f"{prefix}.expert_parallel_size", None)), group
+    cuts = engine_cut(name, ENGINE, tp, ep if dp == 1 else None, settings.place(keys[0]))
+    return side, engine_of(name, tp, pp, ep), group, cuts

@@ -32,9 +32,13 @@ def resumed_step(settings: Settings) -> Resumed:
     if mode != "auto":
         return Resumed(None, f"trainer.resume_mode is {mode}")
     key = "trainer.default_local_dir"
+    project, experiment = "trainer.project_name", "trainer.experiment_name"
+    own = settings.is_new(key) or not settings.resolved(key) or settings.word(key) is not None
+    if new := next((one for one in ([key] if own else [project, experiment]) if settings.is_new(one)), None):
+        return Resumed(None, f"{new} has the time of the start in it, so its directory is new")
     if not settings.resolved(key):
         return Resumed(None, f"{key} is not known")
-    names = (settings.text("trainer.project_name", "verl_examples"), settings.text("trainer.experiment_name", "gsm8k"))
+    names = ("", "") if own else (settings.text(project, "verl_examples"), settings.text(experiment, "gsm8k"))
     root = Path(settings.text(key) or f"checkpoints/{names[0]}/{names[1]}")
     place = settings.place(key)
     steps = _steps(root)

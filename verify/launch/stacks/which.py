@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -12,7 +12,7 @@ from verify.launch.settings.config import Config
 from verify.launch.settings.files import Composed, compose
 from verify.launch.settings.overrides import applied, is_override
 from verify.launch.settings.yaml_tree import Tree
-from verify.launch.stacks import nemo_rl, roll, verl
+from verify.launch.stacks import nemo_rl, roll, supervised, verl
 from verify.launch.stacks.launched import Stacked
 from verify.launch.stacks.settings import Settings
 from verify.launch.words import LaunchText, UnresolvedWord, Word
@@ -61,7 +61,7 @@ def read_stack(
     if named.path is None and not any(is_override(word.text) for word in words) and not named.name:
         return None
     composed = compose(named.path) if named.path else Composed({})
-    tree, groups = applied(composed.tree, words)
+    tree, groups = applied(composed.tree, words, lambda name: _is_group(name, named))
     stack = _stack(tree, named)
     if stack is None:
         if config is None:
@@ -70,14 +70,26 @@ def read_stack(
         raise CkptkitError(f"{config} has the settings of none of them: {', '.join(list(tree)[:5])}", hint)
     absent = [word for word in composed.absent if not (stack == "verl" and verl.OWN.fullmatch(word.text))]
     unread = [*named.absent, *(f"{word.place}: defaults: {word.text}: no such file beside it" for word in absent)]
-    settings = Settings(Config(tree, environment or {}), hf_checkpoint, frozenset(_MODELS[stack]), unread=unread)
+    unread += [f"{word.place}: {word.text}: the file of this group is not read" for word in _other_files(groups)]
+    models = frozenset((*_MODELS[stack], *supervised.MODELS.get(stack, ())))
+    settings = Settings(Config(tree, environment or {}), hf_checkpoint, models, unread=list(unread))
+    whole = not unread and not any(isinstance(word, UnresolvedWord) and word.anything for word in words)
     if stack == "NeMo-RL":
-        return nemo_rl.read(settings)
+        return _written(nemo_rl.read(settings), settings, whole)
     if stack == "ROLL":
-        return roll.read(settings)
+        found = supervised.read_roll(settings) if supervised.is_roll(tree) else roll.read(settings)
+        return _written(found, settings, whole)
     chosen = [word for word in groups if "megatron" in word.text]
+    if supervised.is_verl(tree) and "actor_rollout_ref" not in tree:
+        found = supervised.read_verl(settings, any(word.text.startswith("engine") for word in chosen))
+        return _written(found, settings, whole)
     own = [*composed.absent, *chosen, Word(named.name), Word(named.path.stem if named.path else "")]
-    return verl.read(settings, any("megatron" in word.text for word in own))
+    return _written(verl.read(settings, any("megatron" in word.text for word in own)), settings, whole)
+
+
+def _written(stacked: Stacked, settings: Settings, whole: bool) -> Stacked:
+    """A job with the keys that it writes. Where not all of them are known, what is absent breaks no rule."""
+    return replace(stacked, keys=settings.written(), refused=stacked.refused if whole else ())
 
 
 def agreed(stacked: Stacked, load: Path | None, ref_load: Path | None) -> None:
@@ -121,12 +133,26 @@ def _named(words: Sequence[Word]) -> _Named:
     return _Named(None, name or file, () if own else (f"the file of settings, {path}, is not there",))
 
 
+def _is_group(name: str, named: _Named) -> bool:
+    """Whether a setting chooses a file of a folder: one beside the file of settings, else one of verl's own."""
+    if named.path is not None:
+        return (named.path.parent / name).is_dir()
+    return name in verl.GROUPS
+
+
+def _other_files(groups: Sequence[Word]) -> list[Word]:
+    """The choices of files whose settings are not those that verl has without them."""
+    return [word for word in groups if not verl.OWN.fullmatch(word.text.partition("=")[2])]
+
+
 def _stack(tree: Mapping[str, Tree], named: _Named) -> str | None:
     if "actor_rollout_ref" in tree:
         return "verl"
     policy = tree.get("policy")
     if isinstance(policy, dict) and ("model_name" in policy or "megatron_cfg" in policy or "cluster" in tree):
         return "NeMo-RL"
-    if "actor_train" in tree or "actor_infer" in tree:
+    if "actor_train" in tree or "actor_infer" in tree or supervised.is_roll(tree):
         return "ROLL"
+    if supervised.is_verl(tree):
+        return "verl"
     return "verl" if named.path is None and verl.OWN.fullmatch(named.name) else None

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from ckptkit.core.errors import words_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
 from verify.witnesses.engine.job import AGAIN, DRAFT, FIRST, RESUMED, EngineJob, EngineReport, Reload
@@ -95,7 +96,7 @@ def _reload(
         for method in step:
             getattr(server, method)()
     except Refused as refusal:
-        return Reload(name, refused=str(refusal), tried=not isinstance(refusal, NotTried))
+        return Reload(name, refused=words_of(refusal), tried=not isinstance(refusal, NotTried))
     unequal = server.check("compare") if checked else []
     return Reload(name, "", [one for one in _changed(first, server.held()) if one not in volatile], unequal)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +15,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import one_line
 from ckptkit.core.progress import size
+from ckptkit.core.specs import summarize
 from converters.planner import dims_of, expected_hf
 from converters.registry import family_of
+from quant.formats.part_names import PACKED
+from quant.formats.zero_points import is_expert
 from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.subject import Subject
-from verify.skip import Unable
+from verify.skip import Skip, Unable
 from verify.witnesses.confined import memory_limit
 from verify.witnesses.ending import Ending, ending_path
 from verify.witnesses.engine.job import FIRST, EngineJob, EngineReport, Ids, Reference, ReferenceJob
@@ -27,9 +32,15 @@ from verify.witnesses.engine.predict import texts_of
 from verify.witnesses.engine.text import openings_of, tokenizer_of
 from verify.witnesses.megatron.waves import free_memory
 from verify.witnesses.sglang.job import EngineSizes
-from verify.witnesses.sglang.names import draft_names
+from verify.witnesses.sglang.names import draft_names, fuses_shared
 from verify.witnesses.sglang.run import check_class, engine_sizes, start
 
+# What SGLang says of layers that its kernels or ranks cannot cut, and where it looks for tensors of other names.
+_BY_SHAPE = re.compile(
+    r"Invalid thread config|(?:not|must be) divisible by|not evenly divisible|Unsupported shapes"
+    r"|KeyError\b.*in load_weights\b"
+)
+NO_COUNT = "SGLang gives the choices of experts only with num_experts_per_tok in config.json"
 _START_S = 1200  # importing SGLang and compiling its kernels on a cold machine
 _BYTES_A_SECOND = 20e6
 _SHORT, _LONG = 48, 4096  # tokens of a prompt
@@ -41,7 +52,8 @@ _WITH_ROOM = 1.2  # of a model's size: activations and what loading needs
 class EngineRun:
     """The report of the engine, as far as it came; `failed`: why it is missing or not complete.
 
-    `prompts`, `openings` and `routed_layers` are what it was asked.
+    `prompts`, `openings` and `routed_layers` are what it was asked. `refused`: it has no report because of the sizes or
+    names of the checkpoint's own tensors.
     """
 
     report: EngineReport | None
@@ -49,9 +61,12 @@ class EngineRun:
     failed: str | None = None
     openings: Sequence[Sequence[int]] = ()
     routed_layers: int = 0
+    refused: bool = False
 
     def said(self) -> EngineReport:
-        """The report. Raises Unable where there is none."""
+        """The report. Raises Unable where there is none, Skip where that is a finding of CK511."""
+        if self.refused:
+            raise Skip("not run because the engine cannot serve the checkpoint (CK511)")
         if self.report is None:
             raise Unable(self.failed or "the engine gave no report")
         return self.report
@@ -76,6 +91,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
     config = config_of(subject)
     check_class(config)
     logits = "logits" in subject.against and not draft
+    again = subject.once(no_second_load) is None
     prompts = [] if draft else prompts_of(config, logits)
     openings = openings_of(tokenizer_of(subject.path), config, prompts) if logits else []
     layers = _routed_layers(config) if logits else 0
@@ -89,23 +105,48 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
             str(report),
             prompts,
             sizes,
-            update="update" in subject.against,
-            release_resume="release-resume" in subject.against,
+            update=again and "update" in subject.against,
+            release_resume=again and "release-resume" in subject.against,
             openings=openings,
             routed_layers=layers,
             draft=draft,
         ).save(root / "job-0.json")
         failed = run_process(root, subject, "verify.witnesses.engine.process", report)
         if not report.exists():
+            if failed and _BY_SHAPE.search(failed):
+                return EngineRun(None, failed=failed, refused=True)
             return EngineRun(None, failed=f"the engine failed, which says nothing about the checkpoint: {failed}")
         return EngineRun(EngineReport.load(report), prompts, failed, openings, layers)
 
 
 def _routed_layers(config: Mapping[str, Any]) -> int:
-    """The layers of a model with experts, whose choices SGLang gives where the config has num_experts_per_tok."""
+    """The layers of a model with experts whose choices SGLang gives; 0 where `no_choices` says that it gives none."""
     dims = dims_of(config)
-    known = "num_experts_per_tok" in (config.get("text_config") or config)
-    return dims.layers if dims.experts and known else 0
+    return dims.layers if dims.experts and no_choices(config) is None else 0
+
+
+def no_choices(config: Mapping[str, Any]) -> str | None:
+    """Why an engine cannot tell which experts a token is sent to; None where it can."""
+    family = family_of(config)
+    if not family.sglang.tells_experts:
+        return (
+            f"SGLang's {family.architectures[0]} cannot tell the experts that it chooses: its routers have no layer_id"
+        )
+    return None if "num_experts_per_tok" in (config.get("text_config") or config) else NO_COUNT
+
+
+def no_second_load(subject: Subject) -> str | None:
+    """Why SGLang cannot be updated with this checkpoint, known before it starts; None where it may be."""
+    specs = subject.hf_files.specs
+    joined = fuses_shared(specs)
+    packed = (name for name in specs if name.endswith(PACKED) and not is_expert(name))
+    other = [name for name in packed if not (joined and ".shared_experts." in name)]
+    if not other:
+        return None
+    return (
+        f"not tried, since SGLang cannot load INT4 layers other than routed experts a second time: {summarize(other)}; "
+        "leave only experts in INT4 (`ckptkit quantize --preset rl`)"
+    )
 
 
 def run_reference(subject: Subject) -> Reference:
@@ -224,7 +265,7 @@ def last_error(log: Path) -> str | None:
     block = list(takewhile(lambda line: not line.startswith("["), lines[starts[-1] + 1 :]))
     frames = [line.strip() for line in block if line.startswith("  File ")]
     said = [line for line in block if line and not line.startswith(" ")]
-    return " | ".join([*said[:2], *(f"at {frame}" for frame in frames[-1:])])
+    return one_line(" | ".join([*said[:2], *(f"at {frame}" for frame in frames[-1:])]))
 
 
 def prompts_of(config: Mapping[str, Any], with_long: bool) -> list[list[int]]:

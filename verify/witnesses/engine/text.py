@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptkit.core.errors import words_of
 from verify.evidence.side_files import TOKENIZER
 from verify.skip import Unable
 from verify.witnesses.engine.job import Continuation
@@ -90,7 +91,7 @@ def tokenizer_of(path: Path) -> Any | None:
     except Exception as error:
         if type(error) is not Exception:  # the only class that tokenizers' own code raises for a file
             raise
-        raise Unable(f"{file} is no tokenizer ({error}): take it from the release") from error
+        raise Unable(f"{file} is no tokenizer ({words_of(error)}): take it from the release") from error
     named = [token for _, token in tokenizer.added_tokens_decoder.items() if token.special]
     tokenizer.add_special_tokens({"additional_special_tokens": [str(token) for token in named]})
     return tokenizer

@@ -14,6 +14,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from ckptkit.core.errors import words_of
+
 # What a package raises that finds no driver, no GPU or a library of another CUDA.
 _WITHOUT_CUDA = (ImportError, OSError, RuntimeError, AssertionError)
 # What fails in these is told as it is.
@@ -55,7 +57,7 @@ class _BrokenIsAbsent(MetaPathFinder):
             except _WITHOUT_CUDA as error:
                 if self._inside > 1:
                     raise
-                said = f"{name} is installed and cannot be imported here: {type(error).__name__}: {error}"
+                said = f"{name} is installed and cannot be imported here: {words_of(error, with_class=True)}"
                 raise ModuleNotFoundError(said, name=name) from error
             finally:
                 self._inside -= 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import one_line
 from ckptkit.core.specs import ranges
 from ckptkit.formats.hf.side_files import main_dtype
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
@@ -348,4 +349,4 @@ def _last_words(errors: Path, report: Path, code: int) -> str:
         ]
         said = [line for line in lines if line and set(line) - set("^~ ")][-2:]
     end = how_it_ended(code)
-    return f"{' | '.join(said)[-1000:]} ({end})" if said else str(end)
+    return f"{one_line(' | '.join(said))[-1000:]} ({end})" if said else str(end)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ckptkit.core.errors import words_of
 from ckptkit.formats.hf.reader import read_json
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
 from verify.witnesses.rollouts.job import Prompt, PromptJob, Rendering, save_renderings
@@ -59,7 +60,7 @@ def _rendering(handler: Any, tokenizer: Any, asked: Prompt) -> Rendering:
     try:
         found = handler._process_messages(ChatCompletionRequest(**request, tools=tools), False)
     except ValueError as error:  # what the endpoint answers with 400
-        return Rendering(asked.index, refused=str(error))
+        return Rendering(asked.index, refused=words_of(error))
     rendered = [*found.prompt_ids]
     return Rendering(asked.index) if rendered == [*asked.tokens] else difference(tokenizer, asked, rendered)
 

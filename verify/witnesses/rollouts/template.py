@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
 from verify.witnesses.ending import Phase, PhaseLog, ending_path
 from verify.witnesses.rollouts.job import Prompt, PromptJob, Rendering, save_renderings
 
@@ -45,7 +45,7 @@ def _rendering(tokenizer: Any, asked: Prompt, special: frozenset[int]) -> Render
     try:
         plain = _rendered(tokenizer, asked, {})
     except TemplateError as error:
-        return Rendering(asked.index, refused=str(error))
+        return Rendering(asked.index, refused=words_of(error))
     bare = bool(special) and isinstance(asked.prompt, str) and special.isdisjoint(asked.tokens)
     if plain == list(asked.tokens):
         return Rendering(asked.index, bare=bare)

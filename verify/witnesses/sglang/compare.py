@@ -14,13 +14,14 @@ from torch import Tensor
 
 from converters.planner import expected_hf
 from converters.registry import family_of
-from quant.formats.part_names import WEIGHT_SHAPE
+from quant.formats.part_names import INT4_ENDINGS, WEIGHT_SCALE_INV, WEIGHT_SHAPE
 from verify.witnesses.bits import difference, poisoned
 from verify.witnesses.sglang.job import Observation
 from verify.witnesses.sglang.names import left_empty, of_draft, promised_names, routers
 from verify.witnesses.sglang.placement import Piece, Placement, covered, flat, whole
 from verify.witnesses.sglang.trace import Region
 
+_OF_QUANTIZED = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
 NOWHERE = "it was given to load_weights and written nowhere"
 
 
@@ -72,8 +73,12 @@ class Loaded:
         return promised_names(self.config)
 
     def concerns(self, name: str) -> bool:
-        """Whether a tensor belongs here, and not to a draft model or to what is only carried along."""
-        return not name.startswith(self.draft_prefixes) and not family_of(self.config).carries(name)
+        """Whether a tensor belongs here, and not to a draft model or to what is only carried along.
+
+        Scales and codes of what is carried do: SGLang loads the weight beside them, and without them as other numbers.
+        """
+        carried = family_of(self.config).carries(name) and not name.endswith(_OF_QUANTIZED)
+        return not carried and not name.startswith(self.draft_prefixes)
 
     @cached_property
     def draft_prefixes(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptkit.core.printable import one_line
 from verify.witnesses.bits import difference, poison
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.sglang.compare import Comparison, Loaded
@@ -39,7 +40,7 @@ class _NotFound(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps the message when it says that something was not found."""
         if "not found" in record.getMessage():
-            self.lines.append(record.getMessage())
+            self.lines.append(one_line(record.getMessage()))
 
 
 @dataclass

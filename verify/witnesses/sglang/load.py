@@ -23,7 +23,11 @@ Weights = Iterator[tuple[str, Tensor]]
 
 # What SGLang raises before a model's constructor runs is about our set-up, except what it says of quantization_config.
 SET_UP = Phase("setting SGLang up")
-BUILD = Phase("building the model", ("sglang.srt.models", "sglang.srt.layers.quantization"))
+BUILD = Phase(
+    "building the model",
+    ("sglang.srt.models", "sglang.srt.layers.quantization"),
+    ("sglang.srt.layers.quantization.compressed_tensors",),  # it says of an unknown format that it cannot be imported
+)
 LOAD = Phase("loading the weights", ("sglang",))
 COMPARE = Phase("comparing what was loaded")
 REPACK = Phase("repacking the weights", ("sglang.srt.layers",))

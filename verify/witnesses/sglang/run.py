@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ckptkit.core.printable import one_line
 from ckptkit.formats.hf.reader import read_json
 from converters.open import open_megatron
 from converters.passthrough import passthrough_beside
@@ -36,14 +37,15 @@ _LAST_LINES = 8
 class SglangRun:
     """The witness's report, or SGLang's refusal (`crash`), or why SGLang could not be asked (`unable`).
 
-    `draft`: its report on the draft model, where the checkpoint has multi-token prediction layers; `undrafted`: why
-    there is none.
+    `draft`: its report on the draft model, where the checkpoint has multi-token prediction layers; else
+    `draft_crash`: its refusal to load that, or `undrafted`: why it could not be asked.
     """
 
     report: SglangReport | None
     crash: str | None = None
     unable: str | None = None
     draft: SglangReport | None = None
+    draft_crash: str | None = None
     undrafted: str | None = None
 
 
@@ -83,10 +85,11 @@ def _of_untested(run: SglangRun, found: str) -> SglangRun:
     """What an SGLang that is not known refuses without a GPU may be how ckptkit builds models there."""
     import torch
 
-    if run.crash is None or found in TESTED or torch.cuda.is_available():
+    refusal = run.crash or run.draft_crash
+    if refusal is None or found in TESTED or torch.cuda.is_available():
         return run
-    known = ", ".join(TESTED)
-    return SglangRun(None, unable=f"SGLang {found} was not tested without a GPU ({known} were), and fails: {run.crash}")
+    why = f"SGLang {found} was not tested without a GPU ({', '.join(TESTED)} were), and fails: {refusal}"
+    return SglangRun(None, unable=why) if run.crash else SglangRun(run.report, undrafted=why)
 
 
 def engine_sizes(subject: Subject) -> EngineSizes | None:
@@ -115,6 +118,8 @@ def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[P
     if all(draft.exists() for draft in drafts):
         return SglangRun(report, draft=merged([SglangReport.load(draft) for draft in drafts]))
     ending, said = _cause(failed, reports, logs)
+    if ending.verdict:
+        return SglangRun(report, draft_crash=f"while {ending.phase}, {said}")
     return SglangRun(report, undrafted=f"the draft model was not looked at: while {ending.phase}, {said}")
 
 
@@ -199,7 +204,7 @@ def last_words(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not starts:
-        return f"it last printed: {' | '.join(lines[-_LAST_LINES:])}" if lines else "it printed nothing"
+        return f"it last printed: {one_line(' | '.join(lines[-_LAST_LINES:]))}" if lines else "it printed nothing"
     frames = [line.strip() for line in lines[starts[-1] :] if line.startswith("  File ")]
     message = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
-    return " | ".join([*message[:_LAST_LINES], *(f"at {frame}" for frame in frames[-1:])])
+    return one_line(" | ".join([*message[:_LAST_LINES], *(f"at {frame}" for frame in frames[-1:])]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from sync_engines import EXPERTS, LAYERS, FakeEngine, digest, served, weights
 from torch import Tensor
 
 from ckptkit import CkptkitError
+from ckptkit.app.job import engines as job_engines
 from ckptkit.hooks import SyncResult, WeightSyncCheck
 
 # By hand: embedding, output layer and last norm; five for each layer's attention and norms; two of a dense MLP, or a
@@ -433,3 +435,24 @@ def test_every_must_be_at_least_one() -> None:
 def test_no_engine_is_an_error() -> None:
     with pytest.raises(CkptkitError, match="no engine to check"):
         WeightSyncCheck([], digest=digest)
+
+
+def test_engine_that_is_slow_to_answer_is_named_while_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a check that waits can be told from one that hangs somewhere else."""
+    engine, lines, told = FakeEngine(), list[str](), threading.Event()
+
+    def answer(path: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+        if path == "weights_checker":
+            assert told.wait(30)
+        return engine.answer(path, body)
+
+    def note(line: str, **_: object) -> None:
+        lines.append(line)
+        if "weights_checker" in line:
+            told.set()
+
+    monkeypatch.setattr(job_engines, "_EVERY_S", 0.05)
+    monkeypatch.setattr(job_engines, "print", note, raising=False)
+    with served(answer) as url:
+        send(WeightSyncCheck(url, digest=digest), [engine], 1, weights(1))
+    assert f"ckptkit: 0 s of waiting for {url}/weights_checker" in lines

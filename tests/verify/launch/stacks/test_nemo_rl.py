@@ -171,7 +171,7 @@ def test_gpus_left_for_training_are_compared(base: Path, hf: Path, only: OnlyFin
 
 def test_sglang_and_no_megatron_pass(base: Path, hf: Path) -> None:
     text = (
-        "  megatron_cfg: {enabled: false}\n  generation:\n    backend: sglang\n"
+        "  megatron_cfg: {enabled: false}\n  dtensor_cfg: {enabled: true}\n  generation:\n    backend: sglang\n"
         "    sglang_cfg: {model_path: '${policy.model_name}', tp_size: 2}\n"
     )
     report = preflight(script=model(base, hf, text))

@@ -64,6 +64,17 @@ def test_a_first_run_from_hf_passes(hf: Path, tmp_path: Path, monkeypatch: pytes
     ]
 
 
+def test_a_run_without_megatron_loads_through_no_bridge(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fsdp = ["--config-name=ppo_trainer", *GRPO[1:], f"actor_rollout_ref.model.path={hf}", f"{ACTOR}.use_kl_loss=True"]
+    report = preflight(arguments=fsdp)
+    assert passes(report)
+    assert loads(report)[1] == f"reference loads {hf} (HF): actor_rollout_ref.model.path, without Megatron"
+    assert not [line for line in loads(report) if "bridge" in line]
+
+
 def test_torch_dist_for_actor_and_reference_with_sizes_passes(hf: Path, torch_dist: Path) -> None:
     megatron = f"{ACTOR}.megatron"
     sizes = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "expert_model_parallel_size=4"]
@@ -149,6 +160,7 @@ def test_experts_and_engine_that_do_not_divide_the_gpus_are_found(hf: Path) -> N
     assert [finding.expected.partition(" (")[0] for finding in report.findings if finding.code == "CK722"] == [
         "GPUs of the actor that divide by ep x etp x pp = 3 x 1 x 1 = 3",
         "GPUs of the rollout engine that divide by tp x dp x pp = 16 x 1 x 1 = 16",
+        "num_attention_heads that divides over 16 ranks",
     ]
 
 

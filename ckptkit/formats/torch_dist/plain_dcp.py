@@ -1,0 +1,54 @@
+"""Tells torch's own distributed checkpoints (DCP) from Megatron's torch_dist, which uses the same kind of files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from ckptkit.core.errors import UnsupportedError
+
+_OF_MEGATRON = re.compile(r"(?:^|\.)(?:(?:decoder|encoder|mtp)\.layers\.|embedding\.word_embeddings\.|output_layer\.)")
+# What Megatron-LM puts into every state dict beside the weights.
+_ARGUMENTS = {"args", "checkpoint_version"}
+# Megatron-FSDP keeps its wrapper's name before those of the model, and random states by pipeline and tensor rank.
+_OF_MEGATRON_FSDP = re.compile(r"model\d*\.module\.|rng_state\.\(")
+_EXPORT = "export it to HF from the run that wrote it (Megatron-Bridge: AutoBridge.save_hf_pretrained)"
+_KEEP = "keep this directory: ckptkit has not looked at what is in it"
+
+
+def refuse_plain_dcp(path: Path, keys: Collection[str], by_torch: bool) -> None:
+    """Raises UnsupportedError, naming the format, where `path` is a DCP checkpoint and none of torch_dist.
+
+    It may be sound. `keys` are those of its `.metadata`, and `by_torch` whether that says how names are nested. One of
+    torch_dist whose metadata.json and common state were lost is left to those who ask for them.
+
+    Source: Megatron-LM `training/checkpointing.py` (`save_checkpoint`, `generate_state_dict`): for `fsdp_dtensor` and
+    `torch_dcp` it calls torch's `save`, which writes neither file and, unlike Megatron's planner, how names are nested.
+    """
+    apart = (path / "metadata.json").exists() or (path / "common.pt").exists()
+    if apart or any(key.startswith("common_state") for key in keys):
+        return
+    if not keys or (not by_torch and any(map(_OF_MEGATRON.search, keys))):
+        return
+    what, hint = _named(keys)
+    raise UnsupportedError(f"{path} is {what}, which ckptkit does not read", f"{hint}; {_KEEP}")
+
+
+def _named(keys: Collection[str]) -> tuple[str, str]:
+    """The format in words, and what to do."""
+    if not _ARGUMENTS.issubset(key.partition(".")[0] for key in keys):
+        return (
+            "a checkpoint of torch.distributed.checkpoint (DCP) and not of Megatron",
+            "export it to HF safetensors with the trainer that wrote it, or read it with torch "
+            "(`python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE`)",
+        )
+    if any(map(_OF_MEGATRON_FSDP.match, keys)):
+        return (
+            "a checkpoint of Megatron-FSDP (--ckpt-format fsdp_dtensor)",
+            f"Megatron-LM loads it with --use-megatron-fsdp; for anything else {_EXPORT}",
+        )
+    return (
+        "a Megatron-LM checkpoint of torch's FSDP2 (--ckpt-format torch_dcp)",
+        f"Megatron-LM loads it with --use-torch-fsdp2; for anything else {_EXPORT}",
+    )

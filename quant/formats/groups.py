@@ -1,0 +1,143 @@
+"""The config_groups of a compressed-tensors config: which modules each is for, and what readers refuse of them.
+
+Several groups may quantize a model: INT4 beside FP8, or INT4 in several group sizes. Imports no compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from ckptkit.formats.hf.side_files import quantization_of
+from quant.formats.scheme import BITS, FORMAT
+from quant.patterns.entries import matcher
+
+Kind = Literal["packs", "other"]  # what a group makes of its modules: INT4, or any other format
+_REORDERED = ("group", "dynamic", True)
+_IN_ORDER = ("weight", "static")
+SGLANG = ("SGLang 0.5.16", "SGLang 0.5.23")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One config group: its `targets` (module names, `re:` patterns, classes) and what QuantizationArgs say of it."""
+
+    targets: tuple[str, ...]
+    weights: Mapping[str, Any]
+    activations: bool
+
+    @property
+    def kind(self) -> Kind:
+        """Whether its modules are INT4 with activations as they are (W4A16)."""
+        plain = self.weights.get("type", "int") == "int" and not self.activations
+        return "packs" if plain and self.weights.get("num_bits") == BITS else "other"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One entry of `targets`, and what its group makes of the modules that it matches."""
+
+    pattern: str
+    kind: Kind
+
+
+LINEAR = (Target("Linear", "packs"),)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What `readers` refuse of a quantization_config that others take, and the next move."""
+
+    readers: tuple[str, ...]
+    what: str
+    hint: str
+
+
+def groups_of(config: Mapping[str, Any]) -> tuple[Group, ...]:
+    """The config groups of a config.json in their order.
+
+    Raises CkptkitError for groups that are not as compressed-tensors writes them.
+    """
+    content = quantization_of(config)
+    groups = content.get("config_groups") if isinstance(content, Mapping) else None
+    if not isinstance(groups, Mapping) or not all(
+        isinstance(group, Mapping)
+        and isinstance(group.get("targets"), list)
+        and isinstance(group.get("weights") or {}, Mapping)
+        for group in groups.values()
+    ):
+        raise CkptkitError(
+            f"config.json: config_groups are not as compressed-tensors writes them: {shortened(groups)}",
+            "restore config.json from the release",
+        )
+    return tuple(
+        Group(
+            tuple(map(str, group["targets"])),
+            group.get("weights") or {},
+            bool(group.get("input_activations") or group.get("output_activations")),
+        )
+        for group in groups.values()
+    )
+
+
+def targets_of(groups: Sequence[Group]) -> tuple[Target, ...]:
+    """The targets of all groups, each once and in the order that readers try them in."""
+    found = {target: Target(target, group.kind) for group in groups for target in group.targets if group.weights}
+    return tuple(found.values())
+
+
+def group_of(groups: Sequence[Group], module: str) -> Group | None:
+    """The group that quantizes a Linear module, as compressed-tensors has it: its name counts before its class."""
+    named = (group for group in groups if any(_names(target, module) for target in group.targets))
+    by_class = (group for group in groups if "Linear" in group.targets)
+    return next(named, None) or next(by_class, None)
+
+
+def _names(target: str, module: str) -> bool:
+    return bool(matcher(target)(module)) if target.startswith("re:") else target == module
+
+
+def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """What readers refuse of this config's INT4 groups, though it is valid by itself.
+
+    Source: runs of SGLang 0.5.16 (`tests/verify/witnesses/test_sglang_groups.py`) and of compressed-tensors 0.15.0.1 to
+    0.20.0, `QuantizationArgs.validate_actorder`. Raises CkptkitError as `groups_of`.
+    """
+    packed = [group.weights for group in groups_of(config) if group.kind == "packs"]
+    form = quantization_of(config).get("format")
+    if packed and isinstance(form, str) and form != FORMAT:
+        yield Refusal(
+            SGLANG,
+            f"format is {form!r}, and SGLang loads INT4 weights only where it is {FORMAT!r}",
+            f"where {FORMAT} weights are stored (weight_packed, weight_scale, weight_shape), set `format` to "
+            f"{FORMAT!r}; the format of another group may stand in that group",
+        )
+    if strategies := [name for name in map(_strategy, packed) if name not in ("group", "channel")]:
+        yield Refusal(
+            SGLANG,
+            f"strategy is {strategies[0]!r}, for which SGLang has no INT4 scheme",
+            "quantize with groups of 32, 64 or 128 inputs, or with one scale a row (strategy 'channel')",
+        )
+    if any(weights.get("actorder") in _REORDERED for weights in packed):
+        yield Refusal(
+            ("compressed-tensors", "transformers", *SGLANG),
+            "actorder is 'group' (or its alias 'dynamic'), which compressed-tensors refuses from 0.19 on, and every "
+            "engine beside it",
+            "quantize with actorder 'weight' or without; compressed-tensors up to 0.18 takes it",
+        )
+    if any(weights.get("actorder") in _IN_ORDER and _strategy(weights) == "channel" for weights in packed):
+        yield Refusal(
+            ("vLLM",),
+            "actorder stands beside one scale a row, which compressed-tensors refuses up to 0.15, as vLLM 0.19 to 0.22 "
+            "require it",
+            "set `actorder` to null: with one scale a row it says nothing",
+        )
+
+
+def _strategy(weights: Mapping[str, Any]) -> object:
+    """The strategy, or what compressed-tensors takes for it where there is none."""
+    size = weights.get("group_size")
+    return weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")

@@ -1,0 +1,181 @@
+"""What each reader makes of an `ignore` list and of targets: which modules it takes for packed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from converters.registry import FAMILIES
+from quant.formats.groups import LINEAR, Target
+from quant.patterns.entries import check_lookups, matcher
+from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
+from quant.selection.readers import RULES
+
+Answer = Literal["packs", "other", "keeps", "refuses"]
+_BY_CLASS = ("compressed-tensors", "transformers")
+_LAST = "\U0010ffff"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reader and one `ignore` list.
+
+    The names that it looks up for every matrix, and what each entry covers of them.
+
+    `answers[i]`: whether it `packs` or `keeps` matrix i (or takes it for packed or not), takes it for quantized in
+    the `other` format of another config group, or `refuses` a fused layer that is covered in part.
+    """
+
+    reader: str
+    asked: tuple[tuple[str, ...], ...]
+    covers: Mapping[str, frozenset[str]]
+    answers: tuple[Answer, ...]
+
+    @cached_property
+    def _asking(self) -> Mapping[str, list[int]]:
+        found: dict[str, list[int]] = defaultdict(list)
+        for index, names in enumerate(self.asked):
+            for name in names:
+                found[name].append(index)
+        return found
+
+    def covering(self, pattern: str) -> list[int]:
+        """The matrices, by index, for which this reader looks up a name that an entry covers."""
+        return sorted({index for name in self.covers[pattern] for index in self._asking[name]})
+
+    def covered(self, pattern: str, index: int) -> bool:
+        """Whether an entry covers a name that this reader looks up for the matrix at `index`."""
+        return any(name in self.covers[pattern] for name in self.asked[index])
+
+
+def read(
+    reader: str,
+    matrices: Sequence[Matrix],
+    ignore: Sequence[str],
+    config: Mapping[str, Any],
+    targets: Sequence[Target] = LINEAR,
+) -> Reading:
+    """What `reader` makes of `ignore`. `targets` are those of config.json: modules of these classes or names."""
+    entry = FAMILIES[str(config.get("model_type"))].sglang.entry if reader.startswith("SGLang") else str
+    asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
+    names = sorted({name for several in asked for name in several})
+    check_lookups(ignore, len(names))
+    covers = {pattern: covered(reader, entry(pattern), names) for pattern in dict.fromkeys(ignore)}
+    ignored = frozenset[str]().union(*covers.values())
+    layers = [_layer(reader, matrix) for matrix in matrices]
+    targeted = _targeted(reader, sorted({*names, *filter(None, layers)}), targets)
+    answers: dict[tuple[str, tuple[str, ...]], Answer] = {
+        (layer, several): _answer(reader, layer, several, ignored, targeted)
+        for layer, several in set(zip(layers, asked, strict=True))
+    }
+    by_class = reader in _BY_CLASS
+    found: Iterator[Answer] = (
+        "keeps" if by_class and not matrix.linear else answers[layer, several]
+        for matrix, layer, several in zip(matrices, layers, asked, strict=True)
+    )
+    return Reading(reader, asked, covers, tuple(found))
+
+
+def read_all(
+    readers: Iterable[str],
+    matrices: Sequence[Matrix],
+    ignore: Sequence[str],
+    config: Mapping[str, Any],
+    targets: Sequence[Target] = LINEAR,
+) -> dict[str, Reading]:
+    """What each of `readers` makes of `ignore`; compressed-tensors in any case, since transformers reads as it does."""
+    base = read("compressed-tensors", matrices, ignore, config, targets)
+    found = {
+        reader: replace(base, reader=reader) if reader in _BY_CLASS else read(reader, matrices, ignore, config, targets)
+        for reader in readers
+    }
+    return {"compressed-tensors": base, **found}
+
+
+def _asked(
+    reader: str, matrices: Iterable[Matrix], ignore: set[str], config: Mapping[str, Any]
+) -> Iterator[tuple[str, ...]]:
+    if reader == "slime":
+        # It packs what ends so, and fused experts do not.
+        yield from ((matrix.tensor,) if matrix.tensor.endswith(".weight") else () for matrix in matrices)
+        return
+    if reader in _BY_CLASS:
+        yield from ((matrix.module,) for matrix in matrices)
+        return
+    packed_modules = FAMILIES[str(config.get("model_type"))].sglang.packed_modules
+    known: dict[str | None, tuple[str, ...]] = {None: ()}  # an engine asks once about all experts of a layer
+    for matrix in matrices:
+        layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm
+        if layer not in known:
+            known[layer] = (
+                names_in_sglang(matrix, ignore, packed_modules)
+                if reader.startswith("SGLang")
+                else names_in_vllm(matrix, ignore)
+            )
+        yield known[layer]
+
+
+def covered(reader: str, pattern: str, names: Sequence[str]) -> frozenset[str]:
+    """Those of `names` (sorted) that an entry covers: `RULES[reader]` for all of them at once."""
+    if pattern.startswith("re:"):
+        match = matcher(pattern, max(map(len, names), default=0))
+        return frozenset(name for name in names if match(name))
+    if reader == "slime":
+        return frozenset(names[bisect_left(names, pattern) : bisect_left(names, pattern + _LAST)])
+    rule = RULES[reader]
+    return frozenset(name for name in names if rule(name, pattern))
+
+
+def _layer(reader: str, matrix: Matrix) -> str:
+    """What a reader holds against targets before the names that it looks up in `ignore`: the fused layer's own name.
+
+    Empty where it is one of those names, as of routed experts.
+    """
+    layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm if reader == "vLLM" else None
+    return "" if layer is None or layer.endswith(".experts") else layer
+
+
+@dataclass(frozen=True)
+class _Targeted:
+    """What targets make of modules: by name, and of the class Linear; None: no target is for them."""
+
+    by_name: Mapping[str, Answer]
+    by_class: Answer | None
+
+    def of(self, layer: str, names: Sequence[str]) -> set[Answer | None]:
+        """Of a layer: by its own name, then its class, then the names of its parts."""
+        if layer in self.by_name:
+            return {self.by_name[layer]}
+        parts = {self.by_name.get(name, self.by_class) for name in names}
+        if not layer:
+            return parts
+        # Parts by name count only where there is a target for all of them.
+        return {self.by_class} if self.by_class is not None or None in parts else parts
+
+
+def _targeted(reader: str, names: Sequence[str], targets: Sequence[Target]) -> _Targeted:
+    """What is to be quantized where `ignore` does not cover it. slime reads no targets."""
+    if reader == "slime":
+        return _Targeted({}, "packs")
+    by_name: dict[str, Answer] = {}
+    for target in targets:
+        if target.pattern != "Linear":
+            by_name = dict.fromkeys(covered("vLLM", target.pattern, names), target.kind) | by_name
+    return _Targeted(by_name, next((target.kind for target in targets if target.pattern == "Linear"), None))
+
+
+def _answer(reader: str, layer: str, asked: Sequence[str], ignored: frozenset[str], targeted: _Targeted) -> Answer:
+    if not asked:
+        return "keeps"
+    covers = {name in ignored for name in asked}
+    if covers == {True}:
+        return "keeps"
+    # SGLang demands a target for every layer that is not ignored.
+    answers = {
+        answer or ("refuses" if reader.startswith("SGLang") else "keeps") for answer in targeted.of(layer, asked)
+    }
+    return answers.pop() if len(answers) == 1 and covers == {False} else "refuses"

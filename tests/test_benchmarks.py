@@ -1,0 +1,50 @@
+"""Every section of `make bench` runs: once, on the smallest model that it has."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from processes import python
+
+from benchmarks import run
+
+NEEDS = {"witness": "sglang", "megatron": "megatron", "layouts": "megatron", "ray": "ray"}
+# What each row of a section says, whatever it measures.
+COLUMNS = {
+    "kernels": {"what", "seconds", "baseline", "ratio"},
+    "cuda": {"layer", "way"},
+    "offline": {"what", "on disk", "ratio to cat"},
+    "convert": {"what", "seconds", "ratio to cp -r"},
+    "scale": {"GB", "what", "seconds"},
+    "verifier": {"GB", "what", "seconds"},
+    "witness": {"model", "witness", "ratio"},
+    "megatron": {"what", "seconds", "ratio to the plain load"},
+    "layouts": {"ranks", "seconds", "largest process MiB"},
+    "plan": {"what", "seconds", "peak MiB"},
+    "launches": {"launch", "seconds", "seconds again"},
+    "ray": {"workers", "seconds", "throughput to 1 worker's"},
+}
+
+
+def test_every_section_is_run_here() -> None:
+    assert set(run.SECTIONS) == set(COLUMNS)
+
+
+@pytest.mark.parametrize("section", COLUMNS)
+def test_section_measures_its_smallest_model(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if section in NEEDS and find_spec(NEEDS[section]) is None:
+        pytest.skip(f"needs {NEEDS[section]}")
+    if section == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    monkeypatch.chdir(tmp_path)
+    done = python(run.__file__, section, BENCH_SMALLEST="1", BENCH_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "bench.json").read_text())[section]
+    assert rows
+    for row in rows:
+        assert COLUMNS[section] <= row.keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]

@@ -1,0 +1,126 @@
+"""Two sets of weights in one directory: who reads which, as transformers and SGLang themselves do, and no loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from fixture_types import CopyOf, OnlyFinding, PathOf
+from safetensors.torch import save_file
+
+from verify.run import verify
+
+INDEX, SINGLE, NORM = "model.safetensors.index.json", "model.safetensors", "model.norm.weight"
+KEEP = "may be the only copy of what was trained"
+# The files that SGLang's loader chooses in a directory.
+SGLANG = """
+import json, sys
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.model_loader import loader
+loader.get_server_args = lambda: None
+for path in sys.argv[1:]:
+    found = loader.DefaultModelLoader(LoadConfig())._prepare_weights(path, None, True)[1]
+    print("files", json.dumps(sorted(file.rpartition("/")[2] for file in found)))
+"""
+
+
+@pytest.fixture
+def both(releases: PathOf, copy_of: CopyOf) -> Path:
+    """Shards with an index, and a newer model.safetensors: what `save_pretrained` with larger shards leaves behind."""
+    path = copy_of(releases("qwen2-tied"))
+    trained = {name: tensor + 1 if name == NORM else tensor for name, tensor in models.tensors(path).items()}
+    save_file(trained, path / SINGLE, metadata={"format": "pt"})
+    for file in path.glob("*-of-*.safetensors"):
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+    os.utime(path / SINGLE, (1_750_000_000, 1_750_000_000))
+    return path
+
+
+@pytest.fixture
+def without_index(tmp_path: Path) -> Path:
+    models.save("qwen2-tied", tmp_path / "one", shard_size="1GB")
+    shutil.copy(tmp_path / "one" / SINGLE, tmp_path / "one" / "old.safetensors")
+    return tmp_path / "one"
+
+
+def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(both: Path, only: OnlyFinding) -> None:
+    finding = only(verify(both))
+    assert (finding.code, finding.severity, finding.file) == ("CK104", "error", str(both / SINGLE))
+    assert finding.actual == (
+        f"transformers reads {SINGLE}, SGLang the shards of {INDEX}; changed last: {SINGLE} (2025-06-15 15:06:40 UTC)"
+    )
+    assert KEEP in finding.hint
+    assert "remove" not in finding.hint
+
+
+def test_the_older_single_file_is_not_called_the_newer(both: Path, only: OnlyFinding) -> None:
+    os.utime(both / SINGLE, (1_600_000_000, 1_600_000_000))
+    actual = only(verify(both)).actual
+    assert f"changed last: {SINGLE}" not in actual
+    assert "(2023-11-14 22:13:20 UTC)" in actual
+
+
+def test_transformers_takes_the_single_file(both: Path, releases: PathOf) -> None:
+    from transformers import AutoModelForCausalLM
+
+    held = AutoModelForCausalLM.from_pretrained(both, dtype=torch.bfloat16).state_dict()[NORM]
+    assert torch.equal(held, models.tensors(releases("qwen2-tied"))[NORM] + 1)
+
+
+@pytest.mark.sglang
+def test_sglang_takes_the_shards_and_without_an_index_every_file(
+    both: Path, without_index: Path, only: OnlyFinding
+) -> None:
+    words = [sys.executable, "-c", SGLANG, both, without_index]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300).stdout
+    chosen = [json.loads(line.removeprefix("files ")) for line in printed.splitlines() if line.startswith("files ")]
+    shards = set(json.loads((both / INDEX).read_text())["weight_map"].values())
+    assert chosen == [sorted(shards), [SINGLE, "old.safetensors"]]
+    finding = only(verify(without_index))
+    assert finding.actual.startswith(f"SGLang reads old.safetensors too, transformers {SINGLE} alone; changed last: ")
+    assert KEEP in finding.hint
+
+
+def test_file_that_the_index_does_not_name_is_not_to_be_deleted(
+    releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    save_file({NORM: torch.ones(128, dtype=torch.bfloat16)}, path / "old.safetensors")
+    finding = only(verify(path))
+    assert finding.actual.startswith("the index names none of its tensors, and loaders follow it; changed last: ")
+    assert KEEP in finding.hint
+
+
+def test_tensor_in_two_shards_names_the_newer(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    index = json.loads((path / INDEX).read_text())
+    home = index["weight_map"][NORM]
+    shutil.copyfile(path / home, path / "copy.safetensors")
+    os.utime(path / home, (1_700_000_000, 1_700_000_000))
+    index["weight_map"]["another"] = "copy.safetensors"
+    (path / INDEX).write_text(json.dumps(index))
+    (found,) = (one for one in verify(path).findings if one.tensor == NORM)
+    assert found.actual.startswith(f"it stands in copy.safetensors and {home}; changed last: copy.safetensors (")
+    assert KEEP in found.hint
+
+
+def test_no_hint_advises_to_delete_weights() -> None:
+    """What lies in a directory is the user's, who alone knows what it cost: hints say to move it elsewhere."""
+    root = Path(__file__).resolve().parents[3]
+    said = {
+        file.relative_to(root).as_posix(): line.strip()
+        for package in ("ckptkit", "converters", "quant", "verify")
+        for file in sorted((root / package).rglob("*.py"))
+        for line in file.read_text().splitlines()
+        if any(
+            f"{word} {what}" in line for word in ("remove", "delete") for what in ("it ", 'it"', "the tensor", "this")
+        )
+    }
+    assert said == {}

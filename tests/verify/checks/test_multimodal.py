@@ -1,0 +1,250 @@
+"""CK104 and CK730: a multimodal config without its vision tower, and one class's config over another's names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from check_examples import hold_example
+from families import CASES, case
+from fixture_types import CodesOf, OnlyFinding, RunAlone
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ckptkit.app.api import convert
+from ckptkit.core.errors import CkptkitError
+from verify.launch.preflight import preflight
+from verify.run import verify
+
+Rename = Callable[[str], str]
+# Test models with a vision tower, and how the names of what is beside their language model begin.
+TOWERS = {
+    "qwen2_5_vl": ["visual.*"],
+    "qwen3_vl-tied": ["model.visual.*"],
+    "qwen3_vl_moe": ["model.visual.*"],
+    "qwen3_5": ["model.visual.*"],
+    "gemma3": ["vision_tower.*", "multi_modal_projector.*"],
+    "kimi_k25": ["vision_tower.*", "mm_projector.*"],
+}
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`release(name)`: a test model as its release would look. Read only."""
+    root = tmp_path_factory.mktemp("multimodal")
+
+    def made(name: str) -> Path:
+        if not (root / name).exists():
+            case.save(name, CASES[name], root / name, torch.bfloat16)
+        return root / name
+
+    return made
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / "config.json").read_text()))
+
+
+def stored(source: Path, path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Path:
+    """The release with other tensors, in one file, and another config."""
+    path.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors" and not file.name.endswith("index.json"):
+            shutil.copy(file, path)
+    save_file(dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def without_tower(source: Path, path: Path, name: str) -> Path:
+    begins = tuple(tower.removesuffix("*") for tower in TOWERS[name])
+    kept = {key: value for key, value in models.tensors(source).items() if not key.startswith(begins)}
+    return stored(source, path, kept, config_of(source))
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_lost_vision_tower_is_found_in_headers(
+    name: str, release: Callable[[str], Path], tmp_path: Path, codes: CodesOf
+) -> None:
+    """SGLang builds it all the same and leaves it unwritten: tests/verify/witnesses/test_sglang_configs.py."""
+    report = verify(without_tower(release(name), tmp_path / "model", name))
+    assert codes(report) == ["CK730"]
+    assert [finding.tensor for finding in report.findings] == TOWERS[name]
+    assert {finding.severity for finding in report.findings} == {"error"}
+    if name == "qwen3_vl-tied":
+        hold_example("CK730", report.findings[0])
+
+
+def test_preflight_finds_a_lost_vision_tower(release: Callable[[str], Path], tmp_path: Path, codes: CodesOf) -> None:
+    path = without_tower(release("qwen3_vl-tied"), tmp_path / "model", "qwen3_vl-tied")
+    assert "CK730" in codes(preflight(hf_checkpoint=path))
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("qwen3_vl-tied", "model.visual.blocks.1."),
+        ("qwen2_5_vl", "visual.blocks.1."),
+        ("gemma3", "vision_tower.encoder.layers.1."),
+    ],
+)
+def test_a_lost_block_of_a_tower_is_named(
+    name: str, lost: str, release: Callable[[str], Path], tmp_path: Path, alone: RunAlone
+) -> None:
+    tensors = models.tensors(release(name))
+    kept = {key: value for key, value in tensors.items() if not key.startswith(lost)}
+    wanted = {
+        key for key, value in tensors.items() if key.startswith(lost) and key.endswith("weight") and value.ndim == 2
+    }
+    path = stored(release(name), tmp_path / "model", kept, config_of(release(name)))
+    _, found = alone("CK730", path)
+    assert {str(finding.tensor) for finding in found} == wanted
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_whole_tower_is_passed(name: str, release: Callable[[str], Path], alone: RunAlone) -> None:
+    result, found = alone("CK730", release(name))
+    assert result is not None
+    assert (result.status, found) == ("passed", [])
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5_text-tied", "qwen3-tied"])
+def test_a_class_of_the_language_model_alone_needs_no_tower(
+    name: str, release: Callable[[str], Path], alone: RunAlone
+) -> None:
+    assert alone("CK730", release(name)) == (None, [])
+
+
+def test_convert_refuses_to_write_a_class_without_its_tower(release: Callable[[str], Path], tmp_path: Path) -> None:
+    """As after training on text: the Megatron checkpoint has no tower, and --hf names a directory with a config."""
+    source = release("qwen3_vl-tied")
+    convert(source, tmp_path / "megatron")
+    shutil.rmtree(tmp_path / "megatron" / "carried")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(source / "config.json", bare)
+    with pytest.raises(CkptkitError, match=r"has no model\.visual\.\*, which Qwen3VLForConditionalGeneration") as error:
+        convert(tmp_path / "megatron", tmp_path / "hf", hf=bare)
+    assert "name with --hf the release with its weights" in error.value.hint
+    assert not (tmp_path / "hf").exists()
+    tower = {key: value for key, value in models.tensors(source).items() if key.startswith("model.visual.")}
+    save_file(tower, bare / "model.safetensors", metadata={"format": "pt"})
+    convert(tmp_path / "megatron", tmp_path / "hf", hf=bare)
+    back = models.tensors(tmp_path / "hf")
+    assert back.keys() == models.tensors(source).keys()
+    assert all(back[key].equal(value) for key, value in models.tensors(source).items())
+
+
+def test_convert_says_that_its_source_has_no_tower(release: Callable[[str], Path], tmp_path: Path) -> None:
+    path = without_tower(release("qwen3_vl-tied"), tmp_path / "model", "qwen3_vl-tied")
+    (note,) = convert(path, tmp_path / "megatron").notes
+    assert note.startswith("the source lacks model.visual.*, which its class has")
+
+
+def text_of(source: Path, **changes: Any) -> dict[str, Any]:
+    """The config of the language model alone, of a multimodal one."""
+    config = config_of(source)
+    return dict(config["text_config"]) | {"tie_word_embeddings": config.get("tie_word_embeddings", True)} | changes
+
+
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+GEMMA3 = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "root", "other"),
+    [
+        ("qwen3_vl-tied", QWEN3, "model.", "model.language_model."),
+        ("gemma3", GEMMA3, "model.", "language_model.model."),
+        ("qwen3_vl-tied", None, "model.language_model.", "model."),
+        ("gemma3", None, "language_model.model.", "model."),
+        ("gemma3", None, "language_model.model.", "model.language_model."),
+        ("kimi_k25", None, "language_model.model.", "model."),
+        ("qwen2_5_vl", None, "model.", "model.language_model."),
+    ],
+)
+def test_names_of_another_class_are_one_finding(
+    name: str,
+    changes: Mapping[str, Any] | None,
+    root: str,
+    other: str,
+    release: Callable[[str], Path],
+    tmp_path: Path,
+    only: OnlyFinding,
+) -> None:
+    source = release(name)
+    own = root if changes is None else other  # how the release has them
+    tensors = {f"{other}{key.removeprefix(own)}" if key.startswith(own) else key: value
+               for key, value in models.tensors(source).items()}  # fmt: skip
+    if changes is not None:
+        tensors = {key: value for key, value in tensors.items() if key.startswith(other)}
+    config = config_of(source) if changes is None else text_of(source, **changes)
+    finding = only(verify(stored(source, tmp_path / "model", tensors, config)))
+    assert (finding.code, finding.severity) == ("CK104", "error")
+    assert finding.expected.startswith(f"{root}*, as {config['architectures'][0]} of config.json")
+    assert finding.actual.startswith(f"{other}*, as ")
+    assert f"rename the tensors to {root}*" in finding.hint
+
+
+def test_the_names_that_transformers_has_inside_are_loaded_by_it_alone(
+    release: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As the hint says; SGLang refuses them with a KeyError (test_sglang_configs.py)."""
+    tensors = {
+        key.replace("language_model.model.", "model.language_model.")
+        .replace("vision_tower.", "model.vision_tower.")
+        .replace("multi_modal_projector.", "model.multi_modal_projector."): value
+        for key, value in models.tensors(release("gemma3")).items()
+    }
+    path = stored(release("gemma3"), tmp_path / "model", tensors, config_of(release("gemma3")))
+    _, info = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True)
+    assert (set(info["missing_keys"]), set(info["unexpected_keys"])) == (set(), set())
+    (finding,) = verify(path).findings
+    assert "transformers loads both" in finding.hint
+
+
+def test_a_renamed_language_model_of_qwen3_5_is_a_warning(
+    release: Callable[[str], Path], tmp_path: Path, only: OnlyFinding
+) -> None:
+    """transformers loads these whole, and AutoModelForCausalLM saves them so; SGLang's class has other names."""
+    source = release("qwen3_5")
+    tensors = {
+        key: value
+        for key, value in models.tensors(source).items()
+        if key.startswith(("model.language_model.", "lm_head."))
+    }
+    config = text_of(source, model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], mtp_num_hidden_layers=0)
+    path = stored(source, tmp_path / "model", tensors, config)
+    _, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert (set(info["missing_keys"]), set(info["unexpected_keys"])) == (set(), set())
+    finding = only(verify(path))
+    assert (finding.code, finding.severity) == ("CK104", "warning")
+    assert finding.expected.startswith("model.*, as Qwen3_5ForCausalLM")
+    renamed = {key.replace("model.language_model.", "model."): value for key, value in tensors.items()}
+    assert verify(stored(source, tmp_path / "sound", renamed, config)).findings == []
+
+
+def test_what_is_wrong_beside_the_spelling_is_still_said(release: Callable[[str], Path], tmp_path: Path) -> None:
+    source = release("qwen3_vl-tied")
+    tensors = {
+        key.replace("model.language_model.", "model."): value
+        for key, value in models.tensors(source).items()
+        if "layers.3.mlp.up_proj" not in key
+    }
+    report = verify(stored(source, tmp_path / "model", tensors, config_of(source)))
+    assert {finding.tensor for finding in report.findings} == {
+        None,
+        "model.language_model.layers.3.mlp.up_proj.weight",
+    }
+
+
+def test_tensors_are_those_of_safetensors(release: Callable[[str], Path], tmp_path: Path) -> None:
+    """The helper above writes what it is given."""
+    path = without_tower(release("gemma3"), tmp_path / "model", "gemma3")
+    assert not [key for key in load_file(path / "model.safetensors") if key.startswith("vision_tower")]

@@ -1,0 +1,319 @@
+"""Directories in which checks find nothing to look at: the true cause is the one finding, never a request to report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from fixture_types import CopyOf, OnlyFinding, PathOf
+from huggingface_hub.file_download import repo_folder_name
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckptkit.app.api import convert, inspect, quantize
+from ckptkit.core.errors import CkptkitError, UnsupportedError
+from quant.formats.scheme import QuantScheme
+from verify.check import Check, Tally, run_checks
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.launch.preflight import preflight
+from verify.run import verify
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+Break = Callable[[Path], object]
+
+
+def no_shards(path: Path) -> None:
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+
+
+def pointers(path: Path) -> None:
+    for file in path.glob("*.safetensors"):
+        file.write_text(LFS)
+
+
+def single(content: bytes | None) -> Break:
+    """A directory with one model.safetensors; None: a whole one without tensors."""
+
+    def change(path: Path) -> None:
+        no_shards(path)
+        (path / INDEX).unlink()
+        if content is None:
+            save_file({}, path / SINGLE, metadata={"format": "pt"})
+        else:
+            (path / SINGLE).write_bytes(content)
+
+    return change
+
+
+def empty_index(path: Path) -> None:
+    no_shards(path)
+    (path / INDEX).write_text('{"metadata": {}, "weight_map": {}}')
+
+
+def nothing_but_config(path: Path) -> None:
+    no_shards(path)
+    (path / INDEX).unlink()
+
+
+# What was done to a release, the check that must say so, and words of it.
+BROKEN: dict[str, tuple[Break, str, str]] = {
+    "no shards": (no_shards, "CK102", " more: not there"),
+    "pointers of Git LFS": (pointers, "CK102", "git lfs pull"),
+    "one pointer of Git LFS": (single(LFS.encode()), "CK102", "git lfs pull"),
+    "an empty file": (single(b""), "CK102", "0 bytes, too few for a header"),
+    "no tensors": (single(None), "CK102", "its header names none"),
+    "an empty index": (empty_index, "CK103", "an empty one"),
+    "no weights": (nothing_but_config, "CK103", "no weights: only"),
+}
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe"])
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_true_cause_is_the_one_finding(
+    what: str, name: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    change, code, words = BROKEN[what]
+    path = copy_of(releases(name))
+    change(path)
+    for report in (verify(path), preflight(hf_checkpoint=path)):
+        finding = only(report)
+        assert (finding.code, report.status) == (code, "failed")
+        assert words in finding.actual
+        assert "report this" not in finding.hint
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_without_a_config_too(what: str, releases: PathOf, copy_of: CopyOf) -> None:
+    change, code, _ = BROKEN[what]
+    path = copy_of(releases("qwen2-tied"))
+    change(path)
+    (path / "config.json").unlink()
+    if what == "no weights":  # nothing tells that this was a checkpoint
+        with pytest.raises(CkptkitError, match="holds no checkpoint"):
+            verify(path)
+        return
+    assert [one.code for one in verify(path).findings] == ["CK101", code]
+
+
+def test_no_shards_of_an_int4_checkpoint(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    path = tmp_path / "int4"
+    quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7"))
+    assert verify(path).findings == []
+    no_shards(path)
+    for report in (verify(path), preflight(hf_checkpoint=path)):
+        assert only(report).code == "CK102"
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_no_shards_of_a_model_with_a_vision_tower(
+    name: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases(name))
+    no_shards(path)
+    assert only(verify(path)).code == "CK102"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("tokenizer.json", "{}"), ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}}}'), ("vocab.json", "{}")],
+)
+def test_tokenizer_without_a_token(
+    file: str, content: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    (path / file).write_text(content)
+    finding = only(verify(path))
+    assert (finding.code, finding.actual) == ("CK706", "the tokenizer's files hold no token")
+
+
+def without(part: str) -> Callable[[Metadata], None]:
+    """Takes every key with `part` in it out of `.metadata`."""
+
+    def change(metadata: Metadata) -> None:
+        for kept in (metadata.state_dict_metadata, metadata.storage_data):
+            for key in [key for key in kept if part in getattr(key, "fqn", key)]:
+                del kept[key]  # type: ignore[attr-defined]
+
+    return change
+
+
+def of_an_optimizer(metadata: Metadata) -> None:
+    entries, storage = metadata.state_dict_metadata, metadata.storage_data
+    for key in list(entries):
+        entries[f"optimizer.state.exp_avg.{key}"] = entries.pop(key)
+    for index in list(storage):
+        storage[type(index)(f"optimizer.state.exp_avg.{index.fqn}", index.offset, index.index)] = storage.pop(index)
+
+
+@pytest.mark.parametrize(
+    ("change", "actual"), [(without(""), "none"), (of_an_optimizer, "none, only optimizer.state.")]
+)
+@pytest.mark.parametrize("config", [True, False])
+def test_megatron_checkpoint_without_weights(
+    change: Callable[[Metadata], None],
+    actual: str,
+    config: bool,
+    converted: PathOf,
+    copy_of: CopyOf,
+    only: OnlyFinding,
+) -> None:
+    path = copy_of(converted("qwen2-tied"))
+    models.edit_metadata(path / "release", change)
+    if not config:
+        shutil.rmtree(path / "hf")
+    finding = only(verify(path))
+    assert (finding.code, finding.expected) == ("CK111", "the weights of a model")
+    assert finding.actual.startswith(actual)
+
+
+OTHER_FORMATS = {
+    "pytorch_model.bin": "is a pickle",
+    "model-Q4_K_M.gguf": "llama.cpp's format",
+    "onnx/model.onnx": "the format of ONNX Runtime",
+    "flax_model.msgpack": "the format of Flax",
+    "tf_model.h5": "the format of TensorFlow",
+    "consolidated.00.pth": "the format of the model's authors",
+    "consolidated.safetensors": "Mistral's own format",
+    "adapter_model.safetensors": "is an adapter (LoRA), not a model",
+    "adapter_model.bin": "is an adapter (LoRA), not a model",
+    "model_world_size_8_rank_0.pt": "one rank of an FSDP model as verl saves it",
+}
+
+
+@pytest.mark.parametrize("file", OTHER_FORMATS)
+def test_other_formats_are_named_and_not_judged(file: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    nothing_but_config(path)
+    (path / file).parent.mkdir(exist_ok=True)
+    if file.endswith(".safetensors"):
+        save_file({"base_model.model.x.lora_A.weight": torch.ones(2)}, path / file)
+    else:
+        (path / file).write_bytes(b"GGUF")
+    for verb in (verify, inspect, lambda where: convert(where, tmp_path / "out")):
+        with pytest.raises(UnsupportedError) as refused:
+            verb(path)
+        assert OTHER_FORMATS[file] in str(refused.value.hint)
+    report = preflight(hf_checkpoint=path)
+    assert ([*report.findings], report.status) == ([], "inconclusive")
+    assert any(OTHER_FORMATS[file] in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_adapter_without_a_config_of_a_model_is_named(file: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"base_model.model.x.lora_A.weight": torch.ones(2)}, tmp_path / file)
+    for verb in (verify, inspect):
+        with pytest.raises(CkptkitError, match="holds no checkpoint") as refused:
+            verb(tmp_path)
+        assert f"{file} is an adapter (LoRA)" in str(refused.value.hint)
+
+
+# Snapshots of the Hub's cache, whose blobs are gone
+
+
+@pytest.fixture
+def snapshot(releases: PathOf, tmp_path: Path) -> Path:
+    """A release as huggingface_hub keeps it: links to blobs."""
+    root = tmp_path / repo_folder_name(repo_id="org/some-model", repo_type="model")
+    path, blobs = root / "snapshots" / "0123abcd", root / "blobs"
+    path.mkdir(parents=True)
+    shutil.copytree(releases("qwen2-tied"), blobs)
+    for file in blobs.iterdir():
+        (path / file.name).symlink_to(f"../../blobs/{file.name}")
+    return path
+
+
+def blobs_of(path: Path) -> Path:
+    return path.parent.parent / "blobs"
+
+
+def test_whole_snapshot_has_no_finding(snapshot: Path) -> None:
+    assert verify(snapshot).findings == []
+
+
+@pytest.mark.parametrize("pattern", ["*", "*.safetensors", "config.json", INDEX, "model-00002-*"])
+def test_links_that_lead_nowhere_are_one_finding(pattern: str, snapshot: Path, only: OnlyFinding) -> None:
+    gone = sorted(blobs_of(snapshot).glob(pattern))
+    for file in gone:
+        file.unlink()
+    finding = only(verify(snapshot))
+    assert (finding.code, finding.severity, finding.count) == ("CK102", "error", len(gone))
+    assert f"nowhere: {gone[0].name} to ../../blobs/{gone[0].name}" in finding.actual
+    assert "`hf download org/some-model --revision 0123abcd`" in finding.hint
+
+
+def test_single_file_that_is_a_link_to_nothing(snapshot: Path, only: OnlyFinding) -> None:
+    save_file(models.tensors(blobs_of(snapshot)), blobs_of(snapshot) / SINGLE, metadata={"format": "pt"})
+    for file in [*snapshot.glob("*-of-*"), snapshot / INDEX]:
+        file.unlink()
+    (snapshot / SINGLE).symlink_to(f"../../blobs/{SINGLE}")
+    assert verify(snapshot).findings == []
+    (blobs_of(snapshot) / SINGLE).unlink()
+    assert only(verify(snapshot)).actual == f"1 link leads nowhere: {SINGLE} to ../../blobs/{SINGLE}"
+
+
+def test_tokenizer_that_is_a_link_to_nothing_is_one_finding(snapshot: Path, only: OnlyFinding) -> None:
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/tokenizer.json")
+    finding = only(verify(snapshot))
+    assert (finding.code, finding.severity) == ("CK102", "error")
+
+
+def test_link_that_no_loader_follows_is_a_warning(snapshot: Path, only: OnlyFinding) -> None:
+    (snapshot / "README.md").symlink_to("../../blobs/README.md")
+    report = verify(snapshot)
+    assert (only(report).severity, report.status) == ("warning", "passed")
+
+
+@pytest.mark.parametrize("file", ["config.json", INDEX, "model-00002-of-00015.safetensors"])
+def test_inspect_and_convert_say_where_the_link_leads(file: str, snapshot: Path, tmp_path: Path) -> None:
+    file = file if (snapshot / file).exists() else sorted(snapshot.glob("*-of-*"))[1].name
+    (blobs_of(snapshot) / file).unlink()
+    for verb in (inspect, lambda path: convert(path, tmp_path / "out")):
+        with pytest.raises(CkptkitError) as refused:
+            verb(snapshot)
+        assert f"link to ../../blobs/{file}, where nothing is" in refused.value.message
+        assert "hf download org/some-model" in str(refused.value.hint)
+
+
+def test_preflight_says_that_the_config_of_a_launch_is_a_link_to_nothing(snapshot: Path, only: OnlyFinding) -> None:
+    (blobs_of(snapshot) / "config.json").unlink()
+    finding = only(preflight(hf_checkpoint=snapshot))
+    assert (finding.code, finding.actual) == (
+        "CK714",
+        "its config.json is a link to ../../blobs/config.json, where nothing is",
+    )
+    assert "hf download org/some-model" in finding.hint
+
+
+# The rule itself
+
+
+def looking_at_nothing(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    yield from ()
+
+
+def test_check_that_looks_at_nothing_fails_only_where_nothing_else_did(releases: PathOf) -> None:
+    one = Check("CK999", "nothing", "", "", looking_at_nothing, "headers")  # type: ignore[arg-type]
+    subject = Subject(releases("qwen2-tied"))
+    (failed,) = run_checks(subject, [one]).checks
+    assert failed.status == "failed"
+    (skipped,) = run_checks(subject, [one], "CK102").checks
+    assert (skipped.status, skipped.reason) == ("skipped", "nothing to look at because CK102 failed")
+
+
+def test_names_of_an_index_are_compared_before_its_shards_are_there(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    no_shards(path)
+    assert {one.code: one.status for one in verify(path).checks}["CK104"] == "passed"
+    content = json.loads((path / INDEX).read_text())
+    del content["weight_map"]["model.norm.weight"]
+    (path / INDEX).write_text(json.dumps(content))
+    assert ("CK104", "model.norm.weight") in [(one.code, one.tensor) for one in verify(path).findings]

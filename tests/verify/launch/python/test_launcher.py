@@ -1,0 +1,234 @@
+"""Launchers in Python: the words that they give to the trainer, though they are never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from miles_checkout import printed_words, write_checkout
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.preflight import preflight
+from verify.launch.python.launcher import read_launcher
+from verify.launch.words import LaunchText, UnresolvedWord
+
+LAUNCHER = """
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import typer
+
+import miles.utils.external_utils.command_utils as U
+
+GROUP = 32
+_GRAPHS = " ".join(str(one) for one in [1, 2, *range(4, 9, 2)])
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    tp: int
+    pp: int = 1
+    extra: str = ""
+
+
+_RECIPES = {"small": _Recipe(tp=2), "large": _Recipe(tp=8, pp=4, extra="--sequence-parallel ")}
+
+
+@dataclass
+class ScriptArgs(U.ExecuteTrainConfig):
+    mode: Literal["normal", "debug"] = "normal"
+    run_id: str = "run"
+    model_name: str = "large"
+    model_dir: str = "/models"
+    model_type: str | None = None
+    gpus: int | None = None
+    hardware: str = "H100"
+    bridge: bool = False
+    extra_args: str = ""
+
+    def __post_init__(self):
+        if (match := re.search(r"(\\d+)layer", self.model_name)) is not None:
+            self.model_type = f"moe_{match.group(1)}layer"
+        else:
+            self.model_type = "moe"
+        self.gpus = self.gpus or U.GPUS[self.hardware]
+        if self.mode == "wrong":
+            raise ValueError("no such mode")
+
+    @property
+    def recipe(self) -> _Recipe:
+        return _RECIPES[self.model_name]
+
+
+def _checkpoints(args: ScriptArgs) -> str:
+    text = f"--hf-checkpoint {args.model_dir}/{args.model_name}{'-debug' if args.mode == 'debug' else ''} "
+    if not args.bridge:
+        text += f"--ref-load {args.model_dir}/{args.model_name}_torch_dist "
+    return text
+
+
+def execute(args: ScriptArgs):
+    U.exec_command_cpu(f"mkdir -p {args.model_dir}") if args.mode == "never" else None
+    perf = f"--tensor-model-parallel-size {args.recipe.tp} --pipeline-model-parallel-size {args.recipe.pp} "
+    perf += args.recipe.extra
+    match args.hardware:
+        case "H100" | "H200":
+            perf += "--actor-num-gpus-per-node 8 "
+        case "GB200":
+            perf += "--actor-num-gpus-per-node 4 "
+        case _:
+            raise NotImplementedError
+    variables = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}
+    variables |= {"OPEN_TRAINING_INT4_GROUP_SIZE": str(GROUP)}
+    U.execute_train(
+        train_args=f"{_checkpoints(args)} {perf} "
+        f"--actor-num-nodes {args.num_nodes} {U.get_default_wandb_args(__file__, run_id=args.run_id)} "
+        f"--sglang-cuda-graph-bs {_GRAPHS} --save {args.output_dir}/{args.run_id} {args.extra_args} ",
+        num_gpus_per_node=args.gpus,
+        megatron_model_type=args.model_type,
+        extra_env_vars={**variables},
+        config=args,
+    )
+
+
+@U.dataclass_cli
+def main(args: ScriptArgs):
+    execute(args)
+
+
+if __name__ == "__main__":
+    typer.run(main)
+"""
+COMMANDS = LAUNCHER.replace(
+    "@U.dataclass_cli\ndef main(",
+    "app = typer.Typer()\n\n\n@app.command()\n@U.dataclass_cli\ndef prepare(args: ScriptArgs):\n    pass\n\n\n"
+    "@app.command()\n@U.dataclass_cli\ndef train(",
+).replace("typer.run(main)", "app()")
+ENVIRONMENTS = [{}, {"SLURM_JOB_NUM_NODES": "4"}, {"WANDB_API_KEY": "k"}]
+
+
+def write(folder: Path, text: str = LAUNCHER, changed: tuple[str, str] = ("", "")) -> Path:
+    write_checkout(folder)
+    script = folder / "scripts" / "run_model.py"
+    script.write_text(text.replace(*changed) if changed[0] else text)
+    return script
+
+
+def words(read: LaunchText) -> list[str]:
+    return [word.text for word in read.words]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@pytest.mark.parametrize("text", [LAUNCHER, COMMANDS], ids=["one function", "commands"])
+def test_words_are_those_that_the_launcher_gives(text: str, environment: dict[str, str], tmp_path: Path) -> None:
+    script = write(tmp_path, text)
+    read = read_launcher(script, [], environment)
+    assert words(read) == printed_words(tmp_path, script, environment)
+    assert read.unresolved == ()
+    variables = {name: word.text for name, word in read.environment.items()}
+    assert variables == {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}
+
+
+CHANGES = {
+    "another model": ('model_name: str = "large"', 'model_name: str = "small"'),
+    "other hardware": ('hardware: str = "H100"', 'hardware: str = "GB200"'),
+    "a mode": ('mode: Literal["normal", "debug"] = "normal"', 'mode: Literal["normal", "debug"] = "debug"'),
+    "bridge": ("bridge: bool = False", "bridge: bool = True"),
+    "a variable of the models": (
+        "    U.execute_train(",
+        '    import os\n    os.environ["MODEL_ARGS_NUM_LAYERS"] = "4"\n    U.execute_train(',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_launcher_gives_other_words(name: str, tmp_path: Path) -> None:
+    script = write(tmp_path, changed=CHANGES[name])
+    (other := tmp_path / "other").mkdir()
+    assert words(read_launcher(script, [], {})) == printed_words(tmp_path, script, {})
+    assert words(read_launcher(script, [], {})) != words(read_launcher(write(other), [], {}))
+
+
+def test_options_and_variables_set_fields_as_the_command_line_does(tmp_path: Path) -> None:
+    script = write(tmp_path)
+    options = ["--model-name", "small", "--num-nodes=3", "--bridge"]
+    given = words(read_launcher(script, options, {}))
+    assert given[given.index("--actor-num-nodes") + 1] == "3"
+    assert given[given.index("--tensor-model-parallel-size") + 1] == "2"
+    assert "--ref-load" not in given
+    variable = words(read_launcher(script, [], {"MILES_SCRIPT_MODEL_NAME": "small"}))
+    assert variable[variable.index("--tensor-model-parallel-size") + 1] == "2"
+    with pytest.raises(CkptkitError, match="--nodes is no option of ScriptArgs"):
+        read_launcher(script, ["--nodes", "2"], {})
+
+
+def test_words_stand_at_the_lines_of_their_options(tmp_path: Path) -> None:
+    script = write(tmp_path)
+    places = {word.text: word.place for word in read_launcher(script, [], {}).words}
+    line = next(number for number, one in enumerate(LAUNCHER.splitlines(), 1) if "--ref-load" in one)
+    assert places["--ref-load"] == f"{script}:{line}"
+    assert places["--moe-layer-freq"].startswith(f"{tmp_path}/scripts/models/moe.py:")
+
+
+UNKNOWN = {
+    "condition": (
+        "    if not args.bridge:\n",
+        "    if machine().has_links:\n",
+        "--ref-load",
+        "it depends on `machine().has_links`",
+    ),
+    "value": (
+        "--actor-num-nodes {args.num_nodes}",
+        "--actor-num-nodes {machine().nodes}",
+        "--actor-num-nodes",
+        "{machine().nodes}",
+    ),
+    "object that another function gets": (
+        "    perf = f",
+        "    machine().prepare(args)\n    perf = f",
+        "--hf-checkpoint",
+        "the call of prepare at line",
+    ),
+    "options of another module": ("{args.extra_args} ", "{machine().options} ", "{machine().options}", "machine"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_depends_on_anything_else_is_not_known(name: str, tmp_path: Path) -> None:
+    before, after, option, why = UNKNOWN[name]
+    text = LAUNCHER.replace("import typer\n", "import typer\nfrom cluster import machine\n")
+    assert before in text
+    read = read_launcher(write(tmp_path, text, (before, after)), [], {})
+    (line,) = [line for line in read.unresolved if option in line][:1]
+    assert why in line
+    # What does not depend on it is known all the same.
+    assert "--sglang-cuda-graph-bs" in [word.text for word in read.words if not isinstance(word, UnresolvedWord)]
+
+
+def test_directory_with_the_time_of_the_start_in_its_name_is_a_new_one(tmp_path: Path) -> None:
+    change = ("--save {args.output_dir}/{args.run_id}", "--load {args.output_dir}/{U.create_run_id()}")
+    read = read_launcher(write(tmp_path, changed=change), [], {})
+    assert read.unresolved == ()
+    assert "--load" in words(read)
+
+
+def test_preflight_looks_at_what_a_launcher_loads(tmp_path: Path) -> None:
+    report = preflight(script=write(tmp_path))
+    assert {(one.code, str(one.file)) for one in report.findings} >= {("CK714", "/models/large")}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('hello')\n", "no call of execute_train is reached"),
+        ("def main(:\n", "run_model.py:1: "),
+        (
+            LAUNCHER.replace('mode: Literal["normal", "debug"] = "normal"', 'mode: str = "wrong"'),
+            "no call of execute_train",
+        ),
+    ],
+)
+def test_file_that_starts_no_trainer_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match=said):
+        preflight(script=write(tmp_path, text))

@@ -1,0 +1,391 @@
+"""CK746, CK722, CK745 and CK721 of verl, NeMo-RL and ROLL: what their own checks refuse, each beside a right job.
+
+Every row breaks one rule of the source that `verify/launch/rules` or `fit.py` names; without it the job is right.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from fixture_types import CopyOf, PathOf
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.preflight import preflight
+from verify.report import Finding
+
+AR = "actor_rollout_ref"
+ACTOR, ROLLOUT = f"{AR}.actor", f"{AR}.rollout"
+# The model has 10 heads of attention in 2 groups.
+DENSE, MIXTURE = "qwen2-untied", "qwen3_moe"
+NEMO_RL = {
+    "policy": {
+        "train_global_batch_size": 64,
+        "train_micro_batch_size": 2,
+        "logprob_batch_size": 2,
+        "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 1, "context_parallel_size": 1},
+        "megatron_cfg": {"enabled": False},
+        "dynamic_batching": {"enabled": False},
+        "sequence_packing": {"enabled": False},
+        "generation": {
+            "backend": "vllm",
+            "vllm_cfg": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "async_engine": False},
+            "colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
+        },
+    },
+    "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 8, "use_dynamic_sampling": False},
+    "loss_fn": {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": True},
+    "checkpointing": {"enabled": False, "checkpoint_dir": "results/none"},
+    "cluster": {"gpus_per_node": 8, "num_nodes": 1},
+}
+MEGATRON = {
+    "policy.dtensor_cfg.enabled": "false",
+    "policy.megatron_cfg.enabled": "true",
+    **{f"policy.megatron_cfg.{name}_parallel_size": "1" for name in ("tensor_model", "pipeline_model", "context")},
+    "policy.megatron_cfg.expert_model_parallel_size": "1",
+    "policy.megatron_cfg.expert_tensor_parallel_size": "1",
+}
+ROLL = {
+    "pretrain": "",
+    "reward_pretrain": "",
+    "adv_estimator": "reinforce",
+    "rollout_batch_size": 64,
+    "resume_from_checkpoint": False,
+    "actor_train": {
+        "strategy_args": {"strategy_name": "fsdp2_train"},
+        "device_mapping": "list(range(0,8))",
+    },
+    "actor_infer": {
+        "strategy_args": {
+            "strategy_name": "vllm",
+            "strategy_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+        },
+        "device_mapping": "list(range(0,8))",
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No earlier run and no converted copy is near."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
+    monkeypatch.delenv("NRL_IGNORE_TP_ACCURACY_CHECK", raising=False)
+
+
+def verl(hf: Path, *more: str) -> list[Finding]:
+    given = [
+        *("algorithm.adv_estimator=grpo", f"{AR}.model.path={hf}", "trainer.resume_mode=disable"),
+        *("trainer.nnodes=1", "trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=1"),
+        *("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"),
+        *(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=2", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.n=4"),
+    ]
+    return list(preflight(arguments=[*given, *more]).findings)
+
+
+def nemo_rl(hf: Path, *more: str) -> list[Finding]:
+    Path("job.yaml").write_text(yaml.safe_dump(NEMO_RL))
+    return list(preflight(script="job.yaml", arguments=[f"policy.model_name={hf}", *more]).findings)
+
+
+def roll(hf: Path, *more: str) -> list[Finding]:
+    Path("job.yaml").write_text(yaml.safe_dump(ROLL))
+    return list(preflight(script="job.yaml", arguments=[f"pretrain={hf}", *more]).findings)
+
+
+STACKS = {"verl": verl, "NeMo-RL": nemo_rl, "ROLL": roll}
+VERL_MEGATRON = [f"{ACTOR}.strategy=megatron"]
+NEMO_RL_MEGATRON = [f"++{key}={value}" for key, value in MEGATRON.items()]
+ASYNC = ["++grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.async_engine=true"]
+APART = ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=4"]
+CONFIG = "actor_train.strategy_args.strategy_config"
+ROLL_MEGATRON = ["actor_train.strategy_args.strategy_name=megatron_train"]
+
+# Stack, model, what the right job has besides, what breaks it, the check that finds it, and what is expected.
+BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
+    ("verl", DENSE, [], ["data.train_batch_size=63"], "CK746", "data.train_batch_size of at least"),
+    (
+        "verl",
+        DENSE,
+        [f"{ROLLOUT}.n=1"],
+        ["data.train_batch_size=70"],
+        "CK746",
+        "= 70 x 1 = 70 that divides by the GPUs = 8",
+    ),
+    (
+        *("verl", DENSE, [*VERL_MEGATRON, f"{ROLLOUT}.n=1"]),
+        *([f"{ACTOR}.ppo_micro_batch_size_per_gpu=3"], "CK746", "ranks x ppo_micro_batch_size_per_gpu = 24"),
+    ),
+    (
+        "verl",
+        DENSE,
+        [],
+        [f"~{ACTOR}.ppo_micro_batch_size_per_gpu"],
+        "CK746",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu, or",
+    ),
+    ("verl", DENSE, [], [f"~{ROLLOUT}.log_prob_micro_batch_size_per_gpu"], "CK746", f"{ROLLOUT}.log_prob_micro_batch"),
+    ("verl", DENSE, [], [f"{ACTOR}.ppo_micro_batch_size=8"], "CK746", "only actor_rollout_ref.actor.ppo_micro"),
+    ("verl", DENSE, [], [f"{ROLLOUT}.expert_parallel_size=4"], "CK746", "= tensor x data parallel ranks = 1, or 1"),
+    ("verl", DENSE, [], [f"{ROLLOUT}.pipeline_model_parallel_size=2"], "CK746", "= 1: verl serves in one stage"),
+    ("verl", DENSE, [], [f"{ACTOR}.loss_agg_mode=token-means"], "CK746", "one of token-mean, token-sum"),
+    ("verl", DENSE, [], [f"{AR}.model.lora_rank=1024"], "CK746", "a rank of at most 512"),
+    (
+        *("verl", DENSE, [f"{AR}.model.use_remove_padding=False"], [f"{ACTOR}.ulysses_sequence_parallel_size=2"]),
+        *("CK746", "use_remove_padding=True with"),
+    ),
+    (
+        "verl",
+        MIXTURE,
+        VERL_MEGATRON,
+        [*(f"{ACTOR}.megatron.{one}" for one in ("tensor_model_parallel_size=2", "sequence_parallel=False"))],
+        "CK746",
+        "sequence_parallel=True: sequence parallelism",
+    ),
+    (
+        "verl",
+        DENSE,
+        [],
+        [f"{ACTOR}.ulysses_sequence_parallel_size=4"],
+        "CK722",
+        "num_attention_heads that divides over 4 ranks",
+    ),
+    (
+        "verl",
+        DENSE,
+        [],
+        [f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=3"],
+        "CK722",
+        "ulysses_sequence_parallel_size = 3",
+    ),
+    (
+        "verl",
+        DENSE,
+        [],
+        [f"{ROLLOUT}.tensor_model_parallel_size=4"],
+        "CK722",
+        "num_attention_heads that divides over 4 ranks",
+    ),
+    ("verl", DENSE, [], [f"{AR}.model.mtp.enable=True", f"{AR}.model.mtp.enable_rollout=True"], "CK745", "multi-token"),
+    (
+        "verl",
+        DENSE,
+        [],
+        [f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=eagle3"],
+        "CK745",
+        '"model" of the draft',
+    ),
+    ("verl", DENSE, [], ["trainer.n_gpu_per_node=8"], "CK721", "n_gpus_per_node"),
+    ("NeMo-RL", DENSE, [], ["policy.dtensor_cfg.enabled=false"], "CK746", "Megatron or DTensor enabled"),
+    ("NeMo-RL", DENSE, NEMO_RL_MEGATRON, ["policy.dtensor_cfg.enabled=true"], "CK746", "one of Megatron and DTensor"),
+    (
+        "NeMo-RL",
+        DENSE,
+        [],
+        ["++policy.draft.enabled=true"],
+        "CK746",
+        "policy.megatron_cfg.enabled=true with policy.draft",
+    ),
+    (
+        *("NeMo-RL", DENSE, ["policy.dynamic_batching.enabled=true"], ["policy.sequence_packing.enabled=true"]),
+        *("CK746", "one of policy.dynamic_batching.enabled and policy.sequence_packing.enabled"),
+    ),
+    (
+        *("NeMo-RL", DENSE, [*NEMO_RL_MEGATRON], ["policy.megatron_cfg.context_parallel_size=2"]),
+        *("CK746", "policy.sequence_packing.enabled=true with"),
+    ),
+    (
+        *("NeMo-RL", DENSE, ["policy.sequence_packing.enabled=true"], ["policy.dtensor_cfg.context_parallel_size=2"]),
+        *("CK746", "policy.sequence_packing.enabled=false with"),
+    ),
+    (
+        "NeMo-RL",
+        DENSE,
+        [],
+        ["++grpo.batch_multiplier=2"],
+        "CK746",
+        "grpo.batch_multiplier = 1 without dynamic sampling",
+    ),
+    (
+        *("NeMo-RL", DENSE, ["++loss_fn.force_on_policy_ratio=true"], ["policy.train_global_batch_size=32"]),
+        *("CK746", "= prompts x generations = 64 with"),
+    ),
+    (
+        "NeMo-RL",
+        DENSE,
+        [*ASYNC, *APART],
+        ["loss_fn.use_importance_sampling_correction=false"],
+        "CK746",
+        "=true with grpo",
+    ),
+    (
+        "NeMo-RL",
+        DENSE,
+        [*ASYNC, *APART],
+        ["policy.generation.vllm_cfg.async_engine=false"],
+        "CK746",
+        "async_engine=true",
+    ),
+    ("NeMo-RL", DENSE, ASYNC[1:], ASYNC[:1], "CK746", "policy.generation.colocated.enabled=false with"),
+    (
+        *("NeMo-RL", MIXTURE, [*NEMO_RL_MEGATRON, "++policy.megatron_cfg.sequence_parallel=false"]),
+        *(
+            ["policy.megatron_cfg.tensor_model_parallel_size=2"],
+            "CK746",
+            "sequence_parallel=true: sequence parallelism",
+        ),
+    ),
+    (
+        "NeMo-RL",
+        DENSE,
+        [],
+        ["policy.dtensor_cfg.tensor_parallel_size=5"],
+        "CK722",
+        "num_key_value_heads that divides over 5",
+    ),
+    ("NeMo-RL", DENSE, [], ["policy.dtensor_cfg.context_parallel_size=3"], "CK722", "tp x cp = 1 x 3 = 3"),
+    ("NeMo-RL", DENSE, [], ["policy.generation.vllm_cfg.tensor_parallel_size=4"], "CK722", "num_attention_heads that"),
+    (
+        *("NeMo-RL", DENSE, [], ["++policy.generation.vllm_kwargs.speculative_config.method=deepseek_mtp"]),
+        *("CK745", "a model with multi-token prediction layers"),
+    ),
+    ("NeMo-RL", DENSE, [], ["++policy.train_micro_batchsize=4"], "CK721", "train_micro_batch_size"),
+    ("ROLL", DENSE, ROLL_MEGATRON, ["rollout_batch_size=60"], "CK746", "data parallel ranks = 8 / 1 = 8"),
+    (
+        "ROLL",
+        DENSE,
+        [],
+        ["actor_infer.strategy_args.strategy_name=hf_infer", "++actor_infer.num_gpus_per_worker=1"],
+        "CK746",
+        "actor_infer.strategy_args.strategy_name: vllm or sglang",
+    ),
+    ("ROLL", DENSE, ["++generate_opt_level=0"], ["++async_generation_ratio=1"], "CK746", "generate_opt_level = 1 with"),
+    ("ROLL", DENSE, ["++use_opd=true"], ["++is_pure_opd=true"], "CK746", "one of is_pure_opd and use_opd"),
+    (
+        *("ROLL", MIXTURE, ROLL_MEGATRON, [f"++{CONFIG}.tensor_model_parallel_size=2"]),
+        *("CK746", "sequence_parallel: true: sequence parallelism"),
+    ),
+    (
+        "ROLL",
+        DENSE,
+        [],
+        ["++actor_train.model_args.ulysses_size=4"],
+        "CK722",
+        "num_attention_heads that divides over 4",
+    ),
+    (
+        "ROLL",
+        DENSE,
+        [],
+        ["actor_infer.strategy_args.strategy_config.tensor_parallel_size=4"],
+        "CK722",
+        "num_attention_heads",
+    ),
+    ("ROLL", DENSE, [], ["++actor_train.device_maping=list(range(0,8))"], "CK721", "device_mapping"),
+]
+
+
+@pytest.mark.parametrize(("stack", "model", "right", "more", "code", "expected"), BROKEN)
+def test_what_a_stacks_own_check_refuses_is_found(
+    stack: str, model: str, right: list[str], more: list[str], code: str, expected: str, releases: PathOf
+) -> None:
+    hf = releases(model)
+    assert [str(one) for one in STACKS[stack](hf, *right)] == []
+    found = [one for one in STACKS[stack](hf, *right, *more) if one.code == code]
+    assert any(expected in one.expected for one in found), [str(one) for one in found]
+
+
+def test_sizes_that_share_the_heads_out_are_right(releases: PathOf) -> None:
+    """10 heads in 2 groups: over 2 and 10 ranks by Ulysses and vLLM, over 2 by DTensor, which replicates none."""
+    hf, gpus = releases(DENSE), "trainer.n_gpus_per_node=10"
+    given = [gpus, "data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=100"]
+    for ranks in (2, 10):
+        assert verl(hf, *given, f"{ACTOR}.ulysses_sequence_parallel_size={ranks}") == []
+        assert verl(hf, *given, f"{ROLLOUT}.tensor_model_parallel_size={ranks}") == []
+    assert nemo_rl(hf, "cluster.gpus_per_node=10", "policy.dtensor_cfg.tensor_parallel_size=2") == []
+
+
+def test_a_tensor_parallel_size_that_changes_log_probabilities_is_a_warning(
+    releases: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = [*NEMO_RL_MEGATRON, "policy.megatron_cfg.tensor_model_parallel_size=4", "policy.logprob_batch_size=4"]
+    (found,) = [one for one in nemo_rl(releases(MIXTURE), *more) if one.code == "CK746"]
+    assert (found.severity, "NRL_IGNORE_TP_ACCURACY_CHECK=1" in found.hint) == ("warning", True)
+    monkeypatch.setenv("NRL_IGNORE_TP_ACCURACY_CHECK", "1")
+    assert [one for one in nemo_rl(releases(MIXTURE), *more) if one.code == "CK746"] == []
+
+
+def test_settings_that_are_not_known_break_no_rule(releases: PathOf) -> None:
+    hf = releases(DENSE)
+    assert [one for one in verl(hf, "data.train_batch_size=${oc.env:CKPTKIT_NO_SUCH}") if one.code == "CK746"] == []
+    report = preflight(arguments=[f"{AR}.model.path={hf}", "trainer.resume_mode=disable"])
+    assert [one for one in report.findings if one.code == "CK746"] == []
+
+
+@pytest.mark.parametrize(
+    ("program", "judged"),
+    [
+        ("verl.trainer.main_ppo", True),
+        ("verl.experimental.fully_async_policy.fully_async_main", False),
+        ("verl.experimental.one_step_off_policy.main_ppo", False),
+    ],
+)
+def test_other_programs_of_verl_are_not_judged_by_the_rules_of_one(
+    program: str, judged: bool, releases: PathOf
+) -> None:
+    given = f"{AR}.model.path={releases(DENSE)} trainer.resume_mode=disable data.train_batch_size=0"
+    text = f"python3 -m {program} {given} {ACTOR}.ppo_mini_batch_size=32 {ACTOR}.ppo_micro_batch_size_per_gpu=1\n"
+    Path("run.sh").write_text(text)
+    try:
+        report = preflight(script="run.sh")
+    except CkptkitError:
+        assert not judged  # a program that no reader of scripts knows
+        return
+    assert any(one.code == "CK746" for one in report.findings) == judged
+
+
+TEACHERS = [
+    *("cluster.num_nodes=4", "++on_policy_distillation.enabled=true"),
+    "++on_policy_distillation.non_colocated_teachers.enabled=true",
+    "++on_policy_distillation.non_colocated_teachers.default_teacher_cfg.num_nodes=1",
+    *("++on_policy_distillation.teacher_model_by_agent_name.a=/teacher/a",),
+    *("++on_policy_distillation.teacher_model_by_agent_name.b=/teacher/b",),
+]
+PIPELINE = "policy.megatron_cfg.pipeline_model_parallel_size"
+
+
+def gpus(hf: Path, *more: str) -> list[str]:
+    """What CK722 says of the GPUs of the actor."""
+    found = [one for one in nemo_rl(hf, *more) if one.code == "CK722" and "of the actor" in one.expected]
+    return [one.actual.partition(":")[0] + one.actual[one.actual.find(", less") :] for one in found]
+
+
+def test_nodes_of_teachers_and_of_a_reward_model_are_taken_from_the_trainer(releases: PathOf) -> None:
+    """4 nodes of 8: with 2 teachers 16 GPUs train, which 2 stages divide and 3 do not. Source: NeMo-RL `grpo.py`."""
+    hf = releases(MIXTURE)
+    base = [*NEMO_RL_MEGATRON, *TEACHERS]
+    assert gpus(hf, *base, f"{PIPELINE}=2") == []
+    assert gpus(hf, *base, f"{PIPELINE}=3") == ["16 GPUs, less 2 nodes for teachers"]
+    # 3 x 8 = 24 GPUs where one teacher stands for both names, or a reward model has a node.
+    assert gpus(hf, *base, "on_policy_distillation.teacher_model_by_agent_name.b=/teacher/a", f"{PIPELINE}=3") == []
+    reward = ["++data.default.env_name=reward_model", "++env.reward_model.resources.num_nodes=1", "cluster.num_nodes=4"]
+    assert gpus(hf, *NEMO_RL_MEGATRON, *reward, f"{PIPELINE}=3") == []
+    (found,) = gpus(hf, *NEMO_RL_MEGATRON, *reward[1:], f"{PIPELINE}=3")
+    assert found.startswith("32 GPUs")  # no data asks for the reward model
+    alone = [*reward[:1], "++env.reward_model.resources.gpus_per_node=2"]
+    assert gpus(hf, *NEMO_RL_MEGATRON, *alone, f"{PIPELINE}=3") == []
+    assert gpus(hf, *NEMO_RL_MEGATRON, *alone, f"{PIPELINE}=4") == ["6 GPUs, less 2 GPUs for the reward model"]
+
+
+def test_names_of_engines_and_of_the_user_are_no_misspelling(releases: PathOf, copy_of: CopyOf) -> None:
+    hf = releases(DENSE)
+    free = [
+        *("++policy.generation.vllm_kwargs.max_num_seq=8", "++env.mine.sedd=1"),
+        *("++policy.generation.vllm_cfg.enforce_eager=true", "++_teacher.a=1"),
+    ]
+    assert nemo_rl(hf, *free) == []
+    assert roll(hf, "++actor_train.training_args.learning_rate=1e-6", "++custom_envs.a.lrr=1") == []
+    assert verl(hf, f"+{ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3", "+data.my_keyy=1") == []
+    assert json.loads((hf / "config.json").read_text())["num_attention_heads"] == 10

@@ -1,0 +1,287 @@
+"""Scripts that start a trainer by others: what they source, name and hand on reaches the settings of the job."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from fixture_types import OnlyFinding, PathOf
+
+from verify.launch.preflight import preflight
+from verify.launch.shell.read import read_script
+from verify.launch.words import UnresolvedWord
+
+COMMON = """set -eou pipefail
+HERE=$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd)
+ROOT=$(realpath $HERE/../..)
+NAME=${NAME:-$(basename $0 .sh)}
+CONFIG=$(echo $HERE/$NAME.yaml | sed 's#tests/suites#configs/recipes#')
+if [[ ! -f $CONFIG ]]; then
+  echo "$CONFIG not found"
+  exit 1
+fi
+stop_if_done() {
+  DONE=$(jq max $HERE/$NAME.json || echo 0)
+  if [[ $DONE -ge $STEPS ]]; then exit 0; fi
+}
+"""
+SUITE = """#!/bin/bash
+HERE=$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd)
+source $HERE/common.env
+STEPS=20
+stop_if_done
+cd $ROOT
+uv run examples/run_grpo.py \\
+    --config $CONFIG \\
+    grpo.max_num_steps=$STEPS \\
+    logger.log_dir=$HERE/$NAME/logs \\
+    logger.wandb.name=$NAME-$(date +%s) \\
+    cluster.num_nodes=NODES \\
+    checkpointing.checkpoint_dir=$HERE/$NAME/steps \\
+    $@ 2>&1 | tee run.log
+"""
+RECIPE = """
+defaults: ../../base.yaml
+policy: {model_name: HF}
+"""
+BASE = """
+loss_fn: {reference_policy_kl_penalty: 0}
+policy:
+  megatron_cfg: {enabled: true, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1,
+    context_parallel_size: 1, expert_model_parallel_size: 1, expert_tensor_parallel_size: 1}
+  generation: {backend: vllm, vllm_cfg: {tensor_parallel_size: 1, pipeline_parallel_size: 1}}
+cluster: {gpus_per_node: 3, num_nodes: 1}
+"""
+MAIN = """import argparse
+import os
+
+
+def main():
+    args = parse()
+    if not args.config:
+        args.config = os.path.join(
+            os.path.dirname(__file__), "configs", "default.yaml"
+        )
+"""
+
+
+def suite(tmp_path: Path, hf: Path, nodes: str) -> Path:
+    for folder in ("tests/suites", "configs/recipes", "examples/configs"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "tests/suites/common.env").write_text(COMMON)
+    (tmp_path / "configs/base.yaml").write_text(BASE)
+    (tmp_path / "configs/recipes/job.yaml").write_text(RECIPE.replace("HF", str(hf)).replace("../../", "../"))
+    (tmp_path / "examples/configs/default.yaml").write_text(
+        (BASE + "  #").replace("policy:", f"policy:\n  model_name: {hf}")
+    )
+    (tmp_path / "examples/run_grpo.py").write_text(MAIN)
+    script = tmp_path / "tests/suites/job.sh"
+    script.write_text(SUITE.replace("NODES", nodes))
+    return script
+
+
+@pytest.fixture(autouse=True)
+def no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
+
+
+def test_suite_of_nemo_rl_is_read_through_what_it_sources(releases: PathOf, tmp_path: Path) -> None:
+    report = preflight(script=suite(tmp_path, releases("qwen3_moe"), "2"))
+    assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
+
+
+def test_suite_whose_nodes_do_not_go_with_its_sizes_is_found(
+    releases: PathOf, tmp_path: Path, only: OnlyFinding
+) -> None:
+    finding = only(preflight(script=suite(tmp_path, releases("qwen3_moe"), "1")))
+    assert (finding.code, "3 GPUs" in finding.actual) == ("CK722", True)
+    assert f"{tmp_path}/configs/recipes/../base.yaml:5" in finding.expected
+
+
+@pytest.mark.parametrize("how", ["bash $HERE/job.sh", "NAME=job bash ./tests/suites/job.sh", "COMMAND"])
+def test_script_that_starts_another_one_is_read(
+    how: str, releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: OnlyFinding
+) -> None:
+    suite(tmp_path, releases("qwen3_moe"), "1")
+    monkeypatch.chdir(tmp_path)
+    if how == "COMMAND":
+        how = f"""read -r -d '' COMMAND <<EOF
+cd {tmp_path}
+HF_HOME=$NOBODY/cache \\
+uv run python examples/run_grpo.py --config configs/recipes/job.yaml ++logger.name=$NOBODY
+EOF
+COMMAND=$COMMAND sbatch --nodes=1 ray.sub"""
+    script = tmp_path / "tests/suites/outer.sh"
+    script.write_text(f'HERE=$(cd "$(dirname "$0")" && pwd)\nexport UNUSED=1\n{how}\n')
+    finding = only(preflight(script=script))
+    assert (finding.code, "3 GPUs" in finding.actual) == ("CK722", True)
+
+
+def test_program_names_the_settings_that_a_launch_does_not(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    suite(tmp_path, releases("qwen3_moe"), "1")
+    script = tmp_path / "run.sh"
+    script.write_text(f"cd {tmp_path}\nuv run examples/run_grpo.py grpo.max_num_steps=1\n")
+    assert only(preflight(script=script)).code == "CK722"
+    script.write_text(f"cd {tmp_path}\nuv run examples/run_grpo.py cluster.gpus_per_node=4\n")
+    assert preflight(script=script).status == "passed"
+
+
+def test_file_of_roll_stands_beside_its_program(tmp_path: Path, only: OnlyFinding, releases: PathOf) -> None:
+    job = tmp_path / "examples" / "job"
+    job.mkdir(parents=True)
+    (job / "sft.yaml").write_text(SFT.replace("HF", str(releases("qwen3_moe"))).replace("0,8", "0,6"))
+    script = job / "run.sh"
+    script.write_text(
+        f"cd {tmp_path}\nCONFIG_PATH=$(basename $(dirname $0))\n"
+        "python examples/start_sft_pipeline.py --config_path $CONFIG_PATH  --config_name sft\n"
+    )
+    finding = only(preflight(script=script))
+    assert (finding.code, "6 GPUs" in finding.actual) == ("CK722", True)
+
+
+SFT = """
+pretrain: HF
+resume_from_checkpoint: false
+sft_train:
+  strategy_args: {strategy_name: megatron_train,
+    strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}}
+  device_mapping: list(range(0,8))
+"""
+DISTILL = """
+student_pretrain: HF
+teacher_pretrain: HF
+resume_from_checkpoint: false
+student:
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
+  device_mapping: list(range(0,8))
+teacher:
+  strategy_args: {strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 2}}
+  device_mapping: list([8,9,10,11])
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "after", "code"),
+    [
+        (SFT, "", "", ""),
+        (SFT, "pretrain: HF", "pretrain: /nosuch", "CK714"),
+        (SFT, "0,8", "0,6", "CK722"),
+        (DISTILL, "", "", ""),
+        (DISTILL, "[8,9,10,11]", "[8,9,10]", "CK722"),
+        (DISTILL, "student_pretrain: HF", "student_pretrain: /nosuch", "CK714"),
+        (DISTILL, "teacher_pretrain: HF", "teacher_pretrain: /nosuch", "CK714"),
+    ],
+)
+def test_fine_tuning_and_distillation_of_roll_are_read(
+    text: str, before: str, after: str, code: str, releases: PathOf, tmp_path: Path
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text((text.replace(before, after) if before else text).replace("HF", str(releases("qwen3_moe"))))
+    report = preflight(script=job)
+    assert {one.code for one in report.findings} == ({code} if code else set())
+    assert report.status == ("failed" if code else "passed")
+
+
+VERL_SFT = """torchrun --standalone --nproc_per_node=8 -m verl.trainer.sft_trainer \\
+  data.train_files=$HOME/data/train.parquet model=hf_model model.path=HF optim=megatron optim.lr=1e-5 \\
+  engine=megatron engine.tensor_model_parallel_size=2 "optim.betas=[0.9,0.95]" \\
+  trainer.project_name=sft trainer.default_local_dir=LOCAL trainer.logger='["console","wandb"]' "$@"
+"""
+ASYNC = """python3 -m verl.experimental.fully_async_policy.fully_async_main \\
+  --config-name=fully_async_ppo_megatron_trainer.yaml algorithm.adv_estimator=grpo \\
+  actor_rollout_ref.model.path=HF actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
+  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=ENGINE \\
+  trainer.nnodes=1 trainer.n_gpus_per_node=4 rollout.nnodes=1 rollout.n_gpus_per_node=6 \\
+  trainer.experiment_name=job_$(date +%Y%m%d_%H%M) trainer.default_hdfs_dir=null
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "codes"),
+    [("HF", "", set()), ("/nosuch", "", {"CK714"}), ("HF", "engine.use_dist_checkpointing=True", {"CK711"})],
+)
+def test_fine_tuning_of_verl_is_read(
+    model: str, option: str, codes: set[str], releases: PathOf, tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    text = VERL_SFT.replace("model.path=HF", f"model.path={model.replace('HF', str(releases('qwen3_moe')))}")
+    script.write_text(text.replace("LOCAL", str(tmp_path / "local")))
+    words = [option, "engine.dist_checkpointing_path=/nosuch"] if option else []
+    report = preflight(script=script, arguments=words)
+    assert {one.code for one in report.findings} == codes
+    assert report.facts["what would be loaded"] if not codes else True
+
+
+def test_run_of_verl_that_goes_on_from_a_step_is_inconclusive(releases: PathOf, tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "latest_checkpointed_iteration.txt").write_text("5")
+    script = tmp_path / "run.sh"
+    script.write_text(VERL_SFT.replace("HF", str(releases("qwen3_moe"))).replace("LOCAL", str(tmp_path / "local")))
+    assert "is not looked at" in preflight(script=script).facts["not read"][0]
+
+
+def test_rollout_of_verl_has_its_own_gpus(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    script = tmp_path / "run.sh"
+    text = ASYNC.replace("HF", str(releases("qwen3_moe")))
+    script.write_text(text.replace("ENGINE", "2"))
+    report = preflight(script=script)
+    assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
+    script.write_text(text.replace("ENGINE", "4"))
+    finding = only(preflight(script=script))
+    assert finding.code == "CK722"
+    assert "6 GPUs: rollout.nnodes" in finding.actual
+
+
+def test_name_with_a_date_alone_is_not_known(releases: PathOf, tmp_path: Path) -> None:
+    """A run that is started twice on one day goes on from its own step."""
+    script = tmp_path / "run.sh"
+    text = ASYNC.replace("HF", str(releases("qwen3_moe"))).replace("ENGINE", "2")
+    script.write_text(text.replace("_%H%M", ""))
+    report = preflight(script=script)
+    assert report.status == "inconclusive"
+    assert "trainer.experiment_name" in report.facts["not read"][0]
+
+
+def test_variables_of_a_heredoc_count_but_for_those_that_are_not_known() -> None:
+    text = """LINKS=$(nvidia-smi | grep -c NV)
+ENVIRONMENT=$(cat <<EOF
+{"env_vars": {"NCCL_NVLS_ENABLE": "$LINKS", "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1",
+  "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}}
+EOF
+)
+ray job submit --runtime-env-json="$ENVIRONMENT" -- python3 train.py --hf-checkpoint /x
+"""
+    read = read_script(None, text, environment={})
+    assert read.unresolved == ()
+    known = {name: word.text for name, word in read.environment.items() if not isinstance(word, UnresolvedWord)}
+    assert known["OPEN_TRAINING_INT4_GROUP_SIZE"] == "32"
+    assert isinstance(read.environment["NCCL_NVLS_ENABLE"], UnresolvedWord)
+    unknown = read_script(None, text.replace('"32"', '"$(hostname)"'), environment={})
+    assert "OPEN_TRAINING_INT4_GROUP_SIZE" in unknown.unresolved[0]
+
+
+@pytest.mark.parametrize(
+    ("resource", "options", "actor", "rollout"),
+    [
+        ({"actor": [1, 8], "rollout": [1, 4]}, "", ("8", "1"), "4"),
+        ({"actor": [1, 128], "rollout": [1, 128]}, "", ("8", "16"), "128"),
+        ({"actor": [1, 16]}, "--num-gpus-per-node 4", ("4", "4"), None),
+        ({"actor": [1, 2]}, "", ("2", "1"), None),
+        ({"actor": [1, 8], "advantages": [1, 0]}, "--actor-num-nodes 2", ("", "2"), None),
+    ],
+)
+def test_resources_of_relax_are_the_gpus_of_its_roles(
+    resource: dict[str, list[int]], options: str, actor: tuple[str, str], rollout: str | None
+) -> None:
+    command = f"python3 -m relax.entrypoints.train --resource '{json.dumps(resource)}' {options} --hf-checkpoint /x"
+    words = [word.text for word in read_script(None, command, environment={}).words]
+    given = dict(itertools.pairwise(words))
+    assert (given.get("--actor-num-gpus-per-node", ""), given.get("--actor-num-nodes")) == actor
+    assert given.get("--rollout-num-gpus") == rollout
+
+
+def test_resources_of_relax_that_are_not_known_are_said() -> None:
+    read = read_script(None, "python3 -m relax.entrypoints.train --resource $NOBODY --hf-checkpoint /x", environment={})
+    assert "--resource $NOBODY" in read.unresolved[0]

@@ -1,0 +1,125 @@
+"""CK740: reference, critic and teacher of another model than the one that the launch builds."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from check_examples import hold_example
+from fixture_types import CopyOf, OnlyFinding, PathOf
+from models import edit_metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+
+from verify.launch.preflight import preflight
+from verify.report import Report
+
+NAME, OTHER = "qwen2-untied", "qwen3-untied"
+TRACKER = "latest_checkpointed_iteration.txt"
+ROLES = {"critic": "--critic-load", "teacher": "--opd-teacher-load"}
+
+
+def launch(hf: Path | None, actor: Path, *words: str) -> Report:
+    given = ["--hf-checkpoint", str(hf)] if hf else []
+    return preflight(arguments=[*given, "--ref-load", str(actor), *words])
+
+
+def with_arguments(root: Path, **arguments: Any) -> Path:
+    """A copy whose stored training arguments are changed."""
+    path = root / "release" / "common.pt"
+    common = torch.load(path, weights_only=False)
+    common["args"] = Namespace(**(vars(common["args"]) | arguments))
+    torch.save(common, path)
+    return root
+
+
+def with_value_head(root: Path) -> Path:
+    """A critic as slime saves it: its output layer has one row, whatever the vocabulary."""
+
+    def one_row(metadata: Metadata) -> None:
+        head = metadata.state_dict_metadata["output_layer.weight"]
+        assert isinstance(head, TensorStorageMetadata)
+        head.size = torch.Size((1, head.size[1]))
+        head.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), head.size)]
+
+    edit_metadata(root / "release", one_row)
+    return root
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_of_another_model_is_found_and_the_right_one_passes(
+    role: str, releases: PathOf, converted: PathOf, only: OnlyFinding
+) -> None:
+    """slime and miles load both into the model that the launch's arguments build."""
+    hf, actor = releases(NAME), converted(NAME)
+    finding = only(launch(hf, actor, ROLES[role], str(converted(OTHER))))
+    assert (finding.code, finding.severity, finding.file) == ("CK740", "error", str(converted(OTHER) / "release"))
+    assert finding.expected == f"the model of {hf}/config.json"
+    if role == "teacher":
+        hold_example("CK740", finding)
+    sound = launch(hf, actor, ROLES[role], str(actor))
+    assert (sound.status, sound.findings) == ("passed", [])
+
+
+def test_a_critic_with_a_value_head_is_sound(releases: PathOf, converted: PathOf, copy_of: CopyOf) -> None:
+    critic = with_value_head(copy_of(converted(NAME)))
+    report = launch(releases(NAME), converted(NAME), "--critic-load", str(critic))
+    assert (report.status, report.findings) == ("passed", [])
+    # Of a teacher the log-probabilities are asked for.
+    report = launch(releases(NAME), converted(NAME), "--opd-teacher-load", str(critic))
+    assert [(one.code, one.tensor) for one in report.findings] == [("CK740", "output_layer.weight")]
+
+
+def test_arguments_alone_make_another_model(
+    releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    """Every shape is right; what a head attends to is not."""
+    teacher = with_arguments(copy_of(converted(NAME)), rotary_base=500_000)
+    finding = only(launch(releases(NAME), converted(NAME), "--opd-teacher-load", str(teacher)))
+    assert (finding.code, finding.tensor) == ("CK740", None)
+    assert finding.actual.startswith("another one: rotary_base = 500000 and not ")
+
+
+def test_without_an_engine_the_sides_are_compared_with_each_other(
+    converted: PathOf, tmp_path: Path, only: OnlyFinding
+) -> None:
+    finding = only(preflight(load=converted(NAME), ref_load=converted(OTHER)))
+    assert (finding.code, finding.file) == ("CK740", str(converted(OTHER) / "release"))
+    assert finding.expected == f"the model of the actor, {converted(NAME) / 'release'}"
+    same = Path(shutil.copytree(converted(NAME), tmp_path / "same"))
+    assert preflight(load=converted(NAME), ref_load=same).findings == []
+
+
+def test_two_iterations_of_other_arguments_are_no_run(converted: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    roots = []
+    for number, base in ((10, 10_000), (20, 500_000)):
+        root = Path(shutil.copytree(converted(NAME), tmp_path / str(number)))
+        shutil.rmtree(root / "hf")  # a run saves none
+        with_arguments(root, rotary_base=base)
+        weights = (root / "release").rename(root / f"iter_{number:07d}")
+        common = torch.load(weights / "common.pt", weights_only=False)
+        torch.save({**common, "iteration": number}, weights / "common.pt")
+        (root / TRACKER).write_text(str(number))
+        roots.append(root)
+    finding = only(preflight(load=roots[1], ref_load=roots[0], arguments=["--ref-ckpt-step", "10"]))
+    assert (finding.code, finding.actual) == ("CK740", "another one: rotary_base = 10000 and not 500000")
+
+
+def test_a_reference_of_another_model_than_the_engine_is_one_finding(
+    releases: PathOf, converted: PathOf, only: OnlyFinding
+) -> None:
+    finding = only(preflight(hf_checkpoint=releases(NAME), load=converted(NAME), ref_load=converted(OTHER)))
+    assert (finding.code, finding.file) == ("CK701", str(converted(OTHER) / "release"))
+    assert finding.expected == f"the model of {releases(NAME)}/config.json"
+
+
+def test_headers_of_a_role_that_cannot_be_read_are_a_finding(
+    releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    teacher = copy_of(converted(NAME))
+    (teacher / "release" / ".metadata").write_bytes(b"\x80\x04")
+    finding = only(launch(releases(NAME), converted(NAME), "--opd-teacher-load", str(teacher)))
+    assert (finding.code, finding.expected) == ("CK740", "headers that can be read")

@@ -1,0 +1,194 @@
+"""Which engine a launch serves with: SGLang's kernels judge SGLang alone, speculative decoding is asked of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fixture_types import CopyOf, OnlyFinding, PathOf
+
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+from verify.launch.arguments import LaunchArguments
+from verify.launch.preflight import preflight
+from verify.report import Finding, Report
+
+ENGINE = "--rollout-num-gpus-per-engine"
+
+
+def found(report: Report, code: str) -> list[Finding]:
+    return [finding for finding in report.findings if finding.code == code]
+
+
+def left_out(report: Report) -> set[str]:
+    """The codes of the checks that did not run."""
+    return {"CK307", "CK309", "CK715"} - {check.code for check in report.checks if check.status != "skipped"}
+
+
+@pytest.fixture(scope="module")
+def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen2-untied in INT4, which SGLang's kernels cannot share out over 4 ranks. Read only."""
+    path = tmp_path_factory.mktemp("int4") / "qwen2-untied"
+    quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "server", "pp"),
+    [
+        (["--sglang-mem-fraction-static", "0.7", "--sglang-pp-size", "2"], "sglang", 2),
+        (["--vllm-gpu-memory-utilization", "0.7", "--vllm-pipeline-parallel-size=2"], "vllm", 2),
+        (["--rollout-batch-size", "8"], None, None),
+    ],
+)
+def test_the_engine_is_told_by_its_options(words: list[str], server: str | None, pp: int | None) -> None:
+    options = LaunchArguments.read(words)
+    assert (options.server, options.engine_pp) == (server, pp)
+
+
+def test_sglangs_kernels_do_not_judge_a_launch_that_serves_with_vllm(int4: Path) -> None:
+    given = [ENGINE, "4", "--actor-num-gpus-per-node", "4"]
+    sglang = preflight(hf_checkpoint=int4, ref_load=int4, arguments=[*given, "--sglang-mem-fraction-static", "0.7"])
+    assert found(sglang, "CK715")
+    vllm = preflight(hf_checkpoint=int4, ref_load=int4, arguments=[*given, "--vllm-gpu-memory-utilization", "0.7"])
+    assert left_out(vllm) == {"CK307", "CK309", "CK715"}
+    assert (found(vllm, "CK307"), found(vllm, "CK715")) == ([], [])
+
+
+def test_heads_of_the_model_are_held_against_vllms_ranks_too(releases: PathOf, only: OnlyFinding) -> None:
+    """The model has 10 heads."""
+    given = [ENGINE, "3", "--vllm-gpu-memory-utilization", "0.7"]
+    finding = only(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given))
+    assert (finding.code, finding.expected, finding.actual) == (
+        "CK722",
+        "num_attention_heads that divides over 3 ranks",
+        "10",
+    )
+    given = [ENGINE, "6", "--vllm-pipeline-parallel-size", "3"]
+    assert preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given).findings == []
+    given = [ENGINE, "8", "--vllm-pipeline-parallel-size", "3"]
+    finding = only(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given))
+    assert finding.expected == "rollout_num_gpus_per_engine that divides by vllm_pipeline_parallel_size = 3"
+
+
+def test_the_ranks_of_vllms_data_parallel_engines_are_not_guessed(releases: PathOf) -> None:
+    """vLLM leaves it to its launcher how many of an engine's GPUs share the tensors."""
+    given = [ENGINE, "3", "--vllm-data-parallel-size", "3"]
+    assert preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given).findings == []
+
+
+@pytest.fixture
+def by_module_names(releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> Path:
+    """Routed experts in INT4 beside a list that names routers as modules, as engines read it and slime does not."""
+    path = tmp_path / "experts"
+    quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
+    config = json.loads((path / "config.json").read_text())
+    kept = [entry for entry in config["quantization_config"]["ignore"] if "gate(" not in entry]
+    config["quantization_config"]["ignore"] = [*kept, "re:.*mlp.gate$"]
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_miles_in_mode_bridge_packs_what_is_stored_packed(by_module_names: Path, releases: PathOf) -> None:
+    """Source: miles `update_weight/hf_weight_iterator_bridge.py`, which reads the packed names of --hf-checkpoint."""
+    given = ["--megatron-to-hf-mode", "raw"]
+    raw = preflight(hf_checkpoint=by_module_names, ref_load=by_module_names, arguments=given)
+    assert {finding.severity for finding in found(raw, "CK302")} == {"error"}
+    given = ["--megatron-to-hf-mode", "bridge"]
+    bridge = preflight(hf_checkpoint=by_module_names, ref_load=by_module_names, arguments=given)
+    assert found(bridge, "CK302") == []
+    assert "CK302" in {check.code for check in bridge.checks if check.status == "passed"}
+
+
+SPECULATIVE = "--sglang-speculative"
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        (
+            "qwen2-untied",
+            [f"{SPECULATIVE}-algorithm", "EAGLE"],
+            "a model with multi-token prediction layers, or a draft model",
+        ),
+        (
+            "qwen2-untied",
+            [f"{SPECULATIVE}-algorithm", "nextn"],
+            "a model with multi-token prediction layers, or a draft model",
+        ),
+        (
+            "mimo",
+            [f"{SPECULATIVE}-algorithm", "EAGLE3"],
+            "--sglang-speculative-draft-model-path with EAGLE3",
+        ),
+        (
+            "qwen2-untied",
+            [f"{SPECULATIVE}-algorithm=EAGLE", f"{SPECULATIVE}-draft-model-path", "/no/such/draft"],
+            "the draft model /no/such/draft",
+        ),
+        (
+            "mimo",
+            [f"{SPECULATIVE}-algorithm=EAGLE", f"{SPECULATIVE}-num-draft-tokens", "4"],
+            "--sglang-speculative-num-steps with the width or the tokens of a draft",
+        ),
+        (
+            "mimo",
+            [f"{SPECULATIVE}-algorithm=EAGLE", "--lora-rank", "8"],
+            "NGRAM, the only method that goes with LoRA",
+        ),
+        (
+            "mimo",
+            [f"{SPECULATIVE}-algorithm=EAGLE", "--sglang-pp-size", "2", ENGINE, "2"],
+            "one pipeline stage with speculative decoding",
+        ),
+        (
+            "qwen2-untied",
+            ["--vllm-speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}'],
+            "a model with multi-token prediction layers, or a draft model",
+        ),
+        (
+            "qwen2-untied",
+            ["--vllm-speculative-config", '{"num_speculative_tokens": 3}'],
+            '"model" of the draft with draft_model',
+        ),
+    ],
+)
+def test_speculative_decoding_without_a_draft_is_found(
+    name: str, words: list[str], said: str, releases: PathOf
+) -> None:
+    report = preflight(hf_checkpoint=releases(name), arguments=words)
+    (finding,) = found(report, "CK745")
+    assert (finding.severity, finding.expected) == ("error", said)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mimo", [f"{SPECULATIVE}-algorithm", "EAGLE", f"{SPECULATIVE}-num-steps", "3"]),
+        ("glm4_moe-mtp", [f"{SPECULATIVE}-algorithm", "EAGLE"]),
+        ("qwen2-untied", [f"{SPECULATIVE}-algorithm", "NGRAM"]),
+        ("qwen2-untied", [f"{SPECULATIVE}-algorithm=EAGLE3", f"{SPECULATIVE}-draft-model-path=org/qwen2-eagle3"]),
+        ("mimo", ["--vllm-speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}']),
+        ("qwen2-untied", ["--vllm-speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']),
+        ("qwen2-untied", ["--vllm-speculative-config", '{"model": "org/draft", "num_speculative_tokens": 3}']),
+    ],
+)
+def test_sound_speculative_decoding_is_silent(name: str, words: list[str], releases: PathOf) -> None:
+    report = preflight(hf_checkpoint=releases(name), arguments=words)
+    assert found(report, "CK745") == []
+    assert "CK745" in {check.code for check in report.checks if check.status == "passed"}
+
+
+def test_layers_count_by_their_weights_and_not_by_config(releases: PathOf, copy_of: CopyOf) -> None:
+    """Qwen3-Next is published with `mtp.` tensors and no number of them; MiniMax-M2 with a number and no tensor."""
+    path = copy_of(releases("glm4_moe-mtp"))
+    config = json.loads((path / "config.json").read_text())
+    assert config.pop("num_nextn_predict_layers") == 1
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    given = [f"{SPECULATIVE}-algorithm", "EAGLE"]
+    assert found(preflight(hf_checkpoint=path, arguments=given), "CK745") == []
+    minimax = releases("minimax_m2")
+    assert json.loads((minimax / "config.json").read_text())["num_mtp_modules"] == 3
+    (finding,) = found(preflight(hf_checkpoint=minimax, arguments=given), "CK745")
+    assert finding.actual.endswith("its files hold none")

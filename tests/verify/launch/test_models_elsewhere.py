@@ -1,0 +1,235 @@
+"""Models that a launch names and preflight cannot judge: an unknown model_type, and names on a model hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fixture_types import CopyOf, PathOf
+from huggingface_hub import snapshot_download
+
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from verify.launch.preflight import preflight
+from verify.report import Report
+
+NAME = "qwen2-untied"
+REPOSITORY = "some-org/Some-Model_1.5"
+SHA = "0123456789abcdef0123456789abcdef01234567"
+UNKNOWN = "nemotron_later"
+
+
+NEMO_RL = """
+policy:
+  model_name: {hf}
+  megatron_cfg:
+    enabled: true
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 2
+    context_parallel_size: 1
+    expert_model_parallel_size: 1
+    expert_tensor_parallel_size: 1
+  generation: {{backend: vllm, vllm_cfg: {{tensor_parallel_size: 1, pipeline_parallel_size: 1}}}}
+cluster: {{gpus_per_node: 8, num_nodes: 1}}
+"""
+ROLL = """
+pretrain: {hf}
+adv_estimator: reinforce
+init_kl_coef: 0
+actor_train:
+  strategy_args: {{strategy_name: megatron_train, strategy_config: {{tensor_model_parallel_size: 1}}}}
+  device_mapping: list(range(0,8))
+actor_infer:
+  strategy_args: {{strategy_name: sglang, strategy_config: {{load_format: dummy}}}}
+  num_gpus_per_worker: 1
+  device_mapping: list(range(0,8))
+"""
+
+
+def script(folder: Path, command: str) -> Path:
+    (folder / "run.sh").write_text(f"python3 {command}\n")
+    return folder / "run.sh"
+
+
+def settings(text: str) -> Callable[[Path, str], Path]:
+    def write(folder: Path, hf: str) -> Path:
+        (folder / "job.yaml").write_text(text.format(hf=hf))
+        return folder / "job.yaml"
+
+    return write
+
+
+# A first run of every stack from an HF directory, or a name that stands for one.
+LAUNCHES: dict[str, Callable[[Path, str], Path]] = {
+    "miles": lambda folder, hf: script(folder, f"train.py --hf-checkpoint {hf} --megatron-to-hf-mode bridge"),
+    "verl": lambda folder, hf: script(
+        folder,
+        "-m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml algorithm.adv_estimator=grpo "
+        f"actor_rollout_ref.model.path={hf} actor_rollout_ref.rollout.name=sglang trainer.resume_mode=disable",
+    ),
+    "NeMo-RL": settings(NEMO_RL),
+    "ROLL": settings(ROLL),
+}
+SLIME = {
+    "slime": lambda folder, hf: script(folder, f"train.py --hf-checkpoint {hf} --ref-load {hf}"),
+    "vime": lambda folder, hf: script(folder, f"train.py --hf-checkpoint {hf} --load {hf}"),
+}
+
+
+def actor(report: Report) -> str:
+    return next(line for line in report.facts["what would be loaded"] if line.startswith("actor "))
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No cache of this machine counts, and no directory of an earlier run."""
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def unknown(releases: PathOf, copy_of: CopyOf) -> Path:
+    """A sound release of a model_type that no family here has."""
+    path = copy_of(releases(NAME))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": UNKNOWN, "architectures": ["Later"]}))
+    return path
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("stack", [*LAUNCHES, *SLIME])
+def test_right_launch_of_an_unknown_model_is_inconclusive(
+    stack: str, unknown: Path, releases: PathOf, tmp_path: Path
+) -> None:
+    launch = (LAUNCHES | SLIME)[stack]
+    done = CliRunner().invoke(cli, ["preflight", str(launch(tmp_path, str(unknown))), "--no-cache", "--json"])
+    report = json.loads(done.stdout)
+    assert (done.exit_code, report["status"], report["findings"]) == (2, "inconclusive", [])
+    assert any(f"model_type '{UNKNOWN}'" in reason for reason in report["reasons"])
+    assert not [line for line in report["facts"]["what would be loaded"] if "cannot start" in line]
+    sound = preflight(script=launch(tmp_path, str(releases(NAME))))
+    assert (sound.status, sound.findings, sound.reasons) == ("passed", [], [])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_megatron_weights_of_an_unknown_model_are_inconclusive(unknown: Path, converted: PathOf) -> None:
+    report = preflight(hf_checkpoint=unknown, ref_load=converted(NAME))
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert any(f"model_type '{UNKNOWN}'" in reason for reason in report.reasons)
+
+
+def test_a_config_without_a_model_type_is_still_a_finding(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases(NAME))
+    config = json.loads((path / "config.json").read_text())
+    del config["model_type"]
+    (path / "config.json").write_text(json.dumps(config))
+    report = preflight(hf_checkpoint=path)
+    assert (report.status, "CK101" in [finding.code for finding in report.findings]) == ("failed", True)
+
+
+def in_cache(cache: Path, release: Path) -> Path:
+    """The snapshot of a release in a cache as huggingface_hub makes it: links to blobs, and the commit of `main`."""
+    root = cache / f"models--{REPOSITORY.replace('/', '--')}"
+    snapshot, blobs = root / "snapshots" / SHA, root / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(SHA)
+    for number, file in enumerate(sorted(release.iterdir())):
+        shutil.copy(file, blobs / f"{number:040x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs", f"{number:040x}"))
+    # What the trainer itself takes of it.
+    assert snapshot_download(REPOSITORY, cache_dir=cache, local_files_only=True) == str(snapshot)
+    return snapshot
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("stack", LAUNCHES)
+@pytest.mark.parametrize(
+    ("name", "value", "cache"),
+    [
+        ("HF_HOME", "{}/a", "a/hub"),
+        ("HF_HUB_CACHE", "{}/b", "b"),
+        ("XDG_CACHE_HOME", "{}/c", "c/huggingface/hub"),
+        ("HOME", "{}/d", "d/.cache/huggingface/hub"),
+    ],
+)
+def test_a_name_on_a_hub_is_its_snapshot_in_the_local_cache(
+    stack: str, name: str, value: str, cache: str, releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = in_cache(tmp_path / cache, releases(NAME))
+    monkeypatch.setenv(name, value.format(tmp_path))
+    report = preflight(script=LAUNCHES[stack](tmp_path, REPOSITORY))
+    assert (report.status, report.findings, report.reasons) == ("passed", [], [])
+    assert actor(report).startswith(f"actor loads {snapshot} (HF): ")
+    assert {"CK102", "CK105"} <= {one.code for one in report.checks if one.status == "passed"}
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("stack", LAUNCHES)
+def test_a_name_on_a_hub_that_is_not_in_the_cache_is_downloaded_and_inconclusive(stack: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["preflight", str(LAUNCHES[stack](tmp_path, REPOSITORY)), "--no-cache", "--json"])
+    report = json.loads(done.stdout)
+    assert (done.exit_code, report["status"], report["findings"]) == (2, "inconclusive", [])
+    cache = tmp_path / "home" / ".cache" / "huggingface" / "hub"
+    text = f"not in {cache}, so it is downloaded at the start; not looked at"
+    assert any(REPOSITORY in line and text in line for line in report["facts"]["not read"])
+    assert not [line for line in report["facts"]["what would be loaded"] if "cannot start" in line]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_cache_that_the_launch_itself_names_counts(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    in_cache(tmp_path / "shared", releases(NAME))
+    text = f"python3 train.py --hf-checkpoint {REPOSITORY} --ref-load {converted(NAME)}"
+    (tmp_path / "run.sh").write_text(f"export HF_HUB_CACHE={tmp_path / 'shared'}\n{text}\n")
+    assert preflight(script=tmp_path / "run.sh").status == "passed"
+    (tmp_path / "run.sh").write_text(f"{text}\n")
+    assert preflight(script=tmp_path / "run.sh").status == "inconclusive"
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_model_that_is_in_the_cache_only_in_part_is_inconclusive(
+    releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer downloads what is missing, so nothing is wrong with the launch."""
+    snapshot = in_cache(tmp_path / "hub", releases(NAME))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    sorted(snapshot.glob("*.safetensors"))[0].resolve().unlink()
+    report = preflight(hf_checkpoint=REPOSITORY)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert any("only in part, so the rest is downloaded at the start" in line for line in report.facts["not read"])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_directory_of_that_name_counts_before_the_hub(releases: PathOf, tmp_path: Path) -> None:
+    shutil.copytree(releases(NAME), tmp_path / REPOSITORY)
+    report = preflight(hf_checkpoint=REPOSITORY)
+    assert (report.status, report.findings) == ("passed", [])
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    "name", ["org/model.git", "org/a--b", "org/a..b", "runs/model/hf", "./org/model", "org/" + "a" * 120]
+)
+def test_what_is_no_name_on_a_hub_is_a_path(name: str) -> None:
+    report = preflight(arguments=["--hf-checkpoint", name])
+    assert [(finding.code, finding.actual) for finding in report.findings] == [("CK714", "no such directory")]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_preflight_takes_a_name_for_a_model_of_settings(
+    releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = LAUNCHES["verl"](tmp_path, "another-org/model")
+    with pytest.raises(CkptkitError, match=f"--hf-checkpoint {REPOSITORY}: not in"):
+        preflight(hf_checkpoint=REPOSITORY, script=launch)
+    in_cache(tmp_path / "hub", releases(NAME))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert preflight(hf_checkpoint=REPOSITORY, script=launch).status == "passed"

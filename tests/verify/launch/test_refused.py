@@ -1,0 +1,234 @@
+"""CK746 and CK721: launches of slime, miles and Megatron that a trainer's own check refuses, each beside a right one.
+
+Every row breaks one rule of the source that `verify/launch/rules` names; without its second part the launch is right.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fixture_types import PathOf
+from launch_scripts import write_config
+
+from verify.check import all_checks, run_checks
+from verify.evidence.subject import Subject
+from verify.launch.arguments import LaunchArguments
+from verify.launch.paths import launch_of
+from verify.launch.preflight import preflight
+from verify.launch.words import LaunchText, Word
+from verify.report import Finding
+from verify.run import choose
+
+TRAINER = "--rollout-batch-size 16 --n-samples-per-prompt 8 --num-rollout 100 --ref-load /models/megatron"
+MIXTURE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8"
+
+
+def findings(words: str, code: str, program: str = "train.py") -> list[Finding]:
+    """The findings of one check of a launch, without a look at any checkpoint."""
+    text = LaunchText(tuple(Word(word) for word in words.split()), program=program)
+    launch, _ = launch_of(text, None, None, None, None)
+    subject = Subject(Path(), launch=launch, arguments=LaunchArguments.read(launch.settled))
+    checks = [one for one in all_checks() if one.code == code]
+    return run_checks(subject, choose(subject, checks)[0]).findings
+
+
+def refused(words: str, program: str = "train.py") -> list[Finding]:
+    return findings(words, "CK746", program)
+
+
+# A right launch, what breaks it, and what is expected instead.
+BROKEN = [
+    ("--global-batch-size 128", "--num-steps-per-rollout 2", "= 16 x 8 / 2 = 64"),
+    ("--num-steps-per-rollout 2", "--global-batch-size 128", "= 16 x 8 / 2 = 64"),
+    ("", "--global-batch-size 256", "of at most rollout_batch_size x n_samples_per_prompt = 16 x 8 = 128"),
+    ("--over-sampling-batch-size 32", "--over-sampling-batch-size 8", "of at least rollout_batch_size"),
+    (
+        "--global-batch-size 128 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2",
+        "--micro-batch-size 3",
+        "data parallel ranks x micro_batch_size = 4 x 3 = 12",
+    ),
+    ("--max-tokens-per-gpu 1024", "--use-dynamic-batch-size", None),
+    ("", "--use-dynamic-batch-size", "--max-tokens-per-gpu with --use-dynamic-batch-size"),
+    ("--kl-loss-coef 0.1", "--kl-coef 0.1", "only one of --kl-coef and --kl-loss-coef above 0"),
+    ("", "--save-interval 20", "--save with --save-interval"),
+    ("--save /runs", "--save-interval 20", None),
+    ("", "--eval-interval 20", "--eval-prompt-data or --eval-config with --eval-interval"),
+    ("", "--use-opd", "--opd-type with --use-opd"),
+    ("--use-opd", "--opd-type megatron", "--opd-teacher-load with --opd-type megatron"),
+    ("--use-opd --opd-type sglang", "--opd-teacher-load /teacher", "no --opd-teacher-load with --opd-type sglang"),
+    ("", "--opd-teacher-load /teacher", "--use-opd with --opd-teacher-load"),
+    ("", "--enable-mtp-training", "--mtp-num-layers with --enable-mtp-training"),
+    ("--mtp-num-layers 1", "--enable-mtp-training", None),
+    ("", "--advantage-estimator reinforce_plus_plus", "--normalize-advantages with"),
+    ("--use-tis", "--use-rollout-logprobs", "only one of --use-rollout-logprobs and --use-tis"),
+    ("--rollout-max-context-len 100", "--rollout-max-prompt-len 100", "rollout_max_prompt_len below"),
+    ("", "--rollout-temperature 0", "--rollout-temperature above 0"),
+    ("", "--update-weight-mode delta --update-weight-local-checkpoint-dir /fast", "--update-weight-transport disk"),
+    ("", "--update-weight-transport disk", "--update-weight-disk-dir with weights that are sent by disk"),
+    ("--update-weight-transfer-mode p2p", "--colocate", "no --colocate with --update-weight-transfer-mode p2p"),
+    ("--megatron-to-hf-mode raw", "--lora-rank 16", "--target-modules with --lora-rank"),
+    ("--lora-rank 16 --target-modules all-linear", "--update-weight-transfer-mode p2p", "no LoRA with"),
+    ("--advantage-estimator ppo --ci-check-model-hash", "--kl-coef 0.1", "--use-kl-loss in place of --kl-coef"),
+    (
+        "--advantage-estimator ppo --ci-check-model-hash",
+        "--megatron-to-hf-mode bridge",
+        "--megatron-to-hf-mode raw with a critic",
+    ),
+    ("--qkv-format bshd --max-tokens-per-gpu 9", "--use-dynamic-batch-size", "--micro-batch-size in place of"),
+    ("--num-experts 8 --sequence-parallel", "--tensor-model-parallel-size 2", None),
+    ("--num-experts 8", "--tensor-model-parallel-size 2", "--sequence-parallel: sequence parallelism with a mixture"),
+    ("--tensor-model-parallel-size 2", "--num-experts 0", None),
+    ("--num-experts 8", "--expert-model-parallel-size 3", "num_experts that divides over expert_model_parallel_size"),
+    ("--num-layers 4 --hidden-size 64", "--expert-model-parallel-size 2", "--num-experts with it"),
+    ("--moe-token-dispatcher-type flex", "--moe-enable-deepep", None),
+    ("", "--moe-enable-deepep", "--moe-token-dispatcher-type flex with --moe-enable-deepep"),
+    ("", "--recompute-granularity full", "--recompute-method uniform or block with"),
+    ("--recompute-method uniform", "--recompute-granularity full", "--recompute-num-layers with"),
+    ("--recompute-num-layers 1", "--recompute-granularity selective", "no --recompute-num-layers with"),
+    ("", "--optimizer-cpu-offload", "--use-precision-aware-optimizer with --optimizer-cpu-offload"),
+    ("--pipeline-model-parallel-size 2", "--decoder-last-pipeline-num-layers 2", None),
+    ("", "--decoder-last-pipeline-num-layers 2", "no --decoder-last-pipeline-num-layers with a single pipeline stage"),
+]
+
+
+@pytest.mark.parametrize(("right", "more", "expected"), BROKEN)
+def test_what_a_trainers_own_check_refuses_is_found(right: str, more: str, expected: str | None) -> None:
+    if expected is None:
+        assert [str(one) for one in refused(f"{TRAINER} {right} {more}") if one.severity == "error"] == []
+        return
+    found = [one for one in refused(f"{TRAINER} {right} {more}") if one.severity == "error"]
+    assert len(found) == 1, found
+    assert expected in found[0].expected
+    # The right twin of it.
+    without = [one for one in refused(f"{TRAINER} {right}") if one.expected == found[0].expected]
+    assert without == []
+
+
+def test_what_slime_only_warns_of_is_a_warning() -> None:
+    cases = {
+        "--global-batch-size 96": "the last 32 samples of every rollout are not trained on",
+        "--num-epoch 2": "--num-epoch is ignored, which the trainer only logs",
+        "--advantage-estimator cispo": "slime only warns: the lower bound stays active",
+        f"{MIXTURE} --moe-token-dispatcher-type allgather": "slime only logs that it takes alltoall instead",
+        "--n-samples-per-prompt 1": "every advantage is 0",
+    }
+    for words, hint in cases.items():
+        (found,) = refused(f"{TRAINER} {words}")
+        assert (found.severity, hint in found.hint) == ("warning", True), found
+    sound = ["--global-batch-size 64", "--num-rollout 2", "--advantage-estimator cispo --eps-clip 1.0"]
+    sound += ["--n-samples-per-prompt 1 --loss-type sft_loss", f"{MIXTURE} --moe-token-dispatcher-type alltoall"]
+    assert [refused(f"{TRAINER} {words}") for words in sound] == [[]] * len(sound)
+
+
+def test_colocate_goes_with_train_and_not_with_train_async() -> None:
+    assert refused(f"{TRAINER} --colocate", "train.py") == []
+    (found,) = refused(f"{TRAINER} --colocate", "train_async.py")
+    assert found.expected.startswith("no --colocate with train_async.py")
+    assert refused(f"{TRAINER} --megatron-to-hf-mode raw --advantage-estimator ppo", "train_async.py") == []
+    miles = f"{TRAINER} --ci-check-model-hash --advantage-estimator ppo"
+    (found,) = refused(miles, "train_async.py")
+    assert found.expected.startswith("--use-rollout-logprobs, --use-tis or --keep-old-actor")
+    assert refused(f"{miles} --use-tis", "train_async.py") == []
+
+
+def test_the_program_of_a_script_is_known(tmp_path: Path, configs: PathOf) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"ray job submit -- python3 /opt/slime/train_async.py --colocate {TRAINER}\n")
+    found = [one for one in preflight(script=script).findings if one.code == "CK746"]
+    assert [one.expected.partition(",")[0] for one in found] == ["no --colocate with train_async.py"]
+    script.write_text(script.read_text().replace("train_async.py", "train.py"))
+    assert [one for one in preflight(script=script).findings if one.code == "CK746"] == []
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> PathOf:
+    return lambda name: write_config(tmp_path / name, name)
+
+
+def test_a_kl_term_needs_the_reference() -> None:
+    without = TRAINER.partition(" --ref-load")[0]
+    (found,) = refused(f"{without} --use-kl-loss")
+    assert (found.expected, found.actual) == (
+        "--ref-load with --use-kl-loss",
+        "--use-kl-loss (the command line), no --ref-load",
+    )
+    assert refused(f"{TRAINER} --use-kl-loss") == []
+    (found,) = refused(f"{without} --kl-coef 0.1")
+    assert found.expected == "--ref-load with --kl-coef"
+
+
+def test_values_that_are_not_known_break_no_rule(tmp_path: Path, configs: PathOf) -> None:
+    script = tmp_path / "run.sh"
+    text = "python3 train.py --rollout-batch-size $N --num-rollout 9 --global-batch-size 256 --use-kl-loss $MORE_ARGS\n"
+    text = text.replace("train.py", f"train.py --hf-checkpoint {configs('qwen3')}")
+    script.write_text(text)
+    report = preflight(script=script)
+    assert [one for one in report.findings if one.code == "CK746"] == []
+    script.write_text(text.replace("$MORE_ARGS", "").replace("$N", "16"))
+    found = {one.expected.partition(" ")[0] for one in preflight(script=script).findings if one.code == "CK746"}
+    assert found == {"global_batch_size", "--ref-load"}
+
+
+def test_a_custom_config_is_read_after_slime_and_before_megatron(tmp_path: Path) -> None:
+    """slime judges its own options first; Megatron sees what the file sets."""
+    file = tmp_path / "custom.yaml"
+    given = f"{TRAINER} {MIXTURE} --sequence-parallel --custom-config-path {file}"
+    file.write_text("tensor_model_parallel_size: 2\nglobal_batch_size: 4096\n")
+    assert refused(given) == []
+    file.write_text("tensor_model_parallel_size: 2\nsequence_parallel: false\n")
+    (found,) = refused(given)
+    assert found.expected.startswith("--sequence-parallel: ")
+    assert f"--tensor-model-parallel-size 2 ({file}:1)" in found.actual
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("--n-sample-per-prompt 8", "--n-samples-per-prompt"),
+        ("--rollout-max-respone-len 100", "--rollout-max-response-len"),
+        ("--sglang-mem-fraction-statik 0.7", "--sglang-mem-fraction-static"),
+        ("--vllm-gpu-memory-utilisation 0.7", "--vllm-gpu-memory-utilization"),
+        ("--recompute-granularty full", "--recompute-granularity"),
+        ("--router-polcy random", "--router-policy"),
+    ],
+)
+def test_an_option_of_any_part_that_is_misspelt_is_named(words: str, meant: str) -> None:
+    (found,) = findings(words, "CK721")
+    assert (found.severity, found.expected) == ("warning", meant)
+    right = f"{meant} {words.partition(' ')[2]}"
+    assert findings(right, "CK721") == []
+
+
+def test_a_launch_of_very_many_options_is_looked_through_in_part() -> None:
+    words = " ".join(f"--x{number}" for number in range(2_001)) + " --n-sample-per-prompt 8"
+    assert findings(words, "CK721") == []
+    assert findings(f"--n-sample-per-prompt 8 {words}", "CK721") != []
+
+
+def test_options_of_one_release_alone_are_known() -> None:
+    """`--critic-num-nodes` is slime's up to 0.2.4, `--keep-old-actor` newer, `--seed` Megatron's."""
+    assert findings("--critic-num-nodes 1 --keep-old-actor --seed 1 --sglang-dtype auto --vllm-config a", "CK721") == []
+
+
+def test_gpus_of_slurm_and_ray_are_held_against_what_is_placed(tmp_path: Path, configs: PathOf) -> None:
+    script = tmp_path / "run.sh"
+    slurm = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n"
+    job = f"python3 train.py --hf-checkpoint {configs('qwen3')} --actor-num-nodes 2 --actor-num-gpus-per-node 8"
+
+    def gpus(text: str) -> list[tuple[str, str]]:
+        script.write_text(text)
+        return [(one.severity, one.actual) for one in preflight(script=script).findings if one.code == "CK722"]
+
+    assert gpus(f"{slurm}{job} --colocate\n") == []
+    assert gpus(f"{slurm}{job} --rollout-num-gpus 16\n") == [("error", "2 nodes x 8 = 16 GPUs (#SBATCH)")]
+    assert gpus(f"{slurm}{job} --rollout-num-gpus 16\n".replace("--nodes=2", "-N 4")) == []
+    local = "ray start --head --node-ip-address 127.0.0.1 --num-gpus 4\n"
+    one = job.replace("--actor-num-nodes 2", "--actor-num-nodes 1")
+    said = "4 GPUs (ray start --head --num-gpus 4)"
+    assert gpus(f"{local}{one} --colocate\n") == [("error", said)]
+    assert gpus(f"{local}{one} --colocate\n".replace("num-gpus 4", "num-gpus 8")) == []
+    shared = local.replace("127.0.0.1", "${MASTER_ADDR}")
+    assert gpus(f"{shared}{one} --colocate\n") == [("warning", said)]
+    assert gpus(f"{shared}ssh w ray start --address=h --num-gpus 4\n{one} --colocate\n") == []
+    assert gpus(f"{shared}{job} --colocate\n") == []

@@ -1,0 +1,197 @@
+"""Scripts that bash reads in ways easily mistaken: our words are those of bash, or not known; never others."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.shell.read import read_script
+from verify.launch.words import LaunchText, UnresolvedWord
+
+BASH = shutil.which("bash")
+PRINT = "python3() { shift; printf '%s\\0' \"$@\"; }\n"
+TRAIN = "python3 train.py --load "
+ARGUMENTS = ("--tp", "2")
+ENVIRONMENT = {"HOME": "/home/me", "PATH": "/usr/bin:/bin"}
+# Read as bash reads them. Those that give no words end before the trainer starts.
+READ = {
+    "return 1": f"f() {{ return 1; }}\nA=x\nif f; then A=y; fi\n{TRAIN}$A",
+    "return 0": f"f() {{ false; return 0; }}\nA=x\nf && A=y\n{TRAIN}$A",
+    "return of a number in a variable": f"f() {{ return $1; }}\nA=x\nf 3 || A=y\n{TRAIN}$A",
+    "return without a number": f"f() {{ [ a = b ]; return; }}\nA=x\nf && A=y\n{TRAIN}$A",
+    "return of a sourced file": f"A=x\nsource ./fails.sh || A=y\n{TRAIN}$A",
+    "return outside of functions": f"return 1 2>/dev/null || A=y\n{TRAIN}$A",
+    "exit of a subshell": f"A=x\n( exit 1 ) && A=y\n{TRAIN}$A",
+    "own arguments in a pipeline": 'python3 train.py "$@" | cat',
+    "own arguments in a subshell": '( python3 train.py "$@" )',
+    "own arguments counted": '[ $# -gt 5 ] && A=1\npython3 train.py --n "${A:-0}"',
+    "own arguments in a loop": "for one; do A+=$one,; done\npython3 train.py $A",
+    "slices": 'A=(1 2 3 4)\npython3 train.py "${A[@]:1:2}" ${A[@]:2} "${A[@]: -2}" "${A[*]:0:2}" "${A[@]:7}"',
+    "slices of arguments": 'set -- a b c d\npython3 train.py "${@:2:2}" ${*:3} "${@:1:1}"',
+    "slices of text": "A=abcdef\npython3 train.py ${A:2} ${A: -2} ${A:1+1:2} ${A:9}",
+    "let": 'i=1\nlet i=i+2\nlet "j = i * 2" k=4\npython3 train.py $i $j $k',
+    "falling through": f"case a in a) A=1;& b) B=2;; c) C=3;; esac\n{TRAIN} $A$B${{C:-no}}",
+    "testing further": f"case ab in a*) A=1;;& *b) B=2;;& c) C=3;; *) D=4;; esac\n{TRAIN}$A$B${{C:-no}}$D",
+    "break 2": f"for i in 1 2; do for j in a b; do A+=$i$j; break 2; done; done\n{TRAIN}$A",
+    "break 2 of endless loops": f"while true; do while true; do break 2; done; A=1; done\n{TRAIN}${{A:-0}}",
+    "break 9": f"for i in 1 2; do A+=$i; break 9; done\n{TRAIN}$A",
+    "continue 2": f"for i in 1 2; do for j in a b; do A+=$i$j; continue 2; done; A+=x; done\n{TRAIN}$A",
+    "braces that are none": "python3 train.py {} {a} a{b}c '{a,b}' \"{a,b}\" {a,b",
+    "ANSI quotes": "python3 train.py $'a\\x41\\'b\\101\\e\\n' x",
+    "set -e": "set -e\nfalse\npython3 train.py --a 1",
+    "set -e with conditions": "set -e\nfalse || true\nif false; then :; fi\n! true\nfalse && :\npython3 train.py --a",
+    "set -e in a function": f"set -e\nf() {{ false; A=1; }}\nf || true\n{TRAIN}${{A:-no}}",
+    "set -e and counting from zero": "set -e\ni=0\n((i++))\npython3 train.py $i",
+    "set -euo pipefail": "set -euo pipefail\nf() { return 2; }\nf\npython3 train.py --a",
+    "set -o errexit": "set -o errexit\n( exit 3 )\npython3 train.py --a",
+    "set -e and a command in an assignment": "set -e\nA=$(false)\npython3 train.py --a",
+    "set -e and a command in a local one": "set -e\nf() { local A=$(false); B=1; }\nf\npython3 train.py $B",
+    "set +e": "set -e\nset +e\nfalse\npython3 train.py --a",
+    "output to a file": f"X=$(echo hi >/dev/null)\nY=$(echo err 2>/dev/null >&2)\n{TRAIN}a$X$Y",
+    "output of a group to a file": f"X=$({{ echo hi; }} >/dev/null)\n{TRAIN}a$X",
+    "errors to a file": f"X=$(echo hi 2>/dev/null)\n{TRAIN}a$X",
+    "local without a value": f"A=1\nf() {{ local A; B=${{A:-none}}; }}\nf\n{TRAIN}$A$B",
+    "declare -g": f"f() {{ declare -g A=1; }}\nf\n{TRAIN}$A",
+    "arguments of a sourced file": f"set -- x\nsource ./more.sh 8 9\n{TRAIN}$MORE$1",
+    "quoted patterns": (
+        'case "a*" in "a*") A=1;; esac\ncase ab in "a*") B=1;; esac\n[[ ab == "a*" ]] && C=1\n[[ ab == a* ]] && D=1\n'
+        'P="a*"\n[[ ab == $P ]] && E=1\n[[ ab == "$P" ]] && F=1\n'
+        "python3 train.py ${A:-0} ${B:-0} ${C:-0} ${D:-0} ${E:-0} ${F:-0}"
+    ),
+    "patterns that leave out": f"case b in [^a]) A=1;; esac\n{TRAIN}${{A:-0}}",
+    "parts that are not evaluated": (
+        "x=1\ny=$((0 && (x=5)))\nz=$((1 || x++))\nw=$((1 ? 2 : (x=9)))\nv=$((0 && 1 / 0))\n"
+        "python3 train.py $x $y $z $w $v"
+    ),
+    "home of the script": "HOME=/h\npython3 train.py ~/x ~ --load=~/x",
+    "one value in two branches": f"if [ -d /nosuch ]; then A=1; else A=1; fi\n{TRAIN}$A",
+}
+# Not followed so far: not known, where they are not read as bash reads them.
+UNKNOWN = {
+    "unset of a function": f"f() {{ :; }}\nunset -f f\nA=x\nf 2>/dev/null && A=y\n{TRAIN}${{A}}x",
+    "unset of an element": f'A=(1 2 3)\nunset "A[0]"\n{TRAIN}"${{A[@]}}"',
+    "let of an element": f"A=(1 2)\nlet A[0]=5\n{TRAIN}${{A[@]}}",
+    "declare -i": f"declare -i N\nN=2+3\n{TRAIN}$N",
+    "declare -i with a value": f"declare -i N=2*4\nN+=1\n{TRAIN}$N",
+    "declare -u": f"declare -u N=abc\n{TRAIN}$N",
+    "declare -n": f"A=1\ndeclare -n B=A\nB=2\n{TRAIN}$A",
+    "declare -A": f"declare -A M\nM[b]=1\nM[0]=z\n{TRAIN}${{M[b]}}",
+    "readonly": f"readonly A=1\nA=2\n{TRAIN}$A",
+    "break that may be": f"B=1\nfor i in 1 2 3; do [ -d /nosuch ] && break; [ $i = 3 ] && B=9; done\n{TRAIN}$B",
+    "counting in a loop": f"B=1\ni=0\nfor f in $(hostname) x y; do ((i++)); [ $i = 2 ] && B=2; done\n{TRAIN}$B",
+    "return that may be": f"f() {{ [ -d /nosuch ] && return 0; A=1; return 1; }}\nB=2\nf && B=3\n{TRAIN}$B",
+    "braces": f"{TRAIN}x{{1,2}}",
+    "braces with quotes": f'{TRAIN}{{"p",q}}r',
+    "braces with variables": f"{TRAIN}{{$HOME,x}}",
+    "braces in braces": f"{TRAIN}{{a,{{b}}}}",
+    "ranges": f"{TRAIN}{{1..3}}",
+    "braces of options": "python3 train.py --{load,save} /x",
+    "option of a command": "O=$(hostname)\npython3 train.py --$O /x",
+    "extended patterns": f"[[ b == @(a|b) ]] && A=1\n{TRAIN}${{A:-0}}",
+    "shift that may be": f'set -- a b\nif [ -d /nosuch ]; then shift; fi\n{TRAIN}"$@"',
+    "octal that is none": f"A=08\n{TRAIN}$((A + 1))",
+    "or-assignment": f"x=1\n((x |= 2))\n{TRAIN}$x",
+    "counting of an element": f"A=(1 2)\n((A[0]++))\n{TRAIN}${{A[0]}}",
+    "digits of Python": f"A=1_0\n{TRAIN}$((A))",
+    "echo -e": f'A=$(echo -e "a\\tb")\n{TRAIN}"$A"',
+    "escapes of printf": f"A=$(printf 'a\\101')\n{TRAIN}\"$A\"",
+    "replacing at an end": f"A=abca\n{TRAIN}${{A/#a/x}}${{A/%a/y}}",
+    "replacing by what was found": f'A=abc\n{TRAIN}"${{A/b/[&]}}"',
+    "pattern of files": f"{TRAIN}./mo*.sh",
+    "pattern of files in a variable": f'A="./mo*"\n{TRAIN}$A',
+    "home of another": f"{TRAIN}~root/x",
+    "read with escapes": f'read a <<< "x\\ty"\n{TRAIN}$a',
+    "read of empty fields": f'IFS=, read -ra A <<< "a,,b"\n{TRAIN}"${{A[1]}}"',
+    "empty words by IFS": 'IFS=,\nA="1,,2"\npython3 train.py --load $A',
+    "letters of either case": f"shopt -s nocasematch\n[[ A == a ]] && A=1\n{TRAIN}${{A:-0}}",
+    "text of a file": f'X=$(<./more.sh)\n{TRAIN}"a$X"',
+}
+
+
+def given(script: str, folder: Path) -> tuple[list[str], LaunchText | None]:
+    """What bash gives to the trainer, and what we read: None where we say that no trainer starts."""
+    (folder / "more.sh").write_text("MORE=m${1:-none}\n")
+    (folder / "fails.sh").write_text("return 1\n")
+    file = folder / "run.sh"
+    file.write_text(PRINT + script)
+    command = [str(BASH), str(file), *ARGUMENTS]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=folder, check=False)
+    file.write_text(script)
+    try:
+        return done.stdout.split("\0")[:-1], read_script(file, None, ARGUMENTS, ENVIRONMENT)
+    except CkptkitError:
+        return done.stdout.split("\0")[:-1], None
+
+
+def words_of(read: LaunchText | None, script: str) -> list[str]:
+    """The words of a launch, less the arguments that come behind those of a script that uses none."""
+    words = [word.text for word in read.words] if read else []
+    uses = any(sign in script for sign in ("$@", "${@", "$#", "for one;", "set --"))
+    return words if uses or not words else words[: -len(ARGUMENTS)]
+
+
+@pytest.mark.skipif(BASH is None, reason="bash is not installed")
+@pytest.mark.parametrize("name", READ)
+def test_words_are_those_of_bash(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted, read = given(READ[name], tmp_path)
+    assert words_of(read, READ[name]) == wanted
+    assert read is None or (read.unresolved, [word for word in read.words if isinstance(word, UnresolvedWord)]) == (
+        (),
+        [],
+    )
+
+
+@pytest.mark.skipif(BASH is None, reason="bash is not installed")
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_words_are_those_of_bash_or_not_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted, read = given(UNKNOWN[name], tmp_path)
+    assert words_of(read, UNKNOWN[name]) == wanted or (read is not None and read.unresolved)
+
+
+SOURCES = {"set -e": "set -ex\nsource models/base.sh\n", "bash -e": "set -o errexit\n. ./models/base.sh\n"}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_file_that_is_sourced_and_missing_ends_the_launch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "run.sh"
+    script.write_text(f"{SOURCES[name]}{TRAIN}/x ${{MODEL_ARGS[@]}}\n")
+    if BASH:
+        command = [BASH, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, check=False)
+        assert (done.returncode, "models/base.sh" in done.stderr) == (1, True)
+    (issue,) = read_script(script, environment=ENVIRONMENT).issues
+    assert "models/base.sh: there is no such file, so the script ends here" in issue.actual
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "base.sh").write_text("MODEL_ARGS=(--num-layers 2)\n")
+    read = read_script(script, environment=ENVIRONMENT)
+    assert (read.issues, read.unresolved) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "source models/base.sh\n",
+        "set -e\nsource models/base.sh || true\n",
+        "set -e\nif source models/base.sh; then :; fi\n",
+        "set -e\nset +e\nsource models/base.sh\n",
+        "set -e\nsource /opt/nosuch/models/base.sh\n",
+        "set -e\nmkdir -p models\ncat > models/base.sh <<E\nMODEL_ARGS=(--num-layers 2)\nE\nsource models/base.sh\n",
+    ],
+)
+def test_file_that_need_not_be_there_is_not_known(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `set -e` the script goes on; another machine's file, and one that the script writes, are not missed."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.sh"
+    file.write_text(f"{script}{TRAIN}/x ${{MODEL_ARGS[@]}}\n")
+    read = read_script(file, environment=ENVIRONMENT)
+    assert read.issues == ()
+    assert any("${MODEL_ARGS[@]}" in line for line in read.unresolved)

@@ -1,0 +1,240 @@
+"""Config groups of INT4 checkpoints in real SGLang: what it loads and refuses, `lint` and `verify` say without it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from families import CASES
+from families.table import config_of
+from sglang_runs import Case, checked, online_int4, run_cases, written
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from quant.lint.lint import lint
+from verify.checks.witnesses.hints import keep_router
+from verify.run import verify
+from verify.witnesses.sglang.run import SglangRun
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+Quantized = dict[str, Tensor]
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+BY_ROW = INT4 | {"strategy": "channel", "group_size": None}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
+KEPT = ["lm_head", "model.embed_tokens", ROUTER]
+ATTENTION, EXPERTS = r"re:.*self_attn\.(q|k|v|qkv|o)_proj$", r"re:.*mlp\.experts\..*"
+EVERY = r"re:.*(q|k|v|qkv|o|gate|up|gate_up|down)_proj$"
+
+
+def group(weights: Mapping[str, Any], *targets: str, activations: Any = None, **more: Any) -> dict[str, Any]:
+    return {"targets": list(targets), "weights": dict(weights), "input_activations": activations, **more}
+
+
+def content(*groups: Mapping[str, Any], form: str = "pack-quantized", ignore: Iterable[str] = KEPT) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{index}": one for index, one in enumerate(groups)},
+        "ignore": list(ignore),
+    }
+
+
+def in_fp8(tensors: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Quantized:
+    """The wanted matrices in FP8 with a scale a row, by a formula of its own."""
+    found: Quantized = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or not wanted(name):
+            found[name] = tensor
+            continue
+        scale = (tensor.float().abs().amax(1, keepdim=True) / 448).bfloat16()
+        found |= {name: (tensor.float() / scale.float()).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+    return found
+
+
+def by_row(tensors: Mapping[str, Tensor]) -> Quantized:
+    found: Quantized = {}
+    for name, tensor in tensors.items():
+        found |= online_int4({name: tensor}, [], tensor.shape[1])
+    return found
+
+
+def is_linear(name: str) -> bool:
+    return re.search(r"(layers|blocks)\.\d+\..*(proj|qkv|fc\d)\.weight$", name) is not None
+
+
+@pytest.fixture(scope="module")
+def cases(releases: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    root = tmp_path_factory.mktemp("groups")
+    release, vision = releases("qwen3_moe"), releases("qwen3_vl-tied")
+    tensors, seen = models.tensors(release), models.tensors(vision)
+    packed = online_int4(tensors, KEPT, 32)
+    experts = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    attention = {name: tensor for name, tensor in tensors.items() if ".self_attn." in name}
+    beside = {name: tensor for name, tensor in tensors.items() if name not in attention}
+    layers = [f"model.layers.{layer}.self_attn" for layer in range(12)]
+    scales = {f"{layer}.{one}_proj.{one}_scale": torch.ones(1) / 2 for layer in layers for one in "kv"}
+    mixed = online_int4(beside, KEPT, 32) | in_fp8(attention, is_linear)
+    two = online_int4({name: one for name, one in tensors.items() if name not in experts}, KEPT, 32) | by_row(experts)
+    halves = group(FP8, ATTENTION, activations=TOKENS), group(INT4, EXPERTS)
+    own = [one | {"format": form} for one, form in zip(halves, ("float-quantized", "pack-quantized"), strict=True)]
+    tower = group(FP8, "Linear", activations=TOKENS)
+
+    def case(name: str, stored: Quantized, quantization: dict[str, Any], of: Path = release) -> Case:
+        return Case(written(root, name.replace(" ", "-"), of, stored, quantization_config=quantization))
+
+    unnamed = ["lm_head", "model.embed_tokens"]
+    minimax = releases("minimax_m2")
+    routers = online_int4(models.tensors(minimax), [*unnamed, "re:.*norm.*"], 32)
+
+    return {
+        "packed routers": case("packed routers", routers, content(group(INT4, "Linear"), ignore=unnamed), minimax),
+        "regex": case("regex", packed, content(group(INT4, EVERY))),
+        "two groups": case("two groups", packed, content(group(INT4, ATTENTION), group(INT4, EXPERTS))),
+        "two sizes": case("two sizes", two, content(group(INT4, ATTENTION), group(BY_ROW, EXPERTS))),
+        "beside fp8": case("beside fp8", mixed, content(*halves)),
+        "cache": case("cache", packed | scales, content(group(INT4, "Linear")) | {"kv_cache_scheme": CACHE}),
+        "mixed-precision": case("mixed-precision", mixed, content(*own, form="mixed-precision")),
+        "marlin-24": case("marlin-24", packed, content(group(INT4, "Linear"), form="marlin-24")),
+        "naive-quantized": case("naive-quantized", packed, content(group(INT4, "Linear"), form="naive-quantized")),
+        "tensor": case("tensor", packed, content(group(INT4 | {"strategy": "tensor", "group_size": None}, "Linear"))),
+        "actorder": case("actorder", packed, content(group(INT4 | {"actorder": "group"}, "Linear"))),
+        "no target": case("no target", packed, content(group(INT4, EXPERTS))),
+        "fp8 tower": case(
+            "fp8 tower",
+            in_fp8(seen, is_linear),
+            content(tower, form="float-quantized", ignore=["lm_head"]),
+            vision,
+        ),
+        "plain tower": case(
+            "plain tower",
+            in_fp8(seen, lambda name: is_linear(name) and "visual" not in name),
+            content(tower, form="float-quantized", ignore=["lm_head", "re:.*visual.*"]),
+            vision,
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+    return run_cases(cases, tmp_path_factory.mktemp("runs"))
+
+
+SOUND = ("regex", "two groups", "two sizes", "beside fp8", "cache")
+REFUSED = {
+    "mixed-precision": ("ImportError", "format is 'mixed-precision'"),
+    "marlin-24": ("ImportError", "format is 'marlin-24'"),
+    "naive-quantized": ("ImportError", "format is 'naive-quantized'"),
+    "tensor": ("AttributeError", "strategy is 'tensor'"),
+    "actorder": ("ValidationError", "actorder is 'group'"),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_groups_that_sglang_loads_pass_without_it_too(
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    results, findings, _ = checked(cases[name], runs[name])
+    assert {code for code, result in results.items() if result.status == "passed"} >= {"CK501", "CK502", "CK504"}
+    assert {(one.code, one.severity) for one in findings} == ({("CK503", "warning")} if name == "cache" else set())
+    report = verify(cases[name].checkpoint)
+    assert [one for one in report.findings if one.severity == "error"] == []
+    assert report.status == "passed"
+    linted = lint(cases[name].checkpoint)
+    assert not linted.failed
+    # Those that are warned of are slime's, which reads the first group alone.
+    assert {reader for one in linted.findings for reader in one.readers} <= {"slime"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_sglang_refuses_is_an_error_without_it_too(
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    exception, words = REFUSED[name]
+    results, _, _ = checked(cases[name], runs[name])
+    assert results["CK501"].status == "failed"
+    assert exception in str(runs[name].crash)
+    found = [one for one in verify(cases[name].checkpoint).findings if one.code == "CK302"]
+    assert words in found[0].actual
+    assert found[0].severity == "error"
+    linted = lint(cases[name].checkpoint)
+    assert linted.failed
+    assert [one.kind for one in linted.findings if words in one.message] == ["refused"]
+
+
+def test_a_layer_without_a_target_is_named_and_not_to_be_quantized_again(
+    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    assert "Unable to find matching target for model.layers.0.self_attn.qkv_proj" in str(runs["no target"].crash)
+    linted = lint(cases["no target"].checkpoint)
+    assert {one.readers for one in linted.findings if one.severity == "error"} == {("SGLang 0.5.16", "SGLang 0.5.23")}
+    found = [one for one in verify(cases["no target"].checkpoint).findings if one.severity == "error"]
+    assert {one.code for one in found} == {"CK302"}
+    hints = [one.hint for one in linted.findings] + [one.hint for one in found]
+    assert all("targets" in hint and "quantize again" not in hint for hint in hints)
+
+
+def test_dropped_scales_of_a_vision_tower_are_a_finding(
+    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    """SGLang builds the tower in BF16, and its codes are then weights up to 448."""
+    results, findings, _ = checked(cases["fp8 tower"], runs["fp8 tower"])
+    assert results["CK503"].status == "failed"
+    dropped = {one.tensor for one in findings if one.code == "CK503"}
+    assert "model.visual.blocks.{0..1}.mlp.linear_fc1.weight_scale" in dropped
+    assert all("visual" in str(name) and str(name).endswith("weight_scale") for name in dropped)
+    results, findings, _ = checked(cases["plain tower"], runs["plain tower"])
+    assert (results["CK503"].status, findings) == ("passed", [])
+
+
+def test_packed_routers_are_left_out_by_their_familys_name(
+    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+) -> None:
+    """MiniMax-M2's router is `block_sparse_moe.gate`."""
+    _, findings, _ = checked(cases["packed routers"], runs["packed routers"])
+    hints = [one.hint for one in findings if one.code == "CK505" or (one.tensor or "").endswith("gate.weight_packed")]
+    assert len(hints) == 2
+    assert all(r"`re:.*\.block_sparse_moe\.gate(\.weight)?$`" in hint for hint in hints)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("mixtral", r"re:.*\.block_sparse_moe\.gate(\.weight)?$"),
+        ("minimax_m2", r"re:.*\.block_sparse_moe\.gate(\.weight)?$"),
+        ("glm4_moe", r"re:.*\.mlp\.gate(\.weight)?$"),
+        ("gpt_oss", r"re:.*\.mlp\.router(\.weight)?$"),
+    ],
+)
+def test_the_entry_for_routers_is_the_familys(name: str, entry: str) -> None:
+    assert keep_router(config_of(CASES[name])) == entry
+
+
+def test_fp8_is_not_taken_for_int4(cases: Mapping[str, Case]) -> None:
+    path = cases["plain tower"].checkpoint
+    before = (path / "config.json").read_bytes()
+    for fix in (False, True):
+        with pytest.raises(CkptkitError, match=r"no config group has INT4 weights \(format 'float-quantized'\)"):
+            lint(path, fix=fix)
+    assert (path / "config.json").read_bytes() == before
+
+
+def test_layers_of_another_format_are_not_added_to_the_list(cases: Mapping[str, Case]) -> None:
+    """In `ignore` an engine would take them for BF16."""
+    path = cases["beside fp8"].checkpoint
+    report = lint(path)
+    assert (report.packed, report.portable) == (12 * 12 * 3, None)
+    before = json.loads((path / "config.json").read_text())
+    with pytest.raises(CkptkitError, match="no ignore list makes all readers agree"):
+        lint(path, fix=True)
+    assert json.loads((path / "config.json").read_text()) == before

@@ -1,0 +1,67 @@
+"""Files of safetensors that belong to another save than the index: which reader takes which, and what to keep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptkit.formats.hf.reader import INDEX, SINGLE
+from verify.evidence.folding import alike
+from verify.evidence.hf_files import HfFiles
+from verify.issue import Issue
+
+# What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
+_CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
+_ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the only copy of what was trained"
+
+
+def leftovers(files: HfFiles) -> Iterator[Issue]:
+    """Tensors that stand in two shards, and weight files that the index does not name."""
+    twice = files.twice
+    for names in alike(twice):
+        homes = twice[names[0]]
+        actual = f"it stands in {' and '.join(homes)}; {_newest(files.root, homes)}"
+        hint = f"two saves are mixed: move the shards of one of them, with its index, elsewhere; {_ASIDE}"
+        yield Issue("each tensor in one shard", actual, hint, names=names, file=files.root)
+    for file in files.orphans:
+        if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
+            actual = "the weights a second time, under Mistral's own names"
+            hint = "no reader of HF's names takes it, and nothing checks it here; readers of Mistral's own format do"
+            yield Issue(_ONLY, actual, hint, file=files.root / file, severity="warning")
+        else:
+            yield _orphan(files, file)
+
+
+_ONLY = "only files that the index names"
+
+
+def _orphan(files: HfFiles, file: str) -> Issue:
+    """A file that the index does not name; one model.safetensors is what transformers takes all the same.
+
+    Source: transformers `modeling_utils.py` (`_get_resolved_checkpoint_files`) and SGLang `weight_utils.py`
+    (`filter_duplicate_safetensors_files`).
+    """
+    where, newest = files.root / file, _newest(files.root, [*files.shards, file])
+    if files.index is None:
+        actual = f"SGLang reads {file} too, transformers {SINGLE} alone; {newest}"
+        return Issue(
+            f"{SINGLE} alone, since there is no index", actual, f"move one of them elsewhere; {_ASIDE}", file=where
+        )
+    if file == SINGLE:
+        actual = f"transformers reads {SINGLE}, SGLang the shards of {INDEX}; {newest}"
+        hint = f"move the one that is not meant elsewhere ({SINGLE}, or the shards with their index); {_ASIDE}"
+        return Issue("one set of weights", actual, hint, file=where)
+    actual = f"the index names none of its tensors, and loaders follow it; {newest}"
+    return Issue(
+        _ONLY, actual, f"restore the index if it belongs to this save, or move it elsewhere; {_ASIDE}", file=where
+    )
+
+
+def _newest(root: Path, files: list[str]) -> str:
+    """Which of these files was changed last, and when."""
+    times = {file: (root / file).stat().st_mtime for file in files if (root / file).exists()}
+    last = max(times, key=lambda file: times[file])
+    when = datetime.fromtimestamp(times[last], UTC).isoformat(" ", "seconds").removesuffix("+00:00")
+    return f"changed last: {last} ({when} UTC)"

@@ -1,0 +1,130 @@
+"""Finds what wrappers do to names: a prefix too many or too few before all of them, or a wrapper's name inside."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from verify.evidence.expected import expected_of, spelling_of
+from verify.evidence.subject import Subject
+
+_SAVED = "save it again, from"
+# What wrappers put into names, and what to save instead.
+_WRAPPERS: Mapping[str, str] = {
+    "module": f"{_SAVED} inside DataParallel, DistributedDataParallel or DeepSpeed (`model.module`)",
+    "_orig_mod": f"{_SAVED} the model that torch.compile was given (`model._orig_mod`)",
+    "_fsdp_wrapped_module": f"{_SAVED} FSDP's full state dict (torch.distributed.checkpoint.state_dict)",
+    "_checkpoint_wrapped_module": f"{_SAVED} the model without its activation checkpointing",
+    "base_model": f"{_SAVED} what merge_and_unload() of peft returns",
+}
+_ANYWHERE = _WRAPPERS.keys() - {"base_model"}
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """What became of the names, and the next move. `stored` are those changed so, `promised` what they should be."""
+
+    change: str
+    hint: str
+    stored: tuple[str, ...]
+    promised: frozenset[str]
+
+
+def renamed_of(subject: Subject) -> Renamed | None:
+    """What became of the names of a checkpoint, those of an index alone too.
+
+    None without a usable config, and for the names of another class (`spelling_of`).
+    """
+    expected = None if subject.once(spelling_of) else subject.once(expected_of)
+    if expected is None:
+        return None
+    unknown = subject.hf_files.unknown if subject.kind == "hf" else ()
+    return renamed([*subject.specs, *unknown], expected.shapes.keys() | expected.optional)
+
+
+def renamed(names: Collection[str], promised: Collection[str]) -> Renamed | None:
+    """The one change that gives `names` the names that the config promises; None without one.
+
+    Names of wrappers count anywhere, a prefix where it is that of at least half of the names. All names with the change
+    are `stored`, those of parts too (multi-token prediction) that are only promised where they have their own names.
+    """
+    odd = [name for name in names if name not in promised]
+    if not odd:
+        return None
+    wanted = {_module(name) for name in promised}
+    prefixes = ((found, len(names) / 2) for find in (_further, _lacking) for found in find(odd, wanted))
+    for found, least in (*((found, 1) for found in _wrapped(odd, wanted)), *prefixes):
+        if len(found.right) >= least:
+            right = (name for parts in map(_promised, found.right, found.right.values()) for name in parts)
+            changed = sorted(filter(found.has_it, odd), key=_is_numbered)
+            return Renamed(found.change, found.hint, tuple(changed), frozenset(right))
+    return None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A change, the next move, the right module of each name that it explains, and which names have it."""
+
+    change: str
+    hint: str
+    right: Mapping[str, str]
+    has_it: Callable[[str], bool]
+
+
+def _module(name: str) -> str:
+    """All but the last part, which is not the same where a weight is quantized."""
+    return name.rpartition(".")[0]
+
+
+def _is_numbered(name: str) -> bool:
+    """Whether a name has the number of a layer: the others are few, and tell more."""
+    return any(part.isdecimal() for part in name.split("."))
+
+
+def _promised(name: str, module: str) -> tuple[str, str]:
+    """The name of a stored tensor in the right module, and that of the weight of which it may be a packed part."""
+    leaf = name.rpartition(".")[2]
+    return f"{module}.{leaf}", f"{module}.weight" if leaf.startswith("weight") else f"{module}.{leaf}"
+
+
+def _wrapped(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
+    """Names of wrappers anywhere in the names."""
+    for wrapper in _ANYWHERE:
+        inside = [name for name in odd if wrapper in name.split(".")]
+        bare = {name: ".".join(part for part in _module(name).split(".") if part != wrapper) for name in inside}
+        right = {name: module for name, module in bare.items() if module in wanted}
+        yield _Found(f"`{wrapper}.` stands in their names", _WRAPPERS[wrapper], right, set(inside).__contains__)
+
+
+def _further(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
+    """A prefix too many."""
+    heads: dict[str, tuple[str, str]] = {}
+    for name in odd:
+        parts = _module(name).split(".")
+        at = next((at for at in range(1, len(parts)) if ".".join(parts[at:]) in wanted), None)
+        if at is not None:
+            heads[name] = f"{'.'.join(parts[:at])}.", ".".join(parts[at:])
+    if (usual := _usual(head for head, _ in heads.values())) is not None:
+        hint = _WRAPPERS.get(usual.partition(".")[0], "save it again from the model itself, or take the prefix away")
+        right = {name: module for name, (head, module) in heads.items() if head == usual}
+        prefix = usual
+        yield _Found(f"a further `{usual}` before their names", hint, right, lambda name: name.startswith(prefix))
+
+
+def _lacking(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
+    """A prefix too few."""
+    by_tail: dict[str, list[str]] = {}
+    for module in wanted:
+        head, _, tail = module.partition(".")
+        by_tail.setdefault(tail, []).append(head)
+    heads = {name: by_tail[_module(name)] for name in odd if len(by_tail.get(_module(name), ())) == 1}
+    if (usual := _usual(first for first, *_ in heads.values())) is not None:
+        right = {name: f"{usual}.{_module(name)}" for name, (first, *_) in heads.items() if first == usual}
+        hint = "the inner model was saved: save the whole one (...ForCausalLM), with its output layer"
+        firsts = {name.partition(".")[0] for name in right}
+        yield _Found(f"no `{usual}.` before their names", hint, right, lambda name: name.partition(".")[0] in firsts)
+
+
+def _usual(heads: Iterable[str]) -> str | None:
+    return next((head for head, _ in Counter(heads).most_common(1)), None)

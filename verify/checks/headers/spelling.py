@@ -1,0 +1,51 @@
+"""For CK104: the layers of a model under the names that another class has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from converters.registry import family_of
+from converters.stored import OtherSpelling
+from verify.evidence.expected import spelling_of, stated_config_of
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+
+_ALONE = "model."  # what a class of the language model alone calls its layers
+
+
+def other_names(subject: Subject) -> Iterator[Issue]:
+    """One issue for all tensors of the layers, a warning where transformers renames them while it loads."""
+    if (found := subject.once(spelling_of)) is None:
+        return
+    config = subject.once(stated_config_of)
+    family = family_of(config)
+    multimodal = bool(family.towers(config))
+    count = sum(one.startswith(found.found) for one in subject.specs)
+    whose, hint = _whose(found, multimodal)
+    yield Issue(
+        f"{found.expected}*, as {family.class_of(config)} of config.json has its layers",
+        f"{found.found}*, as {whose}: {count} tensors",
+        hint,
+        file=subject.path / "config.json",
+        severity="warning" if found.renamed else "error",
+    )
+
+
+def _whose(found: OtherSpelling, multimodal: bool) -> tuple[str, str]:
+    """Which classes have these names, and what to do."""
+    rename = f"rename the tensors to {found.expected}* (and in the index)"
+    if found.renamed:
+        return "the multimodal class has them", (
+            "transformers and newer releases of vLLM rename them while they load, SGLang does not: take config.json "
+            f"of the multimodal release with its vision tower, or {rename}"
+        )
+    if not multimodal:
+        return "a multimodal class has them", f"take config.json of the multimodal release, or {rename}"
+    if found.found == _ALONE:
+        return (
+            "a class of the language model alone has them",
+            f"take config.json of the language model alone, or {rename}",
+        )
+    return "transformers has them inside since 4.52", (
+        f"transformers loads both, SGLang the names of the release: save with save_original_format=True, or {rename}"
+    )

@@ -1,0 +1,181 @@
+"""CK740: the checkpoints of one launch hold models of one architecture, that of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.formats.detect import is_legacy
+from converters.megatron.arguments import comparable_args
+from converters.planner import dims_of
+from verify.check import Skip, Tally, check
+from verify.checks.config.arguments import differing, mismatches
+from verify.checks.launch.engine import engine_config, unless_skipped
+from verify.evidence.expected import expected_of
+from verify.evidence.folding import LAYER
+from verify.evidence.side_files import SideFiles
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.launch.launch import sides_of
+from verify.launch.sides import Side
+from verify.launch.stacks.launched import ENGINE
+
+# slime and miles make a critic's output layer anew where its shape is another one.
+_OF_A_CRITIC = ("untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size")
+_NAMED = 3
+
+Shapes = Mapping[str, "tuple[int, ...] | None"]
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """What one checkpoint holds otherwise than another: tensors, and arguments with both values."""
+
+    tensors: Sequence[str]
+    arguments: Sequence[tuple[str, str, str]] = ()
+
+    def __str__(self) -> str:
+        named = [f"{name} = {found} and not {want}" for name, want, found in self.arguments[:_NAMED]]
+        more = [f"{len(self.arguments) - _NAMED} more arguments"] if self.arguments[_NAMED:] else []
+        tensors = [f"{len(self.tensors)} tensors with other names or shapes"] if self.tensors else []
+        return ", ".join([*named, *more, *tensors])
+
+
+def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
+    """The launch's config, and the sides to hold against it; without one against the first of them. Raises Skip.
+
+    Actor and reference are held against a config by the checks of headers.
+    """
+    launch = subject.launch
+    if launch is None:
+        raise Skip("only preflight looks at a launch")
+    if launch.stack:
+        raise Skip("by settings every role is held against the config of its own model")
+    config = engine_config(launch.hf_checkpoint) if launch.hf_checkpoint else {}
+    sides: dict[Path, Side] = {}
+    for side in sides_of(launch):
+        if side.path and side.role != ENGINE:
+            sides.setdefault(side.path, side)
+    if config:
+        others = [side for side in sides.values() if side.role in ("critic", "teacher")]
+        if not others:
+            raise Skip("the launch loads neither a critic nor a teacher of its own")
+        return config, others
+    if len(sides) < 2:
+        raise Skip("the launch has neither --hf-checkpoint nor two checkpoints to compare")
+    return {}, list(sides.values())
+
+
+@check(
+    "CK740",
+    "every role loads a model of the launch's architecture",
+    stage="launch",
+    needs=("sound headers",),
+    rationale=(
+        "slime and miles build one model by one set of arguments and load actor, reference, critic and teacher into "
+        "it: a checkpoint of another architecture stops the job, or loads in part."
+    ),
+    fix="Give the role a checkpoint of the model that the launch trains.",
+    unless=unless_skipped(_roles),
+)
+def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Names and shapes of tensors, and stored arguments: of critic and teacher against --hf-checkpoint.
+
+    Without --hf-checkpoint, of all against the first.
+    """
+    config, sides = _roles(subject)
+    first, *rest = sides
+    hf = subject.launch.hf_checkpoint if subject.launch else None
+    of = f"{hf}/config.json" if config else f"the {first.role}, {first.path}"
+    for side in sides if config else rest:
+        tally.compared(0)
+        if why := _incomparable(side, None if config else first):
+            tally.note(f"{why}, so its architecture is not compared")
+            continue
+        try:
+            found = _from_config(side, config, hf) if config else _from_side(first, side)
+        except UnsupportedError:
+            raise
+        except CkptkitError as error:
+            yield Issue("headers that can be read", error.message, error.hint or "copy it again", file=side.path)
+            continue
+        if found.tensors or found.arguments:
+            hint = f"give the {side.role} a checkpoint of the model that the launch trains"
+            names = found.tensors or None
+            yield Issue(f"the model of {of}", f"another one: {found}", hint, names, side.path, together=True)
+
+
+def of_two_models(subject: Subject, one: Side, other: Side) -> bool:
+    """Whether this check finds that two sides, which no config of the launch is held against, are of two models."""
+    launch = subject.launch
+    if launch is None or launch.stack or launch.hf_checkpoint or _incomparable(other, one):
+        return False
+    try:
+        found = _from_side(one, other)
+    except CkptkitError:
+        return False
+    return bool(found.tensors or found.arguments)
+
+
+def _incomparable(side: Side, first: Side | None) -> str | None:
+    """Why a side is not compared; None where it is."""
+    if any(is_legacy(one.path) for one in (side, first) if one and one.path):
+        return f"{side.role}: in Megatron's legacy format"
+    if first and first.kind != side.kind:
+        return f"{first.role} and {side.role}: in two formats, and there is no --hf-checkpoint"
+    return None
+
+
+def _from_config(side: Side, config: Mapping[str, Any], hf: Path | None) -> _Difference:
+    """What a side holds otherwise than the launch's config says. Raises CkptkitError where it cannot be read."""
+    critic, path = side.role == "critic", side.path or Path()
+    if side.kind == "hf":
+        want, have = (comparable_args(dims_of(one)) for one in (config, SideFiles(path).config))
+        names = sorted(want.keys() | have.keys())
+        pairs = [(name, str(want.get(name)), str(have.get(name))) for name in names if want.get(name) != have.get(name)]
+        return _Difference([], _of_role(pairs, critic))
+    subject = Subject(path, hf_path=hf)
+    expected, args = expected_of(subject), subject.megatron_files.args
+    dims = dims_of(config) if args.get("mtp_num_layers") else replace(dims_of(config), mtp_layers=0)
+    tensors = _other_shapes(expected.shapes, _shapes(subject), critic) if expected else []
+    return _Difference(tensors, _of_role(mismatches(dims, args) if args else (), critic))
+
+
+def _from_side(first: Side, side: Side) -> _Difference:
+    """What a side holds otherwise than the first one in the same format. Raises CkptkitError as `_from_config`."""
+    here, there = (Subject(one.path or Path()) for one in (first, side))
+    want, have = ({name: shape for name, shape in _shapes(one).items() if LAYER.search(name)} for one in (here, there))
+    critic = side.role == "critic"
+    tensors = _other_shapes(want, have, critic)
+    if side.kind == "hf":
+        # Packed tensors have names of their own.
+        return _Difference([name for name in tensors if name in want and name in have])
+    args = here.megatron_files.args, there.megatron_files.args
+    return _Difference(tensors, _of_role(differing(*args) if all(args) else (), critic))
+
+
+def _shapes(subject: Subject) -> Shapes:
+    return {name: spec.shape for name, spec in subject.specs.items()}
+
+
+def _of_role(arguments: Iterable[tuple[str, str, str]], critic: bool) -> list[tuple[str, str, str]]:
+    return [one for one in arguments if not (critic and one[0] in _OF_A_CRITIC)]
+
+
+def _other_shapes(want: Shapes, have: Shapes, critic: bool) -> list[str]:
+    """Names that only one of two checkpoints has, or with another shape; the vocabulary of `have` may be padded."""
+    names = [name for name in {**want, **have} if not (critic and name.startswith("output_layer."))]
+    return [name for name in names if not _same_shape(name, want, have)]
+
+
+def _same_shape(name: str, want: Shapes, have: Shapes) -> bool:
+    if name not in want or name not in have:
+        return False
+    one, other = want[name], have[name]
+    if one is None or other is None:
+        return True
+    padded = name.startswith(("embedding.", "output_layer.")) and other[:1] > one[:1]
+    return one[1:] == other[1:] if padded else one == other

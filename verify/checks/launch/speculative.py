@@ -1,0 +1,133 @@
+"""CK745: the engine of a launch has what it drafts with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from verify.check import Skip, Tally, check
+from verify.checks.launch.engine import engine_config, unless_skipped
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.launch.launch import Launch
+from verify.launch.options.speculative import Speculation, of_options
+
+# What configs call the number of multi-token prediction layers.
+_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")
+_NAMES = re.compile(r"(?:.*\.)?mtp(?:_layers|_block)?\.")
+_LAYER = re.compile(r".*?layers\.(\d+)\.")
+# Families whose config.json never speaks of the layers that they have.
+_UNSTATED = frozenset({"qwen3_next", "exaone_moe", "nemotron_h", "nemotron_h_puzzle", "hy_v3", "longcat_flash"})
+# Methods that draft with the layers of the model itself where no other model is given, and those that never do.
+_OWN = frozenset({"EAGLE", "NEXTN", "FROZEN_KV_MTP"})
+_OTHER = frozenset({"EAGLE3", "STANDALONE", "DFLASH"})
+_TREES = frozenset({"EAGLE", "NEXTN", "EAGLE3", "STANDALONE", "FROZEN_KV_MTP"})
+_NEEDS_MODEL = frozenset({"draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "custom_class"})
+_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def _speculation(subject: Subject) -> Speculation:
+    """What the launch says of drafting. Raises Skip for one that does not draft."""
+    launch = subject.launch or Launch()
+    if not launch.stack and launch.given.get("debug_train_only", False):
+        raise Skip("the launch starts no engine")
+    found = launch.stack.speculation if launch.stack else of_options(launch.given, launch.words)
+    if found is None:
+        raise Skip("the launch asks for no speculative decoding")
+    return found
+
+
+@check(
+    "CK745",
+    "the engine has the draft model that speculative decoding asks for",
+    stage="launch",
+    rationale=(
+        "An engine that should draft and has nothing to draft with stops when it starts, or loads the model itself "
+        "into a draft class and accepts next to nothing of what that proposes."
+    ),
+    fix="Give the draft model, or leave speculative decoding out for a model without multi-token prediction layers.",
+    unless=unless_skipped(_speculation),
+)
+def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """A draft model where the method needs one, layers of the model's own where it has none, and what goes with it.
+
+    Source: SGLang `arg_groups/speculative_hook.py`, `server_args.py` (check_server_args, check_lora_server_args),
+    `configs/model_config.py` (_config_draft_model); vLLM `config/speculative.py` (SpeculativeConfig).
+    """
+    found = _speculation(subject)
+    tally.compared(0)
+    if found.server == "sglang":
+        yield from _options(found)
+    if found.draft is None and found.known:
+        yield from _without(found, subject)
+    elif found.draft is not None:
+        yield from _given(found, Path(found.draft))
+
+
+def _options(found: Speculation) -> Iterator[Issue]:
+    said = f"{found.method}, at {found.place}"
+    if found.stages > 1:
+        yield Issue("one pipeline stage with speculative decoding", f"{found.stages} stages", "SGLang stops")
+    if found.method in _TREES and not found.steps and found.trees:
+        expected = "--sglang-speculative-num-steps with the width or the tokens of a draft"
+        yield Issue(expected, f"{said}, without it", "SGLang stops: give all three of them, or none")
+    if found.attention and found.method in ("STANDALONE", "DFLASH"):
+        yield Issue(f"no --sglang-enable-dp-attention with {found.method}", said, "SGLang stops: leave one of them out")
+    if found.lora and found.method != "NGRAM":
+        yield Issue("NGRAM, the only method that goes with LoRA", said, "SGLang stops: leave one of them out")
+
+
+def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
+    """A method without a draft model of its own."""
+    said = f"{found.method}, at {found.place}"
+    if found.method in _OTHER or found.method in _NEEDS_MODEL:
+        option = "--sglang-speculative-draft-model-path" if found.server == "sglang" else '"model" of the draft'
+        yield Issue(
+            f"{option} with {found.method}", f"{said}, without it", "give the draft model that was trained for it"
+        )
+        return
+    if found.method not in _OWN and found.method != "mtp" and not found.method.endswith("_mtp"):
+        return
+    root = subject.launch.hf_checkpoint if subject.launch else None
+    config = engine_config(root) if root else {}
+    if root is None or not config:
+        raise Skip("there is no config.json of the engine's model that can be read (CK714, CK101)")
+    stored = _stored(subject, root, config)
+    if stored is None and config.get("model_type") in _UNSTATED:
+        raise Skip("only the names of the weights tell whether this model has such layers, and there are none (CK104)")
+    if stored is False or (stored is None and not _stated(config)):
+        expected = "a model with multi-token prediction layers, or a draft model"
+        lacks = "its files hold none" if stored is False else "its config.json speaks of none"
+        actual = f"{said}, with {root}: {lacks}"
+        yield Issue(expected, actual, "give a draft model, or leave speculative decoding out", file=root)
+
+
+def _given(found: Speculation, draft: Path) -> Iterator[Issue]:
+    if draft.is_dir() or (not draft.is_absolute() and _HUB.fullmatch(str(draft))) or "://" in str(draft):
+        return
+    if found.server == "vllm" and not draft.is_absolute():
+        return  # the name of a method, or of a module
+    yield Issue(f"the draft model {draft}", "no such directory", "check the path", file=draft)
+
+
+def _stated(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config")
+    places = [config, text] if isinstance(text, Mapping) else [config]
+    return any(isinstance(one.get(key), int) and one[key] > 0 for one in places for key in _KEYS)
+
+
+def _stored(subject: Subject, root: Path, config: Mapping[str, Any]) -> bool | None:
+    """Whether the files hold such layers; None where their names cannot be told."""
+    text = config.get("text_config")
+    layers = next((one.get("num_hidden_layers") for one in (config, text or {}) if "num_hidden_layers" in one), None)
+    try:
+        names = list(subject.loaded.get(root, Subject(root)).hf_files.specs)
+    except CkptkitError:
+        return None
+    if not names or not isinstance(layers, int):
+        return None
+    beyond = (match for name in names if (match := _LAYER.match(name)))
+    return any(_NAMES.match(name) for name in names) or any(int(match[1]) >= layers for match in beyond)

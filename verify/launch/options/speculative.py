@@ -1,0 +1,91 @@
+"""What a launch says of speculative decoding: options of SGLang and vLLM, and what other stacks hand on to these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verify.launch.arguments import Server, server_of
+from verify.launch.options.given import GivenArguments
+from verify.launch.words import Word
+
+if TYPE_CHECKING:
+    from verify.launch.stacks.settings import Settings
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How an engine drafts: `method` as it calls it, `draft` the model that it drafts with where one is given.
+
+    `known`: False where the draft, or whether there is one, is not known. `steps` and `trees`: whether the number of
+    steps is given, and the width or the number of tokens of a draft. `stages`: pipeline stages of the engine.
+    `attention`: its attention is data parallel. `lora`: it serves an adapter. `place` is where it is written.
+    """
+
+    server: Server
+    method: str
+    place: str
+    draft: str | None = None
+    known: bool = True
+    steps: bool = True
+    trees: bool = False
+    stages: int = 1
+    attention: bool = False
+    lora: bool = False
+
+
+def of_options(given: GivenArguments, words: tuple[str, ...]) -> Speculation | None:
+    """What the options of slime, miles or vime say; None where the engine does not speculate, or that is not known."""
+    if server_of(words) == "vllm":
+        text = given.get("vllm_speculative_config", None)
+        return of_json(text, given.place("vllm_speculative_config")) if text else None
+    method = given.get("sglang_speculative_algorithm", None)
+    if not method:
+        return None
+    path, prefix = "sglang_speculative_draft_model_path", "sglang_speculative"
+    stages = given.get("sglang_pp_size", None) or given.get("sglang_pipeline_parallel_size", 1)
+    return Speculation(
+        "sglang",
+        method.upper(),
+        given.place("sglang_speculative_algorithm"),
+        given.get(path, None),
+        known=path not in given.unknown and not given.anything,
+        steps=f"{prefix}_num_steps" in given.places,
+        trees=not {f"{prefix}_eagle_topk", f"{prefix}_num_draft_tokens"}.isdisjoint(given.places),
+        stages=stages or 1,
+        attention=bool(given.get("sglang_enable_dp_attention", False)),
+        lora=(given.get("lora_rank", 0) or 0) > 0,
+    )
+
+
+def of_json(text: str, place: str) -> Speculation | None:
+    """vLLM's `--speculative-config`; None where it is no JSON object that can be read."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return of_mapping(content, place) if isinstance(content, dict) else None
+
+
+def of_mapping(content: Mapping[str, Any], place: str) -> Speculation | None:
+    """The same as a mapping. Source: vLLM `config/speculative.py`: without a method, the draft model decides it."""
+    model, method = content.get("model"), content.get("method")
+    if method is None:
+        method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
+    return Speculation("vllm", str(method).lower(), place, None if model is None else str(model))
+
+
+def of_settings(settings: Settings, prefix: str) -> Speculation | None:
+    """The mapping `speculative_config` that verl and NeMo-RL hand on to vLLM."""
+    names = ("method", "model", "num_speculative_tokens")
+    words = {name: settings.word(f"{prefix}.speculative_config.{name}") for name in names}
+    given = {name: word.text for name, word in words.items() if word is not None}
+    if not given or given.get("num_speculative_tokens") == "0":
+        return None
+    return of_mapping(given, _place(words.values()))
+
+
+def _place(words: Any) -> str:
+    return next((word.place for word in words if isinstance(word, Word)), "")

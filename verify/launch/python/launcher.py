@@ -1,0 +1,284 @@
+"""The launch that a launcher of miles in Python is: `run_*.py`, read and never run.
+
+Source: miles `utils/external_utils/command_utils.py` (execute_train) and `utils/typer_utils.py` (dataclass_cli): the
+fields of a dataclass are the options of the launcher, its function gives one text of arguments to `execute_train`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.python.model_args import model_arguments
+from verify.launch.python.statements import Follower
+from verify.launch.python.values import (
+    ENVIRONMENT,
+    MISSING,
+    Class,
+    Function,
+    Maybe,
+    Module,
+    Piece,
+    State,
+    TooMuchPythonError,
+    Unknown,
+    pieces_of,
+    text_of,
+)
+from verify.launch.shell.read import read_command
+from verify.launch.shell.values import Gap, Value
+from verify.launch.words import LaunchText, UnresolvedWord, Word
+
+_START = "execute_train"
+# They start processes, or read what the machine of the job has.
+_QUIET: frozenset[str] = frozenset(
+    {
+        *("exec_command_cpu", "exec_command_gpu", "exec_command_multi_node", "convert_checkpoint", "fp8_cast_bf16"),
+        *("hf_download_dataset", "rsync_simple", "ssh_start_ray_workers", "start_mooncake_master"),
+    }
+)
+_TOOL = Path("miles/utils/external_utils/model_args_utils.py")
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A call of `execute_train`: its arguments by name, its line, and the variables at that point."""
+
+    named: Mapping[str, Any]
+    line: int
+    environment: Mapping[str, Any]
+
+    def value(self, name: str, default: Any) -> Any:
+        return self.named.get(name, default)
+
+
+def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchText:
+    """What a launcher in Python gives to its trainer. `arguments` are its own: a command and options of its fields.
+
+    Raises CkptkitError where the file cannot be read or starts no trainer.
+    """
+    started: list[_Started] = []
+
+    def start(state: State, given: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
+        names = ("train_args", "num_gpus_per_node", "megatron_model_type", "train_script")
+        variables = dict(state.objects[ENVIRONMENT])
+        started.append(_Started(dict(zip(names, given, strict=False)) | dict(named), node.lineno, variables))
+        return None
+
+    root = _root(script)
+    watched = {_START: start} | dict.fromkeys(_QUIET, lambda *_: None)
+    follower = Follower(root or script.absolute().parent, environment, watched)
+    try:
+        module = follower.module(script)
+        _run_commands(follower, module, list(arguments))
+    except OSError as error:
+        raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launcher itself") from error
+    except SyntaxError as error:
+        raise CkptkitError(f"{script}:{error.lineno}: {error.msg}", "check it with `python3 -m py_compile`") from error
+    except (TooMuchPythonError, RecursionError, MemoryError, ValueError) as error:
+        return LaunchText(unresolved=(f"{script}: {error}, so it was not read to its end",))
+    if not started:
+        hint = f"give a launcher that calls `{_START}`, or paste the command that it prints into a file"
+        raise CkptkitError(f"{script}: no call of {_START} is reached", hint)
+    texts = [_launch(script, root, one) for one in started]
+    if len({tuple(word.text for word in text.words) for text in texts}) > 1:
+        lines = " and ".join(f"{script}:{one.line}" for one in started)
+        return LaunchText(
+            unresolved=(f"{lines} both start a trainer: give the command that is meant before the options",)
+        )
+    return texts[0]
+
+
+def _root(script: Path) -> Path | None:
+    """The checkout that a launcher lies in."""
+    return next((folder for folder in script.absolute().parents if (folder / _TOOL).is_file()), None)
+
+
+def _run_commands(follower: Follower, module: Module, arguments: list[str]) -> None:
+    """Follows the functions that the launcher offers: that of `typer.run`, or those with `@app.command()`."""
+    commands = {name.replace("_", "-"): function for name, function in _commands(module)}
+    if not commands:
+        follower.main(module)
+    if arguments and arguments[0] in commands:
+        commands = {arguments[0]: commands[arguments[0]]}
+        arguments = arguments[1:]
+    for function in commands.values():
+        state = follower.state
+        follower.state = state.branch()
+        parameter = next(iter(function.node.args.args), None)
+        kind = follower.expressions(module).value(parameter.annotation) if parameter and parameter.annotation else None
+        made = follower.create(kind, _given(kind, arguments, follower.environment)) if isinstance(kind, Class) else None
+        call = ast.copy_location(ast.Call(ast.Name("main", ast.Load()), [], []), function.node)
+        # Options that the launcher itself refuses start nothing.
+        if not isinstance(made, Unknown):
+            follower.call(follower.state, module, function, [] if made is None else [made], {}, call)
+        follower.state = state
+
+
+def _commands(module: Module) -> Iterator[tuple[str, Function]]:
+    tree = {name: value for name, value in module.names.items() if isinstance(value, Function)}
+    for name, function in tree.items():
+        if isinstance(function.node, ast.FunctionDef) and function.module is module:
+            decorators = [ast.unparse(one) for one in function.node.decorator_list]
+            if any(".command" in one or one.endswith("dataclass_cli") for one in decorators):
+                yield name, function
+
+
+def _given(kind: Class, arguments: Sequence[str], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that variables (`MILES_SCRIPT_NUM_NODES`) and options give: `--num-nodes 4`, `--flag`, `--no-flag`.
+
+    Raises CkptkitError for another option.
+    """
+    given: dict[str, Any] = {
+        name: _converted(ast.unparse(field.annotation), str(environment[f"MILES_SCRIPT_{name.upper()}"]))
+        for name, field in kind.fields.items()
+        if f"MILES_SCRIPT_{name.upper()}" in environment
+    }
+    words = list(arguments)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        field = name.removeprefix("--").replace("-", "_")
+        negated = field.removeprefix("no_") if field not in kind.fields else ""
+        if not name.startswith("--") or (field not in kind.fields and negated not in kind.fields):
+            raise CkptkitError(f"{name} is no option of {kind.name}", f"its fields are {', '.join(kind.fields)}")
+        annotation = ast.unparse(kind.fields[negated or field].annotation)
+        if annotation.startswith("bool") and not equals:
+            given[negated or field] = not negated
+        else:
+            text = value if equals else words.pop(0) if words else ""
+            given[field] = _converted(annotation, text)
+    return given
+
+
+def _converted(annotation: str, text: str) -> Any:
+    if "int" in annotation and re.fullmatch(r"-?[0-9]{1,18}", text):
+        return int(text)
+    if annotation.startswith("bool"):
+        return text.lower() in ("true", "1", "yes")
+    if "float" in annotation:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _launch(script: Path, root: Path | None, started: _Started) -> LaunchText:
+    """The text of one call of `execute_train`, as a command of a shell that has variables for what is not known."""
+    variables: dict[str, tuple[Value, ...]] = {}
+    environment = {name: value for name, value in started.environment.items() if isinstance(value, str)}
+    model = _model(root, started.value("megatron_model_type", MISSING), started.environment)
+    arguments = pieces_of(started.value("train_args", MISSING))
+    program = started.value("train_script", "train.py")
+    name = program if isinstance(program, str) else "train.py"
+    pieces: tuple[Piece, ...] = (f"python3 {shlex.quote(name)} ", *model, " ", *arguments)
+    text = _shell(list(pieces), variables, script)
+    files = [script, *_model_files(root, started.value("megatron_model_type", ""))]
+    read = read_command(text, variables, script, started.line, environment)
+    words = tuple(_placed(read.words, _lines(files), script, started.line))
+    return replace(read, words=words, environment=dict(_environment(started, script)))
+
+
+def _model(root: Path | None, kind: Any, environment: Mapping[str, Any]) -> tuple[Piece, ...]:
+    """The arguments of the model, each quoted."""
+    if kind is None:
+        return ()
+    if isinstance(kind, str) and root is not None:
+        found = model_arguments(root / _TOOL, kind, environment)
+        if isinstance(found, str):
+            return (" ".join(shlex.quote(word) for word in found.split()),)
+        return pieces_of(found)
+    gaps = [piece for piece in pieces_of(kind) if not isinstance(piece, str)]
+    why = gaps[0].why if gaps else "the files of the models are not there"
+    return (Unknown(f"MODEL_ARGS of {kind if isinstance(kind, str) else 'a model'}", why),)
+
+
+def _model_files(root: Path | None, kind: Any) -> list[Path]:
+    return [root / "scripts" / "models" / f"{kind}.py"] if root and isinstance(kind, str) else []
+
+
+def _shell(pieces: list[Piece], variables: dict[str, tuple[Value, ...]], script: Path) -> str:
+    """These parts as text of a shell; a part that is not known becomes a variable, one that may be there an array."""
+    text = ""
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, str):
+            text += piece
+            continue
+        name = f"ckptkit_{len(variables)}"
+        after = pieces[number + 1] if number + 1 < len(pieces) else " "
+        inside = text_of(piece.pieces) if isinstance(piece, Maybe) else ""
+        # Whole words, where blanks stand around them.
+        whole = not text or text[-1].isspace()
+        ends = (isinstance(inside, str) and inside[-1:].isspace()) or (isinstance(after, str) and after[:1].isspace())
+        variables[name] = ()
+        if isinstance(piece, Maybe) and isinstance(inside, str) and whole and ends and not _special(inside):
+            variables[name] = tuple(Value(word, (), script, None, piece.why) for word in shlex.split(inside))
+            text += f"${{{name}[@]}} "
+            continue
+        source = piece.source if isinstance(piece, Unknown) else "".join(_sources(piece.pieces))
+        shown = f"{{{source}}}"
+        # A part by itself may be any number of options.
+        many = whole and isinstance(after, str) and (after[:1].isspace() or not after)
+        gap = Gap(f"{shown}[@]" if many and not _is_value(text) else shown, piece.why)
+        variables[name] = (Value(gap.source, (gap,), script, None, whole=True),)
+        text += f"${{{name}}}"
+    return text
+
+
+def _special(text: str) -> bool:
+    try:
+        shlex.split(text)
+    except ValueError:
+        return True
+    return any(sign in text for sign in "$`\\")
+
+
+def _is_value(before: str) -> bool:
+    """Whether the word before is an option, whose value then follows."""
+    words = before.split()
+    return bool(words) and words[-1].startswith("--") and "=" not in words[-1]
+
+
+def _sources(pieces: Sequence[Piece]) -> Iterator[str]:
+    for piece in pieces:
+        yield piece if isinstance(piece, str) else piece.source if isinstance(piece, Unknown) else "..."
+
+
+def _lines(files: Sequence[Path]) -> dict[str, tuple[Path, int]]:
+    """Where each option is written first."""
+    found: dict[str, tuple[Path, int]] = {}
+    for file in files:
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        for number, line in enumerate(lines, 1):
+            for option in re.findall(r"--[A-Za-z][\w-]*", line.partition("#")[0]):
+                found.setdefault(option, (file, number))
+    return found
+
+
+def _placed(words: Sequence[Word], lines: Mapping[str, tuple[Path, int]], script: Path, line: int) -> Iterator[Word]:
+    """Words at the line of their option."""
+    place = script, line
+    for word in words:
+        if word.text.startswith("--"):
+            place = lines.get(word.text.partition("=")[0], (script, line))
+        yield replace(word, file=place[0], line=place[1])
+
+
+def _environment(started: _Started, script: Path) -> Iterator[tuple[str, Word]]:
+    """The variables that the launcher gives to the trainer."""
+    variables = started.value("extra_env_vars", None)
+    for name, value in variables.items() if isinstance(variables, dict) else ():
+        if isinstance(name, str) and isinstance(value, str):
+            yield name, Word(value, script, started.line)
+        elif isinstance(name, str):
+            why = value.why if isinstance(value, Unknown) else "not all of it is known"
+            yield name, UnresolvedWord(name, script, started.line, why)

@@ -1,0 +1,62 @@
+"""The GPUs that Relax's `--resource` gives to its roles, as the options of slime that it stands for.
+
+Source: Relax `backends/megatron/arguments.py` (_derive_cluster_args_from_resource), as of 2026-09: a role has
+`[CPUs, GPUs]`; the actor's make nodes of `--num-gpus-per-node`, unless a launch gives the actor's own options.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.words import UnresolvedWord, Word
+
+OPTION = "--resource"
+_NODES, _EACH, _NODE = "--actor-num-nodes", "--actor-num-gpus-per-node", "--num-gpus-per-node"
+
+
+def options_of_resource(words: Sequence[Word]) -> Iterator[Word]:
+    """The options that `--resource` stands for; they come before those of the launch, which count more.
+
+    Raises CkptkitError where its text is no JSON of this form.
+    """
+    word = _value(words, OPTION)
+    if word is None or isinstance(word, UnresolvedWord):
+        return
+    try:
+        gpus = {str(role): int(both[1]) for role, both in json.loads(word.text).items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        hint = 'write it as {"actor": [1, 8], "rollout": [1, 8]}: CPUs and GPUs of every role'
+        raise CkptkitError(f"{word.place}: {OPTION} {word.text[:80]} is no JSON of roles", hint) from error
+    given = [_number(words, name, default) for name, default in ((_EACH, 8), (_NODES, 1))]
+    if gpus.get("actor", 0) > 0 and given == [8, 1]:
+        each = min(_number(words, _NODE, 8) or 8, gpus["actor"])
+        yield from _option(_EACH, each, word)
+        yield from _option(_NODES, max(1, gpus["actor"] // each), word)
+    if gpus.get("rollout", 0) > 0:
+        yield from _option("--rollout-num-gpus", gpus["rollout"], word)
+
+
+def _option(name: str, number: int, word: Word) -> Iterator[Word]:
+    yield Word(name, word.file, word.line)
+    yield Word(str(number), word.file, word.line)
+
+
+def _value(words: Sequence[Word], option: str) -> Word | None:
+    """The last value of an option."""
+    found = None
+    for number, word in enumerate(words):
+        name, equals, value = word.text.partition("=")
+        if name == option and equals:
+            found = Word(value, word.file, word.line)
+        elif name == option and number + 1 < len(words):
+            found = words[number + 1]
+    return found
+
+
+def _number(words: Sequence[Word], option: str, default: int) -> int | None:
+    word = _value(words, option)
+    if word is None:
+        return default
+    return int(word.text) if word.text.isdecimal() and len(word.text) < 10 else None
