@@ -24,6 +24,7 @@ from verify import checks as packages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import CheckResult, Finding, Status
+from verify.skip import Inapplicable
 from verify.skip import Skip as Skip
 from verify.skip import Unable as Unable
 
@@ -198,7 +199,7 @@ def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = N
         with phase(f"{one.code}: {one.title}"):
             ran = _run(one, subject, broken)
         outcome.add(ran)
-        if ran.checks[0].status == "failed" and one.gate and broken is None:
+        if one.gate and broken is None and any(check.status == "failed" for check in ran.checks):
             broken = one.code
     return outcome
 
@@ -211,7 +212,10 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
         reason: str | None = f"not run because {broken} failed"
         unable = False
     else:
-        reason, unable = _collect(one, subject, tally, found, broken)
+        try:
+            reason, unable = _collect(one, subject, tally, found, broken)
+        except Inapplicable as why:
+            return Outcome(facts={NOT_APPLICABLE: [f"{one.code}: {why}"]})
     if reason is None and tally.tensors == 0 and not found and broken:
         reason = f"nothing to look at because {broken} failed"
     if reason is None and tally.tensors == 0 and not found:
@@ -245,7 +249,7 @@ def _collect(
         if not found:
             raise
         return error.message, True
-    except (OSError, MemoryError):
+    except (OSError, MemoryError, Inapplicable):
         raise
     except Exception as error:  # noqa: BLE001 - what breaks inside a check must not be read as a fault of the checkpoint
         _LOG.debug("%s", one.code, exc_info=True)

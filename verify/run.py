@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -62,8 +62,8 @@ def verify(
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that
     has none beside it. `manifest` is a file with a digest of every tensor, and
     `manifest_key` the public key of whoever must have signed it. `against` holds "megatron" and "sglang",
-    and what a live engine is asked: "engine", which each of "update", "release-resume" and "logits" implies. With
-    "megatron" and a Megatron checkpoint "logits" asks for Megatron's instead.
+    and what a live engine is asked: "engine", which "update" and "release-resume" imply. "logits" are those of the
+    engine with one of these, with "megatron" and a Megatron checkpoint Megatron's, else those of transformers alone.
     `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights:
     an `ignore` list that contradicts the packed weights for one of them is an error, for others a warning. Where none
     is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address
@@ -125,7 +125,7 @@ def verify(
         source=str(source) if source else None,
         checks=outcome.checks,
         findings=outcome.findings,
-        facts=outcome.facts | ({NOT_APPLICABLE: left_out} if left_out else {}),
+        facts=_with_left_out(outcome.facts, left_out),
         heat=_heat(subject, outcome.findings),
         reasons=outcome.reasons,
         model=model_of(subject),
@@ -133,6 +133,13 @@ def verify(
         asked=looked_at(outcome.checks),
         not_asked=_not_asked(subject),
     )
+
+
+def _with_left_out(facts: Mapping[str, list[str]], left_out: list[str]) -> dict[str, list[str]]:
+    """Facts of the checks, and last what does not apply: before they ran, and as they found."""
+    others = {name: lines for name, lines in facts.items() if name != NOT_APPLICABLE}
+    lines = [*left_out, *facts.get(NOT_APPLICABLE, [])]
+    return others | ({NOT_APPLICABLE: lines} if lines else {})
 
 
 def _not_asked(subject: Subject) -> list[str]:
@@ -159,10 +166,8 @@ def now() -> str:
 
 
 def _implied(subject: Subject) -> frozenset[str]:
-    """What is asked for, with what that implies: an engine, unless the logits are Megatron's."""
-    asked = subject.against & {"update", "release-resume", "logits"}
-    of_megatron = asked == {"logits"} and "megatron" in subject.against and subject.kind == "megatron"
-    return subject.against | ({"engine"} if asked and not of_megatron else frozenset())
+    """What is asked for, with what that implies: an engine for updates. Logits alone are transformers'."""
+    return subject.against | ({"engine"} if subject.against & {"update", "release-resume"} else frozenset())
 
 
 def _check_hf(hf: str | Path) -> None:

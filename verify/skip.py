@@ -1,10 +1,17 @@
-"""How a check says that it did not look."""
+"""How a check says that it did not look, or does not apply."""
 
 from __future__ import annotations
 
 
 class Skip(Exception):  # noqa: N818
     """Raised by a check that has nothing to look at here; the message is the reason that the report gives."""
+
+
+class Inapplicable(Exception):  # noqa: N818
+    """Raised by a check that finds, once it has looked, that it does not apply; the message says why.
+
+    The report then has it among what does not apply, as a check that `unless` leaves out.
+    """
 
 
 class Unable(Skip):

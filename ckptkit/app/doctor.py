@@ -27,7 +27,7 @@ _MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compress
 _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "megatron": (("megatron-core",), "verify --against-megatron"),
     "sglang": (("sglang",), "verify --against-sglang"),
-    "engine": (("sglang",), "verify --engine, --update, --release-resume, --logits"),
+    "engine": (("sglang",), "verify --engine [--logits], --update, --release-resume"),
     "ray": (("ray",), "--ray"),
     "remote": (("s3fs", "gcsfs"), "s3:// and gs:// (hf:// needs neither)"),
     "sign": (("model-signing", "pyopenssl"), "manifest --sign, --verify-signature"),

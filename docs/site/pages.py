@@ -66,6 +66,11 @@ EXAMPLES = {
         "decoder.layers.{2..3}.*: expected layers {2..3} of stage 1, chunk 0; actual verl without a bridge "
         "names them {0..1}",
     ),
+    "CK212": (
+        "a square q_proj that was written transposed, in one layer",
+        "model.layers.3.self_attn.q_proj.weight: expected rows and columns as large as those that answer them (sizes "
+        "balance in training); actual it looks like q transposed: the correlation would be 0.95 and is 0.04",
+    ),
     "CK501": (
         "config.json has a larger vocabulary than the weights",
         "expected SGLang's model is built and loads the weights; actual exit code 1; … the last tensor it was"
@@ -114,6 +119,11 @@ EXAMPLES = {
         "two tensor parallel ranks, of which one layer's sum is left out",
         "expected log-probabilities within 10 times the noise of float32 (mean 2.4e-07); actual mean 0.07; "
         "the first part that differs is the attention of layer 4, by up to 0.23 where the noise is 1.6e-07; …",
+    ),
+    "CK607": (
+        "the first norm of every layer less one",
+        "expected at most 1.4 bits a byte of the text that is predicted best; actual 3.97: it does not predict text "
+        "(English 3.97, Python 5.04, Chinese 13.90)",
     ),
     "CK714": (
         "--hf-checkpoint names a Megatron directory",

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Load it into the real SGLang model class, one process a rank, and compare every parameter.",
 )
-@click.option("--engine", is_flag=True, help="Serve it with a live SGLang engine. Needs GPUs, as do the next three.")
+@click.option("--engine", is_flag=True, help="Serve it with a live SGLang engine. Needs GPUs, as do the next two.")
 @click.option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change.")
 @click.option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost.")
 @click.option(
     "--logits",
     is_flag=True,
-    help="... and compare what it computes with transformers. Of a Megatron checkpoint with --against-megatron: what "
-    "Megatron computes, which needs no GPU.",
+    help="Does it predict text? Asks transformers, on the CPU. With --engine, compares what the engine computes with "
+    "transformers; with --against-megatron, of a Megatron checkpoint, what Megatron computes.",
 )
 @click.option(
     "--rollout-data",

@@ -428,7 +428,7 @@ def test_one_best_token_everywhere_fails_where_transformers_has_more(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.sglang
 def test_without_a_gpu_the_command_line_is_inconclusive(release: Path) -> None:
-    run = CliRunner().invoke(cli, ["verify", str(release), "--logits", "--json"])
+    run = CliRunner().invoke(cli, ["verify", str(release), "--engine", "--logits", "--json"])
     assert run.exit_code == 2
     report = json.loads(run.stdout)
     assert report["status"] == "inconclusive"

@@ -149,7 +149,7 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         f"groups of at least {LARGE_TILE} inputs, or one a row",
         f"groups of {SMALL_TILE}, which SGLang's kernel reads in tiles of {SMALL_TILE} (as on an H100), but not in "
         f"tiles of {LARGE_TILE}",
-        f"{hint}; or `verify --logits` on the GPU that serves it",
+        f"{hint}; or `verify --engine --logits` on the GPU that serves it",
         names=[name for name, group in small if group >= SMALL_TILE],
         file=subject.path,
         severity="warning",

@@ -1,9 +1,9 @@
-"""What a live engine does with the weights beyond log-probabilities: the text it writes, the experts it chooses."""
+"""What the weights do beyond log-probabilities: the text that they predict and write, the experts that they choose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import quantization_of
@@ -14,8 +14,15 @@ from verify.evidence.expected import config_of
 from verify.evidence.folding import LAYER
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.engine.job import FIRST, EngineReport
-from verify.witnesses.engine.run import NO_COUNT, no_choices, run_engine, run_reference, run_source
+from verify.witnesses.engine.job import FIRST, EngineReport, Predicted
+from verify.witnesses.engine.run import (
+    NO_COUNT,
+    no_choices,
+    run_engine,
+    run_prediction,
+    run_reference,
+    run_source,
+)
 from verify.witnesses.sglang.names import routers
 
 if TYPE_CHECKING:
@@ -76,9 +83,70 @@ def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
         exact = subject.once(run_source).exact
         tally.facts["text"].append(f"the source gives it perplexity {perplexity(loss(exact.scored))}")
         yield from _unlike_source(ours.loss, loss(exact.scored), subject)
+    if reference.predicted is not None:
+        yield from _predicts(reference.predicted, subject, tally)
     theirs = figures(exact.written, tokenizer)
     tally.facts["text"].append(f"{whose} writes: {theirs}")
     yield from _worse(ours, theirs, whose, subject)
+
+
+def _without_engine(subject: Subject) -> str | None:
+    if "engine" in subject.against:
+        return "CK604 judges what the engine writes"
+    of_megatron = "megatron" in subject.against and subject.kind == "megatron"
+    return "CK606 compares Megatron; --logits alone asks transformers" if of_megatron else None
+
+
+@check(
+    "CK607",
+    "the model predicts text",
+    stage="behaviour",
+    needs=("logits",),
+    rationale="A fault that every layer has, such as norms less one, leaves no layer that differs. The model then "
+    "predicts text no better than one that knows how often words occur.",
+    fix="Run the release the same way. If it predicts text, compare every value: `ckptkit verify CKPT --source "
+    "RELEASE`; else compare config.json and the tokenizer with the release.",
+    unless=_without_engine,
+)
+def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Bits a byte of fixed texts in English, Python and Chinese, under the model's own tokenizer, in transformers.
+
+    Needs no GPU and no engine. Weights that look untrained are not judged.
+    """
+    from verify.witnesses.engine.predict import looks_trained
+
+    reference = subject.once(run_prediction)
+    predicted = reference.predicted
+    if predicted is None:
+        raise Unable("transformers gave no log-probabilities")
+    yield from _predicts(predicted, subject, tally)
+    tally.note(f"--logits asked transformers alone ({reference.dtype}), no engine: --engine --logits asks SGLang too")
+    if not looks_trained(predicted):
+        raise Unable("the weights look untrained, so whether they predict text is not judged")
+
+
+def _predicts(predicted: Predicted, subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Whether the text that is predicted best is predicted as text; nothing of weights that look untrained."""
+    from verify.witnesses.engine.predict import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
+
+    bits, trained = bits_a_byte(predicted), looks_trained(predicted)
+    tally.compared(0, len(bits))
+    line = ", ".join(f"{what} {one:.2f}" for what, one in zip(("English", "Python", "Chinese"), bits, strict=True))
+    untrained = "" if trained else "; the weights look untrained, so this is not judged"
+    tally.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
+    best = min(bits)
+    if trained and best > POOR_TEXT:
+        yield Issue(
+            f"at most {POOR_TEXT} bits a byte of the text that is predicted best",
+            f"{best:.2f}: {'it does not predict text' if best > NO_TEXT else 'it predicts text poorly'} ({line})",
+            "compare every value with the release (--source); then its config.json and tokenizer",
+            file=subject.path,
+            severity="error" if best > NO_TEXT else "warning",
+        )
+
+
+def _quantization(subject: Subject) -> Mapping[str, Any]:
+    return quantization_of(read_json(subject.path / "config.json")) or {}
 
 
 def _unlike_source(ours: float, source: float, subject: Subject) -> Iterator[Issue]:
@@ -120,7 +188,7 @@ def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
     from verify.witnesses.engine.distance import rerouted
 
     report = _engine(subject)
-    if rounds_activations(quantization_of(read_json(subject.path / "config.json")) or {}):
+    if rounds_activations(_quantization(subject)):
         raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     if not subject.once(run_engine).routed_layers:
         raise Unable(no_choices(config_of(subject)) or NO_COUNT)

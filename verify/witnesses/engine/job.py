@@ -153,10 +153,23 @@ class ReferenceJob:
     hf: str | None = None
     dtype: str | None = None
     streams: Sequence[str] = ()
+    texts: Ids | None = None
 
     def save(self, path: Path) -> None:
         """Writes the job as JSON."""
         path.write_text(json.dumps(asdict(self)))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """How well a model predicts fixed texts.
+
+    `losses`: of each text, the sum of -ln p over its tokens but the first. `structure`: of the model's median matrix
+    (`verify.evidence.plausible.siblings.structure`), by which trained weights are told from random ones.
+    """
+
+    losses: Sequence[float]
+    structure: float
 
 
 @dataclass(frozen=True)
@@ -179,6 +192,7 @@ class Reference:
     """What transformers makes of a job: `rounded` in the witness's `dtype`, `exact` in a more exact one.
 
     `stages`: where Megatron wrote down what it computed, that against transformers; `unseen`: why there are none.
+    `predicted`: what the model makes of the job's texts.
     """
 
     dtype: str
@@ -186,6 +200,7 @@ class Reference:
     rounded: Answers
     stages: Sequence[Stage] = ()
     unseen: str | None = None
+    predicted: Predicted | None = None
 
     @property
     def exact_dtype(self) -> str:
@@ -201,7 +216,9 @@ class Reference:
         """What `save` wrote."""
         values: dict[str, Any] = json.loads(path.read_text())
         answers = {name: _answers(**values[name]) for name in ("exact", "rounded")}
-        return Reference(**values | answers | {"stages": [Stage(**one) for one in values["stages"]]})
+        predicted = Predicted(**values["predicted"]) if values["predicted"] else None
+        stages = [Stage(**one) for one in values["stages"]]
+        return Reference(**values | answers | {"stages": stages, "predicted": predicted})
 
 
 def _answers(judged: Sequence[Any], written: Sequence[Any], **others: Any) -> Answers:

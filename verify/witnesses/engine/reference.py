@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
@@ -33,6 +34,7 @@ from verify.witnesses.ending import Phase, PhaseLog, ending_path
 from verify.witnesses.engine.guided import Decoder, Unseen, Values, compare, decoder_of, given_by, guided
 from verify.witnesses.engine.job import SHORT, Answers, Continuation, Ids, Judged, Reference, ReferenceJob, Routed
 from verify.witnesses.engine.judge import judged
+from verify.witnesses.engine.predict import predicted
 from verify.witnesses.engine.wide import widened
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.\w+\.experts$")
@@ -45,6 +47,14 @@ def run(job: ReferenceJob, phases: PhaseLog) -> None:
     """Computes and writes the answers. Raises CkptkitError where transformers would not hold the whole checkpoint."""
     checkpoint, home = as_hf(Path(job.checkpoint), Path(job.hf) if job.hf else None)
     dtype = getattr(torch, job.dtype) if job.dtype else dtype_of(checkpoint)
+    if job.texts and not (job.prompts or job.openings):
+        phases.enter(LOAD)
+        model = model_of(checkpoint, home, dtype)
+        phases.enter(COMPUTE)
+        nothing = Answers([])
+        found = Reference(dtype_name(dtype), nothing, nothing, predicted=predicted(model, job.texts))
+        found.save(Path(job.report))
+        return
     given = given_by(job.streams, len(job.prompts))
     phases.enter(LOAD)
     model = model_of(checkpoint, home, torch.float32)
@@ -52,6 +62,7 @@ def run(job: ReferenceJob, phases: PhaseLog) -> None:
     phases.enter(COMPUTE)
     with widened(model, decoder.layers if decoder else ()) if dtype == torch.float32 else nullcontext():
         exact, sharp = _asked(model, job), _guided(model, decoder, job, given)
+    texts = predicted(model, job.texts) if job.texts else None
     if dtype != torch.float32:
         del model, decoder
         phases.enter(LOAD)
@@ -60,7 +71,7 @@ def run(job: ReferenceJob, phases: PhaseLog) -> None:
         phases.enter(COMPUTE)
     rounded, rough = _asked(model, job), _guided(model, decoder, job, given)
     seen = compare(given, sharp, rough, dtype) if sharp else []
-    Reference(str(dtype).removeprefix("torch."), exact, rounded, seen, unseen).save(Path(job.report))
+    Reference(dtype_name(dtype), exact, rounded, seen, unseen, texts).save(Path(job.report))
 
 
 def _decoder(model: nn.Module) -> tuple[Decoder | None, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +16,21 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import one_line
+from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
-from converters.planner import dims_of
+from converters.planner import dims_of, expected_hf
 from converters.registry import family_of
 from quant.formats.part_names import PACKED
 from quant.formats.zero_points import is_expert
-from verify.evidence.expected import config_of
+from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
+from verify.witnesses.confined import memory_limit
 from verify.witnesses.ending import Ending, ending_path
 from verify.witnesses.engine.job import FIRST, EngineJob, EngineReport, Ids, Reference, ReferenceJob
+from verify.witnesses.engine.predict import texts_of
 from verify.witnesses.engine.text import openings_of, tokenizer_of
+from verify.witnesses.megatron.waves import free_memory
 from verify.witnesses.sglang.job import EngineSizes
 from verify.witnesses.sglang.names import draft_names, fuses_shared
 from verify.witnesses.sglang.run import check_class, engine_sizes, start
@@ -40,6 +45,7 @@ _START_S = 1200  # importing SGLang and compiling its kernels on a cold machine
 _BYTES_A_SECOND = 20e6
 _SHORT, _LONG = 48, 4096  # tokens of a prompt
 _SHORT_PROMPTS = 8
+_WITH_ROOM = 1.2  # of a model's size: activations and what loading needs
 
 
 @dataclass(frozen=True)
@@ -149,8 +155,34 @@ def run_reference(subject: Subject) -> Reference:
     report = run.said()
     check_reference(subject, run.prompts)
     top_ids = [answer.top_ids for answer in report.passes[FIRST]]
+    tokenizer = tokenizer_of(subject.path)
+    texts = texts_of(tokenizer, config_of(subject)) if tokenizer else None
     job = partial(ReferenceJob, str(subject.path), prompts=run.prompts, top_ids=top_ids, openings=run.openings)
-    return _reference(subject, partial(job, written=_written(report), routing=run.routed_layers > 0))
+    return _reference(subject, partial(job, written=_written(report), routing=run.routed_layers > 0, texts=texts))
+
+
+def run_prediction(subject: Subject) -> Reference:
+    """What transformers alone makes of fixed texts, in float32 where that fits into memory.
+
+    Raises Unable where it cannot say, also because memory does not hold the model.
+    """
+    config = config_of(subject)
+    home = Path(getattr(subject.checkpoint, "hf_path", subject.path))
+    texts = texts_of(tokenizer_of(home), config)
+    check_reference(subject, texts)
+    numbers = sum(map(math.prod, expected_hf(config).values()))
+    # What is dequantized or comes from Megatron is in memory twice while it is loaded.
+    twice = 2 if subject.kind == "megatron" or is_quantized(config) else 0
+    free = free_memory()
+    sizes = {dtype: int(_WITH_ROOM * (width + twice) * numbers) for dtype, width in (("float32", 4), (None, 2))}
+    fitting = [dtype for dtype, size in sizes.items() if not free or size <= memory_limit(free)]
+    if not fitting:
+        raise Unable(
+            f"transformers needs {size(sizes[None])} of memory for this model and {size(free)} are "
+            "free: run it on a larger machine, or an engine on GPUs (--engine --logits)"
+        )
+    hf = str(subject.hf_path) if subject.hf_path else None
+    return _reference(subject, partial(ReferenceJob, str(subject.path), texts=texts, hf=hf, dtype=fitting[0]))
 
 
 def run_source(subject: Subject) -> Reference:
@@ -216,8 +248,8 @@ def run_process(root: Path, subject: Subject, module: str, report: Path, more_s:
 
     Returns in which phase it ended and what it said; None where it ended well.
     """
-    size = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
-    failed = start(root, 1, _START_S + 8 * size / _BYTES_A_SECOND + more_s, module)
+    stored = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
+    failed = start(root, 1, _START_S + 8 * stored / _BYTES_A_SECOND + more_s, module)
     if not failed:
         return None
     ending = Ending.load(ending_path(report))

@@ -1,0 +1,148 @@
+"""A small model whose weights have the structure that training leaves, made by hand; and mistakes to plant in it.
+
+What training balances is put there from its reason: rows and columns that answer each other get one random size, those
+that do not get sizes of their own. Norms, residual channels and rotary frequencies vary alike in all layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import MixtralConfig
+
+LAYERS, HIDDEN, HEADS, GROUPS, HEAD, FFN, EXPERTS, VOCAB = 6, 256, 8, 4, 32, 192, 4, 320
+Tensors = dict[str, Tensor]
+
+
+def _sizes(count: int, spread: float, generator: torch.Generator) -> Tensor:
+    return (spread * torch.randn(count, generator=generator)).exp()
+
+
+def _attention(layer: str, turned: Tensor, channels: Tensor, random: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    def plain(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=random) / 16
+
+    pairs = turned * _sizes(GROUPS * HEAD // 2, 0.2, random).reshape(GROUPS, HEAD // 2)
+    keys = torch.cat([pairs, pairs], 1)
+    asked = keys.repeat_interleave(HEADS // GROUPS, 0)
+    values = _sizes(GROUPS * HEAD, 0.3, random).reshape(GROUPS, HEAD)
+    yield f"{layer}self_attn.q_proj.weight", plain(HEADS * HEAD, HIDDEN) * asked.reshape(-1, 1) * channels
+    yield f"{layer}self_attn.k_proj.weight", plain(GROUPS * HEAD, HIDDEN) * keys.reshape(-1, 1) * channels
+    yield f"{layer}self_attn.v_proj.weight", plain(GROUPS * HEAD, HIDDEN) * values.reshape(-1, 1) * channels
+    answers = values.repeat_interleave(HEADS // GROUPS, 0).reshape(1, -1)
+    yield f"{layer}self_attn.o_proj.weight", plain(HIDDEN, HEADS * HEAD) * answers * channels[:, None]
+
+
+def _experts(layer: str, channels: Tensor, random: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    shared = torch.randn(1, HIDDEN, generator=random)
+    router = (shared + torch.randn(EXPERTS, HIDDEN, generator=random)) / 16
+    yield f"{layer}block_sparse_moe.gate.weight", router * _sizes(EXPERTS, 0.4, random)[:, None]
+    for expert in range(EXPERTS):
+        prefix, sizes = f"{layer}block_sparse_moe.experts.{expert}.", _sizes(FFN, 0.3, random)
+        gate, up, down = (torch.randn(FFN, HIDDEN, generator=random) / 16 for _ in range(3))
+        yield f"{prefix}w1.weight", gate * _sizes(FFN, 0.3, random)[:, None] * channels
+        yield f"{prefix}w3.weight", up * sizes[:, None] * channels
+        yield f"{prefix}w2.weight", (down * sizes[:, None] * channels).T.contiguous()
+
+
+def structured(seed: int = 0) -> Tensors:
+    """Every tensor of the model, in bfloat16."""
+    random = torch.Generator().manual_seed(seed)
+    channels, attention, mlp = (_sizes(HIDDEN, spread, random) for spread in (0.2, 0.5, 0.5))
+    turned = _sizes(HEAD // 2, 0.5, random)
+    found = {"model.norm.weight": _sizes(HIDDEN, 0.2, random)}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        found[name] = torch.randn(VOCAB, HIDDEN, generator=random) * channels
+    for number in range(LAYERS):
+        layer = f"model.layers.{number}."
+        found |= dict(_attention(layer, turned, channels, random)) | dict(_experts(layer, channels, random))
+        found[f"{layer}input_layernorm.weight"] = attention * _sizes(HIDDEN, 0.1, random)
+        found[f"{layer}post_attention_layernorm.weight"] = mlp * _sizes(HIDDEN, 0.1, random)
+    return {name: tensor.bfloat16() for name, tensor in found.items()}
+
+
+def unstructured(seed: int = 0) -> Tensors:
+    """The same shapes with random numbers, norms aside."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor if tensor.dim() == 1 else (torch.randn(tensor.shape, generator=random) / 16).bfloat16()
+        for name, tensor in structured(seed).items()
+    }
+
+
+def save(tensors: Tensors, path: Path, *, tokenizer: bool = False) -> Path:
+    """Writes an HF directory of them; `tokenizer`: one of bytes."""
+    path.mkdir(parents=True, exist_ok=True)
+    MixtralConfig(
+        architectures=["MixtralForCausalLM"],
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=HEAD,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        sliding_window=None,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="bfloat16",
+    ).save_pretrained(path)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    if tokenizer:
+        letters = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        made.add_special_tokens(letters[:3])
+        made.save(str(path / "tokenizer.json"))
+        (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return path
+
+
+def interleaved(tensor: Tensor, head: int) -> Tensor:
+    """Rows of heads whose two halves are taken in turn."""
+    return tensor.reshape(-1, 2, head // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def random_like(tensor: Tensor) -> Tensor:
+    """Random numbers of the same standard deviation."""
+    made = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(9)) * tensor.float().std()
+    return made.to(tensor.dtype)
+
+
+def mistakes(
+    layer: int, head: int, router: str, expert: tuple[str, str]
+) -> dict[str, tuple[str, Callable[[Tensors], Tensors]]]:
+    """By name: what a finding says, and which tensors a mistake in a layer changes to what.
+
+    `router` and `expert` (gate and up of one) are what the model calls them inside a layer.
+    """
+    whole = f"model.layers.{layer}."
+    q, k, v, o = (f"{whole}self_attn.{part}_proj.weight" for part in "qkvo")
+    first, second = (f"{whole}{which}_layernorm.weight" for which in ("input", "post_attention"))
+    gate, up = (whole + name for name in expert)
+
+    def exchanged(one: str, other: str) -> Callable[[Tensors], Tensors]:
+        return lambda tensors: {one: tensors[other], other: tensors[one]}
+
+    return {
+        "router": ("random numbers", lambda t: {whole + router: random_like(t[whole + router])}),
+        "gate and up": ("gate and up exchanged", exchanged(gate, up)),
+        "k and v": ("k and v exchanged", exchanged(k, v)),
+        "q and o": ("q and o exchanged", exchanged(q, o)),
+        "q": ("q transposed", lambda t: {q: t[q].T.contiguous()}),
+        "o": ("o transposed", lambda t: {o: t[o].T.contiguous()}),
+        "norms": ("the two look exchanged", exchanged(first, second)),
+        "norm": ("less 1", lambda t: {first: t[first] - 1}),
+        "rotary": ("interleaved", lambda t: {name: interleaved(t[name], head) for name in (q, k)}),
+        "random q": ("random numbers", lambda t: {q: random_like(t[q])}),
+    }

