@@ -1,12 +1,34 @@
-"""Symptoms of an engine that drops, lacks or cannot lay out weights, and of its tokenizer: SGLang, transformers."""
+"""Symptoms of an engine that drops, lacks or cannot lay out weights: SGLang, vLLM, transformers."""
 
 from __future__ import annotations
 
 from verify.triage.symptom import PREFLIGHT, VERIFY, Symptom
 
 _SGLANG = "ckptkit verify HF --against-sglang --tp N"
+# How vLLM begins a line: its process, or the file and line that logs. SGLang begins with the time in brackets.
+_VLLM = r"(?:EngineCore|VllmWorker|Worker_TP|\[\w{1,60}\.py:\d{1,5}\] Parameter).{0,400}"
 
 ENGINE = (
+    Symptom(
+        "vllm-packed-dropped",
+        "vLLM drops packed weights or scales",
+        ("not found in params_dict",),
+        "A module is packed that vLLM holds in BF16, or holds under another name. Its own parameter keeps what memory "
+        "held: quantization_config, its `ignore` list and the stored tensors disagree.",
+        "ckptkit lint HF --reader vllm",
+        ("CK301", "CK302"),
+        pattern=_VLLM + r"weight_(packed|scale|scale_inv|shape|zero_point|g_idx) not found in params_dict",
+    ),
+    Symptom(
+        "vllm-name-dropped",
+        "vLLM drops a tensor whose name it does not know",
+        ("not found in params_dict",),
+        "The server starts and answers, while the parameter that should hold it keeps what memory held. Names of "
+        "another class, or a prefix too many.",
+        VERIFY,
+        ("CK101", "CK104"),
+        pattern=_VLLM + "not found in params_dict",
+    ),
     Symptom(
         "scale-dropped",
         "SGLang drops FP8 scales",
@@ -53,6 +75,18 @@ ENGINE = (
         ("CK104", "CK302"),
     ),
     Symptom(
+        "weight-key",
+        "an engine's class has no parameter for a stored tensor",
+        ("KeyError: '",),
+        "The loader looked for the tensor's name among its parameters. Names of another class, a module that the "
+        "engine holds fused (`w2_weight`, `qkv_proj`), a scale of a module that is not quantized there, or a draft "
+        "layer beyond the last.",
+        _SGLANG,
+        ("CK501", "CK302", "CK104"),
+        pattern=r"KeyError: '(?:\w{1,60}\.){1,12}\w{0,20}"
+        r"(?:weight|bias|scale|zero_point|qzeros|g_idx|absmax)(?:_(?:scale|packed|shape|inv|zero_point|scale_inv|scale_2))?'",
+    ),
+    Symptom(
         "newly-initialized",
         "transformers initialized weights anew",
         ("newly initialized",),
@@ -77,6 +111,37 @@ ENGINE = (
         "config.json promises other sizes than the stored tensors have.",
         VERIFY,
         ("CK105",),
+    ),
+    Symptom(
+        "heads",
+        "attention heads do not divide over tensor parallel ranks",
+        ("attention heads (", "num_attention_heads (", "assert self.total_num_"),
+        "The tensor parallel size of the launch does not divide the heads that config.json has. The weights are not to "
+        "blame, and no engine or trainer can load them so.",
+        "ckptkit preflight --hf-checkpoint DIR --tp N",
+        ("CK703",),
+        pattern=r"attention heads \(\d{1,5}\) must be divisible by tensor parallel size"
+        r"|num_attention_heads \(\d{1,5}\) must be a multiple of"
+        r"|assert self\.total_num_(kv_)?heads % ",
+    ),
+    Symptom(
+        "world-size",
+        "the GPUs do not divide over the parallel sizes",
+        ("orld_size", "orld size"),
+        "Tensor, pipeline and context parallel sizes of the launch need another number of GPUs than it has.",
+        "ckptkit preflight SCRIPT",
+        ("CK722",),
+        pattern=r"[Ww]orld[ _]size(?: \(|: )\d{1,6}\)? is (?:not divisible by|insufficient)",
+    ),
+    Symptom(
+        "size-divides",
+        "a size of the model does not divide over parallel ranks",
+        ("is not divisible by",),
+        "Heads, a width or the vocabulary of config.json cannot be cut into so many ranks.",
+        "ckptkit preflight --hf-checkpoint DIR --tp N",
+        ("CK703",),
+        pattern=r"AssertionError: \d{1,9} is not divisible by \d{1,9}",
+        near=(", in ensure_divisibility", ", in divide"),
     ),
     Symptom(
         "tile",
@@ -123,6 +188,30 @@ ENGINE = (
         ("CK102",),
     ),
     Symptom(
+        "draft-class",
+        "the engine loads a model as a draft that is not one",
+        (
+            "has no attribute 'set_embed",
+            "has no attribute 'get_embed_and_head'",
+            "has no attribute 'set_eagle3_layers_to_capture'",
+            "has no attribute 'hot_token_id'",
+        ),
+        "Speculative decoding without the path of a draft takes the served checkpoint itself, which is a draft only "
+        "where it has multi-token prediction layers and SGLang a class for them.",
+        "ckptkit preflight SCRIPT",
+        ("CK745", "CK508"),
+    ),
+    Symptom(
+        "draft-rejected",
+        "no draft token is ever accepted",
+        ("accept len: 1.00",),
+        "The draft layers hold nothing, old weights or another model's: not stored, dropped by the engine, or not "
+        "updated. The answers are right, and slower than without a draft.",
+        _SGLANG,
+        ("CK502", "CK503", "CK508", "CK512", "CK513"),
+        pattern=r"accept len: 1\.00(?!\d)",
+    ),
+    Symptom(
         "sync-differs",
         "the engine's weights differ from the trainer's after an update",
         ("check tensor equality failed",),
@@ -147,49 +236,5 @@ ENGINE = (
         "directory. The engine keeps old weights, or a part of the new.",
         PREFLIGHT,
         ("CK503", "CK715"),
-    ),
-    Symptom(
-        "rope-keys",
-        "rotary settings are not understood",
-        ("Unrecognized keys in `rope_",),
-        "The config spells rotary settings for another version of transformers. Version 4 does not read "
-        "`rope_parameters` and takes a base of 10000.",
-        "ckptkit preflight --hf-checkpoint DIR",
-        ("CK704",),
-    ),
-    Symptom(
-        "rope-missing",
-        "rotary settings are missing",
-        ("rope_",),
-        "The config has no rotary settings where this version of transformers looks for them: v4 reads `rope_theta` "
-        "and `rope_scaling`, v5 `rope_parameters`.",
-        "ckptkit preflight --hf-checkpoint DIR",
-        ("CK704",),
-        pattern=r"(KeyError: |has no attribute )'rope_(parameters|theta|scaling)'",
-    ),
-    Symptom(
-        "architecture-unknown",
-        "transformers does not know the model type",
-        ("does not recognize this architecture",),
-        "transformers is older than the model, or config.json belongs to another one.",
-        "ckptkit inspect HF",
-        ("CK101",),
-    ),
-    Symptom(
-        "chat-template-missing",
-        "the tokenizer has no chat template",
-        ("tokenizer.chat_template is not set", "No HuggingFace chat template found"),
-        "Prompts are built without the template that the model was trained with: a base model, or a conversion that "
-        "left chat_template.jinja behind.",
-        VERIFY,
-        ("CK708", "CK720"),
-    ),
-    Symptom(
-        "tokenizer-missing",
-        "the tokenizer cannot be loaded",
-        ("Can't load tokenizer for", "Couldn't instantiate the backend tokenizer"),
-        "Tokenizer files are not beside the weights.",
-        PREFLIGHT,
-        ("CK716", "CK720"),
     ),
 )

@@ -8,11 +8,12 @@ LOADING = (
     Symptom(
         "tracker-missing",
         "Megatron found no tracker",
-        ("could not find the metadata file",),
+        ("could not find the metadata file", "latest_checkpointed_iteration.txt'"),
         "The directory has no latest_checkpointed_iteration.txt, so Megatron looks for no checkpoint in it. An "
         "iteration's directory was given instead of its parent, or a save did not finish.",
         PREFLIGHT,
         ("CK711", "CK712"),
+        pattern="could not find the metadata file|No such file or directory: '.{0,400}iteration\\.txt'",
     ),
     Symptom(
         "random-weights",
@@ -50,7 +51,7 @@ LOADING = (
     Symptom(
         "arguments-differ",
         "launch arguments and checkpoint describe different models",
-        ("is not equal to the input argument value",),
+        ("value from checkpoint (",),
         "An argument stored in the checkpoint is not the one of the launch script.",
         "ckptkit inspect CKPT --megatron-args",
         ("CK701",),
@@ -59,10 +60,11 @@ LOADING = (
     Symptom(
         "config-differs",
         "launch arguments and config.json describe different models",
-        ("hf_validate_args failed",),
+        ("hf_validate_args failed", " in hf config "),
         "slime and miles compare sizes, rope base and norm epsilon of --hf-checkpoint with the model arguments.",
         "ckptkit inspect HF --megatron-args",
-        ("CK701", "CK702"),
+        ("CK718", "CK701"),
+        pattern=r"hf_validate_args failed| in hf config .{1,80} is not equal to \w{1,60} ",
     ),
     Symptom(
         "missing-keys",
@@ -133,6 +135,52 @@ LOADING = (
         "A parameter of the model is stored under no name of this checkpoint.",
         "ckptkit verify CKPT --against-megatron --tp N --pp N",
         ("CK111", "CK114", "CK401"),
+    ),
+    Symptom(
+        "chunk-not-stored",
+        ".metadata names a piece of a tensor that no file holds",
+        ("KeyError: MetadataIndex(",),
+        "torch looks up where each piece lies. The ranks' parts of .metadata were not gathered whole, a save was "
+        "interrupted, or two saves went into one directory.",
+        "ckptkit verify CKPT",
+        ("CK111",),
+    ),
+    Symptom(
+        "metadata-unread",
+        "torch could not read .metadata",
+        ("AssertionError: metadata is None", "assert metadata is not None"),
+        "torch hides why: the file is not there (on this node, if storage is not shared), is cut short, or the path is "
+        "not that of a distributed checkpoint.",
+        "ckptkit verify CKPT",
+        ("CK111",),
+    ),
+    Symptom(
+        "flat-shape",
+        "the checkpoint was not saved by an optimizer that shards flat",
+        ("Cannot find global shape metadata for ",),
+        "The job cuts parameters or optimizer states flat over data parallel ranks (Megatron-FSDP, a distributed "
+        "optimizer), and .metadata has no shape for that: another sharding saved it, or it is a conversion, which has "
+        "no optimizer states (--no-load-optim, --finetune).",
+        "ckptkit inspect CKPT",
+        ("CK111",),
+    ),
+    Symptom(
+        "async-tracker",
+        "verl leaves the tracker to its checkpoint manager",
+        ("skip write latest_checkpointed_iteration.txt when async_save",),
+        "With Megatron the tracker is written when the asynchronous save has ended. With FSDP nobody writes it, and "
+        "the next run starts from step 0. Look whether it is there.",
+        PREFLIGHT,
+        ("CK711",),
+    ),
+    Symptom(
+        "export-incomplete",
+        "an export left tensors out",
+        ("tensors were yielded but not saved",),
+        "Megatron-Bridge writes a shard only when every tensor of the release's shard is there. One tensor less, such "
+        "as those of an MTP layer, and the shard is not written.",
+        "ckptkit verify HF --source RELEASE",
+        ("CK102", "CK104", "CK108"),
     ),
     Symptom(
         "unknown-name",

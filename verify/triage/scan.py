@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from verify.triage.config import CONFIG
 from verify.triage.engine import ENGINE
 from verify.triage.loading import LOADING
 from verify.triage.machine import MACHINE
@@ -14,7 +15,7 @@ from verify.triage.metrics import LEADS, METRICS, metric_symptoms
 from verify.triage.symptom import NEAR, Symptom
 
 # Of a line the first symptom counts, so particular ones stand before general ones.
-TABLE = (*LOADING, *ENGINE, *MACHINE, *METRICS)
+TABLE = (*LOADING, *CONFIG, *ENGINE, *MACHINE, *METRICS)
 
 _PIECE = 1 << 16  # bytes of a line that are looked at together
 _OVERLAP = 512  # bytes of a piece that the next one repeats, so that no message is cut in two

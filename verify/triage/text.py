@@ -13,7 +13,7 @@ def lines(found: Triage, width: int | None = None) -> Iterator[str]:
     """Yields the report for people; `width` None is that of the terminal."""
     where = f"{', '.join(found.logs)} ({found.lines} line{'s' * (found.lines > 1)})"
     count = len(found.causes) + len(found.effects)
-    nothing = "This says nothing about the checkpoint: `ckptkit preflight` and `ckptkit verify` look at the files."
+    nothing = "That no symptom is known is not a verdict: `ckptkit preflight` and `ckptkit verify` look at the files."
     text = TextReport(
         [_entry(sign) for sign in (*found.causes, *found.effects)],
         ("", f"{count} known symptom{'s' * (count > 1)} in {where}" if count else f"no known symptom in {where}"),

@@ -553,6 +553,19 @@ def test_an_expert_that_no_chunk_holds(converted: PathOf, copy_of: CopyOf, only:
     assert finding.actual.startswith(f"{128 * 96} of")
 
 
+def test_a_piece_that_lies_nowhere(converted: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
+    """torch ends with `KeyError: MetadataIndex(...)`."""
+    path, key = copy_of(converted("qwen2-tied")), "decoder.layers.2.self_attention.linear_proj.weight"
+
+    def change(metadata: Metadata) -> None:
+        del metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == key)]
+
+    models.edit_metadata(path / "release", change)
+    finding = only(verify(path))
+    assert finding.code == "CK111"
+    assert f".metadata does not say where {key} at (0, 0) is stored" in finding.actual
+
+
 def test_a_key_that_metadata_lost(converted: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
     path = copy_of(converted("glm4_moe"))
     models.edit_metadata(

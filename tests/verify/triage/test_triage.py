@@ -21,6 +21,7 @@ from ckptkit import CkptkitError
 from ckptkit.app.cli import _MODULES
 from verify.check import all_checks
 from verify.triage.scan import TABLE, Found
+from verify.triage.text import lines
 from verify.triage.triage import Triage, triage
 
 PREFIX = "\x1b[36m(MegatronTrainRayActor pid=4711, ip=10.0.0.7)\x1b[0m "
@@ -68,6 +69,30 @@ def test_log_of_a_sound_run_shows_nothing(name: str, tmp_path: Path) -> None:
         ("- MISSING:\tthose params were newly initialized because missing from the checkpoint.", "newly-initialized"),
         ("KeyError: 'rope_scaling'", "rope-missing"),
         ('\tUnexpected key(s) in state_dict: "model.layers.48.eh_proj.weight". ', "state-dict-keys"),
+        ("AssertionError: rope_theta in hf config 5e6 is not equal to rotary_base 10000, please", "config-differs"),
+        ("AssertionError: rotary_base value from checkpoint (1) is not equal to the currently set", "arguments-differ"),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: '/c/latest_checkpointed_iteration.txt'",
+            "tracker-missing",
+        ),
+        ("    assert metadata is not None", "metadata-unread"),
+        ("ERROR 09-01 10:00:00 [core.py:9] KeyError: 'layers.0.mlp.experts.w13_weight_scale'", "weight-key"),
+        ("KeyError: 'model.layers.61.mlp.experts.w2_weight.0.qweight'", "weight-key"),
+        ("KeyError: 'layers.0.mlp.experts.w13_bias'", "weight-key"),
+        ("KeyError: 'layers.62.mlp.down_proj.weight.absmax'", "weight-key"),
+        ("AssertionError: rollout world_size: 1 is not divisible by infer_tp: 2", "world-size"),
+        ("ValueError: World size (8) is insufficient to run", "world-size"),
+        ("world size (4) is not divisible by total_model_size (total_model_size=16)", "world-size"),
+        ("ValueError: num_attention_heads (28) must be a multiple of tensor_model_parallel_size (8).", "heads"),
+        ("    assert self.total_num_kv_heads % attn_tp_size == 0", "heads"),
+        ("ValueError: Must use group quantization strategy in order to apply activation ordering", "activation-order"),
+        (
+            "Must use group or tensor_group quantization strategy in order to apply group activation ordering",
+            "activation-order",
+        ),
+        ("actorder='dynamic' has been removed. Consider using actorder='weight' or None", "activation-order"),
+        ("AttributeError: 'LlamaForCausalLM' object has no attribute 'set_embed_and_head'", "draft-class"),
+        ("OSError: /hf/q does not appear to have files named ('a-00001.safetensors',). Checkout", "file-not-there"),
     ],
 )
 def test_other_forms_of_a_message_are_known_too(line: str, key: str, tmp_path: Path) -> None:
@@ -86,10 +111,48 @@ def test_other_forms_of_a_message_are_known_too(line: str, key: str, tmp_path: P
         "rollout 0: {'rollout/truncated': 0.98}",
         "step 5: {'train/reward_std': nan, 'train/grad_norm': 0.1}",  # of one sample
         "17 is not divisible by 4",
+        "AssertionError: 17 is not divisible by 4",  # no frame above it cuts a size
+        "KeyError: 'model.layers'",
+        "using world size: 8, data-parallel size: 4",
+        "KeyError: 'trainer.weight_decay'",
+        "    assert self.total_num_heads > 0",
+        "Decode batch, #running-req: 9, accept len: 1.004, accept rate: 0.01",
+        "Decode batch, #running-req: 9, accept len: 3.10, accept rate: 0.78",
+        "/hf/q does not appear to have a file named generation_config.json. Proceeding without generation config.",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/tmp/inductor/x.json'",
+        "rope_theta in hf config is checked against rotary_base",
     ],
 )
 def test_numbers_of_a_sound_run_are_no_symptom(line: str, tmp_path: Path) -> None:
     assert keys(of(tmp_path, line)) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "engine"),
+    [
+        ("(EngineCore pid=7) WARNING 09-01 10:00:00 [q.py:418] Parameter a.b.weight not found in params_dict", "vLLM"),
+        ("WARNING 09-01 10:00:00 [q.py:418] Parameter a.b.weight_packed not found in params_dict, skip", "vLLM"),
+        ("[2026-09-01 10:00:00 TP0] Parameter a.b.weight_packed not found in params_dict", "SGLang"),
+        ("[2026-09-01 10:00:00 TP3] Parameter a.weight not found in params_dict, skip loading", "SGLang"),
+    ],
+)
+def test_line_is_of_the_engine_that_printed_it(line: str, engine: str, tmp_path: Path) -> None:
+    (sign,) = of(tmp_path, line).causes
+    assert sign.symptom.title.startswith(engine)
+    assert ("--against-sglang" in sign.symptom.command) <= (engine == "SGLang")
+
+
+@pytest.mark.parametrize("key", ["heads", "weight-key", "chunk-not-stored"])
+def test_what_is_about_the_checkpoint_gets_a_command_and_not_a_disclaimer(key: str, tmp_path: Path) -> None:
+    shown = "\n".join(lines(of(tmp_path, SNIPPETS[key]), 200))
+    assert "  next" in shown
+    assert "`ckptkit verify` look" not in shown
+
+
+def test_log_without_a_known_symptom_is_not_a_verdict(tmp_path: Path) -> None:
+    shown = "\n".join(lines(of(tmp_path, CLEAN["slime"]), 200))
+    assert "That no symptom is known is not a verdict" in shown
+    assert "says nothing about the checkpoint" not in shown
 
 
 def test_memory_that_ran_out_long_after_loading_is_not_about_loading(tmp_path: Path) -> None:
