@@ -30,7 +30,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-sglang test-interop fuzz lint docs cards failures families mutation-report \
+.PHONY: help setup demo test test-sglang test-interop fuzz lint docs cards failures families mutation-report reports \
 	sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
@@ -105,6 +105,9 @@ cards: $(stamp)  ## write docs/cards from headers, or compare with weights: make
 
 families: $(stamp)  ## write the table of docs/families.md from the registry
 	@PYTHONPATH=.:tests $(python) -W ignore -m families.table
+
+reports: $(stamp)  ## write docs/reports.md from the public reports that tests rebuild
+	@PYTHONPATH=.:tests $(python) -W ignore -m reports.table
 
 mutation-report: $(stamp)  ## break checkpoints in every known way and print which checks find it
 	@PYTHONPATH=.:tests $(python) -W ignore -m mutations.report

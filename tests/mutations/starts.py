@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,8 +42,9 @@ def labels(kinds: Sequence[str]) -> list[str]:
 class Starts:
     """Makes each checkpoint at its first use. Read only: mutations break copies."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, cases: Mapping[str, case.Case] = CASES) -> None:
         self._root = root
+        self._cases = cases
 
     def path(self, label: str) -> Path:
         """The checkpoint `MODEL/KIND`."""
@@ -81,8 +82,9 @@ class Starts:
         return file
 
     def _make(self, model: str, kind: str, path: Path) -> None:
+        name = MODELS.get(model, model)
         if kind in ("hf", "fused"):
-            case.save(MODELS[model], CASES[MODELS[model]], path, torch.bfloat16, fused=kind == "fused")
+            case.save(name, self._cases[name], path, torch.bfloat16, fused=kind == "fused")
             write_tokenizer(path)
         elif kind == "int4":
             quantize(self.source(model), path, QuantScheme(32, "qmax7", _IGNORE.get(model, ())))

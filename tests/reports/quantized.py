@@ -1,0 +1,267 @@
+"""Reports about quantized checkpoints: `ignore` lists, schemes, scales and sizes that readers take differently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mutations.edits import edit_json, names, replace, tensor
+from mutations.int4 import packed, unpack
+from quantized import int4
+from sglang_fp8 import with_fp8_blocks
+
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+from reports.files import on_checkpoint
+from reports.report import SOURCE, Change, Report
+
+VERIFY = "ckptkit verify CKPT"
+LINT = "ckptkit lint CKPT"
+
+
+def quantization(change: Callable[[dict[str, Any]], object]) -> Change:
+    """quantization_config is changed in place."""
+    return lambda work: edit_json(work / "CKPT" / "config.json", lambda content: change(content["quantization_config"]))
+
+
+def weights(**values: Any) -> Change:
+    """The scheme says something else."""
+    return quantization(lambda content: content["config_groups"]["group_0"]["weights"].update(values))
+
+
+def _suffixed(content: dict[str, Any]) -> None:
+    """Entries as a wrapper names its modules, `...q_proj.linear`."""
+    content["ignore"] = [f"{entry}.linear" if "self_attn" in entry else entry for entry in content["ignore"]]
+
+
+def _attention_plain(work: Path) -> None:
+    """Attention is not packed, and each of its modules stands in the list."""
+    path = work / "CKPT"
+    modules = sorted(
+        {name.removesuffix(".weight_packed") for name in names(path, "self_attn.") if name.endswith("weight_packed")}
+    )
+    unpack(path, modules)
+    quantization(lambda content: content["ignore"].extend(modules))(work)
+
+
+def _split_names(content: dict[str, Any]) -> None:
+    """The list has the names of an older writer, `in_proj_qkv`; the tensors are `in_proj_qkvz`."""
+    kept = [entry for entry in content["ignore"] if "linear_attn" not in entry]
+    content["ignore"] = [*kept, "re:.*linear_attn.in_proj_(qkv|z|a|b)$", "re:.*linear_attn.(out_proj|conv1d)$"]
+
+
+def _embedding_packed(path: Path) -> None:
+    name = "model.embed_tokens.weight"
+    parts, _ = int4(strategy="group", group_size=32)(tensor(path, name))
+    replace(path, {name + ending: part for ending, part in parts.items()}, [name])
+
+
+def _small_packed(path: Path) -> None:
+    parts = ("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight")
+    modules = [name.removesuffix(".weight") for part in parts for name in names(path, part)]
+    packed(modules)(path, "")
+    others = "re:.*linear_attn\\.(in_proj_(qkv|z|qkvz)|out_proj|conv1d)(\\.weight)?$"
+    edit_json(
+        path / "config.json",
+        lambda content: content["quantization_config"].update(
+            ignore=[others if "linear_attn" in entry else entry for entry in content["quantization_config"]["ignore"]]
+        ),
+    )
+
+
+def _zero_block(path: Path) -> None:
+    """The scale of a block of zeros is 0 / 448, and its codes are 0 / 0."""
+    name = "model.layers.3.mlp.down_proj.weight"
+    codes, scale = tensor(path, name), tensor(path, f"{name}_scale_inv")
+    scale[0, 0] = float("nan")
+    replace(path, {name: codes, f"{name}_scale_inv": scale})
+
+
+def _fp8(work: Path) -> None:
+    with_fp8_blocks((work / SOURCE).resolve(), work / "CKPT", 32)
+
+
+def _doubled_scale(path: Path) -> None:
+    """Scales rounded up to a power of two, under codes that were made before they were rounded."""
+    for name in names(path, "layers.3.mlp.down_proj.weight_scale_inv"):
+        replace(path, {name: tensor(path, name).log2().ceil().exp2()})
+
+
+def _int4_without(*ignore: str, group: int | None = 32) -> Change:
+    """The release in INT4, without these modules."""
+
+    def prepare(work: Path) -> None:
+        quantize(work / SOURCE, work / "CKPT", QuantScheme(group, "qmax7", ignore))
+
+    return prepare
+
+
+def _mtp_by_name(content: dict[str, Any]) -> None:
+    """Every module of the MTP layer by its own name, in place of one expression."""
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    parts += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    kept = [entry for entry in content["ignore"] if "mtp" not in entry]
+    content["ignore"] = [*kept, "mtp.fc", *(f"mtp.layers.0.{part}" for part in parts)]
+
+
+def _cache_scales(work: Path) -> None:
+    """Calibrated scales of the FP8 cache, as compressed-tensors stores them."""
+    path = work / "CKPT"
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    quantization(lambda content: content.update(kv_cache_scheme=scheme))(work)
+    ones = torch.ones(1, dtype=torch.bfloat16)
+    attention = sorted({name.split(".q_proj")[0] for name in names(path, "self_attn.q_proj.")})
+    replace(path, {f"{module}.{kind}_scale": ones.clone() for module in attention for kind in "kv"})
+
+
+def _targets(work: Path) -> None:
+    """Targets by expressions that name what is packed, fused names included."""
+    targets = [r"re:.*self_attn\.(q|k|v|o|qkv)_proj$", r"re:.*mlp\.experts\..*(gate|up|down|gate_up)_proj$"]
+    quantization(lambda content: content["config_groups"]["group_0"].update(targets=targets))(work)
+
+
+REPORTS = (
+    Report(
+        "sglang#35797",
+        "2026-08",
+        "The list names q_proj, k_proj ... of the MTP layer one by one. SGLang's draft class has no table of fused "
+        "modules, builds qkv_proj packed and drops the stored weights: no draft token is accepted.",
+        LINT,
+        "qwen3_5-tiles/",
+        "lint: exposed",
+        ("mtp.layers.0.self_attn",),
+        quantization(_mtp_by_name),
+        _int4_without("re:mtp.*"),
+    ),
+    Report(
+        "sglang#35792",
+        "2026-08",
+        "Entries that end in `.linear`, as a wrapper names its modules: 135 of 189 match nothing, and plain weights "
+        "meet packed modules.",
+        LINT,
+        "qwen3_moe-tiles/int4",
+        "lint: disagreement",
+        ("self_attn",),
+        quantization(_suffixed),
+        _attention_plain,
+    ),
+    Report(
+        "vllm#40252",
+        "2026-04",
+        "The list has the split names of the linear attention, the files the fused ones: none is protected.",
+        LINT,
+        "qwen3_next-tiles/",
+        "lint: exposed",
+        ("linear_attn",),
+        quantization(_split_names),
+        _int4_without("re:.*linear_attn.*"),
+    ),
+    Report(
+        "transformers#47407",
+        "2026-07",
+        "Experts are packed one by one; transformers 5 has them in one tensor, finds none, and starts anew.",
+        "ckptkit verify CKPT --reader transformers",
+        "qwen3_moe-tiles/int4",
+        "CK302",
+        ("mlp.experts.",),
+        twin="ckptkit verify CKPT",
+    ),
+    Report(
+        "vllm#54304",
+        "2026-08",
+        "A recipe quantizes the embedding, which hardly a model class can load.",
+        VERIFY,
+        "qwen2-untied-tiles/int4",
+        "CK301",
+        ("model.embed_tokens.weight",),
+        on_checkpoint(_embedding_packed),
+    ),
+    Report(
+        "llm-compressor#2805",
+        "2026-06",
+        "GPTQ writes `actorder: static` beside one scale a channel; the engine's compressed-tensors refuses it.",
+        f"{LINT} --strict",
+        "qwen2-untied-tiles/",
+        "lint: refused",
+        ("actorder",),
+        weights(actorder="static"),
+        _int4_without(group=None),
+    ),
+    Report(
+        "sglang#31248",
+        "2026-07",
+        "INT4 under another `format` than pack-quantized: SGLang has no kernel for it, and names one that it lacks.",
+        LINT,
+        "qwen2-untied-tiles/int4",
+        "lint: refused",
+        ("marlin-24",),
+        quantization(lambda content: content.update(format="marlin-24")),
+    ),
+    Report(
+        "vllm#57792",
+        "2026-09",
+        "A width of experts in whole groups, that two ranks cut into a group and a half: a bare assertion.",
+        "ckptkit verify CKPT --tp 2",
+        "qwen3_moe-tiles/",
+        "CK307",
+        ("down_proj",),
+        prepare=_int4_without("re:.*self_attn.*", group=128),
+        twin="ckptkit verify CKPT",
+    ),
+    Report(
+        "sglang#19406",
+        "2026-02",
+        "The small projections of Qwen3.5's linear attention are packed too: fewer rows than a tile of Marlin, so that "
+        "the engine dies while it repacks.",
+        VERIFY,
+        "qwen3_5-tiles/",
+        "CK302",
+        ("linear_attn.in_proj_b", "unquantized"),
+        on_checkpoint(_small_packed),
+        _int4_without("re:mtp.*", "re:.*linear_attn.*"),
+    ),
+    Report(
+        "slime#2256",
+        "2026-08",
+        "The FP8 converter divides by the largest value of a block that is all zero: its scale is not a number.",
+        VERIFY,
+        "qwen2-untied/",
+        "CK204",
+        ("model.layers.3.mlp.down_proj",),
+        on_checkpoint(_zero_block),
+        _fp8,
+    ),
+    Report(
+        "slime#2271",
+        "2026-08",
+        "The FP8 converter turns scales into powers of two wrongly; here they are rounded, and the codes are not.",
+        "ckptkit verify CKPT --source RELEASE",
+        "qwen2-untied/",
+        "CK305",
+        ("model.layers.3.mlp.down_proj",),
+        on_checkpoint(_doubled_scale),
+        _fp8,
+    ),
+    Report(
+        "sglang#35455",
+        "2026-08",
+        "Scales of an FP8 cache are stored as the config says; SGLang drops them and serves the cache unscaled.",
+        VERIFY,
+        "qwen3_moe-tiles/int4",
+        prepare=_cache_scales,
+        verdict="sound",
+        reason="the checkpoint is right. Which release of SGLang loads the scales is asked with --against-sglang",
+    ),
+    Report(
+        "vllm#31623",
+        "2026-01",
+        "Targets by expression name q_proj, k_proj and v_proj; vLLM looks for qkv_proj too, which is its own name.",
+        VERIFY,
+        "qwen3_moe-tiles/int4",
+        prepare=_targets,
+        verdict="sound",
+        reason="the checkpoint is right, for readers that take its targets so",
+    ),
+)

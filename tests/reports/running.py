@@ -1,0 +1,91 @@
+"""Runs the command of a report on its case, as the shell does, in this process."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+from mutations.starts import Starts
+
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from reports.report import SOURCE, Report
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command printed: its exit code, its report as JSON (None where it ended with an error), and the rest."""
+
+    code: int
+    report: dict[str, Any] | None
+    errors: str
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """The findings; of `lint` without a code."""
+        return list(self.report["findings"]) if self.report else []
+
+    @property
+    def text(self) -> str:
+        """Everything that was said."""
+        return json.dumps(self.report) + self.errors
+
+
+def make(report: Report, starts: Starts, work: Path) -> Path:
+    """The sound case in a new directory."""
+    work.mkdir()
+    if report.start:
+        model, _, kind = report.start.partition("/")
+        if kind:
+            shutil.copytree(starts.path(report.start), work / "CKPT")
+        (work / SOURCE).symlink_to(starts.path(f"{model}/hf"))
+    if report.prepare is not None:
+        report.prepare(work)
+    return work
+
+
+def run(command: str, work: Path) -> Said:
+    """What `command` prints in a directory."""
+    program, *words = shlex.split(command)
+    assert program == "ckptkit"
+    at = words.index("--") if "--" in words else len(words)
+    with chdir(work):
+        done = CliRunner().invoke(cli, [*words[:at], "--json", *words[at:]])
+    if isinstance(done.exception, CkptkitError):  # the command itself prints it and ends with 2
+        return Said(2, None, str(done.exception))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return Said(done.exit_code, json.loads(done.stdout) if done.exit_code < 2 or done.stdout else None, done.stderr)
+
+
+def missed(report: Report, said: Said) -> str | None:
+    """Why what was said does not find the report; None where it does."""
+    words = [_words(finding) for finding in said.findings if _code(finding) == report.code]
+    if not words:
+        return f"exit {said.code}, no finding of {report.code}; {list(_all(said)) or said.errors[-500:]}"
+    if not any(all(name in text for name in report.names) for text in words):
+        return f"no finding of {report.code} names {report.names}: {words}"
+    return None if said.code == 1 else f"exit {said.code}: only a warning"
+
+
+def _all(said: Said) -> Iterator[str]:
+    yield from (f"{_code(finding)}: {_words(finding)}" for finding in said.findings)
+    for check in (said.report or {}).get("checks", []):
+        if check["status"] == "skipped" and check["reason"]:
+            yield f"{check['code']} skipped: {check['reason']}"
+
+
+def _code(finding: dict[str, Any]) -> str:
+    """The code of a finding; of `lint`, whose findings have none, its kind."""
+    return str(finding.get("code") or f"lint: {finding['kind']}")
+
+
+def _words(finding: dict[str, Any]) -> str:
+    return " ".join(str(value) for value in finding.values())

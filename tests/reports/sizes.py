@@ -1,0 +1,31 @@
+"""Test models in sizes that INT4 kernels have tiles for, so that their INT4 is sound for an engine too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from families import CASES
+from families.case import Case
+from transformers import PretrainedConfig
+
+_SIZES = {"intermediate_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+
+
+def _tiled(case: Case) -> Case:
+    def config() -> PretrainedConfig:
+        whole = case.config()
+        text = whole.get_text_config()
+        for name, size in _SIZES.items():
+            if hasattr(text, name):
+                setattr(text, name, size)
+        return whole
+
+    return replace(case, config=config)
+
+
+# Every test model, and some of them again under `NAME-tiles`.
+MODELS: Mapping[str, Case] = CASES | {
+    f"{name}-tiles": _tiled(CASES[name])
+    for name in ("qwen2-untied", "qwen3_moe", "qwen3_5", "qwen3_5_text-tied", "qwen3_next")
+}
