@@ -148,3 +148,9 @@ def test_parts_of_a_packed_weight_stand_for_it() -> None:
 )
 def test_other_names_are_not_called_renamed(names: list[str]) -> None:
     assert renamed(names, ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]) is None
+
+
+def test_a_part_that_is_repeated_inside_the_names_is_one_finding(saved: Renamed, only: OnlyFinding) -> None:
+    finding = only(verify(saved(lambda name: name.replace("model.layers.", "model.layers.layers."))))
+    assert (finding.code, finding.actual) == ("CK104", "a further `layers.` inside their names")
+    assert "num_hidden_layers" not in finding.hint

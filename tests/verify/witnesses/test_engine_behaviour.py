@@ -241,6 +241,14 @@ def test_an_engine_that_gives_no_choices_is_inconclusive(release: Path, monkeypa
     assert [one.status for one in outcome.checks] == ["passed", "skipped"]
 
 
+def test_choices_are_not_asked_of_a_class_that_cannot_tell_them(tmp_path: Path) -> None:
+    """Nothing that was asked for is then missing: the rest of --logits is judged."""
+    models.save("mixtral", tmp_path / "mixtral")
+    (routing,) = (one for one in all_checks() if one.code == "CK605")
+    reason = routing.left_out(Subject(tmp_path / "mixtral", against=frozenset({"engine", "logits"})))
+    assert reason == "SGLang's MixtralForCausalLM cannot tell the experts that it chooses: its routers have no layer_id"
+
+
 def test_answers_that_are_no_numbers_leave_behaviour_out(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Judged([math.nan, -1.0], FINITE.top_ids, FINITE.top)
     report = EngineReport("0.5.16", "a GPU", {FIRST: [broken]}, complete=True)

@@ -1,10 +1,13 @@
-"""Finds what wrappers do to names: a prefix too many or too few before all of them, or a wrapper's name inside."""
+"""Finds what wrappers do to names: a prefix too many or too few before all of them, a part repeated or a
+wrapper's name inside.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 from verify.evidence.expected import expected_of, spelling_of
 from verify.evidence.subject import Subject
@@ -53,7 +56,7 @@ def renamed(names: Collection[str], promised: Collection[str]) -> Renamed | None
     if not odd:
         return None
     wanted = {_module(name) for name in promised}
-    prefixes = ((found, len(names) / 2) for find in (_further, _lacking) for found in find(odd, wanted))
+    prefixes = ((found, len(names) / 2) for find in (_further, _lacking, _repeated) for found in find(odd, wanted))
     for found, least in (*((found, 1) for found in _wrapped(odd, wanted)), *prefixes):
         if len(found.right) >= least:
             right = (name for parts in map(_promised, found.right, found.right.values()) for name in parts)
@@ -124,6 +127,18 @@ def _lacking(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
         hint = "the inner model was saved: save the whole one (...ForCausalLM), with its output layer"
         firsts = {name.partition(".")[0] for name in right}
         yield _Found(f"no `{usual}.` before their names", hint, right, lambda name: name.partition(".")[0] in firsts)
+
+
+def _repeated(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
+    """A part that stands more than once in a row."""
+    once = {name: ".".join(part for part, _ in groupby(_module(name).split("."))) for name in odd}
+    right = {name: module for name, module in once.items() if module in wanted and module != _module(name)}
+    if right:
+        name = min(right, key=len)
+        part = next(one for one, other in pairwise(name.split(".")) if one == other)
+        hint = "save it again from the model itself, or take the repeated parts away"
+        repeated = f".{part}.{part}."
+        yield _Found(f"a further `{part}.` inside their names", hint, right, lambda name: repeated in f".{name}")
 
 
 def _usual(heads: Iterable[str]) -> str | None:

@@ -10,7 +10,7 @@ from ckptkit.formats.hf.side_files import quantization_of
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.witnesses.engine import FURTHEST, rounds_activations
 from verify.checks.witnesses.sglang import no_routers
-from verify.evidence.expected import config_of
+from verify.evidence.expected import config_of, usable_config
 from verify.evidence.folding import LAYER
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -173,6 +173,11 @@ def _worse(ours: Figures, theirs: Figures, whose: str, subject: Subject) -> Iter
             )
 
 
+def _no_choices(subject: Subject) -> str | None:
+    config = usable_config(subject)
+    return no_routers(subject) or (no_choices(config) if config is not None else None)
+
+
 @check(
     "CK605",
     "SGLang's routers choose the experts that transformers chooses",
@@ -181,7 +186,7 @@ def _worse(ours: Figures, theirs: Figures, whose: str, subject: Subject) -> Iter
     rationale="A router bias rounded to bfloat16, or a score function that an engine takes otherwise, sends tokens to "
     "other experts; every weight is in its place, and the answers are fluent.",
     fix="Compare the router's weight, its bias (in float32) and the routing keys of config.json with the release.",
-    unless=no_routers,
+    unless=_no_choices,
 )
 def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The experts of every token of the short prompts, layer by layer, in units of the format's noise."""
@@ -191,7 +196,7 @@ def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if rounds_activations(_quantization(subject)):
         raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     if not subject.once(run_engine).routed_layers:
-        raise Unable(no_choices(config_of(subject)) or NO_COUNT)
+        raise Unable(NO_COUNT)
     reference = subject.once(run_reference)
     dtype, exact = reference.dtype, reference.exact.routed
     ours, noise = rerouted(report.routed, exact), rerouted(reference.rounded.routed, exact)

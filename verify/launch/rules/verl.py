@@ -2,7 +2,8 @@
 
 Source: verl 1dda039 (2026-08) `utils/config.py` (validate_config), `workers/config/actor.py`, `critic.py` and
 `rollout.py` (__post_init__, validate), `workers/engine_workers.py` (train_mini_batch) and
-`workers/rollout/vllm_rollout/utils.py` (get_vllm_max_lora_rank); megatron-core `moe_layer.py`.
+`workers/rollout/vllm_rollout/utils.py` (get_vllm_max_lora_rank), `trainer/ppo/ray_trainer.py` (_save_checkpoint) and
+`utils/checkpoint/megatron_checkpoint_manager.py`; megatron-core `moe_layer.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def refused(values: Values, *, gpus: int | None, megatron: bool, reference: bool
     if batches and values.on(f"{_ACTOR}.use_dynamic_bsz") is False:
         yield from (*_batches(values, gpus, megatron), *_micro_batches(values, reference))
     yield from (*_rollout(values), *_loss(values))
-    yield from _mixture(values, experts) if megatron else _sequences(values)
+    yield from _mixture(values, experts) if megatron else (*_sequences(values), *_tracker(values))
 
 
 def _batches(values: Values, gpus: int | None, megatron: bool) -> Iterator[Issue]:
@@ -105,6 +106,14 @@ def _sequences(values: Values) -> Iterator[Issue]:
     key, padding = f"{_ACTOR}.ulysses_sequence_parallel_size", f"{_AR}.model.use_remove_padding"
     if (values.number(key, 1) or 1) > 1 and values.on(padding, None) is False:
         yield values.issue((key, padding), f"{padding}=True with {key}", "verl stops: turn it on")
+
+
+def _tracker(values: Values) -> Iterator[Issue]:
+    """Nobody writes the tracker of an asynchronous save but Megatron's checkpoint manager."""
+    key = f"{_ACTOR}.checkpoint.async_save"
+    if values.on(key) and values.text("trainer.resume_mode", "auto") == "auto":
+        hint = "leave it out: FSDP saves at once, nobody writes the tracker, and the next run starts from step 0"
+        yield values.issue((key,), f"{key}=False without Megatron", hint, "warning")
 
 
 def _mixture(values: Values, experts: int) -> Iterator[Issue]:

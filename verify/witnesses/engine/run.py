@@ -120,19 +120,18 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
 
 
 def _routed_layers(config: Mapping[str, Any]) -> int:
-    """The layers of a model with experts whose choices SGLang gives; 0 where `no_choices` says that it gives none."""
+    """The layers of a model with experts whose choices SGLang gives; 0 where it gives none."""
+    counted = "num_experts_per_tok" in (config.get("text_config") or config)
     dims = dims_of(config)
-    return dims.layers if dims.experts and no_choices(config) is None else 0
+    return dims.layers if dims.experts and counted and no_choices(config) is None else 0
 
 
 def no_choices(config: Mapping[str, Any]) -> str | None:
-    """Why an engine cannot tell which experts a token is sent to; None where it can."""
+    """Why SGLang's class cannot tell which experts a token is sent to; None where it can."""
     family = family_of(config)
-    if not family.sglang.tells_experts:
-        return (
-            f"SGLang's {family.architectures[0]} cannot tell the experts that it chooses: its routers have no layer_id"
-        )
-    return None if "num_experts_per_tok" in (config.get("text_config") or config) else NO_COUNT
+    if family.sglang.tells_experts:
+        return None
+    return f"SGLang's {family.architectures[0]} cannot tell the experts that it chooses: its routers have no layer_id"
 
 
 def no_second_load(subject: Subject) -> str | None:

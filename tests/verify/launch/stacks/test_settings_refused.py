@@ -131,6 +131,11 @@ BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
     ("verl", DENSE, [], [f"{ROLLOUT}.expert_parallel_size=4"], "CK746", "= tensor x data parallel ranks = 1, or 1"),
     ("verl", DENSE, [], [f"{ROLLOUT}.pipeline_model_parallel_size=2"], "CK746", "= 1: verl serves in one stage"),
     ("verl", DENSE, [], [f"{ACTOR}.loss_agg_mode=token-means"], "CK746", "one of token-mean, token-sum"),
+    (
+        *("verl", DENSE, ["trainer.resume_mode=auto"], [f"{ACTOR}.checkpoint.async_save=True"]),
+        "CK746",
+        "async_save=False without Megatron",
+    ),
     ("verl", DENSE, [], [f"{AR}.model.lora_rank=1024"], "CK746", "a rank of at most 512"),
     (
         *("verl", DENSE, [f"{AR}.model.use_remove_padding=False"], [f"{ACTOR}.ulysses_sequence_parallel_size=2"]),
