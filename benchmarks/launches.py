@@ -21,7 +21,7 @@ _MODEL = f"""
   --moe-layer-freq [0]+[1]*{LAYERS - 1} --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048
   --moe-router-topk 8 --moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-enable-expert-bias
   --moe-router-topk-scaling-factor 2.827 --moe-router-dtype fp32 --moe-permute-fusion
-  --attention-dropout 0.0 --hidden-dropout 0.0
+  --attention-dropout 0.0 --hidden-dropout 0.0 --sequence-parallel
 """
 _SLIME = """MODEL=({model})
 python3 train.py --actor-num-nodes 32 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 16 \\
@@ -54,7 +54,9 @@ reward_pretrain: {hf}
 adv_estimator: reinforce
 resume_from_checkpoint: false
 actor_train:
-  strategy_args: {{strategy_name: megatron_train, strategy_config: {{tensor_model_parallel_size: 8}}}}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {{tensor_model_parallel_size: 8, sequence_parallel: true}}
   device_mapping: list(range(0,256))
 actor_infer:
   strategy_args: {{strategy_name: sglang, strategy_config: {{load_format: dummy}}}}

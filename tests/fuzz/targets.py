@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -24,6 +23,7 @@ from cryptography.exceptions import InvalidSignature
 
 from ckptkit.core import json_text
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import program_version
 from ckptkit.formats.detect import TRACKER, tracked
 from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, read_json
 from ckptkit.formats.hf.shard import scan_shard
@@ -296,11 +296,11 @@ def _settings(folder: Path) -> Unit:
 def _triage(folder: Path) -> Unit:
     file = folder / "job.log"
     module = import_module(triage.__module__)
-    installed = cache(version)  # which parses the metadata of the package each time
+    installed = cache(program_version)  # which parses the metadata of the package each time
 
     def unit(data: bytes) -> None:
         file.write_bytes(data)
-        with patch.object(module, "version", installed), suppress(CkptkitError):
+        with patch.object(module, "program_version", installed), suppress(CkptkitError):
             found = triage([file])
             assert found.lines <= data.count(b"\n") + 1
             json.dumps(found.to_json())

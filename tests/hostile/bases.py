@@ -19,7 +19,7 @@ from ckptkit.app.api import convert, int4_scheme, make_manifest, quantize
 
 _SIZES = {
     "vocab_size": 128,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

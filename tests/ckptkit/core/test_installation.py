@@ -44,7 +44,7 @@ def test_a_checkout_that_is_not_installed_runs_and_states_the_version_of_its_pro
     source, quantized = str(releases("qwen2-untied")), str(tmp_path / "int4")
     verbs = (
         ["--version"],
-        ["quantize", source, quantized, "--group-size", "32"],
+        ["quantize", source, quantized, "--group-size", "32", "--ignore", r"re:.*\.mlp\.down_proj(\.weight)?$"],
         ["verify", quantized, "--json"],
         ["diff", source, source, "--json"],
         ["convert", source, str(tmp_path / "megatron")],
