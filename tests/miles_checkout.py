@@ -101,7 +101,7 @@ GPUS = {"H100": 8, "GB200": 4}
 @dataclass
 class ExecuteTrainConfig:
     num_nodes: int = field(default_factory=lambda: int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
-    output_dir: str = "/root/shared"
+    output_dir: str = "/data/runs"
 
 
 def dataclass_cli(function):

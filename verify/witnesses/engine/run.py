@@ -131,7 +131,7 @@ def no_choices(config: Mapping[str, Any]) -> str | None:
     family = family_of(config)
     if family.sglang.tells_experts:
         return None
-    return f"SGLang's {family.architectures[0]} cannot tell the experts that it chooses: its routers have no layer_id"
+    return f"SGLang 0.5.16's {family.architectures[0]} cannot tell the experts it chooses: its routers have no layer_id"
 
 
 def no_second_load(subject: Subject) -> str | None:
