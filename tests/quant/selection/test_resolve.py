@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from families import CASES
 from families.table import config_of
+from installed import release
 from published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
 
 from ckptkit.core.errors import CkptkitError
@@ -239,9 +240,10 @@ def kernel_tiles(file: str) -> set[tuple[int, int]]:
 
     Its columns are `prob_k`, and its rows `prob_n`.
     """
-    from sglang import jit_kernel
+    import sglang
 
-    source = (Path(jit_kernel.__path__[0]) / "csrc" / "gemm" / file).read_text()
+    moved = "kernels/jit" if release("sglang") >= (0, 5, 23) else "jit_kernel"
+    source = (Path(sglang.__path__[0]) / moved / "csrc" / "gemm" / file).read_text()
     configs = re.findall(r"_batch_thread_configs\[\] = \{(.*?)\};", source, re.DOTALL)
     return {
         (int(rows), int(columns))

@@ -179,7 +179,8 @@ def test_what_a_draft_class_declares(model_type: str) -> None:
         declared |= {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}  # by the model, loaded first
     case = next(case for case in CASES if config(case)["model_type"] == model_type and class_tree(config(case)).drafts)
     (draft, *_) = class_tree(config(case)).drafts
-    assert declared == (own if draft.unfuses else {})
+    # SGLang 0.5.23 declares Qwen3.5's, of which a list that is right for 0.5.16 says nothing wrong.
+    assert declared == (own if draft.unfuses or release("sglang") >= (0, 5, 23) else {})
 
 
 def topk_keywords(module: str) -> set[str]:
@@ -215,7 +216,8 @@ EXPERTS_IN = {
 def test_choices_of_experts_are_recorded_where_the_router_knows_its_layer(model_type: str) -> None:
     given = topk_keywords(EXPERTS_IN[model_type])
     assert {"top_k", "renormalize"} <= given
-    assert FAMILIES[model_type].sglang.tells_experts == ("layer_id" in given)
+    told = FAMILIES[model_type].sglang.tells_experts or release("sglang") >= (0, 5, 23)
+    assert told == ("layer_id" in given)
 
 
 def test_every_family_with_experts_is_known() -> None:

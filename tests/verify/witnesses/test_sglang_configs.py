@@ -12,6 +12,7 @@ import models
 import pytest
 import torch
 from families import CASES, case
+from installed import release
 from safetensors.torch import save_file
 from sglang_runs import Case, run_cases
 
@@ -104,6 +105,8 @@ def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
 def test_sglang_stops_without_a_key_and_the_hint_names_it(
     name: str, key: str, runs: Mapping[str, SglangRun], cases: Mapping[str, Case]
 ) -> None:
+    if key == "swiglu_limit" and release("sglang") >= (0, 5, 23):
+        pytest.skip("SGLang 0.5.23 has a default for it")
     said = str(runs[f"{name} {key}"].crash)
     assert f"object has no attribute '{key.rpartition('.')[2]}'" in said
     config = json.loads((Path(cases[f"{name} {key}"].checkpoint) / "config.json").read_text())
