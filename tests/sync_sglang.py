@@ -17,6 +17,7 @@ from typing import Any
 
 import models
 import torch
+from installed import release
 from sglang_server import ran
 from torch import Tensor
 
@@ -59,19 +60,27 @@ def checksums(root: Path, tp: int, paths: Sequence[Path]) -> dict[str, list[list
 def _answers(path: Path, out: Path, tp: int, rank: int) -> list[Any]:
     import msgspec
     from sglang.srt.managers.io_struct import ChecksumInfo, CheckWeightsReqOutput
-    from sglang.srt.utils.weight_checker import WeightChecker
+    from sglang.srt.utils import weight_checker
 
     def loading(model: Any, weights: Any, device: torch.device) -> None:
         model.load_weights(weights)
 
     model: Any = load(path, out, False, None, loading, PhaseLog(out / f"ending-{rank}"), EngineSizes(tp), rank)
     place = SimpleNamespace(tp_rank=rank, dp_rank=None, attn_dp_size=1, pp_rank=0, pp_size=1, tp_size=tp)
-    checker = WeightChecker(get_model=lambda: model, ps=place)
+    # SGLang 0.5.23 finds its ranks by itself, and asks which of an engine's models it is.
+    newer = release("sglang") >= (0, 5, 23)
+    if newer:
+        weight_checker.get_parallel = lambda: place
+    checker = weight_checker.WeightChecker(get_model=lambda: model, **{} if newer else {"ps": place})
+    about = {"role": "target"} if newer else {}
     found = []
     for state in FACTORS:
         if state != "as loaded":
             model.load_weights(list(altered(models.tensors(path), state).items()))
-        info = msgspec.convert(checker.handle("checksum"), ChecksumInfo)
+        answer = checker.handle("checksum", **about)
+        if newer:  # a list, with those of draft models
+            answer["parallelism_info"] = [answer["parallelism_info"]]
+        info = msgspec.convert(answer, ChecksumInfo)
         reply = CheckWeightsReqOutput(success=True, message="Success.", payload=[info])
         found += [msgspec.to_builtins(one) for one in reply.payload]
     return found
