@@ -140,14 +140,15 @@ class SglangClass:
     """SGLang's class of a model. Source: `sglang/srt/models/*.py` of SGLang 0.5.16.
 
     `fused`: the fused layers that it declares in `packed_modules_mapping`, and so takes apart before it looks at
-    `ignore`; any other fused layer is looked up by its own name. `root`: how a released module's name begins, and what
-    SGLang has instead. `entries`: beginnings that SGLang rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`);
-    the first that fits counts. `outside`: parts of names that it spells otherwise in layers outside the language model;
-    None: it never asks about those. `dense`: what it cannot hold as INT4. `joins_shared_expert`: on CUDA it makes the
-    shared expert one of the routed ones, unless told not to. `tells_experts`: its routers know their layer (`layer_id`
-    of `TopK`), without which an engine that is asked for the experts of each token ends. `keys`: what it reads of the
-    language model's config and transformers 5 does not write, with the values of the model that transformers runs;
-    without them it stops, or builds another model.
+    `ignore`; any other fused layer is looked up by its own name. `root`: how a released module's name begins, and
+    what SGLang has instead. `entries`: beginnings that SGLang rewrites in plain entries of `ignore`
+    (`hf_to_sglang_mapper`); the first that fits counts. `outside`: parts of names that it spells otherwise in
+    layers outside the language model; None: it never asks about those. `dense`: what it cannot hold as INT4.
+    `joins_shared_expert`: on CUDA it makes the shared expert one of the routed ones, unless told not to.
+    `layer_id_since`: the release from which its routers know their layer (`layer_id` of `TopK`), without which an
+    engine that is asked for the experts of each token ends. `keys`: what it reads of the language model's config
+    and transformers 5 does not write, with the values of the model that transformers runs; without them it stops,
+    or builds another model.
     """
 
     fused: tuple[str, ...] = ()
@@ -156,7 +157,7 @@ class SglangClass:
     outside: tuple[tuple[str, str], ...] | None = None
     dense: tuple[Dense, ...] = ()
     joins_shared_expert: bool = False
-    tells_experts: bool = True
+    layer_id_since: tuple[int, ...] = ()
     keys: Keys = _ALL_WRITTEN
 
     @cached_property

@@ -26,6 +26,14 @@ def program_version() -> str:
         return f"{stated}+checkout" if stated else "unknown"
 
 
+def package_release(package: str) -> tuple[int, ...]:
+    """Returns (major, minor, patch) of an installed package; () where it is missing, which is before every release."""
+    try:
+        return tuple(int(part) for part in version(package).split("+")[0].split(".")[:3] if part.isdigit())
+    except PackageNotFoundError:
+        return ()
+
+
 def requirements() -> list[str]:
     """Returns what ckptkit requires, as pip is told; extras are marked. Of a checkout, without extras."""
     try:

@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import package_release
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, number, sliding_layers, window_of
-from converters.family import FusedExperts, ModelFamily, SglangClass, these
+from converters.family import FusedExperts, ModelFamily, SglangClass
 from converters.ops.basic import Copy, GateUp
 from converters.rules import ParamMapping, decoder
 
@@ -86,6 +87,11 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     )
 
 
+def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang has a default from 0.5.23 on (`gpt_oss.py`)."""
+    return {} if package_release("sglang") >= (0, 5, 23) else {"swiglu_limit": 7.0}
+
+
 FAMILIES = (
     ModelFamily(
         ("gpt_oss",),
@@ -94,6 +100,6 @@ FAMILIES = (
         mappings,
         fused=FusedExperts(transposed=True, interleaved=True, always=True),
         release=None,
-        sglang=SglangClass(keys=these(swiglu_limit=7.0)),
+        sglang=SglangClass(keys=_sglang_keys),
     ),
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import package_release
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.scheme import BITS, FORMAT
@@ -17,6 +18,7 @@ from quant.patterns.entries import matcher
 
 Kind = Literal["packs", "other"]  # what a group makes of its modules: INT4, or any other format
 _REORDERED = ("group", "dynamic", True)
+_REFUSES_REORDERED = (0, 19)  # of compressed-tensors
 _IN_ORDER = ("weight", "static")
 SGLANG = ("SGLang 0.5.16", "SGLang 0.5.23")
 
@@ -104,7 +106,8 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     """What readers refuse of this config's INT4 groups, though it is valid by itself.
 
     Source: runs of SGLang 0.5.16 (`tests/verify/witnesses/test_sglang_groups.py`) and of compressed-tensors 0.15.0.1 to
-    0.20.0, `QuantizationArgs.validate_actorder`. Raises CkptkitError as `groups_of`.
+    0.20.0, `QuantizationArgs.validate_actorder`. What compressed-tensors refuses from a release on is asked of the
+    installed one. Raises CkptkitError as `groups_of`.
     """
     packed = [group.weights for group in groups_of(config) if group.kind == "packs"]
     form = quantization_of(config).get("format")
@@ -121,7 +124,8 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
             f"strategy is {strategies[0]!r}, for which SGLang has no INT4 scheme",
             "quantize with groups of 32, 64 or 128 inputs, or with one scale a row (strategy 'channel')",
         )
-    if any(weights.get("actorder") in _REORDERED for weights in packed):
+    reordered = any(weights.get("actorder") in _REORDERED for weights in packed)
+    if reordered and package_release("compressed-tensors") >= _REFUSES_REORDERED:
         yield Refusal(
             ("compressed-tensors", "transformers", *SGLANG),
             "actorder is 'group' (or its alias 'dynamic'), which compressed-tensors refuses from 0.19 on, and every "

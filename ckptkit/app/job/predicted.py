@@ -19,6 +19,7 @@ Order = tuple[int, ...]  # of a part within its parameter: its place, or its exp
 
 _PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
 _VOCABULARY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.weight")
+_ROUTER = re.compile(r".+\.(gate|router)\.weight")
 _VOCABULARY_ROWS = 64  # SGLang pads to a multiple, with zeros (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(\w+)")
 _SHARED = re.compile(r"(.+)\.shared_experts\.(gate_proj|up_proj|down_proj)\.(\w+)")
@@ -82,7 +83,7 @@ class Cut:
 
     Of `experts` blocks of experts a rank has one, and within it every part is cut into `size` pieces along `axis`; the
     second and later parts (k and v) into `others` pieces. `padded`: rows are first padded as a vocabulary. `shared`:
-    the shared expert stands behind the others.
+    the shared expert stands behind the others. `float32`: the engine holds the values so, as 0.5.23 does routers.
     """
 
     size: int = 1
@@ -91,6 +92,7 @@ class Cut:
     experts: int = 1
     padded: bool = False
     shared: bool = False
+    float32: bool = False
 
     def at(self, rank: int) -> tuple[int, int]:
         """The block of experts and the piece that a rank has."""
@@ -107,6 +109,7 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[Cut]:
     experts = len({order[0] for order in routed}) if len(next(iter(parts))) == 2 else 0
     fused = len(routed) < len(parts) and len({parts[order].shape for order in parts}) == 1
     paddings = (False, True) if _VOCABULARY.fullmatch(param) else (False,)
+    casts = (False, True) if _ROUTER.fullmatch(param) else (False,)
     found = []
     for size in _divisors(tp):
         for axis in (0, 1) if size > 1 and next(iter(parts.values())).dim() > 1 else (0,):
@@ -116,7 +119,7 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[Cut]:
             elif ".qkv_proj." in param:
                 found += [Cut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
             else:
-                found += [Cut(size, axis, size, padded=padded) for padded in paddings]
+                found += [Cut(size, axis, size, padded=padded, float32=cast) for padded in paddings for cast in casts]
     return [cut for cut in found if _divides(cut, parts)]
 
 
@@ -145,6 +148,8 @@ def whole(parts: Collection[Order]) -> bool:
 def piece(parts: Mapping[Order, Tensor], cut: Cut, at: tuple[int, int]) -> Tensor:
     """What a rank holds of a whole parameter that is cut so."""
     block, index = at
+    if cut.float32:
+        parts = {order: part.float() for order, part in parts.items()}
     ordered = sorted(parts if cut.shared else routed_of(parts))
     if len(ordered[0]) == 1:
         return _joined([parts[order] for order in ordered], cut, index)

@@ -216,8 +216,8 @@ EXPERTS_IN = {
 def test_choices_of_experts_are_recorded_where_the_router_knows_its_layer(model_type: str) -> None:
     given = topk_keywords(EXPERTS_IN[model_type])
     assert {"top_k", "renormalize"} <= given
-    told = FAMILIES[model_type].sglang.tells_experts or release("sglang") >= (0, 5, 23)
-    assert told == ("layer_id" in given)
+    since = FAMILIES[model_type].sglang.layer_id_since
+    assert (release("sglang") >= since) == ("layer_id" in given)
 
 
 def test_every_family_with_experts_is_known() -> None:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import package_release
 from ckptkit.core.printable import one_line
 from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
@@ -129,9 +130,12 @@ def _routed_layers(config: Mapping[str, Any]) -> int:
 def no_choices(config: Mapping[str, Any]) -> str | None:
     """Why SGLang's class cannot tell which experts a token is sent to; None where it can."""
     family = family_of(config)
-    if family.sglang.tells_experts:
+    if package_release("sglang") >= family.sglang.layer_id_since:
         return None
-    return f"SGLang 0.5.16's {family.architectures[0]} cannot tell the experts it chooses: its routers have no layer_id"
+    since = ".".join(map(str, family.sglang.layer_id_since))
+    return (
+        f"{family.architectures[0]} has no layer_id in its routers before SGLang {since}, so it cannot report experts"
+    )
 
 
 def no_second_load(subject: Subject) -> str | None:
