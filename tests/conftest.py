@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import models
 import pytest
 from filelock import FileLock
-from megatron_saves import SAVES, Save, save_with_megatron
+from support import models
+from support.megatron_saves import SAVES, Save, save_with_megatron
 
 from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import python
+from support.processes import python
 
 from benchmarks import run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from check_examples import EXAMPLES
+from support.check_examples import EXAMPLES
 
 # Where the report that the check judges is written by hand: why no CPU, or no sound tool, gives one.
 BY_HAND = {

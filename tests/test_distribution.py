@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from fixture_types import PathOf
+from support.fixture_types import PathOf
 
 import ckptkit
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
-import models
 import pytest
+from support import models
 
 
 def kinds(name: str) -> dict[str, int]:

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
-import models
 import pytest
 import torch
-from fake_hub import fake_hub
 from families.case import MOE, SIZES, Case, save
 from huggingface_hub import HfFileSystem, constants
-from page_blocks import BLOCKS, PAGES, ROOT, Block, Shell, bash
 from releases.record import load
-from remote_servers import Bucket, s3_server, use_s3
+from support import models
+from support.fake_hub import fake_hub
+from support.page_blocks import BLOCKS, PAGES, ROOT, Block, Shell, bash
+from support.remote_servers import Bucket, s3_server, use_s3
 from transformers import Qwen3MoeConfig
 
 MODEL = "Qwen/Qwen3-30B-A3B"

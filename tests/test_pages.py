@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from page_blocks import BLOCKS, ROOT
+from support.page_blocks import BLOCKS, ROOT
 
 from ckptkit.app.cli import _MODULES, cli
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from families import CASES
-from fixture_types import PathOf
-from launch_scripts import write_headers, write_launch
-from megatron_saves import SAVES
-from processes import python
 from releases.header_only import write
 from releases.record import load
+from support.fixture_types import PathOf
+from support.launch_scripts import write_headers, write_launch
+from support.megatron_saves import SAVES
+from support.processes import python
 
 # Each costs from a tenth of a second to two.
 COMPILER = {"torch._dynamo", "torch._inductor", "triton"}

@@ -26,7 +26,8 @@ _MARK = re.compile(r"<!-- (?:not )?run.*-->")
 _SYMPTOM = re.compile(r"### (S(\d+)\. .*)")
 
 # Cause, and what the tool says of it, where neither a mutation of the tests nor a symptom shows what a check finds.
-# A test holds each against a finding (tests/check_examples.py). `…` stands for what another release words otherwise.
+# A test holds each against a finding (tests/support/check_examples.py). `…` stands for what another release words
+# otherwise.
 EXAMPLES = {
     "CK730": (
         "a Qwen3-VL that was trained on text and exported without its vision tower",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import models
 import pytest
-from remote_servers import Bucket, s3_server, use_s3
+from support import models
+from support.remote_servers import Bucket, s3_server, use_s3
 
 
 @pytest.fixture(scope="session")

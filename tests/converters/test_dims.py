@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from fixture_types import PathOf
+from support import models
+from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import save
+from support import models
 from torch import Tensor
 
 from ckptkit.app.api import convert

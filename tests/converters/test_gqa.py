@@ -13,7 +13,7 @@ import torch
 from families import CASES
 from families.case import save
 from families.gqa import LLAMA3_ROPE
-from installed import before
+from support.installed import before
 from transformers import MiniMaxM2Config
 
 from ckptkit.app.api import convert

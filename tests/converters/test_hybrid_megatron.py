@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families.case import save
-from megatron_saves import Save, save_with_megatron
+from support.megatron_saves import Save, save_with_megatron
 from test_hybrid import four_layers, tensors_of
 
 from ckptkit.app.api import convert

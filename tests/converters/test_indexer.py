@@ -16,8 +16,8 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
-from installed import before
-from processes import run_module
+from support.installed import before
+from support.processes import run_module
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError

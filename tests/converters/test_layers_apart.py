@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from families.case import save
 from families.gpt_oss import CASES as GPT_OSS_CASES
+from support import models
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError

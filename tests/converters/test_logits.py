@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from megatron_runs import Case, logits_of
+from support import models
+from support.megatron_runs import Case, logits_of
 from torch import Tensor
 
 from ckptkit.app.api import convert

@@ -9,13 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import Case, build, save, tokens
 from families.mla import KIMI_YARN, YARN
-from megatron_saves import Save, save_with_megatron
+from support import models
+from support.megatron_saves import Save, save_with_megatron
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from transformers import PretrainedConfig
 

@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import save
 from families.mtp import promising, small, with_tensors
+from support import models
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError

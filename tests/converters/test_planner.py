@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from fixture_types import PathOf
+from support import models
+from support.fixture_types import PathOf
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec

@@ -6,11 +6,11 @@ import filecmp
 from dataclasses import replace
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import save
+from support import models
 from torch import Tensor
 from transformers import PreTrainedModel
 

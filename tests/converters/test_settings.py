@@ -16,8 +16,8 @@ from families import CASES
 from families.case import SIZES, Case, random, save
 from families.gpt_oss import ROPE as GPT_OSS_ROPE
 from families.gpt_oss import ROUNDED as GPT_OSS_ROUNDED
-from megatron_runs import Case as Run
-from megatron_runs import logits_of
+from support.megatron_runs import Case as Run
+from support.megatron_runs import logits_of
 from torch import Tensor
 from transformers import MixtralConfig
 

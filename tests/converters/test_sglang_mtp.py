@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import sglang_mtp
 import torch
 from families import CASES
 from families.case import build, tokens
 from families.mtp import next_tokens
-from installed import before
+from support import sglang_mtp
+from support.installed import before
 from torch import Tensor, nn
 
 pytestmark = [

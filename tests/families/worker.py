@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import environment
+from support.processes import environment
 from torch import Tensor
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import environment
+from support.processes import environment
 
 SHIM = Path(__file__).with_name("shim.c")
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from fixture_types import PathOf
-from keys import write_keys
+from support.fixture_types import PathOf
+from support.keys import write_keys
 
 from faults.cells import (
     ASIDE,

@@ -7,8 +7,8 @@ import os
 import re
 from pathlib import Path
 
-import processes
-from fixture_types import PathOf
+from support import processes
+from support.fixture_types import PathOf
 
 from faults.cells import CELLS
 from faults.table import PAGE, parts, table

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from engine_models import ATTENTION, ONLINE, ROUTER, saved, verified
-from installed import release
-from quantized import small_groups_allowed
-from sglang_runs import int4_config, online_int4, written
+from support import models
+from support.engine_models import ATTENTION, ONLINE, ROUTER, saved, verified
+from support.installed import release
+from support.quantized import small_groups_allowed
+from support.sglang_runs import int4_config, online_int4, written
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme

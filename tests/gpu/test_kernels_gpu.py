@@ -5,9 +5,9 @@ from __future__ import annotations
 import filecmp
 from pathlib import Path
 
-import models
 import pytest
 import torch
+from support import models
 from torch import Tensor
 
 from ckptkit.app import api

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from fixture_types import PathOf
+from support import models
+from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert
 from verify.check import Tally

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 import torch
-from fixture_types import PathOf
+from support.fixture_types import PathOf
 
 from verify.check import Tally
 from verify.checks.witnesses.megatron_logits import judge

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from online_model import config, names_of, release, same
+from support.online_model import config, names_of, release, same
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError

@@ -7,11 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import models
-import online_engine
 import pytest
 import torch
 from families import CASES
+from support import models, online_engine
 from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
 from ckptkit.app.api import quantize

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import models
 import pytest
 import torch
-from sglang_families import CLEAN
-from sglang_runs import Case, run_cases
+from support import models
+from support.sglang_families import CLEAN
+from support.sglang_runs import Case, run_cases
 
 from verify.witnesses.sglang.run import SglangRun
 

@@ -1,8 +1,8 @@
 """INT4 of every model type into real SGLang on a GPU, through the repacking for its kernels.
 
 The whole matrix of models, formats and ways is a program, which does the same with each checkpoint where there is a
-GPU: `make sglang-matrix`, or in parts `python -m sglang_matrix --only 'wide .*INT4 128'` and `--limit 100`, with the
-repository and `tests` on PYTHONPATH. The sizes called wide fit the tiles of Marlin's kernels.
+GPU: `make sglang-matrix`, or in parts `python -m support.sglang_matrix --only 'wide .*INT4 128'` and `--limit 100`,
+with the repository and `tests` on PYTHONPATH. The sizes called wide fit the tiles of Marlin's kernels.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from sglang_formats import IN_INT4, write_all
-from sglang_runs import Case, run_cases
+from support.sglang_formats import IN_INT4, write_all
+from support.sglang_runs import Case, run_cases
 
 from verify.witnesses.sglang.run import SglangRun
 

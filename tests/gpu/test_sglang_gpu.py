@@ -7,12 +7,12 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
-import models
 import pytest
 import torch
 from families import CASES
-from quantized import fp8_blocks, small_groups_allowed, write
-from sglang_runs import Case, int4_config, online_int4, run_cases, written
+from support import models
+from support.quantized import fp8_blocks, small_groups_allowed, write
+from support.sglang_runs import Case, int4_config, online_int4, run_cases, written
 from transformers import Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
 from ckptkit.app.api import convert, quantize

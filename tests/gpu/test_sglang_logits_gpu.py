@@ -17,7 +17,7 @@ import pytest
 import torch
 from families import CASES
 from families.case import Case, save, tokens
-from processes import run_logged
+from support.processes import run_logged
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -82,7 +82,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer,
 
     def ask(name: str) -> Answer:
         out, log = root / f"{name}.pt", root / f"{name}.log"
-        ended = run_logged(log, "sglang_logits", root / name, out, gpu=True, limit_s=400)
+        ended = run_logged(log, "support.sglang_logits", root / name, out, gpu=True, limit_s=400)
         return Answer(torch.load(out) if ended and out.exists() else None, log.read_text(errors="replace")[-20_000:])
 
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from engine_models import ALL, ATTENTION, ROUTER, saved, verified
-from sglang_families import EXPERT
-from sglang_runs import LOST, Case, run_cases
+from support import models
+from support.engine_models import ALL, ATTENTION, ROUTER, saved, verified
+from support.sglang_families import EXPERT
+from support.sglang_runs import LOST, Case, run_cases
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import ATTENTION, ROUTER, saved
-from sync_servers import run
+from support.engine_models import ATTENTION, ROUTER, saved
+from support.sync_servers import run
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme

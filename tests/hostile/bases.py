@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from families import CASES, case
-from keys import write_keys
+from support.keys import write_keys
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import Qwen3MoeConfig

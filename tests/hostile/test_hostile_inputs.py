@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from click import Context
-from processes import environment
+from support.processes import environment
 
 from ckptkit.app.cli import LazyGroup, cli
 from hostile import cases

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import models
 import torch
+from support import models
 
 
 def differences(left: Path, right: Path) -> list[str]:

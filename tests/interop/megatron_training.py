@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import TESTS, run_module
+from support.processes import TESTS, run_module
 
 from converters.megatron.parallel import ParallelSizes
 from interop.cpu import pretend_gpu

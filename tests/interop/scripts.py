@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from processes import TESTS, run_module
+from support.processes import TESTS, run_module
 from torch import Tensor
 
 IMPORTS = {

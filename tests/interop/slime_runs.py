@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-import models
 import torch
 from families import CASES
 from families.case import save
+from support import models
 
 from ckptkit.app.api import convert
 from converters.megatron.arguments import megatron_args

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import models
 
 import ckptkit
 from interop.beside import start_jobs

@@ -11,9 +11,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 from families import CASES
+from support import models
 
 import ckptkit
 from interop.beside import start_jobs

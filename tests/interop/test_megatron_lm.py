@@ -12,12 +12,12 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import save
-from fixture_types import PathOf
+from support import models
+from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert
 from converters.megatron.arguments import megatron_args

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
+from support import models
 
 import ckptkit
 from ckptkit.app.api import convert, int4_scheme

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
 import torch
+from support import models
 
 import ckptkit
 from ckptkit.app.api import convert, int4_scheme

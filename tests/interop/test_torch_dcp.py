@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import models
 import pytest
 import torch
+from support import models
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import quantized
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from support import quantized
 
 from mutations.edits import edit_json, names, replace, tensor
 from mutations.mutation import Damage, Mutation

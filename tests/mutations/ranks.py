@@ -6,8 +6,8 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import torch
+from support import models
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from fixture_types import PathOf
+from support.fixture_types import PathOf
 
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli

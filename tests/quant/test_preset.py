@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import models
 import pytest
 from click.testing import CliRunner
-from fixture_types import PathOf
+from support import models
+from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert, int4_scheme, quantize
 from ckptkit.app.cli import cli

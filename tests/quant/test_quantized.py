@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
+from support import models
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-import quantized
 import torch
 from families import CASES
 from families.case import save, tokens
-from published import KIMI_LIST
+from support import models, quantized
+from support.published import KIMI_LIST
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch_scripts import write_headers, write_launch
+from support.launch_scripts import write_headers, write_launch
 
 from reports.report import Change, Report
 

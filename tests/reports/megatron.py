@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import models
 import torch
 from mutations.torch_dist_edits import TRACKER
+from support import models
 from torch.distributed.checkpoint.metadata import Metadata
 
 from reports.files import VERIFY, on_checkpoint

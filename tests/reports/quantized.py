@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from mutations.edits import edit_json, names, replace, tensor
 from mutations.int4 import packed, unpack
-from quantized import int4
-from sglang_fp8 import with_fp8_blocks
+from support.quantized import int4
+from support.sglang_fp8 import with_fp8_blocks
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_server import Start, serving
-from sglang_server import started
+from support.megatron_server import Start, serving
+from support.sglang_server import started
 
 from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fixture_types import PathOf
-from models import tensors
+from support.fixture_types import PathOf
+from support.models import tensors
 
 from ckptkit.app.cli import main
 

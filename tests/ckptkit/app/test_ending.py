@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.cli import _MODULES, cli, status
 from ckptkit.app.cli.ending import CLOSED, UNCLOSED

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 import yaml
 from families import CASES
 from families.case import save
 from families.mtp import with_tensors
-from fixture_types import CopyOf, PathOf
-from processes import python
 from safetensors.torch import save_file
+from support import models
+from support.fixture_types import CopyOf, PathOf
+from support.processes import python
 from torch import nn
 
 from ckptkit import CkptkitError

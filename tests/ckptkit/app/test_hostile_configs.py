@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import models
-import published
 import pytest
 from click.testing import CliRunner, Result
+from support import models, published
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError

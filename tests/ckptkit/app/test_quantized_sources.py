@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-import quantized
 import torch
 from click.testing import CliRunner
-from fixture_types import PathOf
+from support import models, quantized
+from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert, inspect, quantize
 from ckptkit.app.cli import cli

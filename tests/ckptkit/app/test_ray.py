@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import models
 import pytest
-from fixture_types import PathOf
-from processes import environment
+from support import models
+from support.fixture_types import PathOf
+from support.processes import environment
 
 from ckptkit.app import on_ray
 from ckptkit.app.api import convert, int4_scheme, quantize
@@ -184,7 +184,7 @@ def test_an_error_in_a_task_ends_the_run_as_it_does_without_ray(
 
 def test_a_task_that_ends_while_another_fails_does_not_take_the_process_with_it(cluster: Any) -> None:
     # In a process of its own: Ray aborted it within 10 to 30 rounds where tasks were cancelled.
-    words = [sys.executable, str(Path(__file__).parents[2] / "failing_tasks.py"), cluster.address, "40"]
+    words = [sys.executable, str(Path(__file__).parents[2] / "support/failing_tasks.py"), cluster.address, "40"]
     ended = subprocess.run(words, env=environment(), capture_output=True, text=True)
     # Ray prints before it what it has to say of nodes that other tests took away.
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["40 failed, 40 stopped"]), ended.stderr

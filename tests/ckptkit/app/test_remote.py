@@ -9,9 +9,9 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from fixture_types import PathOf
-from remote_servers import Bucket, Request, breaking, serving, use_s3
 from safetensors.torch import load_file, save_file
+from support.fixture_types import PathOf
+from support.remote_servers import Bucket, Request, breaking, serving, use_s3
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from remote_servers import KEYS, Bucket, free_port, refusing, serving, use_s3
+from support.remote_servers import KEYS, Bucket, free_port, refusing, serving, use_s3
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError

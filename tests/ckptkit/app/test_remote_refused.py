@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from remote_servers import KEYS, Bucket, Request, breaking, refusing, serving, use_s3
+from support.remote_servers import KEYS, Bucket, Request, breaking, refusing, serving, use_s3
 
 from ckptkit.app.api import convert, int4_scheme, make_manifest, quantize
 from ckptkit.core.errors import CkptkitError

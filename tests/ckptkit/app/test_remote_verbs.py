@@ -7,11 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-from fake_hub import fake_hub
-from processes import ckptkit
-from remote_servers import Bucket
+from support import models
+from support.fake_hub import fake_hub
+from support.processes import ckptkit
+from support.remote_servers import Bucket
 
 from ckptkit.app.api import convert, inspect, int4_scheme, model_arguments, quantize
 from ckptkit.app.cli import conversion

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import python
+from support.processes import python
 
 from ckptkit.app.cli import status
 from ckptkit.app.cli.status import shown

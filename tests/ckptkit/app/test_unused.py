@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fixture_types import PathOf
+from support.fixture_types import PathOf
 
 from ckptkit.app import api
 from ckptkit.app.api import convert

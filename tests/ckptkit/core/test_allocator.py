@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from processes import python
+from support.processes import python
 
 # Makes matrices of so many MiB, each with something small after it that stays, so that the heap cannot shrink below it.
 # Prints the MiB that are resident and unused afterwards.

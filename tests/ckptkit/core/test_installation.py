@@ -6,8 +6,8 @@ import json
 import tomllib
 from pathlib import Path
 
-from fixture_types import PathOf
-from processes import python
+from support.fixture_types import PathOf
+from support.processes import python
 
 ROOT = Path(__file__).resolve().parents[3]
 # Hides ckptkit's metadata from importlib.metadata, as where nothing is installed; then runs each command.

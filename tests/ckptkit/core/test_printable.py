@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from fixture_types import CopyOf, PathOf
 from safetensors.torch import load_file, save_file
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.api import int4_scheme, quantize
 from ckptkit.app.cli import main

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import gadget_pickles
 import pytest
-from processes import python
+from support import gadget_pickles
+from support.processes import python
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from megatron_saves import SAVES
+from support import models
+from support.megatron_saves import SAVES
 
 from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect

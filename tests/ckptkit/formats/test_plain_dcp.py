@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, PathOf
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint import save as dcp_save
 

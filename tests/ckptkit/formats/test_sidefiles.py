@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from fixture_types import CopyOf, PathOf
+from support import models
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import models
 import pytest
 import torch
-from fixture_types import PathOf
+from support import models
+from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert, int4_scheme, quantize
 from ckptkit.core.errors import CkptkitError

@@ -12,10 +12,10 @@ from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from fixture_types import PathOf
+from support import models
+from support.fixture_types import PathOf
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixture_types import PathOf
-from processes import ckptkit, environment
+from support.fixture_types import PathOf
+from support.processes import ckptkit, environment
 
 from ckptkit.app.api import convert, int4_scheme, quantize
 from ckptkit.core.errors import CkptkitError

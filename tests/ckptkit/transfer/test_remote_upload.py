@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import fsspec
 import pytest
-from remote_servers import Bucket, Request, breaking, refusing, serving, use_s3
+from support.remote_servers import Bucket, Request, breaking, refusing, serving, use_s3
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage import url as store

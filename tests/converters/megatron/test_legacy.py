@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from fixture_types import PathOf
-from legacy_states import State, loaded, rank_files, rewrite
-from megatron_saves import SAVES
+from support import models
+from support.fixture_types import PathOf
+from support.legacy_states import State, loaded, rank_files, rewrite
+from support.megatron_saves import SAVES
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import CkptkitError

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import save
-from megatron_saves import Save, save_with_megatron
+from support import models
+from support.megatron_saves import Save, save_with_megatron
 
 from ckptkit.app.api import convert
 from converters.megatron.parallel import ParallelSizes

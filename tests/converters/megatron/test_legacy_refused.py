@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from fixture_types import PathOf
-from legacy_states import FILE, State, loaded, rank_files, rewrite
-from megatron_saves import SAVES
+from support.fixture_types import PathOf
+from support.legacy_states import FILE, State, loaded, rank_files, rewrite
+from support.megatron_saves import SAVES
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import models
 import pytest
+from support import models
 
 from converters.megatron.module_names import global_name
 from converters.planner import rules_of

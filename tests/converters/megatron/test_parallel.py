@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 from families import CASES as CASES_OF_FAMILIES
-from megatron_sizes import refused_by_megatron
+from support import models
+from support.megatron_sizes import refused_by_megatron
 
 from ckptkit.core.errors import CkptkitError
 from converters.megatron.parallel import (

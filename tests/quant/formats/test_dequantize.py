@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import quantized
 import torch
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
-from installed import since
-from models import InMemory
+from support import quantized
+from support.installed import since
+from support.models import InMemory
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import InMemory
 from safetensors.torch import save_file
+from support.models import InMemory
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError

@@ -12,7 +12,7 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization.lifecycle import fake_quantize as ct_fake_quantize
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
-from quant_weights import DTYPES, ct_packed, ct_scheme, hard_weights
+from support.quant_weights import DTYPES, ct_packed, ct_scheme, hard_weights
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import dequantize, fake_quantize, quantize

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-import quantized
 import torch
-from fixture_types import PathOf
-from quant_weights import DTYPES, hard_weights
+from support import models, quantized
+from support.fixture_types import PathOf
+from support.quant_weights import DTYPES, hard_weights
 
 from ckptkit.app.api import convert, int4_scheme, quantize
 from ckptkit.core.errors import CkptkitError

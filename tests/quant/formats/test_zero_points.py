@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from quantized import small_groups_allowed
+from support import models
+from support.quantized import small_groups_allowed
 
 from ckptkit.app.api import inspect, quantize
 from ckptkit.core.errors import CkptkitError

@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-from quant_weights import DTYPES, ct_packed, hard_weights
+from support.quant_weights import DTYPES, ct_packed, hard_weights
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import quantize

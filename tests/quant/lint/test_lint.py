@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import published
 import pytest
 from click.testing import CliRunner
-from published import (
+from support import published
+from support.published import (
     GLM,
     GLM_LIST,
     GLM_RULES,

@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import published
 import pytest
 import torch
 from families import CASES, case
 from families.table import config_of
+from support import published
 
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import read_shard

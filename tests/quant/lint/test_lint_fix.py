@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import published
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from support import published
 from torch import nn
 from transformers import (
     AutoModelForImageTextToText,

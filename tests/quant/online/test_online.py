@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-import quantized
 import torch
-from online_model import GLM, GROUP, QWEN, config, flat, names_of, quantizer, release, same
+from support import models, quantized
+from support.online_model import GLM, GROUP, QWEN, config, flat, names_of, quantizer, release, same
 from torch import Tensor
 
 import quant.online.quantizer

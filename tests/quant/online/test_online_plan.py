@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from online_model import GROUP, config, names_of, same
+from support.online_model import GROUP, config, names_of, same
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from online_model import GROUP, KIMI, QWEN, config, names_of, quantizer, release
+from support.online_model import GROUP, KIMI, QWEN, config, names_of, quantizer, release
 
 from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import online_runs
 import pytest
-import quantized
-from sglang_runs import int4_config
+from support import online_runs, quantized
+from support.sglang_runs import int4_config
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import python
 from safetensors.torch import load_file, save_file
+from support.processes import python
 
 from quant.formats.grids import quantize
 from quant.formats.packing import pack_zero_point

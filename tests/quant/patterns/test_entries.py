@@ -6,10 +6,10 @@ import re
 import time
 from contextlib import suppress
 
-import published
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import published
 
 from ckptkit.core.errors import CkptkitError
 from converters.registry import FAMILIES

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import models
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from support import models
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2MoeConfig
 
 from ckptkit.core.errors import CkptkitError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-from published import GLM, KIMI, QWEN, quantization, write
+from support.published import GLM, KIMI, QWEN, quantization, write
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from ckptkit.core.errors import CkptkitError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from click.testing import CliRunner
+from support import models
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError

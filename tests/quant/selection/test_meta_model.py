@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import published
 import pytest
 import torch
 import transformers
 from families import CASES
 from huggingface_hub import constants
+from support import published
 from torch import nn
 from transformers import AutoConfig, AutoModel, modeling_flash_attention_utils, modeling_utils
 from transformers.integrations import hub_kernels

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.utils.match import is_match
-from installed import release
+from support.installed import release
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme, quantization_config

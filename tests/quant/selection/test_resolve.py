@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from families import CASES
 from families.table import config_of
-from installed import release
-from published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
+from support.installed import release
+from support.published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang_layers
 from families import CASES
 from families.table import config_of
-from installed import release
+from support import sglang_layers
+from support.installed import release
 
 from converters.planner import dims_of
 from converters.registry import FAMILIES

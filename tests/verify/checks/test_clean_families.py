@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import CASES, case
-from megatron_layouts import EXPERTS, judge, two_of
+from support.megatron_layouts import EXPERTS, judge, two_of
 
 from ckptkit.app.api import convert, quantize
 from converters.planner import dims_of

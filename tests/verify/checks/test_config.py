@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixture_types import CopyOf, OnlyFinding, PathOf
+from support.fixture_types import CopyOf, OnlyFinding, PathOf
 
 from converters.megatron.arguments import megatron_args
 from converters.megatron.parallel import ParallelSizes, refusals

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, PathOf
 
 from verify.check import Tally
 from verify.checks.config.config import configs_match

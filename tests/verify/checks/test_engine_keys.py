@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from check_examples import hold_example
 from families import CASES, case
-from fixture_types import CodesOf, OnlyFinding, RunAlone
-from installed import release
+from support.check_examples import hold_example
+from support.fixture_types import CodesOf, OnlyFinding, RunAlone
+from support.installed import release
 
 from verify.launch.preflight import preflight
 from verify.run import verify

@@ -8,12 +8,12 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
-from installed import before
 from safetensors.torch import load_file, save_file
+from support import models
+from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
+from support.installed import before
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from ckptkit.core.errors import CkptkitError

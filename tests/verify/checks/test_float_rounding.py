@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-import quantized
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
-from fixture_types import CopyOf, PathOf, RunAlone
+from support import models, quantized
+from support.fixture_types import CopyOf, PathOf, RunAlone
 from torch import Tensor
 
 from verify.report import Report

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import models
 from torch import Tensor
 
 from ckptkit.app.api import convert, quantize

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fixture_types import PathOf
+from support.fixture_types import PathOf
 from transformers import DeepseekV3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

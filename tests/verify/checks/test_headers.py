@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from fixture_types import CopyOf, OnlyFinding, PathOf
 from safetensors import SafetensorError, safe_open
+from support import models
+from support.fixture_types import CopyOf, OnlyFinding, PathOf
 
 from verify.run import verify
 

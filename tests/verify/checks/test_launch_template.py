@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from check_examples import hold_example
-from fixture_types import PathOf
+from support.check_examples import hold_example
+from support.fixture_types import PathOf
 
 from verify.launch.preflight import preflight
 from verify.report import Finding

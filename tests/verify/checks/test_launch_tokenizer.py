@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixture_types import PathOf
+from support.fixture_types import PathOf
 
 from verify.launch.preflight import preflight
 from verify.report import Finding, Report

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 from click.testing import CliRunner
-from fixture_types import PathOf
+from support.fixture_types import PathOf
 
 from ckptkit.app.cli import cli
 from verify.launch.preflight import preflight

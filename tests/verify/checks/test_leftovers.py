@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from fixture_types import CopyOf, OnlyFinding, PathOf
 from safetensors.torch import save_file
+from support import models
+from support.fixture_types import CopyOf, OnlyFinding, PathOf
 
 from verify.run import verify
 

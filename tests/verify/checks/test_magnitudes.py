@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from fixture_types import CopyOf, PathOf, RunAlone
+from support import models
+from support.fixture_types import CopyOf, PathOf, RunAlone
 from torch import Tensor
 
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint

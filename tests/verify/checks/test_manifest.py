@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from blake3 import blake3
 from click.testing import CliRunner
-from fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
+from support import models
+from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
 from torch import Tensor
 
 from ckptkit.app.api import convert, make_manifest, quantize

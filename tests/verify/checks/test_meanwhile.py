@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.fingerprint import ChangedError

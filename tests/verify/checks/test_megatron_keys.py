@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from fixture_types import CopyOf, PathOf, RunAlone
-from megatron_saves import SAVES
+from support import models
+from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.megatron_saves import SAVES
 
 CODES = ["CK114", "CK115", "CK116", "CK117"]
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how]

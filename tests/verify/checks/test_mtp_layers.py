@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import save
 from families.mtp import mimo, promising, small, with_tensors
-from fixture_types import OnlyFinding
+from support import models
+from support.fixture_types import OnlyFinding
 
 from ckptkit.app.api import convert
 from converters.planner import rules_of

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
 from families import CASES, case
-from fixture_types import CodesOf, OnlyFinding, RunAlone
 from safetensors.torch import load_file, save_file
+from support import models
+from support.check_examples import hold_example
+from support.fixture_types import CodesOf, OnlyFinding, RunAlone
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ckptkit.app.api import convert

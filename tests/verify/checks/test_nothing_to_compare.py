@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from fixture_types import CopyOf, OnlyFinding, PathOf
 from huggingface_hub.file_download import repo_folder_name
 from safetensors.torch import save_file
+from support import models
+from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.app.api import convert, inspect, quantize

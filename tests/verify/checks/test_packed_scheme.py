@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
-from fixture_types import CopyOf, PathOf, RunAlone
-from quantized import small_groups_allowed
 from safetensors.torch import load_file, save_file
+from support import models
+from support.check_examples import hold_example
+from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.quantized import small_groups_allowed
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme

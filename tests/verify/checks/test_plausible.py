@@ -6,13 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import structured
 import torch
-import trained
-from check_examples import hold_example
 from families import CASES, case
-from fixture_types import PathOf, RunAlone
-from structured import Tensors
+from support import structured, trained
+from support.check_examples import hold_example
+from support.fixture_types import PathOf, RunAlone
+from support.structured import Tensors
 
 from converters.hf_names import GATE_UP_DOWN
 from converters.planner import dims_of

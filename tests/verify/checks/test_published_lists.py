@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import quantized
 import torch
 from families import CASES, case
+from support import quantized
 
 from ckptkit.core.errors import CkptkitError
 from quant.lint.lint import lint

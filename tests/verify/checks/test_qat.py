@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli

@@ -6,15 +6,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
-from fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
 from safetensors.torch import load_file, save_file
+from support import models
+from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize

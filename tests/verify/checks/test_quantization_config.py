@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixture_types import OnlyFinding, PathOf
+from support.fixture_types import OnlyFinding, PathOf
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme

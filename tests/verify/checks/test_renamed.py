@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
-from fixture_types import OnlyFinding, PathOf
 from safetensors.torch import save_file
+from support import models
+from support.fixture_types import OnlyFinding, PathOf
 from torch import Tensor
 
 from ckptkit.app.api import quantize

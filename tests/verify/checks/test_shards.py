@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from fixture_types import CopyOf, PathOf, RunAlone
 from safetensors.torch import save_file
+from support import models
+from support.fixture_types import CopyOf, PathOf, RunAlone
 
 from verify.run import verify
 

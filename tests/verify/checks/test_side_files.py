@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from check_examples import hold_example
-from fixture_types import CopyOf, PathOf, RunAlone
+from support.check_examples import hold_example
+from support.fixture_types import CopyOf, PathOf, RunAlone
 from transformers import AutoTokenizer
 
 # Of 352 rows: 350 words, and two special tokens behind them.

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
 from click.testing import CliRunner
-from fixture_types import CopyOf, OnlyFinding, PathOf
-from processes import python
+from support import models
+from support.check_examples import hold_example
+from support.fixture_types import CopyOf, OnlyFinding, PathOf
+from support.processes import python
 
 from ckptkit.app.api import convert, make_manifest
 from ckptkit.app.cli import cli

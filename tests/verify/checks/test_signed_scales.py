@@ -6,14 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import models
 import pytest
-import quantized
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from fixture_types import CopyOf, PathOf, RunAlone
+from support import models, quantized
+from support.fixture_types import CopyOf, PathOf, RunAlone
 from torch import Tensor
 
 from ckptkit.app.api import convert, int4_scheme, quantize

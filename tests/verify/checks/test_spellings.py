@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from families import CASES, case
-from fixture_types import CopyOf, PathOf, RunAlone
 from safetensors.torch import load_file, save_file
+from support import models
+from support.fixture_types import CopyOf, PathOf, RunAlone
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ckptkit.app.api import convert

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import save
-from fixture_types import OnlyFinding, PathOf
-from tied import NAMES, add, one_bit_off, with_head
+from support import models
+from support.fixture_types import OnlyFinding, PathOf
+from support.tied import NAMES, add, one_bit_off, with_head
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
+from support import models
+from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
 
 from ckptkit.app.api import convert
 from verify.report import Report

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import save
 from families.mtp import small, with_tensors
 from safetensors.torch import load_file, save_file
+from support import models
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, model_arguments, quantize

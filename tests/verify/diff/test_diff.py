@@ -6,9 +6,9 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 
-import models
 import pytest
 import torch
+from support import models
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint

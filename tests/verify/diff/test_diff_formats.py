@@ -6,14 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import save
-from fixture_types import CopyOf, PathOf
-from processes import ckptkit as ckptkit_command
-from tied import with_head
+from support import models
+from support.fixture_types import CopyOf, PathOf
+from support.processes import ckptkit as ckptkit_command
+from support.tied import with_head
 
 import ckptkit
 from ckptkit import CkptkitError

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
 from verify.checks.witnesses.megatron import _never_asked_for

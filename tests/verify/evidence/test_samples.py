@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fixture_types import PathOf
-from megatron_saves import SAVES
+from support.fixture_types import PathOf
+from support.megatron_saves import SAVES
 
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.cli import cli
 from verify import check as checks

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from check_examples import hold_example
-from fixture_types import CopyOf, OnlyFinding, PathOf
-from models import edit_metadata
+from support.check_examples import hold_example
+from support.fixture_types import CopyOf, OnlyFinding, PathOf
+from support.models import edit_metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from verify.launch.preflight import preflight

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fixture_types import CopyOf, OnlyFinding, PathOf
+from support.fixture_types import CopyOf, OnlyFinding, PathOf
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme

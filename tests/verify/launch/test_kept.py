@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fixture_types import PathOf
+from support.fixture_types import PathOf
 
 from ckptkit.app.cli import cli
 from verify.check import Outcome

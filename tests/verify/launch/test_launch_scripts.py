@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from check_examples import hold_example
 from click.testing import CliRunner
-from fixture_types import PathOf
-from launch_scripts import FAMILIES, PLAIN, RAY, write_config, write_headers, write_launch
+from support.check_examples import hold_example
+from support.fixture_types import PathOf
+from support.launch_scripts import FAMILIES, PLAIN, RAY, write_config, write_headers, write_launch
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError

@@ -6,7 +6,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from processes import python
+from support.processes import python
 
 from verify.launch.options.tables import MODEL, SWITCHES
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fixture_types import CopyOf, PathOf
 from huggingface_hub import snapshot_download
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError

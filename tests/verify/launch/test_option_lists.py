@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from processes import python
+from support.processes import python
 
 from verify.launch.options import releases
 from verify.launch.options.releases import names, trainer_options

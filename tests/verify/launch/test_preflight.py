@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from check_examples import hold_example
 from click.testing import CliRunner
-from fixture_types import CopyOf, OnlyFinding, PathOf
-from processes import python
 from safetensors.torch import load_file, save_file
+from support.check_examples import hold_example
+from support.fixture_types import CopyOf, OnlyFinding, PathOf
+from support.processes import python
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli

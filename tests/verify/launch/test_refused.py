@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fixture_types import PathOf
-from launch_scripts import write_config
+from support.fixture_types import PathOf
+from support.launch_scripts import write_config
 
 from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject

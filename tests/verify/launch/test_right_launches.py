@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fixture_types import PathOf
-from processes import python
+from support.fixture_types import PathOf
+from support.processes import python
 
 from ckptkit.app.api import convert, model_arguments
 from ckptkit.app.cli import cli

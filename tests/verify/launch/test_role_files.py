@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fixture_types import OnlyFinding, PathOf
+from support.fixture_types import OnlyFinding, PathOf
 
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight

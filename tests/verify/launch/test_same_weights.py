@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from fixture_types import OnlyFinding, PathOf
 from safetensors.torch import load_file, save_file
+from support import models
+from support.fixture_types import OnlyFinding, PathOf
 
 from ckptkit.app.api import convert, make_manifest, quantize
 from quant.formats.scheme import QuantScheme

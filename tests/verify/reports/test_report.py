@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-import models
 import pytest
-from fixture_types import CopyOf, PathOf
 from rich.console import Console
+from support import models
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
 from verify.check import Check, Run, Skip, Tally, Unable, run_checks

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
-from fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import browser
 import pytest
+from support import browser
 
 from verify.report import CheckResult, Finding, Report
 from verify.reports import write_report

@@ -12,9 +12,9 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from processes import ckptkit as ckptkit_command
-from processes import python
-from triage_lines import CLEAN, SNIPPETS
+from support.processes import ckptkit as ckptkit_command
+from support.processes import python
+from support.triage_lines import CLEAN, SNIPPETS
 
 import ckptkit
 from ckptkit import CkptkitError

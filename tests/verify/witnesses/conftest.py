@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-import rollout_files
-from rollout_files import Sample
+from support import models, rollout_files
+from support.rollout_files import Sample
 
 from ckptkit.core.errors import CkptkitError
 from verify.evidence.subject import Subject

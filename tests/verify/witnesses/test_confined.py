@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import environment as of_tests
+from support.processes import environment as of_tests
 
 from verify.witnesses import ranks
 from verify.witnesses.confined import environment
 from verify.witnesses.sglang.run import outcome, start
 
-WITNESS = "confined_witness"
+WITNESS = "support.confined_witness"
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
 from click.testing import CliRunner
+from support import models
+from support.check_examples import hold_example
 from torch import nn
 from transformers import AutoModelForCausalLM
 

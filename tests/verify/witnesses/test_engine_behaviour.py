@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
+from support import models
+from support.check_examples import hold_example
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM

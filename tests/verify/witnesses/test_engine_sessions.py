@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import models
 import pytest
 import torch
+from support import models
 from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError

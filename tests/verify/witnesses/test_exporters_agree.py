@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-from check_examples import hold_example
+from support import models
+from support.check_examples import hold_example
 
 from converters.megatron.parallel import ParallelSizes
 from verify.check import Tally

@@ -6,16 +6,16 @@ import json
 import re
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
 from families import case
 from families.case import MOE, SIZES, Case
-from fixture_types import PathOf
-from megatron_layouts import judge
-from processes import environment
 from safetensors.torch import save_file
+from support import models
+from support.check_examples import hold_example
+from support.fixture_types import PathOf
+from support.megatron_layouts import judge
+from support.processes import environment
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from transformers import Qwen3MoeConfig
 
@@ -257,7 +257,7 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
 def test_a_witness_that_breaks_is_inconclusive(
     converted: PathOf, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
 ) -> None:
-    monkeypatch.setattr(megatron_run, "_WITNESS", "broken_witness")
+    monkeypatch.setattr(megatron_run, "_WITNESS", "support.broken_witness")
     monkeypatch.setenv("BREAK", how)
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     report = verify(converted("qwen2-tied"), against=frozenset({"megatron"}))

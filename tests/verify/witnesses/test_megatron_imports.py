@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import environment
+from support.processes import environment
 
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.run import find_spec

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
-from megatron_layouts import judge
+from support.megatron_layouts import judge
 
 from ckptkit.app.api import convert
 from verify.evidence.subject import Subject

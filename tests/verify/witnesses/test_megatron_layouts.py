@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
 from families import CASES
 from families.case import Case, save
-from fixture_types import PathOf
-from megatron_layouts import CHECKS, judge
+from support import models
+from support.check_examples import hold_example
+from support.fixture_types import PathOf
+from support.megatron_layouts import CHECKS, judge
 from transformers import PretrainedConfig
 
 from ckptkit.app.api import convert

@@ -10,11 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-from check_examples import hold_example
 from click.testing import CliRunner
-from fixture_types import PathOf
+from support import models
+from support.check_examples import hold_example
+from support.fixture_types import PathOf
 
 from ckptkit.app.cli import cli
 from converters.megatron.parallel import ParallelSizes
@@ -53,7 +53,7 @@ def test_megatron_computes_in_parallel_what_transformers_does(
     releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four ranks: tensor and expert parallelism within each of two pipeline stages, Transformer Engine installed."""
-    run_witness("megatron_beside_engine", monkeypatch)
+    run_witness("support.megatron_beside_engine", monkeypatch)
     outcome = judged(Subject(converted("qwen3_moe"), releases("qwen3_moe"), tp=2, pp=2, ep=2, against=ASKED))
     assert (outcome.findings, outcome.checks[0].status) == ([], "passed"), outcome.reasons
     (found, noise) = outcome.facts["log-probabilities in Megatron"]
@@ -81,7 +81,7 @@ def test_a_fault_of_parallel_ranks_alone_is_located(
     releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rank holds its slice, and the sum over ranks is left out of one layer."""
-    run_witness("megatron_without_sum", monkeypatch)
+    run_witness("support.megatron_without_sum", monkeypatch)
     outcome = judged(Subject(converted("qwen2-untied"), releases("qwen2-untied"), tp=2, against=ASKED))
     (finding,) = outcome.findings
     assert (finding.code, finding.severity, finding.rank) == ("CK606", "error", None)

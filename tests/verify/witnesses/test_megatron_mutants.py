@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fixture_types import PathOf
 from mutations import ranks
 from mutations.edits import edit_stored
+from support.fixture_types import PathOf
 
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import models
 import pytest
 import torch
+from support import models
 
 from converters.planner import Rule, rules_of
 from verify.witnesses.bits import poison

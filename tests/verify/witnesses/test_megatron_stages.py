@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_stages import PLANTED, ROPE, SOUND, stages_of
+from support.megatron_stages import PLANTED, ROPE, SOUND, stages_of
 
 from verify.witnesses.engine.guided import Unseen, decoder_of
 from verify.witnesses.stages import Stage

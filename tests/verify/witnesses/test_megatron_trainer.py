@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.case import save
-from megatron_layouts import CHECKS, judge
+from support import models
+from support.megatron_layouts import CHECKS, judge
 
 from ckptkit.app.api import convert
 from verify.check import Tally

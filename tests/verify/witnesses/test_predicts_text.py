@@ -9,11 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import structured
 import torch
-import trained
-from check_examples import hold_example
 from click.testing import CliRunner
+from support import structured, trained
+from support.check_examples import hold_example
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollout_files import Sample, write
+from support.rollout_files import Sample, write
 
 from ckptkit.core.errors import CkptkitError
 from verify.witnesses.rollouts.recorded import read_recording

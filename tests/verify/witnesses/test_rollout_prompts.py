@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rollout_files
-from check_examples import hold_example
-from installed import release
-from rollout_files import Sample, ids_of, write
+from support import rollout_files
+from support.check_examples import hold_example
+from support.installed import release
+from support.rollout_files import Sample, ids_of, write
 
 from verify.check import Tally
 from verify.checks.witnesses import prompts as prompt_checks

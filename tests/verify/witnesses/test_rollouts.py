@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
 from click.testing import CliRunner
-from rollout_files import COUNT, PROMPT, RESPONSE, Sample, log_probs_of, samples, write
+from support import models
+from support.check_examples import hold_example
+from support.rollout_files import COUNT, PROMPT, RESPONSE, Sample, log_probs_of, samples, write
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli

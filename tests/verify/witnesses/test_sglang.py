@@ -11,12 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
-from quantized import fp8_blocks, small_groups_allowed, write
-from sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
+from support import models
+from support.check_examples import hold_example
+from support.quantized import fp8_blocks, small_groups_allowed, write
+from support.sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import INDEX

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from families import CASES, case
-from installed import release
 from safetensors.torch import save_file
-from sglang_runs import Case, run_cases
+from support import models
+from support.installed import release
+from support.sglang_runs import Case, run_cases
 
 from verify.checks.config.engine_keys import keys_of
 from verify.checks.witnesses.hints import why_refused

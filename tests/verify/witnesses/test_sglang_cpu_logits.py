@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-import sglang_cpu_logits
 import torch
 from families import CASES
 from families.case import Case, save, tokens
+from support import sglang_cpu_logits
 from torch import Tensor
 from transformers import PretrainedConfig
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
-from installed import before
-from sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
+from support import models
+from support.check_examples import hold_example
+from support.installed import before
+from support.sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
 from torch import Tensor
 
 from quant.lint.lint import lint

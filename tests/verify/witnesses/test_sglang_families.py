@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import models
 import pytest
 from families import CASES
-from sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, LEFT_OUT, OF_DRAFT, SAID
-from sglang_runs import CUT, LOST, LOST_OF_DRAFT, Case, run_cases
+from support import models
+from support.sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, LEFT_OUT, OF_DRAFT, SAID
+from support.sglang_runs import CUT, LOST, LOST_OF_DRAFT, Case, run_cases
 
 from verify.witnesses.sglang.run import SglangRun
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import models
 import pytest
-from sglang_cells import BF16, FP8, Cell, checkpoint, values
-from sglang_families import EXPERT
-from sglang_formats import LABELS, NOT_IN_FP8, write_all
-from sglang_matrix import CLEAN, judged
-from sglang_runs import LOST_PARTS, Case, run_cases
+from support import models
+from support.sglang_cells import BF16, FP8, Cell, checkpoint, values
+from support.sglang_families import EXPERT
+from support.sglang_formats import LABELS, NOT_IN_FP8, write_all
+from support.sglang_matrix import CLEAN, judged
+from support.sglang_runs import LOST_PARTS, Case, run_cases
 
 from verify.checks.witnesses.hints import why_no_scale
 from verify.witnesses.sglang.run import SglangRun

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from families import CASES
 from families.table import config_of
-from installed import release
-from sglang_runs import Case, checked, online_int4, run_cases, written
+from support import models
+from support.installed import release
+from support.sglang_runs import Case, checked, online_int4, run_cases, written
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from check_examples import hold_example
+from support.check_examples import hold_example
 from torch import nn
 
 from verify.check import Tally

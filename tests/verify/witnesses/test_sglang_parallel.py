@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from check_examples import hold_example
-from sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
-from sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, Case, run_cases
+from support import models
+from support.check_examples import hold_example
+from support.sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
+from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, Case, run_cases
 from torch import Tensor
 
 from ckptkit.app.api import convert

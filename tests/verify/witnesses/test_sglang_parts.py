@@ -6,10 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from sglang_runs import int4_config
+from support import models
+from support.sglang_runs import int4_config
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError

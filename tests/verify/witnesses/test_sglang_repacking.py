@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import models
 import pytest
 import torch
+from support import models
 from torch import Tensor, nn
 
 from verify.witnesses.ending import PhaseLog

@@ -25,7 +25,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
     """What `verify --against-sglang` says with SGLang 9.9.9, which lacks something."""
 
     def with_unknown(path: Path, lacks: str = "") -> Report:
-        monkeypatch.setattr(sglang_run, "_WITNESS", "sglang_unknown")
+        monkeypatch.setattr(sglang_run, "_WITNESS", "support.sglang_unknown")
         monkeypatch.setattr(sglang_run, "version", lambda package: "9.9.9")
         monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         monkeypatch.setenv("LACKS", lacks)

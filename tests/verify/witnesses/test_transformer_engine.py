@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-from fixture_types import PathOf
+from support import models
+from support.fixture_types import PathOf
 from torch.distributed.checkpoint.metadata import Metadata
 
 from verify.check import Tally
@@ -39,7 +39,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     tests = str(Path(models.__file__).parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")])))
     monkeypatch.setattr(megatron_run, "_job", with_engine)
-    monkeypatch.setattr(megatron_run, "_WITNESS", "engine_runs")
+    monkeypatch.setattr(megatron_run, "_WITNESS", "support.engine_runs")
 
 
 def judge(subject: Subject) -> tuple[list[Finding], dict[str, list[str]]]:

@@ -6,8 +6,8 @@ import re
 from importlib.util import find_spec
 
 import pytest
-from fixture_types import PathOf
-from hooked_job import LAYOUTS, Found, run
+from support.fixture_types import PathOf
+from support.hooked_job import LAYOUTS, Found, run
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed"),

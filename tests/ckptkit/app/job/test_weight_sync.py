@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync_engines import EXPERTS, LAYERS, FakeEngine, digest, served, weights
+from support.sync_engines import EXPERTS, LAYERS, FakeEngine, digest, served, weights
 from torch import Tensor
 
 from ckptkit import CkptkitError

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-from fixture_types import PathOf
-from sync_engines import digest, served
-from sync_sglang import FACTORS, LAYER, SAMPLE, checksums, scaled
+from support import models
+from support.fixture_types import PathOf
+from support.sync_engines import digest, served
+from support.sync_sglang import FACTORS, LAYER, SAMPLE, checksums, scaled
 
 from ckptkit import CkptkitError
 from ckptkit.hooks import SyncResult, WeightSyncCheck

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from miles_checkout import printed_words, write_checkout
+from support.miles_checkout import printed_words, write_checkout
 
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from miles_checkout import MODELS, TOOL, printed, write_checkout
+from support.miles_checkout import MODELS, TOOL, printed, write_checkout
 
 from verify.launch.python.model_args import model_arguments
 from verify.launch.python.values import Text, Unknown

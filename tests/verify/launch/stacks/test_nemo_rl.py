@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fixture_types import OnlyFinding, PathOf
+from support.fixture_types import OnlyFinding, PathOf
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError

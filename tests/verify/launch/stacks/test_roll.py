@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fixture_types import OnlyFinding, PathOf
+from support.fixture_types import OnlyFinding, PathOf
 
 from verify.launch.preflight import preflight
 from verify.report import Report

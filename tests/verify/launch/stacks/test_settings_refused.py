@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight

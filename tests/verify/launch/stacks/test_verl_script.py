@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fixture_types import OnlyFinding, PathOf
+from support.fixture_types import OnlyFinding, PathOf
 
 from verify.launch.preflight import preflight
 

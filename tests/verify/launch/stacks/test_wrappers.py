@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fixture_types import OnlyFinding, PathOf
+from support.fixture_types import OnlyFinding, PathOf
 
 from verify.launch.preflight import preflight
 from verify.launch.shell.read import read_script

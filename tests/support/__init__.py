@@ -1,0 +1,1 @@
+"""What tests share: models, checkpoints, servers and programs that they start."""

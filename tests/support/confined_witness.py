@@ -1,0 +1,64 @@
+"""A witness that misbehaves as the word in its job says: `python -m support.confined_witness JOB`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    """Does what the job asks."""
+    job = Path(sys.argv[1])
+    asked = json.loads(job.read_text())
+    getattr(sys.modules[__name__], asked["do"])(job.parent, asked)
+
+
+def hang(folder: Path, asked: object) -> None:
+    (folder / "began").touch()
+    time.sleep(600)
+
+
+def eat(folder: Path, asked: object) -> None:
+    held = bytearray(os.urandom(1 << 20) * 300)
+    hang(folder, held)
+
+
+def tell(folder: Path, asked: object) -> None:
+    (folder / "variables").write_text(json.dumps(dict(os.environ)))
+
+
+def spawn(folder: Path, asked: object) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (folder / "child").write_text(str(child.pid))
+    hang(folder, asked)
+
+
+def meet(folder: Path, asked: dict[str, int]) -> None:
+    """Joins a process group as the witnesses do, and writes down on which addresses it listens."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=asked["rank"], world_size=2)
+    mine = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    found = []
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:  # TCP_LISTEN
+                raw = bytes.fromhex(fields[1].partition(":")[0])
+                words = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
+                found.append(socket.inet_ntop(family, words))
+    (folder / f"listening-{asked['rank']}").write_text(json.dumps(found))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

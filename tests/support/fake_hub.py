@@ -1,0 +1,97 @@
+"""A server with one model repository that answers what huggingface_hub asks to list and read it; it takes no writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from support.remote_servers import serving
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+@contextmanager
+def fake_hub(repository: str, root: Path, asked: list[str]) -> Iterator[str]:
+    """The address of a hub whose `repository` (`org/name`) holds the files of `root`.
+
+    Appends method and path of each request to `asked`.
+    """
+    with serving(_handler(repository, root, asked)) as address:
+        yield address
+
+
+def _handler(repository: str, root: Path, asked: list[str]) -> type[BaseHTTPRequestHandler]:
+    api, files = f"/api/models/{repository}", f"/{repository}/resolve/"
+
+    class Hub(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            path = urlsplit(self.path).path
+            asked.append(f"{self.command} {path}")
+            if path in (api, f"{api}/revision/main"):
+                self.answer_json({"id": repository, "sha": SHA, "siblings": []})
+            elif path.startswith(f"{api}/tree/main"):
+                self.answer_json(
+                    [_entry(root, one) for one in sorted(root.rglob("*"))] if path == f"{api}/tree/main" else []
+                )
+            elif path == f"{api}/paths-info/main":
+                content = self.rfile.read(int(self.headers["Content-Length"]))
+                wanted = (
+                    json.loads(content)["paths"]
+                    if "json" in self.headers["Content-Type"]
+                    else parse_qs(content.decode())["paths"]
+                )
+                self.answer_json([_entry(root, root / name) for name in wanted if name and (root / name).exists()])
+            elif path.startswith(files) and (root / path.removeprefix(files).partition("/")[2]).is_file():
+                self.answer_file((root / path.removeprefix(files).partition("/")[2]).read_bytes())
+            else:
+                self.answer(404, b"", {"X-Error-Code": "EntryNotFound" if path.startswith(files) else "RepoNotFound"})
+
+        do_HEAD = do_POST = do_GET  # noqa: N815
+
+        def answer_file(self, content: bytes) -> None:
+            status, headers = (
+                200,
+                {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"},
+            )
+            if (asked_for := self.headers.get("Range")) is not None:
+                first, last = asked_for.removeprefix("bytes=").split("-")
+                begin, end = int(first), min(int(last), len(content) - 1) if last else len(content) - 1
+                headers["Content-Range"] = f"bytes {begin}-{end}/{len(content)}"
+                status, content = 206, content[begin : end + 1]
+            self.answer(status, content, headers)
+
+        def answer_json(self, content: Any) -> None:
+            self.answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+        def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+    return Hub
+
+
+def _entry(root: Path, path: Path) -> dict[str, Any]:
+    name = str(path.relative_to(root))
+    if path.is_dir():
+        return {"type": "directory", "path": name, "oid": SHA}
+    return {
+        "type": "file",
+        "path": name,
+        "oid": hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest(),
+        "size": path.stat().st_size,
+    }

@@ -1,0 +1,154 @@
+"""A small training job of real Megatron that calls the hooks: `python -m support.hooked_job HF MEGATRON OUT`.
+
+Two ranks on the CPU build GPTModel chunks, wrap them as a trainer does, load, and call the hooks as slime and miles do,
+first as they should be and then with a fault planted. OUT/RANK.json gets, by layout and case, what was said on standard
+error and what was raised. `run` starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.processes import run_logged
+
+LAYOUTS = {"tp": (2, 1), "ep": (2, 2)}  # tensor parallel and expert parallel size of two ranks
+Found = dict[str, dict[str, list[dict[str, str]]]]
+
+
+def run(hf: Path, megatron: Path, out: Path) -> Found:
+    """By layout and case: what each rank said, and what it raised, "" where nothing."""
+    out.mkdir()
+    assert run_logged(out / "log", "support.hooked_job", hf, megatron, out), (out / "log").read_text()[-3000:]
+    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return {layout: {case: [rank[layout][case] for rank in ranks] for case in ranks[0][layout]} for layout in LAYOUTS}
+
+
+# What follows runs in that process.
+
+
+def _wrapped(core: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    half = Float16Module(core.config, core)
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    return DistributedDataParallel(core.config, settings, half)
+
+
+@contextlib.contextmanager
+def _planted(*changes: tuple[Tensor, Tensor]) -> Iterator[None]:
+    """While this lasts, each first tensor holds the second."""
+    kept = [(held, held.clone()) for held, _ in changes]
+    for held, value in [(held, value.clone()) for held, value in changes]:
+        held.copy_(value)
+    yield
+    for held, value in kept:
+        held.copy_(value)
+
+
+def _called(function: Callable[..., None], *arguments: Any) -> dict[str, str]:
+    said = io.StringIO()
+    raised = ""
+    with contextlib.redirect_stderr(said):
+        try:
+            function(*arguments)
+        except Exception as error:  # noqa: BLE001 - it is the answer
+            raised = f"{type(error).__name__}: {error}"
+    return {"said": said.getvalue(), "raised": raised}
+
+
+def _cases(args: Namespace, core: Any, model: list[Any], rank: int, hf: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    from ckptkit import hooks
+
+    def again(**changes: Any) -> Namespace:
+        return Namespace(**{**vars(args), "ckptkit_compared": [], **changes})
+
+    yield "after_init", _called(hooks.after_init, args)
+    yield "ref", _called(hooks.before_log_prob, args, model, "ref_")
+    yield "actor", _called(hooks.before_log_prob, args, model, "")
+    yield "actor again", _called(hooks.before_log_prob, args, model, "")
+    yield "step", _called(hooks.before_train_step, args, 0, 0, model, None, None)
+    yield "after a step", _called(hooks.before_log_prob, args, model, "teacher_")
+    yield "of HF", _called(hooks.before_log_prob, again(load=str(hf)), model, "")
+    yield "nothing named", _called(hooks.before_log_prob, again(load=None, ref_load=None), model, "")
+    yield "absent", _called(hooks.before_log_prob, again(load="/absent"), model, "")
+    os.environ["CKPTKIT_COMPARED_PARAMETERS"] = "all"
+    yield "all", _called(hooks.before_log_prob, again(), model, "")
+    with torch.no_grad():
+        held = {name: tensor for name, tensor in core.state_dict().items() if isinstance(tensor, Tensor)}
+        first, second = (held[f"decoder.layers.4.mlp.experts.local_experts.{n}.linear_fc1.weight"] for n in (1, 2))
+        with _planted((first, second), (second, first)) if rank else contextlib.nullcontext():
+            yield "experts exchanged on rank 1", _called(hooks.before_log_prob, again(), model, "")
+        norms = [held[f"decoder.layers.{layer}.pre_mlp_layernorm.weight"] for layer in (4, 5)]
+        with _planted((norms[0], norms[1] + 0.5)):
+            yield "another norm", _called(hooks.before_log_prob, again(), model, "")
+        routers = [held[f"decoder.layers.{layer}.mlp.router.weight"] for layer in (4, 5)]
+        with _planted((routers[0], routers[1])):
+            yield "router of another layer", _called(hooks.before_log_prob, again(), model, "")
+        with _planted((routers[0], torch.zeros_like(routers[0]))):
+            yield "router zero", _called(hooks.before_log_prob, again(), model, "")
+            yield "router zero at a step", _called(hooks.before_train_step, again(), 3, 1, model, None, None)
+        bias = held["decoder.layers.6.mlp.router.expert_bias"]
+        with _planted((bias, bias.roll(1))):
+            yield "router bias", _called(hooks.before_log_prob, again(), model, "")
+        qkv = held["decoder.layers.7.self_attention.linear_qkv.weight"]
+        with _planted((qkv, qkv.roll(1, 0))) if rank else contextlib.nullcontext():
+            yield "rows on rank 1", _called(hooks.before_log_prob, again(), model, "")
+    del os.environ["CKPTKIT_COMPARED_PARAMETERS"]
+
+
+def _rank(rank: int, hf: Path, megatron: Path, out: Path) -> None:
+    from megatron.core import parallel_state
+
+    from ckptkit.formats.hf.reader import HfCheckpoint
+    from converters.megatron.arguments import megatron_args
+    from converters.megatron.parallel import ParallelSizes
+    from converters.planner import dims_of
+    from verify.witnesses.megatron.model import Build, build_chunks, connect, lay_out
+    from verify.witnesses.megatron.process import load
+
+    dims = dims_of(HfCheckpoint(hf).config)
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for layout, (tp, ep) in LAYOUTS.items():
+        sizes = ParallelSizes(tp, 1, ep, 1 if ep > 1 else tp)
+        if not torch.distributed.is_initialized():
+            connect(sizes, rank, str(out / "store"))
+        else:
+            parallel_state.destroy_model_parallel()
+            lay_out(sizes)
+        (core,) = build_chunks(dims, Build(sizes, torch.bfloat16))
+        wrapped = _wrapped(core)
+        load([core], str(megatron / "release"))
+        args = Namespace(**megatron_args(dims), hf_checkpoint=str(hf), load=str(megatron), ref_load=str(megatron))
+        found[layout] = dict(_cases(args, core, [wrapped], rank, hf))
+    (out / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    import verify.witnesses.megatron.process  # noqa: F401 - once, before the ranks are forked
+
+    hf, megatron, out = map(Path, sys.argv[1:])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_rank, args=(rank, hf, megatron, out)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Real Megatron for tests, in processes of their own: logits of given weights."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.processes import run_module
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model for Megatron to run: its HF config, and its weights as global tensors or as a torch_dist directory."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor] | None = None
+    checkpoint: Path | None = None
+
+
+def logits_of(cases: Mapping[str, Case], tokens: Tensor) -> dict[str, Tensor]:
+    """Logits [batch, sequence, vocabulary] that Megatron computes for each case, in one process, float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        torch.save({"cases": {name: vars(case) for name, case in cases.items()}, "tokens": tokens}, scratch / "in.pt")
+        run_module("support.megatron_runs", scratch, OMP_NUM_THREADS="1")
+        return dict(torch.load(scratch / "out.pt"))
+
+
+# What follows runs in that process.
+
+
+def _run_logits(scratch: Path) -> None:
+    from converters.megatron.parallel import ParallelSizes
+    from converters.planner import dims_of
+    from verify.witnesses.megatron.model import Build, build_chunks, connect, logits
+    from verify.witnesses.megatron.process import load
+
+    content = torch.load(scratch / "in.pt", weights_only=False)
+    connect(ParallelSizes(), 0, str(scratch / "store"))
+    found = {}
+    for name, values in content["cases"].items():
+        case = Case(**values)
+        dims = dims_of(case.config)
+        (model,) = build_chunks(dims, Build(ParallelSizes(), torch.float32))
+        if case.checkpoint:
+            _, _, unexpected, refused = load([model], str(case.checkpoint))
+            if unexpected or refused:
+                raise RuntimeError(f"{name}: {unexpected} {refused}")
+        else:
+            _assign(model, case, dims.experts)
+        found[name] = logits(model, content["tokens"])[..., : dims.vocab]
+    torch.save(found, scratch / "out.pt")
+
+
+def _assign(model: Any, case: Case, experts: int) -> None:
+    from converters.megatron.module_names import global_name
+    from converters.planner import rules_of
+    from verify.witnesses.megatron.process import held_by, layers_of
+
+    tensors = case.tensors or {}
+    rules = {rule.megatron: rule for rule in rules_of(case.config)}
+    for local, held in held_by(model).items():
+        whole = tensors[global_name(local, layers_of(model), range(experts), rules)]
+        # The vocabulary of the model is padded, that of the tensors is not.
+        held[: whole.shape[0]].copy_(whole)
+
+
+def main() -> None:
+    """The folder with the input."""
+    _run_logits(Path(sys.argv[1]))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

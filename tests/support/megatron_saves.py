@@ -1,0 +1,270 @@
+"""Checkpoints that real megatron-core saves, in processes of their own: torch_dist, and Megatron-LM's legacy format.
+
+Beside the weights is what a training run also saves: optimizer, random states, rerun state. Source of the names and of
+which rank writes: Megatron-LM `training/checkpointing.py`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.megatron.parallel import ParallelSizes
+from support.megatron_optimizers import optimizer_state, wrapped
+from support.processes import run_module
+
+ITERATION = 10
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint for Megatron to load from `source` and save into `target`, as a training run of these sizes would.
+
+    `stacked` makes the model homogeneous, so that Megatron stacks all layers of a key; `singleton` asks for a key for
+    each expert; `release` saves into `release/`; `legacy` saves one file a rank. `optimizer`: the format in which
+    megatron-core's own distributed optimizer saves its state; without it a first moment of zeros stands for that.
+    """
+
+    config: Mapping[str, Any]
+    source: Path
+    target: Path
+    sizes: ParallelSizes
+    stacked: bool = False
+    singleton: bool = False
+    release: bool = False
+    legacy: bool = False
+    optimizer: str | None = None
+
+
+# What the tests read: a release of `models.configs()`, and how it is saved. All of it takes four ranks.
+SAVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense, layers stacked": ("qwen2-untied", {"sizes": ParallelSizes(tp=2)}),
+    "tied, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2)}),
+    "dense, four stages": ("qwen2-untied", {"sizes": ParallelSizes(pp=4, first=2, last=4), "release": True}),
+    "one key a layer": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2)}),
+    "one key a layer, two chunks a stage": ("glm4_moe", {"sizes": ParallelSizes(pp=2, ep=2, vpp=2)}),
+    "one key a layer, uneven": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, etp=2, last=5)}),
+    "layers and experts stacked": ("qwen3_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "stacked": True}),
+    "one key an expert": ("qwen3_moe", {"sizes": ParallelSizes(tp=2, ep=2), "singleton": True}),
+    "dense, optimizer by bucket": ("qwen2-untied", {"sizes": ParallelSizes(tp=2), "optimizer": "dp_reshardable"}),
+    "experts, optimizer by bucket": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "dp_reshardable"}),
+    "experts, optimizer by parameter": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "fully_reshardable"}),
+    "legacy": ("qwen2-tied", {"sizes": ParallelSizes(), "release": True, "legacy": True}),
+    "legacy, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2), "legacy": True}),
+    "legacy, embedding and loss": (
+        "qwen2-untied",
+        {"sizes": ParallelSizes(pp=2, embedding=True, loss=True), "legacy": True},
+    ),
+    "legacy, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2, first=5), "legacy": True}),
+    "legacy, experts cut": ("glm4_moe", {"sizes": ParallelSizes(tp=2, ep=2, etp=2), "legacy": True}),
+    "legacy, layout": (
+        "qwen3_moe",
+        {"sizes": ParallelSizes(pp=2, ep=2, vpp=2, layout="E|t*5|(t|)*1t*6L"), "legacy": True},
+    ),
+}
+
+
+def save_with_megatron(saves: Sequence[Save], world: int) -> None:
+    """Does all of them, on `world` ranks: those beyond the sizes of a save are data parallel."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save([vars(save) for save in saves], Path(folder) / "in.pt")
+        run_module("support.megatron_saves", folder, world, OMP_NUM_THREADS="1")
+
+
+# What follows runs in a process of its own, which becomes that of all the ranks.
+
+
+def main() -> None:
+    """Forks the ranks, so that Megatron is imported once and not once a rank."""
+    folder, world = Path(sys.argv[1]), int(sys.argv[2])
+    from verify.witnesses.megatron import process as witness_megatron  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(folder, rank, world)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    running = {rank.sentinel: rank for rank in ranks}
+    failed = False
+    while running and not failed:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            rank = running.pop(sentinel)  # type: ignore[call-overload]
+            rank.join()
+            failed |= bool(rank.exitcode)
+    for rank in running.values():
+        rank.kill()
+    sys.exit(failed)
+
+
+def _rank(folder: Path, rank: int, world: int) -> None:
+    from megatron.core import parallel_state
+
+    from verify.witnesses.megatron.model import lay_out, pretend_cuda
+
+    pretend_cuda()
+    # The limit ends ranks whose parent was killed.
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(minutes=5)
+    )
+    for values in torch.load(folder / "in.pt", weights_only=False):
+        save = Save(**values)
+        lay_out(save.sizes)
+        _save(save, rank)
+        torch.distributed.barrier()
+        if rank == 0:
+            (save.target / "latest_checkpointed_iteration.txt").write_text(
+                "release" if save.release else str(ITERATION)
+            )
+        parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def _save(save: Save, rank: int) -> None:
+    from converters.planner import dims_of
+    from verify.witnesses.megatron.model import Build, build_chunks
+    from verify.witnesses.megatron.process import load
+
+    dims = dims_of(save.config)
+    chunks = build_chunks(dims, Build(save.sizes, torch.bfloat16))
+    load(chunks, str(save.source))
+    if save.stacked:
+        for chunk in chunks:
+            chunk.config.moe_layer_freq = 1
+    path = save.target / ("release" if save.release else f"iter_{ITERATION:07d}")
+    if rank == 0:
+        path.mkdir(parents=True)
+    torch.distributed.barrier()
+    state = {
+        "args": _args(save, dims),
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
+        "opt_param_scheduler": {"max_lr": 1e-4},
+    }
+    (_save_legacy if save.legacy else _save_torch_dist)(save, chunks, state, path)
+
+
+def _args(save: Save, dims: Any) -> Any:
+    """The training arguments, as Megatron-LM has them in memory when it saves."""
+    from argparse import Namespace
+
+    from megatron.core.transformer.enums import AttnBackend
+
+    from converters.megatron.arguments import megatron_args
+
+    sizes = save.sizes
+    return Namespace(
+        **megatron_args(dims),
+        params_dtype=torch.bfloat16,
+        attention_backend=AttnBackend.auto,
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        decoder_first_pipeline_num_layers=sizes.first,
+        decoder_last_pipeline_num_layers=sizes.last,
+        pipeline_model_parallel_layout=sizes.layout,
+        account_for_embedding_in_pipeline_split=sizes.embedding,
+        account_for_loss_in_pipeline_split=sizes.loss,
+    )
+
+
+def _named(chunks: Sequence[Any]) -> dict[str, Any]:
+    return {f"model{index}" if len(chunks) > 1 else "model": chunk for index, chunk in enumerate(chunks)}
+
+
+def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], path: Path) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    metadata: dict[str, Any] = {"singleton_local_shards": save.singleton}
+    if save.optimizer:
+        metadata |= {"distrib_optim_sharding_type": save.optimizer, "chained_optim_avoid_prefix": True}
+        wrappers = [wrapped(chunk) for chunk in chunks]
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = {
+        name: chunk.sharded_state_dict(metadata={**metadata, "dp_cp_group": group})
+        for name, chunk in _named(chunks).items()
+    }
+    state |= model
+    if save.optimizer:
+        (ddp,) = wrappers
+        state["optimizer"] = optimizer_state(ddp, model["model"], metadata | {"dp_cp_group": group})
+    else:
+        state["optimizer"] = _moments(save, model)
+    state["rng_state"] = ShardedObject("rng_state", [{"random_rng_state": (3, (1, 2), None)}], (1, world), (0, rank))
+    state["rerun_state_machine"] = ShardedObject("rerun_state_machine_state", {"mode": "disabled"}, (world,), (rank,))
+    # Data parallel ranks share the writing, as is Megatron-LM's default (`--ckpt-fully-parallel-save`).
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group)
+    # Megatron would first gather every shard of every rank to see that they fit, which takes a third of the time.
+    dist_checkpointing.save(state, str(path), strategy, validate_access_integrity=False, content_metadata=metadata)
+
+
+def _moments(save: Save, model: Mapping[str, Any]) -> dict[str, Any]:
+    """A first moment of zeros. Mixture-of-experts models have one optimizer for the experts and one for the rest."""
+    prefix = "chained_1.optimizer" if save.config.get("model_type") != "qwen2" else "optimizer"
+    moments = {
+        f"{name}.{key}": moment
+        for name, keys in model.items()
+        for key, sharded in keys.items()
+        if (moment := _moment(sharded, f"{prefix}.state.exp_avg"))
+    }
+    return {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95)}]}
+
+
+def _moment(sharded: Any, prefix: str) -> Any:
+    """The first moment of a parameter as Megatron's optimizer saves it; nothing for what is no parameter."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+
+    if not isinstance(sharded, (ShardedTensor, ShardedTensorFactory)):
+        return None
+    return make_sharded_optimizer_tensor(sharded, torch.zeros_like(sharded.data, dtype=torch.float32), prefix)
+
+
+def _save_legacy(save: Save, chunks: Sequence[Any], state: dict[str, Any], path: Path) -> None:
+    from megatron.core import parallel_state
+
+    if parallel_state.get_data_parallel_rank() and parallel_state.get_expert_data_parallel_rank():
+        return
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if save.sizes.pp > 1 else ""
+    name += f"_{parallel_state.get_expert_model_parallel_rank():03d}" if save.sizes.ep > 1 else ""
+    for chunk in chunks:
+        _into_one_buffer(chunk)
+    state |= {name: chunk.state_dict_for_save_checkpoint() for name, chunk in _named(chunks).items()}
+    moments = {
+        index: {"exp_avg": torch.zeros(value.shape)}
+        for chunk in chunks
+        for index, value in enumerate(chunk.parameters())
+    }
+    state["optimizer"] = {
+        "optimizer": {"state": moments, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95)}]},
+        "grad_scaler": None,
+    }
+    state["rng_state"] = [{"torch_rng_state": torch.get_rng_state(), "random_rng_state": (3, (1, 2), None)}]
+    (path / name).mkdir()
+    torch.save(state, path / name / "model_optim_rng.pt")
+
+
+def _into_one_buffer(chunk: Any) -> None:
+    """Makes all bf16 parameters views of one buffer, as Megatron's DistributedDataParallel does."""
+    parameters = [parameter for parameter in chunk.parameters() if parameter.dtype == torch.bfloat16]
+    buffer = torch.cat([parameter.data.flatten() for parameter in parameters])
+    for parameter, part in zip(parameters, buffer.split([parameter.numel() for parameter in parameters]), strict=True):
+        parameter.data = part.view_as(parameter)
+
+
+if __name__ == "__main__":
+    main()

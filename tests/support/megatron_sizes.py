@@ -1,0 +1,70 @@
+"""What real Megatron says to parallel sizes: builds rank 0 of a model in its own process, in a group of no ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from converters.megatron.parallel import ParallelSizes
+from support.processes import run_module
+
+
+def refused_by_megatron(cases: Sequence[tuple[Mapping[str, Any], ParallelSizes]], scratch: Path) -> list[str | None]:
+    """For each HF config and sizes, what Megatron raises when it builds the model, or None."""
+    (scratch / "in.json").write_text(json.dumps([[dict(config), asdict(sizes)] for config, sizes in cases]))
+    run_module("support.megatron_sizes", scratch, OMP_NUM_THREADS="1")
+    found: list[str | None] = json.loads((scratch / "out.json").read_text())
+    return found
+
+
+# What follows runs in that process.
+
+
+def _built(config: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
+    import torch
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from converters.megatron.arguments import megatron_args
+    from converters.planner import dims_of
+    from verify.witnesses.megatron.model import Build, build_chunks, transformer_config
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=sizes.world, store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(
+            sizes.tp,
+            expert_model_parallel_size=sizes.ep,
+            expert_tensor_parallel_size=sizes.etp,
+            create_gloo_process_groups=False,
+        )
+        dims, build = dims_of(config), Build(sizes, torch.bfloat16)
+        if dims.linear:
+            # The witness hides the variant from the config, which has rules of its own for it.
+            args = megatron_args(dims)
+            variant = args["experimental_attention_variant"]
+            replace(transformer_config(dims, args, build), experimental_attention_variant=variant)
+        build_chunks(dims, build)
+    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+    return None
+
+
+def main() -> None:
+    """The folder with the input."""
+    from verify.witnesses.megatron.model import pretend_cuda
+
+    pretend_cuda()
+    scratch = Path(sys.argv[1])
+    cases = json.loads((scratch / "in.json").read_text())
+    (scratch / "out.json").write_text(json.dumps([_built(config, ParallelSizes(**sizes)) for config, sizes in cases]))
+
+
+if __name__ == "__main__":
+    main()

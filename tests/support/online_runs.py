@@ -1,0 +1,174 @@
+"""Updates real SGLang models online, on the CPU, many in one process: `python -m support.online_runs ORDERS.json`.
+
+Writes report.json beside the orders. An order is {"int4": the directory that is served, "bf16": the weights of the
+trainer}, and "broken" where that is tried. The model and its `load_weights` are SGLang's own; of the repacking for
+Marlin only the CUDA kernels are replaced, by `verify.witnesses.sglang.marlin`. `run` starts that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.online import sglang_reload
+from quant.online.quantizer import OnlineQuantizer
+from support.sglang_server import ran
+from verify.evidence.extremes import as_integers
+from verify.witnesses.bits import poison
+from verify.witnesses.sglang.marlin import marlin_weight
+
+State = Mapping[str, Tensor]
+
+
+def state(model: nn.Module) -> State:
+    return {name: as_integers(parameter).clone() for name, parameter in model.named_parameters() if parameter.numel()}
+
+
+def differing(one: State, other: State) -> list[str]:
+    """Names of tensors that are in both and not equal bit for bit."""
+    return [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
+
+
+def trainer(path: Path, change: Callable[[str], str] = str) -> Iterator[tuple[str, Tensor]]:
+    """Every BF16 tensor alone, each expert's between those of other layers: sorted by the name's last part first."""
+    checkpoint = HfCheckpoint(path)
+    for name in sorted(checkpoint.specs, key=lambda name: name.split(".")[::-1]):
+        yield change(name), checkpoint.read([name])[name]
+
+
+def swapped(name: str) -> str:
+    """Experts 4 and 5 of layer 3 under each other's names."""
+    other = {"layers.3.mlp.experts.4.": "layers.3.mlp.experts.5.", "layers.3.mlp.experts.5.": "layers.3.mlp.experts.4."}
+    return next((name.replace(one, two) for one, two in other.items() if one in name), name)
+
+
+def update(model: nn.Module, online: OnlineQuantizer, weights: Iterator[tuple[str, Tensor]]) -> State:
+    """One update, bucket by bucket, with everything in ruins at its beginning. What was loaded, before repacking."""
+    sglang_reload.begin(model, [])
+    poison(parameter for _, parameter in model.named_parameters())
+    for bucket in online.stream(weights):
+        model.load_weights(bucket)
+    loaded = state(model)
+    sglang_reload.end(model, [])
+    return loaded
+
+
+def left_out(model: nn.Module, online: OnlineQuantizer, path: Path) -> str:
+    """An update without one expert, pushed to its end by a trainer that does not ask `finish`. What that says."""
+    session = online.begin()
+    sglang_reload.begin(model, [])
+    for name, tensor in trainer(path):
+        for bucket in session.add([(name, tensor)] if "layers.3.mlp.experts.4." not in name else []):
+            model.load_weights(bucket)
+    sglang_reload.end(model, [])
+    return message(session.finish)
+
+
+def message(call: Callable[[], object]) -> str:
+    """What a call raises, in a line."""
+    try:
+        call()
+    except (CkptkitError, RuntimeError, AssertionError, ValueError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return ""
+
+
+def examine(
+    order: Mapping[str, str],
+    report: dict[str, Any],
+    model: nn.Module,
+    weights: Iterator[tuple[str, Tensor]],
+    device: torch.device,
+) -> None:
+    """Loads from disk and updates twice with the same weights; then, with "broken", tries what must not work."""
+    poison(parameter for _, parameter in model.named_parameters())
+    model.load_weights(weights)
+    loaded = state(model)
+    for module in model.modules():
+        if type(getattr(module, "scheme", None)).__name__ == "CompressedTensorsWNA16MoE":
+            module.workspace = None
+            module.scheme.process_weights_after_loading(module)
+    ready = state(model)
+    report["parameters"] = len(ready)
+    report["repacked"] = sorted(
+        {name.rpartition(".")[2] for name in loaded.keys() & ready.keys() if loaded[name].shape != ready[name].shape}
+    )
+    path = Path(order["bf16"])
+    online = OnlineQuantizer(HfCheckpoint(order["int4"]).config, order["int4"])
+    report["updates"] = []
+    for _ in range(2):
+        again = update(model, online, trainer(path))
+        report["updates"].append([differing(again, loaded), differing(state(model), ready)])
+    if "broken" in order:
+        report |= broken(model, online, path, ready)
+
+
+def broken(model: nn.Module, online: OnlineQuantizer, path: Path, ready: State) -> dict[str, Any]:
+    """What other weights, an update that lacks an expert, and weights outside an update do."""
+    report: dict[str, Any] = {}
+    update(model, online, trainer(path, swapped))
+    report["altered"] = sorted(differing(state(model), ready))
+    report["left out"] = left_out(model, online, path)
+    report["destroyed"] = differing(state(model), ready)
+    update(model, online, trainer(path))
+    report["mended"] = differing(state(model), ready)
+    report["end twice"] = message(lambda: sglang_reload.end(model, []))
+    experts = [pair for pair in trainer(path) if "layers.3.mlp.experts" in pair[0]]
+    report["without begin"] = message(lambda: model.load_weights(online.quantize(experts)))
+    return report
+
+
+def without_cuda() -> None:
+    """Marlin's layout, computed here: SGLang's own code around it runs as it is."""
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16_moe as scheme
+
+    scheme.gptq_marlin_moe_repack = lambda words, *_: marlin_experts(words)
+    scheme.marlin_make_workspace = lambda *_: torch.zeros(1)
+
+
+def marlin_experts(words: Tensor) -> Tensor:
+    """[experts, inputs / 8, outputs] side by side: Marlin's tiles of 64 outputs end where an expert ends."""
+    return marlin_weight(words.transpose(0, 1).flatten(1)).unflatten(1, (len(words), -1)).transpose(0, 1).contiguous()
+
+
+def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[str, Any]]:
+    """The report of every order. Raises AssertionError with the end of the log where SGLang fails."""
+    (root / "orders.json").write_text(json.dumps(orders, default=str))
+    ran(root / "log", "support.online_runs", root / "orders.json")
+    assert (root / "report.json").exists(), (root / "log").read_text()[-4000:]
+    found: dict[str, dict[str, Any]] = json.loads((root / "report.json").read_text())
+    return found
+
+
+def main() -> None:
+    from verify.witnesses.ending import PhaseLog
+    from verify.witnesses.sglang.load import load
+
+    path = Path(sys.argv[1])
+    without_cuda()
+    reports: dict[str, dict[str, Any]] = {}
+    for name, order in json.loads(path.read_text()).items():
+        (scratch := path.parent / f"scratch-{name}").mkdir()
+        reports[name] = {}
+        load(
+            Path(order["int4"]),
+            scratch,
+            False,
+            None,
+            partial(examine, order, reports[name]),
+            PhaseLog(scratch / "ending"),
+        )
+    (path.parent / "report.json").write_text(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main()

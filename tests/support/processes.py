@@ -1,0 +1,56 @@
+"""Python processes that tests start: they find the packages and the test modules."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def environment(*, gpu: bool = False, **variables: str) -> dict[str, str]:
+    """This process's own, with these variables, and CUDA hidden unless `gpu`."""
+    path = os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}) | variables
+
+
+def python(*words: object, given: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs `python WORDS...` with `given` on stdin, and returns its exit code and what it printed."""
+    command = [sys.executable, *map(str, words)]
+    found = environment(**variables)
+    return subprocess.run(command, env=found, input=given, capture_output=True, text=True, timeout=540, check=False)
+
+
+def ckptkit(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line with these arguments."""
+    return python("-m", "ckptkit", *arguments, **variables)
+
+
+def run_module(module: str, *words: object, **variables: str) -> None:
+    """Runs `python -m MODULE WORDS...`. Raises RuntimeError with what it said when it fails."""
+    done = python("-W", "ignore", "-m", module, *words, **variables)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-5000:])
+
+
+def run_logged(log: Path, module: str, *words: object, gpu: bool = False, limit_s: float = 540) -> bool:
+    """Runs `python -m MODULE WORDS...` offline and prints into `log`. Returns whether it ended well within `limit_s`.
+
+    What it started itself is killed at the end.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", module, *map(str, words)]
+    found = environment(gpu=gpu, HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=found, stdout=output, stderr=output, start_new_session=True)
+        try:
+            return process.wait(limit_s) == 0
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

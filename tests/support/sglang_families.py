@@ -1,0 +1,63 @@
+"""What SGLang 0.5.16 and 0.5.23 make of each test model of `families`."""
+
+from __future__ import annotations
+
+import re
+
+from families import CASES
+
+from support.installed import release
+from verify.witnesses.sglang.job import EngineSizes
+
+# What SGLang says where it does not build a model on a machine without a GPU, or at all.
+SAID = {
+    "mimo": "does not recognize this architecture",  # its config class comes with the release, as code
+    "mimo-tied-two-layers": "does not recognize this architecture",
+    "kimi_k25": "'KimiK25VisionConfig' object has no attribute 'vt_hidden_size'",  # only a stub of a vision tower
+    "deepseek_v32": "Found no NVIDIA driver",
+    "glm_moe_dsa": "Found no NVIDIA driver",
+    "glm_moe_dsa-shared": "Found no NVIDIA driver",
+    "gemma3": "KeyError: 'vision_tower.embeddings.patch_embedding.weight'",  # transformers 5 names it so, no release
+}
+if release("sglang") < (0, 5, 23):
+    SAID |= {
+        "qwen3_5_text-tied": "Qwen3_5ForCausalLM has no SGlang implementation",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM has no SGlang implementation",
+    }
+# What SGLang's class does not read of config.json, and so leaves out: tensors, of which and of how many.
+LEFT_OUT = {
+    # mlp_bias
+    "llama-biases": ("model.layers.0.mlp.up_proj.bias", "it was given to load_weights and written nowhere", 36),
+    # head_dim: it takes the hidden size divided by the heads
+    "mixtral": ("model.layers.0.self_attn.q_proj.weight", "only 15360 of its 40960 elements were written", 48),
+    "qwen2_moe": ("model.layers.0.self_attn.q_proj.weight", "only 15360 of its 40960 elements were written", 84),
+    # decoder_sparse_step, mlp_only_layers
+    "qwen2_moe-dense-between": (
+        "model.layers.0.mlp.up_proj.weight",
+        "it was given to load_weights and written nowhere",
+        105,
+    ),
+    "qwen3_moe-dense-between": (
+        "model.layers.0.mlp.up_proj.weight",
+        "it was given to load_weights and written nowhere",
+        27,
+    ),
+}
+# What SGLang's own loader raises where experts are shared out between two ranks.
+_NOT_SHARED_OUT = "The size of tensor a (6) must match the size of tensor b (12) at non-singleton dimension 0"
+REFUSED_IN_PARALLEL = {EngineSizes(2, 2): dict.fromkeys(("gpt_oss", "gpt_oss-v4"), _NOT_SHARED_OUT)}
+EXPERT = re.compile(r"layers\.3\.\w+\.experts\.([45]\.|gate_up_proj|down_proj)")
+# The class that SGLang makes of a model's multi-token prediction layers.
+DRAFTS = {
+    "glm4_moe-mtp": "Glm4MoeForCausalLMNextN",
+    "deepseek_v3": "DeepseekV3ForCausalLMNextN",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLMNextN",
+    "qwen3_next": "Qwen3NextForCausalLMMTP",
+    "qwen3_5": "Qwen3_5ForCausalLMMTP",
+    "qwen3_5_moe": "Qwen3_5ForCausalLMMTP",
+}
+if release("sglang") >= (0, 5, 23):
+    DRAFTS |= {"qwen3_5_moe_text": "Qwen3_5ForCausalLMMTP"}
+OF_DRAFT = re.compile(r"model\.layers\.12\..*|mtp\..*")
+EXPERT_OF_DRAFT = re.compile(r"(model\.layers\.12|mtp\.layers\.0)\.mlp\.experts\.[45]\..*")
+CLEAN = [name for name in CASES if name not in SAID and name not in LEFT_OUT]

@@ -1,0 +1,75 @@
+"""Test models of every model type in INT4 and in FP8 blocks, for SGLang."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ckptkit.app.api import int4_scheme, quantize
+from support import models
+from support.quantized import fp8_blocks, small_groups_allowed, write
+from support.sglang_families import CLEAN
+
+EXPERTS = r"re:.*\.mlp\.shared_expert\..*"  # 72 inputs in two test models, which no group of 32 divides
+INT4 = {
+    name: {"group_size": 32, "ignore": (EXPERTS,) if name.startswith(("qwen3_next", "qwen3_5_moe")) else ()}
+    for name in CLEAN
+    if not name.startswith("gpt_oss")  # no reader knows its experts one by one
+}
+CHANNEL = ("qwen2-untied", "qwen3_moe", "deepseek_v3", "glm4_moe")
+# GLM's shared expert is kept among the routed ones if it is packed, and SGLang takes no zero points of it there.
+SHARED = r"re:.*\.mlp\.shared_experts\..*"
+ZERO_POINTS = {"qwen2-tied": (), "qwen3_moe": (), "deepseek_v3": (), "minimax_m2": (), "glm4_moe": (SHARED,)}
+FP8 = ("qwen2-tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2", "glm4", "gemma3_text")
+NOT_IN_FP8 = ("llama", "mistral")
+LINEAR = re.compile(r".*layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight")
+
+
+def in_fp8(plain: Path, target: Path) -> Path:
+    block = [16, 16]
+    known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
+    write(
+        plain,
+        target,
+        lambda name: LINEAR.fullmatch(name) is not None,
+        fp8_blocks(16, 16),
+        lambda config: config | {"quantization_config": known},
+    )
+    return target
+
+
+def options_of(label: str) -> dict[str, Any]:
+    """The scheme of a label of `LABELS`."""
+    kind, _, name = label.rpartition(" ")
+    if kind == "groups":
+        return INT4[name]
+    if kind == "rows":
+        return {"grid": "minmax", "group_size": "channel"}
+    return {"grid": "minmax", "group_size": 32, "symmetric": False, "ignore": ZERO_POINTS[name]}
+
+
+def write_all(root: Path, labels: Iterable[str]) -> Iterator[tuple[str, Path]]:
+    """Makes the checkpoints of these labels, and gives each with its path."""
+    for label in labels:
+        kind, _, name = label.rpartition(" ")
+        if not (plain := root / name).exists():
+            models.save(name, plain)
+        target = root / label
+        if kind == "fp8":
+            in_fp8(plain, target)
+        else:
+            # Zero points of experts are in a layout of SGLang's own, of which its kernel does not read small groups.
+            readers = {"readers": ("sglang",)} if kind == "zero points" else {}
+            with small_groups_allowed():
+                quantize(plain, target, int4_scheme(**options_of(label)), **readers)  # type: ignore[arg-type]
+        yield label, target
+
+
+IN_INT4 = [
+    *(f"groups {name}" for name in INT4),
+    *(f"rows {name}" for name in CHANNEL),
+    *(f"zero points {name}" for name in ZERO_POINTS),
+]
+LABELS = [*IN_INT4, *(f"fp8 {name}" for name in FP8)]

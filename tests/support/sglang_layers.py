@@ -1,0 +1,78 @@
+"""Asks the real SGLang which names it looks up in `ignore`: `python -m support.sglang_layers CONFIGS.json OUT.json`.
+
+CONFIGS is {case: content of config.json}. Each model class is built on the meta device. `looked_up` starts that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.sglang_server import ran
+
+SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+# Everything is ignored, so that no layer asks for a kernel.
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["re:.*"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": SCHEME}},
+}
+
+
+def looked_up(configs: Mapping[str, Mapping[str, Any]], root: Path) -> dict[str, dict[str, Any]]:
+    """For every case: `names` looked up, the model's `class`, and its declared `packed_modules_mapping`."""
+    (root / "configs.json").write_text(json.dumps(configs))
+    ended_well = ran(root / "log", "support.sglang_layers", root / "configs.json", root / "out.json")
+    assert ended_well, (root / "log").read_text()[-2000:]
+    found: dict[str, dict[str, Any]] = json.loads((root / "out.json").read_text())
+    return found
+
+
+def main(configs: Path, out: Path) -> None:
+    """Builds all of them in this process, since starting SGLang is what takes time."""
+    found = {}
+    for name, config in json.loads(configs.read_text()).items():
+        directory = configs.parent / name
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
+        found[name] = _look_ups(directory)
+    out.write_text(json.dumps(found))
+
+
+def _look_ups(directory: Path) -> dict[str, Any]:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors as module
+    from sglang.srt.model_loader import loader
+
+    from verify.witnesses.sglang.load import configure
+
+    _, model_config = configure(directory, directory.parent, False)
+    names: list[str] = []
+    original = module.should_ignore_layer
+
+    def record(layer_name: str, ignore: Sequence[str], fused_mapping: Mapping[str, Sequence[str]]) -> bool:
+        names.append(layer_name)
+        return bool(original(layer_name, ignore, fused_mapping))
+
+    module.should_ignore_layer = record
+    try:
+        quant_config = loader._get_quantization_config(model_config, LoadConfig())
+        with torch.device("meta"):
+            model = loader._initialize_model(model_config, LoadConfig(), quant_config)
+    finally:
+        module.should_ignore_layer = original
+    return {
+        "class": type(model).__name__,
+        "names": names,
+        "packed_modules_mapping": quant_config.packed_modules_mapping,
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,201 @@
+"""Runs the forward pass of SGLang's own multi-token prediction classes: `python -m support.sglang_mtp IN.pt OUT.pt`.
+
+Only what needs a GPU is replaced: norms and linear layers by torch's, the decoder layer by transformers'. SGLang
+decides the order in which a class joins embedding and hidden state, and for MiMo the names of weights. `run` starts it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support.processes import run_module
+
+
+@dataclass(frozen=True)
+class Job:
+    """A layer to run: `model` is a key of `MAKERS`, `config` a transformers config, `tensors` the layer's by HF name.
+
+    `embedded` are the embeddings of the next tokens and `hidden` the hidden states, both [sequence, hidden].
+    """
+
+    model: str
+    config: Any
+    tensors: Mapping[str, Tensor]
+    embedded: Tensor
+    hidden: Tensor
+
+
+def run(scratch: Path, jobs: Sequence[Job]) -> list[Tensor]:
+    """Hidden states [sequence, hidden] behind each layer's last norm.
+
+    One process runs all, since importing SGLang takes longer than any layer.
+    """
+    torch.save([vars(job) for job in jobs], scratch / "sglang-in.pt")
+    run_module("support.sglang_mtp", scratch / "sglang-in.pt", scratch / "sglang-out.pt")
+    outputs: list[Tensor] = torch.load(scratch / "sglang-out.pt")
+    return outputs
+
+
+class Block(nn.Module):
+    """A decoder layer of transformers, called as SGLang calls its own, that leaves nothing for the residual."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.__dict__["rotary"] = rotary
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, forward_batch: Any, residual: None
+    ) -> tuple[Tensor, Tensor]:
+        length = len(hidden_states)
+        mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+        rotary = self.__dict__["rotary"](hidden_states[None], position_ids=positions[None])
+        (result,) = self.layer(hidden_states[None], attention_mask=mask, position_embeddings=rotary)
+        return result, torch.zeros_like(result)
+
+
+class LastNorm(nn.RMSNorm):
+    """SGLang's norms also take a residual and then return two tensors."""
+
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
+        return super().forward(hidden) if residual is None else (super().forward(hidden + residual), hidden)
+
+
+def _mimo(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+    from sglang.srt.models.mimo_mtp import MiMoMTP, MiMoMultiTokenPredictorLayer
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+
+    model = _bare(
+        MiMoMultiTokenPredictorLayer, config, ("token_layernorm", "hidden_layernorm", "final_layernorm"), "input_proj"
+    )
+    model.mtp_block = Block(Qwen2DecoderLayer(config, 0), Qwen2RotaryEmbedding(config))
+    names = {name: MiMoMTP.map_model_name_to_mtp_param_name(None, name).removeprefix("model.") for name in tensors}
+    model.load_state_dict(
+        {names[name].replace("mtp_block.", "mtp_block.layer."): tensor for name, tensor in tensors.items()}
+    )
+    return model
+
+
+def _glm4_moe(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+    from families.mtp import load_layer
+    from sglang.srt.models.glm4_moe_nextn import Glm4MoeModelNextN
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding
+
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    model = _bare(Glm4MoeModelNextN, config, ("enorm", "hnorm"), "eh_proj")
+    model.shared_head = nn.Module()
+    model.shared_head.norm = LastNorm(config.hidden_size, eps=config.rms_norm_eps)
+    around = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+    model.load_state_dict({name: tensors[prefix + name] for name in around})
+    layer = Glm4MoeDecoderLayer(config, config.num_hidden_layers)
+    load_layer(layer, prefix, tensors)
+    model.decoder = Block(layer, Glm4MoeRotaryEmbedding(config))
+    return model
+
+
+class QwenBody(nn.Module):
+    """The decoder layer and the norm behind it, called as SGLang calls its whole model."""
+
+    def __init__(self, block: Block, norm: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList([block]), norm
+
+    def forward(self, input_ids: None, positions: Tensor, forward_batch: Any, hidden_states: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.layers[0](positions, hidden_states, forward_batch, None)[0])
+        return result
+
+
+def _qwen(
+    kind: type[nn.Module], config: Any, tensors: Mapping[str, Tensor], block: Block, norm: type[nn.Module]
+) -> nn.Module:
+    """SGLang's class with weights by their HF names; those of the decoder layer are in `block` already."""
+    model = kind.__new__(kind)
+    nn.Module.__init__(model)
+    model.config, model.enable_shared_expert_fusion = config, False
+    model.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        setattr(model, name, norm(config.hidden_size, eps=config.rms_norm_eps))
+    model.model = QwenBody(block, norm(config.hidden_size, eps=config.rms_norm_eps))
+    model.lm_head, model.logits_processor = None, lambda input_ids, hidden, head, batch: hidden
+    model.load_weights((name, tensor) for name, tensor in tensors.items() if not name.startswith("mtp.layers."))
+    return model
+
+
+def _qwen3_next(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+    from families.mtp import load_layer
+    from sglang.srt.models.qwen3_next_mtp import Qwen3NextForCausalLMMTP
+    from transformers.models.qwen3_next.modeling_qwen3_next import (
+        Qwen3NextDecoderLayer,
+        Qwen3NextRMSNorm,
+        Qwen3NextRotaryEmbedding,
+    )
+
+    layer = Qwen3NextDecoderLayer(config, config.num_hidden_layers - 1)
+    load_layer(layer, "mtp.layers.0.", tensors)
+    return _qwen(
+        Qwen3NextForCausalLMMTP, config, tensors, Block(layer, Qwen3NextRotaryEmbedding(config)), Qwen3NextRMSNorm
+    )
+
+
+def _qwen3_5(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
+    from families.mtp import load_layer
+    from sglang.srt.models.qwen3_5_mtp import Qwen3_5ForCausalLMMTP
+    from transformers.models.qwen3_5.modeling_qwen3_5 import (
+        Qwen3_5DecoderLayer,
+        Qwen3_5RMSNorm,
+        Qwen3_5TextRotaryEmbedding,
+    )
+
+    layer = Qwen3_5DecoderLayer(config.text_config, config.text_config.num_hidden_layers - 1)
+    load_layer(layer, "mtp.layers.0.", tensors)
+    return _qwen(
+        Qwen3_5ForCausalLMMTP,
+        config.text_config,
+        tensors,
+        Block(layer, Qwen3_5TextRotaryEmbedding(config.text_config)),
+        Qwen3_5RMSNorm,
+    )
+
+
+def _bare(kind: type[nn.Module], config: Any, norms: tuple[str, ...], projection: str) -> nn.Module:
+    model = kind.__new__(kind)
+    nn.Module.__init__(model)
+    for name in norms:
+        setattr(model, name, LastNorm(config.hidden_size, eps=config.rms_norm_eps))
+    setattr(model, projection, nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False))
+    return model
+
+
+MAKERS = {"mimo": _mimo, "glm4_moe": _glm4_moe, "qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5}
+
+
+def _output(job: Job) -> Tensor:
+    model = MAKERS[job.model](job.config, job.tensors).eval()
+    mode = SimpleNamespace(is_idle=lambda: False, is_extend=lambda: False)
+    batch = SimpleNamespace(
+        spec_info=SimpleNamespace(hidden_states=job.hidden), forward_mode=mode, mm_input_embeds=job.embedded.clone()
+    )
+    # From 1 on: SGLang's MiMo leaves out the embedding at position 0, which training does not.
+    positions = torch.arange(1, len(job.hidden) + 1)
+    # That of Qwen3.5 takes them from the batch, where a multimodal prompt has left them.
+    embedded = None if job.model == "qwen3_5" else job.embedded.clone()
+    output: Tensor = model(None, positions, batch, input_embeds=embedded)
+    return output
+
+
+def main() -> None:
+    jobs = [Job(**content) for content in torch.load(sys.argv[1], weights_only=False)]
+    with torch.no_grad():
+        torch.save([_output(job) for job in jobs], sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Loads many checkpoints into real SGLang in one process, since starting SGLang is what takes time.
+
+`python -m support.sglang_runs CASES.json RANK`, where CASES is a list of {"job": SglangJob as a dict, "alter": a name
+of ALTER}. `run_cases` starts that. Also what the tests quantize with: a formula that shares nothing with the code under
+test.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from support.processes import run_logged
+from support.sglang_server import ran
+from verify.check import all_checks, run_checks
+from verify.evidence.subject import Subject
+from verify.report import CheckResult, Finding
+from verify.run import choose
+from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, SglangJob
+from verify.witnesses.sglang.run import SglangRun, outcome, run_sglang
+
+Weights = Iterator[tuple[str, Tensor]]
+
+
+# A norm, up of an expert beside its gate, and all of another expert. In INT4 up loses its packed weight alone.
+LOST = re.compile(
+    r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight|7\.\w+\.experts\.2\.\w+\.weight)"
+)
+LOST_PARTS = re.compile(r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight_packed)")
+# What rank 1 loses: a norm, and the queries, of which it holds a slice. Layer 7 has attention in hybrid models too.
+LOST_ON_RANK_1 = re.compile(r".*layers\.7\.(input_layernorm|self_attn\.(q_proj|q_b_proj))\.weight")
+CUT = re.compile(r".*layers\.6\.(\w+\.experts\.7\.(up_proj|w3)|self_attn\.o_proj|linear_attn\.out_proj)\.weight")
+FUSED = re.compile(r".*layers\.3\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
+
+
+# Of a multi-token prediction layer: the projection of both inputs, a norm, and up of an expert.
+DRAFT = r"(?:model\.|language_model\.)*(?:layers\.12|mtp(?:\.layers\.0)?)\."
+LOST_OF_DRAFT = re.compile(
+    DRAFT + r"(eh_proj\.weight|fc\.weight|input_layernorm\.weight|mlp\.experts\.7\.up_proj\.weight(_packed)?)"
+)
+_SWAPPED = re.compile(rf"((?:.*layers\.3\.\w+|{DRAFT}mlp)\.experts\.)([45])\.")
+
+
+def unaltered(weights: Weights) -> Weights:
+    return weights
+
+
+def swapped_experts(weights: Weights) -> Weights:
+    """Experts 4 and 5 of layer 3, and of a multi-token prediction layer, under each other's names.
+
+    In each other's places where all experts are one tensor.
+    """
+    other = {"4": "5", "5": "4"}
+    for name, tensor in weights:
+        if FUSED.fullmatch(name):
+            tensor = tensor[[0, 1, 2, 3, 5, 4, *range(6, len(tensor))]]
+        yield _SWAPPED.sub(lambda match: f"{match[1]}{other[match[2]]}.", name), tensor
+
+
+def swapped_gate_and_up(weights: Weights) -> Weights:
+    """Gate and up of one expert under each other's names."""
+    return _swapped(weights, "weight")
+
+
+def swapped_scales(weights: Weights) -> Weights:
+    """The scales of FP8 blocks of gate and up of one expert under each other's names."""
+    return _swapped(weights, "weight_scale_inv")
+
+
+def _swapped(weights: Weights, leaf: str) -> Weights:
+    gate, up = (f"model.layers.5.mlp.experts.11.{one}_proj.{leaf}" for one in ("gate", "up"))
+    names = {gate: up, up: gate}
+    for name, tensor in weights:
+        yield names.get(name, name), tensor
+
+
+def one_bit(weights: Weights) -> Weights:
+    """The lowest bit of one element of one tensor flipped."""
+    for name, tensor in weights:
+        if name == "model.layers.7.self_attn.k_proj.weight":
+            tensor = tensor.clone()
+            tensor.view(torch.int16)[3, 4] ^= 1
+        yield name, tensor
+
+
+def half_written(weights: Weights) -> Weights:
+    """A loader with a defect: it fills only the first half of every expert's down projection."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    original = FusedMoE._load_w2
+
+    def half(self: Any, *, expert_data: Tensor, loaded_weight: Tensor, **rest: Any) -> None:
+        columns = expert_data.shape[1] // 2
+        expert_data[:, :columns].copy_(loaded_weight[:, :columns])
+
+    FusedMoE._load_w2 = half
+    yield from weights
+    FusedMoE._load_w2 = original
+
+
+def skipped_layer(weights: Weights) -> Weights:
+    """What a reader gives that loses a layer's norm."""
+    return ((name, tensor) for name, tensor in weights if name != "model.layers.2.input_layernorm.weight")
+
+
+def lost_and_exchanged(weights: Weights) -> Weights:
+    """What LOST matches is missing; experts 4 and 5 of layer 3 are exchanged.
+
+    In a multi-token prediction layer too, which also lacks its projection of both inputs.
+    """
+    lost = (LOST, LOST_PARTS, LOST_OF_DRAFT)
+    return swapped_experts((name, tensor) for name, tensor in weights if not any(one.fullmatch(name) for one in lost))
+
+
+def lost_on_one_rank(weights: Weights) -> Weights:
+    """As `lost_and_exchanged`, and rank 1 is not given what LOST_ON_RANK_1 matches."""
+    rank = torch.distributed.get_rank()
+    return lost_and_exchanged(
+        (name, tensor) for name, tensor in weights if rank != 1 or not LOST_ON_RANK_1.fullmatch(name)
+    )
+
+
+def cut(weights: Weights) -> Weights:
+    """Output of attention in layer 6, and up of an expert there, come with half of their rows, as slices of them."""
+    for name, tensor in weights:
+        yield name, tensor.chunk(2)[0] if CUT.fullmatch(name) else tensor
+
+
+def broken_feed(weights: Weights) -> Weights:
+    """What our own code does when it has a defect."""
+    yield next(weights)
+    raise KeyError("a defect of ours")
+
+
+def without_draft_classes(weights: Weights) -> Weights:
+    """An SGLang that has no draft class for this model, from now on."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    ModelConfig._config_draft_model = lambda self: None
+    yield from weights
+
+
+ALTER: Mapping[str, Callable[[Weights], Weights]] = {
+    one.__name__: one
+    for one in (
+        unaltered,
+        swapped_experts,
+        swapped_gate_and_up,
+        one_bit,
+        half_written,
+        skipped_layer,
+        lost_and_exchanged,
+        lost_on_one_rank,
+        cut,
+        broken_feed,
+        swapped_scales,
+        without_draft_classes,
+    )
+}
+
+
+def online_int4(weights: Mapping[str, Tensor], ignore: Sequence[str], group: int) -> dict[str, Tensor]:
+    """Packs as an online quantizer that goes by names: every `.weight` with two axes, unless a rule matches its name.
+
+    Symmetric, scale = largest magnitude of the group / 7, codes stored + 8, eight a word, lowest bits first.
+    """
+    result: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        ignored = any(re.match(rule[3:], name) if rule.startswith("re:") else name.startswith(rule) for rule in ignore)
+        if not name.endswith(".weight") or tensor.dim() < 2 or ignored:
+            result[name] = tensor
+            continue
+        groups = tensor.float().unflatten(1, (-1, group))
+        scale = (groups.abs().amax(-1) / 7).to(tensor.dtype)
+        codes = (groups / scale.float().unsqueeze(-1)).round().clamp(-8, 7).flatten(1).long() + 8
+        words = (codes.unflatten(1, (-1, 8)) << (4 * torch.arange(8))).sum(-1).to(torch.int32)
+        result |= {f"{name}_packed": words, f"{name}_scale": scale, f"{name}_shape": torch.tensor(tensor.shape)}
+    return result
+
+
+def int4_config(ignore: Sequence[str], group: int) -> dict[str, Any]:
+    """`quantization_config` in compressed-tensors' words."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": groups,
+        "ignore": list(ignore),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, what its values are compared with, and what happens to them on the way (a name of ALTER)."""
+
+    checkpoint: Path
+    source: Path | None = None
+    alter: str = "unaltered"
+
+
+def written(root: Path, name: str, release: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
+    """An HF directory with these tensors, and the release's config with some values replaced."""
+    path = root / name
+    path.mkdir()
+    save_file(dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(json.loads((release / "config.json").read_text()) | config))
+    return path
+
+
+def run_cases(
+    cases: Mapping[str, Case], root: Path, *, gpu: bool = False, sizes: EngineSizes = ONE_RANK
+) -> dict[str, SglangRun]:
+    """What SGLang made of every case, on the CPU unless `gpu`, in a process a rank.
+
+    After a crash new processes go on with the next.
+    """
+    orders: dict[str, dict[str, Any]] = {}
+    for number, (name, case) in enumerate(cases.items()):
+        (scratch := root / f"scratch-{number}").mkdir()
+        job = SglangJob(
+            str(case.checkpoint),
+            None,
+            str(case.source) if case.source else None,
+            str(scratch),
+            str(root / f"{number}"),
+            sizes,
+        )
+        orders[name] = {"job": asdict(job), "alter": case.alter}
+    runs: dict[str, SglangRun] = {}
+    while left := {name: order for name, order in orders.items() if name not in runs}:
+        (root / "cases.json").write_text(json.dumps(list(left.values())))
+        logs = [root / f"log-{rank}" for rank in range(sizes.tp)]
+        with ThreadPoolExecutor(sizes.tp) as pool:
+            run = partial(run_logged, gpu=True) if gpu else ran
+            started = [
+                pool.submit(run, log, "support.sglang_runs", root / "cases.json", str(rank))
+                for rank, log in enumerate(logs)
+            ]
+        ended = all(one.result() for one in started)
+        for name, order in left.items():
+            reports = [Path(f"{order['job']['report']}-{rank}.json") for rank in range(sizes.tp)]
+            failed = {rank: "it stopped" for rank, report in enumerate(reports) if not report.exists()}
+            runs[name] = outcome(failed, reports, logs)
+            if failed and not ended:
+                break
+    return runs
+
+
+def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
+    """The CK5xx checks over a run of the witness that has been made already."""
+    subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
+    subject._results[run_sglang] = run
+    chosen, _ = choose(subject, [one for one in all_checks() if one.stage == "sglang"])
+    outcome = run_checks(subject, chosen)
+    results, findings, facts = outcome.checks, outcome.findings, outcome.facts
+    return {result.code: result for result in results}, findings, facts
+
+
+def main() -> None:
+    from verify.witnesses.sglang.process import run
+
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        content = case["job"]
+        rank = int(sys.argv[2])
+        report = f"{content['report']}-{rank}.json"
+        job = SglangJob(**content | {"sizes": EngineSizes(**content["sizes"]), "rank": rank, "report": report})
+        try:
+            run(job, ALTER[case["alter"]])
+        except Exception:  # noqa: BLE001
+            traceback.print_exc()  # what was raised stands in the job's `Ending`; the next case is not concerned
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""One process that has imported SGLang and forks, one after the other, what would be processes that import it.
+
+Importing takes ten seconds of a processor, and to load a small model less than one. `started` and `ran` stand in the
+place of `verify.witnesses.confined.start` and of `processes.run_logged`; what runs, and how it is waited for and ended,
+is the same. Tests of how the witness itself is started and ends start it for real.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from pathlib import Path
+from tempfile import mkdtemp
+
+from support.processes import environment
+
+_NUMBERS = count()
+
+
+@dataclass(frozen=True)
+class Forked:
+    """What `subprocess.Popen` is for the tests, of a process that the server has forked."""
+
+    ending: Path
+
+    @property
+    def pid(self) -> int:
+        """Also the number of its process group."""
+        return int(self._read("pid", 120))
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        code = self.ending.with_suffix(".code")
+        return int(code.read_text()) if code.exists() else None
+
+    def wait(self, limit_s: float = 600) -> int:
+        """Waits for its end. Raises TimeoutError."""
+        return int(self._read("code", limit_s))
+
+    def _read(self, what: str, limit_s: float) -> str:
+        path, deadline = self.ending.with_suffix(f".{what}"), time.monotonic() + limit_s
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the server has not written {path.name}")
+            time.sleep(0.01)
+        return path.read_text()
+
+
+def started(
+    module: str, words: Sequence[object], log: Path, variables: Mapping[str, str], *, stdout: bool = True
+) -> Forked:
+    """Runs `python -m MODULE WORDS...` with these variables alone, which prints into `log`, without a GPU."""
+    process, folder = _server()
+    forked = Forked(folder / str(next(_NUMBERS)))
+    order = {
+        "module": module,
+        "words": [*map(str, words)],
+        "log": str(log.absolute()),
+        "variables": {**variables, "CUDA_VISIBLE_DEVICES": ""},
+        "ending": str(forked.ending),
+    }
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(order) + "\n")
+    process.stdin.flush()
+    return forked
+
+
+def ran(log: Path, module: str, *words: object, limit_s: float = 540) -> bool:
+    """Runs `python -m MODULE WORDS...` offline, which prints into `log`. Returns whether it ended well in `limit_s`."""
+    forked = started(module, words, log, environment(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1"))
+    try:
+        return forked.wait(limit_s) == 0
+    except TimeoutError:
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(forked.pid, signal.SIGKILL)
+        forked.wait()
+
+
+@cache
+def _server() -> tuple[subprocess.Popen[str], Path]:
+    """The server of this process, which ends with it, and where the ends of what it forks are told."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "support.sglang_server"],
+        env=environment(OMP_NUM_THREADS="1"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+    def close() -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(60)
+
+    atexit.register(close)
+    return process, Path(mkdtemp(prefix="ckptkit-sglang-server-"))
+
+
+# What follows runs in the server.
+
+
+def _write(path: Path, number: int) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(str(number))
+    part.rename(path)
+
+
+def _become(order: Mapping[str, object]) -> None:
+    import faulthandler
+    import runpy
+
+    from verify.witnesses.confined import DUMP
+
+    os.setsid()
+    with Path(str(order["log"])).open("wb") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+    os.environ.clear()
+    os.environ.update(order["variables"])  # type: ignore[call-overload]
+    faulthandler.register(DUMP, file=2, all_threads=True)
+    sys.argv = [str(order["module"]), *order["words"]]  # type: ignore[misc]
+    runpy.run_module(str(order["module"]), run_name="__main__", alter_sys=True)
+
+
+def _fork(order: Mapping[str, object]) -> None:
+    """Forks a process that forks it, waits for it and tells its end, so that the server need not."""
+    if os.fork():
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ending = Path(str(order["ending"]))
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            _become(order)
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        except BaseException:  # noqa: BLE001 - as the interpreter does at the end of a process
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    _write(ending.with_suffix(".pid"), pid)
+    _, status = os.waitpid(pid, 0)
+    _write(ending.with_suffix(".code"), os.waitstatus_to_exitcode(status))
+    os._exit(0)
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def main() -> None:
+    """Reads orders from stdin, line by line."""
+    import gc
+    from unittest import mock
+
+    import torch
+
+    import verify.witnesses.sglang.process  # noqa: F401
+
+    # Once torch has looked for a GPU, it refuses to do so again in what is forked, with another message than it has.
+    with (
+        mock.patch.object(torch._C, "_cuda_getDeviceCount", return_value=0),
+        mock.patch.object(torch._C, "_cuda_init", side_effect=RuntimeError("Found no NVIDIA driver")),
+    ):
+        import sglang.srt.models.registry  # noqa: F401 - which imports the class of every model
+    signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    gc.freeze()
+    for line in sys.stdin:
+        _fork(json.loads(line))
+
+
+if __name__ == "__main__":
+    main()

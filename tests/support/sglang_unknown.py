@@ -1,0 +1,28 @@
+"""An SGLang witness rank with a release that does not exist: `python -m support.sglang_unknown JOB.json`.
+
+Its version is 9.9.9, and what the environment variable LACKS names (`module:attribute`) is not in it.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+import verify.witnesses.sglang.process as process
+from verify.witnesses.sglang import examine
+
+
+def main() -> None:
+    if lacks := os.environ.get("LACKS"):
+        module, _, path = lacks.partition(":")
+        *owners, name = path.split(".")
+        owner = import_module(module)
+        for one in owners:
+            owner = getattr(owner, one)
+        delattr(owner, name)
+    examine.version = lambda package: "9.9.9"  # type: ignore[attr-defined]
+    process.main()
+
+
+if __name__ == "__main__":
+    main()

