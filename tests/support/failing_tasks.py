@@ -21,7 +21,7 @@ def fail_or_end(told: None, piece: Sequence[str]) -> None:
 
 
 def main(address: str, rounds: int) -> None:
-    from support.failing_tasks import fail_or_end  # under the name by which a worker finds it
+    from failing_tasks import fail_or_end  # under the name by which a worker finds it
 
     failed, stopped = 0, list[None]()
     with connected(address) as ray:
