@@ -20,10 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import models  # it brings transformers with it, so that no run has to import them
-
 from ckptkit.app.api import convert, int4_scheme, quantize
 from ckptkit.transfer.journal import JOURNAL
+from support import models
 
 FILE_BYTES = 300_000
 PATIENCE_S = 300

@@ -40,7 +40,7 @@ SOUND = Stage("the attention of layer 0", [0.002] * 200, NOISE)
 
 def run_witness(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has a module of the tests run the ranks."""
-    tests = str(Path(models.__file__).parent)
+    tests = str(Path(models.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")])))
     monkeypatch.setattr(megatron_run, "_WITNESS", name)
 
