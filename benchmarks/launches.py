@@ -6,11 +6,10 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from measure import ROUNDS, SMALLEST, Run, run
+from measure import ROUNDS, Run, run
 from plan import HF, LAYERS, MEGATRON, make
 
 _MODEL = f"""
@@ -77,16 +76,13 @@ LAUNCHES = {
 
 
 def rows() -> list[dict[str, Any]]:
-    """Seconds and memory of whole processes: looked at, and found again where no file has changed ("again")."""
+    """Seconds and memory of whole processes."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
         work = Path(directory)
         hf, megatron = work / "hf", work / "megatron"
         make(HF, str(hf), "fp8")
         make(MEGATRON, str(megatron))
-        os.environ["XDG_CACHE_HOME"] = str(work / "cache")
         files = {stack: _file(work, number, hf, megatron) for number, stack in enumerate(LAUNCHES)}
-        if not SMALLEST:  # what has changed within a minute is not kept
-            _wait(hf, megatron)
         return [_row(stack, file) for stack, file in files.items()]
 
 
@@ -99,22 +95,15 @@ def _file(work: Path, number: int, hf: Path, megatron: Path) -> Path:
     return folder / name
 
 
-def _wait(*folders: Path) -> None:
-    newest = max(path.stat().st_ctime for folder in folders for path in [folder, *folder.rglob("*")])
-    time.sleep(max(0.0, newest + 61 - time.time()))
-
-
 def _row(stack: str, file: Path) -> dict[str, Any]:
-    looked, again = ([_run(file, option) for _ in range(ROUNDS)] for option in (["--no-cache"], []))
+    runs = [_run(file) for _ in range(ROUNDS)]
     return {
         "launch": stack,
-        "seconds": round(statistics.median(one.seconds for one in looked), 2),
-        "CPU s": round(statistics.median(one.busy for one in looked), 2),
-        # The first of these runs keeps its result.
-        "seconds again": round(statistics.median(one.seconds for one in again[1:] or again), 2),
-        "peak MiB": max(one.resident for one in looked) >> 20,
+        "seconds": round(statistics.median(one.seconds for one in runs), 2),
+        "CPU s": round(statistics.median(one.busy for one in runs), 2),
+        "peak MiB": max(one.resident for one in runs) >> 20,
     }
 
 
-def _run(file: Path, option: list[str]) -> Run:
-    return run([sys.executable, "-m", "ckptkit", "preflight", str(file), *option])
+def _run(file: Path) -> Run:
+    return run([sys.executable, "-m", "ckptkit", "preflight", str(file)])

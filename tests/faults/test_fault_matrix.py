@@ -66,7 +66,7 @@ class Place:
                 *("--verify-signature", "--key", source / "key.pub"),
             ],
             "lint --fix": ["lint", work / "int4", "--fix"],
-            "preflight": ["preflight", "--hf-checkpoint", hf, "--ref-load", megatron, "--no-cache"],
+            "preflight": ["preflight", "--hf-checkpoint", hf, "--ref-load", megatron],
             "triage": ["triage", source / "log"],
         }[verb]
 

@@ -11,9 +11,8 @@ from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, look
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
 from verify.checks.launch.paths import NOT_READ
-from verify.checks.launch.same_weights import COMPARED, NOT_COMPARED, sharing_weights
+from verify.checks.launch.same_weights import COMPARED, NOT_COMPARED
 from verify.evidence.subject import Subject
-from verify.launch.kept import kept_outcome
 from verify.launch.sides import Side
 from verify.report import CheckResult, Finding, Report
 from verify.run import choose, model_of, now
@@ -33,27 +32,16 @@ def judged(
     sides: Sequence[Side],
     subjects: Iterable[Subject],
     notes: Sequence[str] = (),
-    *,
-    cache: bool = False,
 ) -> Report:
     """The report of a launch: `launched` stands for it as a whole, `subjects` for the directories that it loads.
 
-    `notes` are printed with what the checks remark. With `cache`, what follows from the directories alone is kept.
+    `notes` are printed with what the checks remark.
     """
     checks, directories = all_checks(), list(subjects)
     launched = replace(launched, loaded={one.path: one for one in directories})
     chosen, left_out = choose(launched, [one for one in checks if one.stage == "launch"])
     outcome = run_checks(launched, [one for one in chosen if not one.needs])
-    last = [one for one in chosen if one.needs]
-
-    def look() -> Outcome:
-        return _checkpoints(launched, directories, checks, last)
-
-    paths = {path for one in directories for path in (one.path, one.source_path, one.hf_path) if path}
-    paths |= {one.path for one in sides if one.path}
-    loads = [(one.role, one.kind, one.path) for one in sides]
-    question = repr((sorted(map(repr, directories)), loads, _sharing(launched)))
-    outcome.add(kept_outcome(f"{question} {[one.code for one in last]}", paths, look) if cache else look())
+    outcome.add(_checkpoints(launched, directories, checks, [one for one in chosen if one.needs]))
     if notes:
         outcome.facts[NOTES] = [*notes, *outcome.facts.get(NOTES, [])]
     return Report(
@@ -101,10 +89,6 @@ def _checkpoints(
         headers.add(check_headers(subject))
     headers.add(run_checks(launched, last, failed_gate(checks, headers)))
     return headers
-
-
-def _sharing(launched: Subject) -> list[tuple[str, str]]:
-    return [(one.role, other.role) for one, other in sharing_weights(launched.launch)] if launched.launch else []
 
 
 def check_headers(subject: Subject) -> Outcome:

@@ -47,13 +47,11 @@ def preflight(
     arguments: Sequence[str] = (),
     script: str | Path | None = None,
     text: LaunchText | None = None,
-    cache: bool = False,
 ) -> Report:
     """Reports what a launch would load, and what its words, headers, JSON files and samples of weights show.
 
     `script` is a launch script of bash, which is read and never run, or the YAML file of a job of verl, NeMo-RL or
     ROLL; `arguments` are the words behind it, or a launch by themselves; `text` is a launch that was read already.
-    With `cache`, what headers and samples came to before counts while no file of the checkpoints changes.
     Paths and sizes that are not given here are the launch's. Variables count in the environment too. Where a launch
     names a size or a path that is not read, or that nobody can tell before it runs, the report is inconclusive. Raises
     CkptkitError when no path is given or one is a URL, when a size is given twice, differently, and when the script is
@@ -71,7 +69,7 @@ def preflight(
     if stacked := read_stack(text.words, config, environment, hub.path if hub else paths[0]):
         if hub and hub.path is None:
             raise CkptkitError(f"--hf-checkpoint {hub.name}: {hub.why}", "give a local copy of it")
-        return preflight_stack(stacked, text, *paths[1:], ckpt_step, {"tp": tp, "pp": pp, "ep": ep}, cache=cache)
+        return preflight_stack(stacked, text, *paths[1:], ckpt_step, {"tp": tp, "pp": pp, "ep": ep})
     launch, notes = launch_of(text, *paths, ckpt_step, environment)
     if not (launch.hf_checkpoint or launch.hub or launch.load or launch.ref_load or text.unresolved or text.issues):
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
@@ -93,7 +91,7 @@ def preflight(
         replace(one, arguments=options, etp=etp, updated=updated, readers=readers, sizes_at=_sizes_at(launch))
         for one in _subjects(sides, hf, tp, pp, ep)
     )
-    return judged(launched, sides, subjects, notes, cache=cache)
+    return judged(launched, sides, subjects, notes)
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -23,8 +23,6 @@ def preflight_stack(
     ref_load: Path | None = None,
     ckpt_step: int | None = None,
     sizes: Mapping[str, int] | None = None,
-    *,
-    cache: bool = False,
 ) -> Report:
     """The report of a job by its settings; `text` is what its command line says.
 
@@ -42,7 +40,7 @@ def preflight_stack(
             raise CkptkitError(f"--{name} {given}, but by the settings of the job it is {said}", f"leave --{name} out")
     launch = Launch(stacked.hf, text=text, stack=stacked)
     launched = Subject(stacked.hf or Path(), launch=launch, arguments=actor)
-    return judged(launched, stacked.sides, _subjects(stacked), cache=cache)
+    return judged(launched, stacked.sides, _subjects(stacked))
 
 
 def _subjects(stacked: Stacked) -> Iterator[Subject]:

@@ -124,18 +124,12 @@ def verify(
 @common.strict
 @common.every
 @common.as_json
-@click.option(
-    "--no-cache",
-    is_flag=True,
-    help="Look at the checkpoints again, also where none of their files changed since the last run.",
-)
 @click.argument("script", type=click.Path(), required=False, metavar="[SCRIPT] [-- LAUNCH ARGUMENTS]")
 @click.pass_context
 def preflight(
     context: click.Context,
     /,
     script: str | None,
-    no_cache: bool,
     reports: tuple[Path, ...],
     strict: bool,
     every: bool,
@@ -159,7 +153,7 @@ def preflight(
         raise click.UsageError("give a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
     if script not in (None, "-") and not Path(str(script)).is_file():
         raise click.UsageError(f"unexpected argument {script!r}: no such script; launch arguments come behind --")
-    report = run(arguments=arguments, script=script, cache=not no_cache, **options)
+    report = run(arguments=arguments, script=script, **options)
     print_report(report, as_json, strict, reports, every)
 
 

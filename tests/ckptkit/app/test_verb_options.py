@@ -27,7 +27,7 @@ ALWAYS = {
     "manifest": "output workers",
     "verify": "source against_megatron against_sglang engine update release_resume logits rollout_data manifest tp pp "
     "ep etp readers ray every reports strict as_json",
-    "preflight": "every hf_checkpoint load ref_load tp pp ep reports strict as_json no_cache",
+    "preflight": "every hf_checkpoint load ref_load tp pp ep reports strict as_json",
     "diff": "exact as_json",
     "triage": "as_json",
     "explain": "",

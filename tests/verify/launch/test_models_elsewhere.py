@@ -109,7 +109,7 @@ def test_right_launch_of_an_unknown_model_is_inconclusive(
     stack: str, unknown: Path, releases: PathOf, tmp_path: Path
 ) -> None:
     launch = (LAUNCHES | SLIME)[stack]
-    done = CliRunner().invoke(cli, ["preflight", str(launch(tmp_path, str(unknown))), "--no-cache", "--json"])
+    done = CliRunner().invoke(cli, ["preflight", str(launch(tmp_path, str(unknown))), "--json"])
     report = json.loads(done.stdout)
     assert (done.exit_code, report["status"], report["findings"]) == (2, "inconclusive", [])
     assert any(f"model_type '{UNKNOWN}'" in reason for reason in report["reasons"])
@@ -175,7 +175,7 @@ def test_a_name_on_a_hub_is_its_snapshot_in_the_local_cache(
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("stack", LAUNCHES)
 def test_a_name_on_a_hub_that_is_not_in_the_cache_is_downloaded_and_inconclusive(stack: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["preflight", str(LAUNCHES[stack](tmp_path, REPOSITORY)), "--no-cache", "--json"])
+    done = CliRunner().invoke(cli, ["preflight", str(LAUNCHES[stack](tmp_path, REPOSITORY)), "--json"])
     report = json.loads(done.stdout)
     assert (done.exit_code, report["status"], report["findings"]) == (2, "inconclusive", [])
     cache = tmp_path / "home" / ".cache" / "huggingface" / "hub"

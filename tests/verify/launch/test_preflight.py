@@ -334,7 +334,7 @@ def test_readme_form_tells_the_right_model_from_another(
 
     def exit_code(megatron: Path) -> tuple[int, str]:
         words = ["--hf-checkpoint", tmp_path / "int4", "--load", megatron, "--ref-load", megatron]
-        done = CliRunner().invoke(cli, ["preflight", *map(str, words), "--tp", "2", "--ep", "4", "--no-cache"])
+        done = CliRunner().invoke(cli, ["preflight", *map(str, words), "--tp", "2", "--ep", "4"])
         return done.exit_code, done.output
 
     code, output = exit_code(converted("qwen3_moe"))

@@ -108,7 +108,7 @@ def test_right_launch_passes_strictly(
     megatron = Path(shutil.copytree(converted(name), tmp_path / "megatron"))
     (megatron / "ckptkit.json").unlink()
     script = STACKS[stack](tmp_path, releases(name), megatron)
-    done = CliRunner().invoke(cli, ["preflight", str(script), "--strict", "--no-cache", "--json"])
+    done = CliRunner().invoke(cli, ["preflight", str(script), "--strict", "--json"])
     report = json.loads(done.stdout)
     assert (report["status"], report["findings"], report["reasons"]) == ("passed", [], [])
     assert [one for one in report["checks"] if one["status"] != "passed"] == []
@@ -146,7 +146,7 @@ def test_right_launch_with_latent_attention_passes_strictly(launch: str, release
     name, yarn, words = LATENT[launch]
     hf, megatron = latent(tmp_path, releases(name), yarn)
     script = bash(tmp_path, hf, megatron, f"--ref-load {{megatron}} {words}")
-    done = CliRunner().invoke(cli, ["preflight", str(script), "--strict", "--no-cache", "--json"])
+    done = CliRunner().invoke(cli, ["preflight", str(script), "--strict", "--json"])
     report = json.loads(done.stdout)
     assert (report["status"], report["findings"], report["reasons"]) == ("passed", [], [])
     assert done.exit_code == 0, done.stderr
@@ -180,7 +180,7 @@ def test_a_launch_of_no_stack_imports_torch(releases: PathOf, converted: PathOf,
     for stack, write in STACKS.items():
         (tmp_path / stack).mkdir()
         script = write(tmp_path / stack, releases("qwen3_moe"), megatron)
-        commands.append(["preflight", str(script), "--no-cache", "--json"])
+        commands.append(["preflight", str(script), "--json"])
     done = python("-c", RUN, json.dumps(commands))
     modules = set(json.loads(done.stderr.splitlines()[-1]))
     assert done.stdout.count('"status": "passed",\n  "reasons"') == len(STACKS)
