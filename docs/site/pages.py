@@ -146,7 +146,7 @@ EXAMPLES = {
     ),
     "CK720": (
         "only config.json and the shards were copied",
-        "expected files of a tokenizer, which an engine loads from here; actual no file of a tokenizer",
+        "expected a tokenizer, which engines load from here; actual no tokenizer file",
     ),
     "CK721": (
         "a comment behind a line's continuation, so that all options after it are lost",

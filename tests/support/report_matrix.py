@@ -69,6 +69,8 @@ def invoke(*arguments: str | Path) -> dict[str, Any]:
     try:
         with redirect_stdout(out), redirect_stderr(io.StringIO()):
             code = cli.main([*map(str, arguments), "--json"], standalone_mode=False)
+    except SystemExit as ended:  # how a verb with findings ends
+        code = ended.code
     except (click.ClickException, Exception) as error:  # noqa: BLE001 - a crash is an outcome to compare too
         return {"refused": type(error).__name__, "message": str(error)}
     text = out.getvalue()

@@ -1,4 +1,4 @@
-"""How far weights in 8-bit and 4-bit floats (FP8, MXFP4) are off their source.
+"""Measures how far weights in 8-bit and 4-bit floats (FP8, MXFP4) are off their source.
 
 A stored weight is a code times a scale. Rounding to the nearest code is off by at most half the distance between codes:
 with m bits of mantissa, 2^(e - m - 1) steps for a code of at least 2^e, where one step is the scale and e is at least
@@ -51,46 +51,33 @@ _PIECE = 1 << 24  # weights that are compared at a time
 
 @dataclass(frozen=True)
 class FloatGrid:
-    """The numbers that a format has, in steps.
+    """The numbers that a format has, in steps."""
 
-    `mantissa`: bits. `normal`: the smallest normal number. `largest`: the largest one. `reach`: how large a weight may
-    be to be clipped to that.
-    """
-
-    mantissa: int
-    normal: float
+    mantissa: int  # bits
+    normal: float  # the smallest normal number
     largest: float
-    reach: float
+    reach: float  # the largest weight that may be clipped to `largest`
 
 
 @dataclass(frozen=True)
 class FloatRounding:
-    """How far one weight of `numel` numbers is off its source.
+    """How far one weight is off its source."""
 
-    `wrong`: how many of them are further off than rounding takes them; `rows`: where, empty where that is every row.
-    `times`: the worst of them, as a multiple of how far it may be off.
-    """
-
-    wrong: int
+    wrong: int  # elements further off than rounding explains
     numel: int
-    times: float
-    rows: str
+    times: float  # the worst error, as a multiple of what is allowed
+    rows: str  # rows with wrong elements; empty where that is every row
 
 
 @dataclass(frozen=True)
 class FloatWeights:
-    """The weights of a checkpoint in FP8 or MXFP4 that its plain source can judge, by headers.
+    """The weights of a checkpoint in FP8 or MXFP4 that its plain source can judge, by headers."""
 
-    `words`: the format. `judged`: HF names, with one tensor an expert. `parts`: the tensors that hold them.
-    `broken`: what is wrong with those whose parts do not fit, by the name of the stored weight.
-    `unread`: why none can be judged, where the format is not supported; `judged` then names 8-bit floats.
-    """
-
-    words: str = ""
-    judged: frozenset[str] = frozenset()
-    parts: frozenset[str] = frozenset()
-    broken: Mapping[str, str] = field(default_factory=dict)
-    unread: str | None = None
+    words: str = ""  # the format, for people
+    judged: frozenset[str] = frozenset()  # HF names, with one tensor an expert; 8-bit floats where `unread` is set
+    parts: frozenset[str] = frozenset()  # the tensors that hold them
+    broken: Mapping[str, str] = field(default_factory=dict)  # what is wrong with parts that do not fit, by stored name
+    unread: str | None = None  # why none can be judged, where the format is not supported
     grid: FloatGrid | None = None
     steps: tuple[Step, ...] = ()
 

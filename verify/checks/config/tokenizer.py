@@ -14,7 +14,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
-from verify.evidence.expected import config_of
+from verify.evidence.expected import require_config
 from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -56,14 +56,6 @@ def _no_vocabulary(side: SideFiles) -> str | None:
     return None
 
 
-def _rows(subject: Subject) -> int:
-    """Rows of the embedding. Raises Skip where no config says so, which CK101 reports."""
-    try:
-        return dims_of(config_of(subject)).vocab
-    except CkptkitError as error:
-        raise Skip(f"there is no usable config.json (CK101): {error.message}") from error
-
-
 @check(
     "CK706",
     "every token id has a row in the embedding",
@@ -77,7 +69,7 @@ def _rows(subject: Subject) -> int:
 )
 def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The largest id of every tokenizer file against `vocab_size` (CK105: that of the embedding); one id a token."""
-    side, rows = side_of(subject), _rows(subject)
+    side, rows = side_of(subject), dims_of(require_config(subject)).vocab
     try:
         vocabularies = side.vocabularies
     except CkptkitError as error:
@@ -91,7 +83,8 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(0)
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
-            actual = f"{token!r} has id {largest}, of {sum(number >= rows for number in ids.values())} without a row"
+            beyond = sum(number >= rows for number in ids.values())
+            actual = f"{token!r} has id {largest}; ids without a row: {beyond}"
             yield Issue(f"ids below {rows}, the rows of the embedding", actual, hint, file=side.root / file)
         other = next((token for token, number in ids.items() if side.ids[token] != number), None)
         if other is not None:
@@ -127,7 +120,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Several ends are usual in generation_config.json, so the ends of two files need only have one in common.
     """
-    side, rows = side_of(subject), _rows(subject)
+    side, rows = side_of(subject), dims_of(require_config(subject)).vocab
     try:
         stated = {kind: dict(_stated(side, kind)) for kind in _KINDS}
         unknown = [
@@ -156,7 +149,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(f"{kind}_token_id as a whole number", f"{kind}_token_id {value}", hint, file=side.root / file)
     for kind, text in unknown:
         yield Issue(
-            f"{kind}_token in the vocabulary", f"{text!r} is no token of it", hint, file=side.root / TOKENIZER_CONFIG
+            f"{kind}_token in the vocabulary", f"{text!r} is not in it", hint, file=side.root / TOKENIZER_CONFIG
         )
     if not any(stated.values()):
         tally.compared(0)  # three files were looked at, and none of them names a special token
@@ -185,7 +178,7 @@ def _values(side: SideFiles, kind: str) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _unread(side: SideFiles) -> Iterator[tuple[str, str, str]]:
-    """Kind, file and value of ids that are no whole numbers, which engines refuse or never meet."""
+    """Kind, file and value of ids that are not whole numbers, which engines refuse or never meet."""
     for kind in _KINDS:
         for file, values in _values(side, kind):
             yield from ((kind, file, shortened(one)) for one in values if type(one) is not int)
@@ -268,7 +261,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
             if name not in mine:
                 wrong["missing", file_of(there, name)].append(name)
             elif mine[name] != its[name]:
-                wrong["another one", file_of(here, name)].append(name)
+                wrong["different", file_of(here, name)].append(name)
         for (actual, file), names in wrong.items():
             expected = (
                 f"the {what} {names[0]!r} of the source"
@@ -283,7 +276,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "a tokenizer lies beside the weights",
     stage="configuration",
     rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start, or it "
-    "knows no words. tokenizer_config.json alone is no tokenizer.",
+    "knows no words. tokenizer_config.json alone is not a tokenizer.",
     fix="Copy the tokenizer files of the release into this directory, or start the engine with `--skip-tokenizer-init` "
     "and send it token ids.",
     unless=lambda subject: None if subject.kind == "hf" else "Megatron loads no tokenizer from its checkpoint",
@@ -305,8 +298,8 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     )
     where = str(subject.path)
     yield Issue(
-        "files of a tokenizer, which an engine loads from here",
-        "no file of a tokenizer",
+        "a tokenizer, which engines load from here",
+        "no tokenizer file",
         hint,
         file=where,
         severity="error" if known else "warning",

@@ -24,23 +24,20 @@ from verify.evidence.plausible.profile import Array, Profile
 BETTER = 0.4
 FITS = 0.4
 _SURE = 4.0  # standard deviations of a correlation of independent numbers
-_TOLD_APART = 0.25  # of a whole model: with less in the median layer, right and wrong cannot be told apart
+_DISTINGUISHED = 0.25  # of a whole model: with less in the median layer, right and wrong cannot be distinguished
 _ATTENTION = tuple(f"self_attn.{part}_proj.weight" for part in "qkvo")
 _Q, _K, _V, _O = _ATTENTION
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How well two pairs of `tails` of a `layer` answer each other as named (`own`) and as exchanged (`other`).
-
-    `count`: numbers that were correlated.
-    """
+    """How well the sizes of tensors of a layer correlate as named, and as exchanged."""
 
     layer: int
     tails: tuple[str, ...]
-    own: float
-    other: float
-    count: int
+    own: float  # as named
+    other: float  # as exchanged
+    count: int  # numbers that were correlated
 
     @property
     def wrong(self) -> bool:
@@ -59,13 +56,13 @@ def unbalanced(layers: Layers) -> tuple[list[Suspicion], list[str]]:
     shown, hidden = [], []
     for question, balances in found.items():
         apart = statistics.median(one.own - one.other for one in balances)
-        if abs(apart) < _TOLD_APART:
+        if abs(apart) < _DISTINGUISHED:
             hidden.append(question)
             continue
         shown.append(question)
         for one in balances:
             if one.wrong:
-                expected = "rows and columns as large as those that answer them (sizes balance in training)"
+                expected = "rows and columns of the same size as their counterparts (training balances them)"
                 actual = f"it looks like {question}: the correlation would be {one.other:.2f} and is {one.own:.2f}"
                 suspicion = Suspicion(layers.name(one.layer, *one.tails), expected, actual)
                 suspicions[one.layer].append((one.other - one.own, suspicion))
