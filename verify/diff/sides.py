@@ -23,7 +23,7 @@ from converters.stored import as_stored
 from verify.evidence.expected import fp32_names
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.plain import plain
-from verify.evidence.values import in_hf_space
+from verify.evidence.values import as_hf_view
 
 # Keys of a config.json that say nothing about the model.
 _NOT_OF_MODEL = {
@@ -85,11 +85,11 @@ def _under_common_names(
 ) -> tuple[list[Checkpoint], list[str]]:
     a, b = stored
     try:
-        sides = [in_hf_space(a, places[0].path, b.specs), in_hf_space(b, places[1].path, a.specs)]
+        sides = [as_hf_view(a, places[0].path, b.specs), as_hf_view(b, places[1].path, a.specs)]
     except CkptkitError as error:
         if places[0].kind != places[1].kind:
             raise
-        return stored, [f"names are those on disk, since they cannot be brought to common ones: {error.message}"]
+        return stored, [f"tensors keep their names on disk, since there are no common ones: {error.message}"]
     return sides, []
 
 

@@ -257,6 +257,12 @@ def require_config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]
         raise Skip(f"config.json is not usable (CK101): {error.message}") from error
 
 
+def tied_head_of(subject: Subject) -> tuple[str, str] | None:
+    """Names of the output layer and of the embedding that it repeats; None where they are not tied, or unknown."""
+    config = usable_config(subject)
+    return tied_head(config) if config else None
+
+
 def fp32_names(config: Mapping[str, Any] | None) -> frozenset[str]:
     """HF names of state that must stay float32, such as a router's selection bias."""
     rules = rules_of(config) if config else ()

@@ -38,7 +38,7 @@ from quant.formats.release import Release
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
-from verify.evidence.values import common_groups, in_hf_space, rows_named
+from verify.evidence.values import as_hf_view, common_groups, rows_named, source_as_hf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,7 @@ def float_weights(subject: Subject) -> FloatWeights:
     checkpoint = subject.checkpoint
     if not is_quantized(checkpoint.config):
         return FloatWeights()
-    source = _source(subject)
+    source = source_as_hf(subject, checkpoint.specs)
     try:
         form = format_of(checkpoint.config)
     except CkptkitError as error:
@@ -113,7 +113,8 @@ def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
     found = subject.once(float_weights)
     if found.grid is None or not found.judged:
         return {}
-    codes, scales, source = (*(_codes(subject, found.steps, part) for part in (0, 1)), _source(subject))
+    codes, scales = (_codes(subject, found.steps, part) for part in (0, 1))
+    source = source_as_hf(subject, subject.checkpoint.specs)
     groups = [
         names for group in common_groups(codes, source) if (names := [name for name in group if name in found.judged])
     ]
@@ -121,12 +122,6 @@ def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
     with threads(largest) as pool:
         several = pool.map(partial(_rounding, codes, scales, source, found.grid), groups)
         return {name: one for part in several for name, one in part.items()}
-
-
-def _source(subject: Subject) -> Checkpoint:
-    if subject.source is None:
-        raise ValueError("there is no source")
-    return in_hf_space(subject.source, subject.source_path or subject.path, subject.checkpoint.specs)
 
 
 def _unread(checkpoint: Checkpoint, source: Checkpoint, reason: str) -> FloatWeights:
@@ -172,7 +167,7 @@ def _codes(subject: Subject, steps: Sequence[Step], part: int) -> Checkpoint:
     taken = {name for step in steps for name in step.inputs}
     rest = tuple(identity(spec) for name, spec in checkpoint.specs.items() if name not in taken)
     plan = Plan((*made, *rest), checkpoint.specs, where=str(subject.path), config=checkpoint.config)
-    return in_hf_space(View(checkpoint, plan), subject.path)
+    return as_hf_view(View(checkpoint, plan), subject.path)
 
 
 def _part_step(step: Step, form: Any, part: int) -> Step:

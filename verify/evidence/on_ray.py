@@ -1,4 +1,4 @@
-"""The pass over all the bytes as tasks on a Ray cluster: each opens both sides, and looks at some groups of tensors."""
+"""Runs the pass over all the bytes as tasks on a Ray cluster: each opens both sides and reads some groups."""
 
 from __future__ import annotations
 

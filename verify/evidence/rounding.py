@@ -41,7 +41,7 @@ from quant.formats.scheme import KEPT_SCALES
 from verify.evidence.expected import config_of, packed_parts, weights_of
 from verify.evidence.packed import Int4Format, int4_format_of, observer_kwargs, part_shapes
 from verify.evidence.subject import Subject
-from verify.evidence.values import in_hf_space
+from verify.evidence.values import source_as_hf
 
 if TYPE_CHECKING:
     import torch
@@ -88,10 +88,10 @@ def rounding_of(subject: Subject) -> dict[str, Rounding]:
     two cannot be read.
     """
     config, specs = config_of(subject), subject.checkpoint.specs
-    form, source = int4_format_of(config), subject.source
-    if form is None or source is None:
+    form = int4_format_of(config)
+    if form is None or subject.source is None:
         return {}
-    source = in_hf_space(source, subject.source_path or subject.path)
+    source = source_as_hf(subject)
     shapes, found = expected_hf(config), dict[str, Rounding]()
     modules = {module for module in packed_in(specs) if _fits(module, specs, config, form, shapes)}
     for group in source.groups:

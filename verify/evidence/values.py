@@ -69,7 +69,7 @@ class Values:
         self.profiles |= part.profiles
 
 
-def in_hf_space(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
+def as_hf_view(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
     """The checkpoint as a view under HF names, with one tensor an expert and the tensors that are only carried.
 
     `release` are the names to compare with: tensors that it repeats are repeated. Raises CkptkitError where the config
@@ -90,9 +90,15 @@ def sides(subject: Subject, stored: bool) -> tuple[Checkpoint, Checkpoint | None
     """The checkpoint and its source with HF names; `stored`: the checkpoint alone, with its names on disk."""
     checkpoint, source = subject.checkpoint, None if stored else subject.source
     if source is None:
-        return (checkpoint if stored or subject.kind == "megatron" else in_hf_space(checkpoint, subject.path)), None
-    here = in_hf_space(checkpoint, subject.path, source.specs)
-    return here, in_hf_space(source, subject.source_path or subject.path, checkpoint.specs)
+        return (checkpoint if stored or subject.kind == "megatron" else as_hf_view(checkpoint, subject.path)), None
+    return as_hf_view(checkpoint, subject.path, source.specs), source_as_hf(subject, checkpoint.specs)
+
+
+def source_as_hf(subject: Subject, names: Collection[str] = ()) -> Checkpoint:
+    """The source as `as_hf_view` shows it. Raises ValueError where there is none."""
+    if subject.source is None:
+        raise ValueError("there is no source")
+    return as_hf_view(subject.source, subject.source_path or subject.path, names)
 
 
 def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Symptoms of an engine that drops, lacks or cannot lay out weights: SGLang, vLLM, transformers."""
+"""Symptoms of an engine that drops, lacks or cannot place weights: SGLang, vLLM, transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`triage`: which known symptoms the logs of a job show, and which command proves or rules out each."""
+"""Finds known symptoms in the logs of a job, with the command that proves or rules out each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Triage:
 def triage(logs: Sequence[str | Path]) -> Triage:
     """Looks for known symptoms in logs of trainers and engines; `-` is standard input.
 
-    Memory does not grow with the logs. Raises CkptkitError where one cannot be read, is empty, or is no text.
+    Memory does not grow with the logs. Raises CkptkitError where one cannot be read, is empty, or is not text.
     """
     if not logs:
         raise CkptkitError("no log was given", "give the log of the trainer, or `-` for standard input")

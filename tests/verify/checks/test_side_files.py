@@ -98,7 +98,7 @@ def test_tiktoken_rank_beyond_the_embedding_is_found(releases: PathOf, copy_of: 
     assert finding.file == str(path / "tiktoken.model")
     (path / "tiktoken.model").write_text("not a rank")
     _, (finding,) = alone("CK706", path)
-    assert "is no tiktoken file" in finding.actual
+    assert "is not a tiktoken file" in finding.actual
 
 
 def test_a_token_with_two_ids(hf: Path, alone: RunAlone) -> None:

@@ -46,7 +46,7 @@ def _both_spellings(subject: Subject) -> str | None:
         "rope_parameters" in holder and ("rope_theta" in holder or "rope_scaling" in holder)
         for _, holder in _holders(_config(subject))
     )
-    return None if stated else "config.json spells its rotary settings in one way"
+    return None if stated else "config.json states its rotary settings in one spelling"
 
 
 @check(
@@ -112,7 +112,7 @@ def _no_text_config(subject: Subject) -> str | None:
     tied = TIED in text or TIED in config
     if twice or (tied and _tie_flag(config) is not None):
         return None
-    return "config.json does not repeat settings of its language model, or hide one where no reader looks"
+    return "config.json states no setting of its language model twice, or where no reader looks"
 
 
 def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
@@ -170,7 +170,7 @@ def _has_head(subject: Subject) -> bool:
 def _tie_issues(
     tie: TieFlag, config: Mapping[str, Any], text: Mapping[str, Any], tally: Tally, where: str, severity: Severity
 ) -> Iterator[Issue]:
-    """Readers that disagree, and a flag where none of them looks: of this severity where it stands there alone."""
+    """Readers that disagree, and a flag where none of them looks; `severity` is for one that stands there alone."""
     read = tie.read(config, text)
     hint = f"set {TIED} at the top and in text_config, true where the output layer is the embedding, else false"
     who = {value: ", ".join(reader for reader, taken in read.items() if taken is value) for value in (True, False)}

@@ -8,7 +8,6 @@ from typing import Any
 
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import INDEX
-from converters.planner import tied_head
 from quant.formats.part_names import PACKED, SCALE, SHAPE
 from verify.check import Tally, check
 from verify.checks.headers.files import names_of
@@ -16,7 +15,7 @@ from verify.checks.headers.layer_counts import layer_table, uneven
 from verify.checks.headers.leftovers import leftovers
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.headers.spelling import other_names
-from verify.evidence.expected import Expected, expected_of, remarks_of, spelling_of, usable_config
+from verify.evidence.expected import Expected, expected_of, remarks_of, spelling_of, tied_head_of, usable_config
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -43,10 +42,10 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _three_way(subject, specs, expected)
     for text in remarks_of(subject) if config else ():
         tally.note(text)
-    if subject.kind == "hf" and config and (tied := tied_head(config)) and tied[0] in specs:
+    if subject.kind == "hf" and (tied := tied_head_of(subject)) and tied[0] in specs:
         tally.note(
-            f"{tied[0]} is stored although tie_word_embeddings is true; that it repeats {tied[1]} can be told "
-            "from values only (CK211)"
+            f"{tied[0]} is stored although tie_word_embeddings is true; only its values show whether it repeats "
+            f"{tied[1]} (CK211)"
         )
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:

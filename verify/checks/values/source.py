@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Set
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
-from converters.planner import tied_head
 from quant.formats.part_names import PACKED, packed_in
 from verify.check import Skip, Tally, check
 from verify.checks.values.values import PARTS, UNREAD, counted
-from verify.evidence.expected import fp32_names, is_quantized, usable_config
+from verify.evidence.expected import fp32_names, is_quantized, tied_head_of, usable_config
 from verify.evidence.extremes import same_bytes
 from verify.evidence.float_rounding import float_weights
 from verify.evidence.folding import group_by_pattern
@@ -53,7 +52,7 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
     yield Issue("the tensor of the source", "missing", "convert again from the source", names=lost, file=subject.path)
     yield Issue(
-        "only tensors of the source",
+        "only tensors that the source has",
         "the source has no tensor of this name",
         "check --source",
         names=extra,
@@ -105,8 +104,7 @@ def _repeated_head(subject: Subject) -> frozenset[str]:
 
     Stored here it is for CK211 to judge; stored in the source it must repeat the embedding.
     """
-    config = usable_config(subject)
-    tied = tied_head(config) if config else None
+    tied = tied_head_of(subject)
     values, source = subject.once(read_values), subject.source
     if tied is None or source is None or tied[0] not in (*values.only_here, *values.only_source):
         return frozenset()

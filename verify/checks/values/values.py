@@ -138,7 +138,7 @@ def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str]
     if shared:
         yield list(shared), "the source holds the same: compare that with the release that it was made from"
     if own:
-        yield own, "take it from the release again; a hole in a file, as of an interrupted copy, reads as zeros"
+        yield own, "copy it from the release again; a hole in a file, as after an interrupted copy, reads as zeros"
 
 
 def _constant(name: str, stats: Extremes) -> tuple[Severity, str] | None:

@@ -1,4 +1,4 @@
-"""What training balances inside a layer, and which exchange of tensors would explain that it is not balanced.
+"""Finds layers whose rows and columns are not balanced as training leaves them, and the exchange that explains it.
 
 A model computes the same where a row of up is scaled and the column of down that reads it is scaled back. The same goes
 for a row of v and the columns of o behind it, and for the rotary pairs of q and of k, but not for gate and up, or for k
@@ -47,7 +47,7 @@ class Balance:
 
 
 def unbalanced(layers: Layers) -> tuple[list[Suspicion], list[str]]:
-    """What an exchange would explain, and a line each on the exchanges that would and would not show in this model."""
+    """Finds exchanges; and a line each on those that would and would not show in this model."""
     found: dict[str, list[Balance]] = defaultdict(list)
     for layer, profiles in sorted(layers.profiles.items()):
         for question, balance in (*_attention(layer, profiles, layers.dims), *_mlps(layer, profiles, layers.experts)):
@@ -71,7 +71,7 @@ def unbalanced(layers: Layers) -> tuple[list[Suspicion], list[str]]:
 
 
 def _best(found: list[tuple[float, Suspicion]]) -> Iterator[Suspicion]:
-    """Without what a better explanation of the same tensors makes needless."""
+    """Leaves out what a better explanation of the same tensors covers."""
     taken: set[str] = set()
     for _, suspicion in sorted(found, key=lambda pair: -pair[0]):
         if taken.isdisjoint(suspicion.names):

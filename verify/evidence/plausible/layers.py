@@ -1,4 +1,4 @@
-"""The profiles of a model, layer by layer, with what its config says of heads, and what a suspicion is."""
+"""Arranges the profiles of a model by layer, and defines what a suspicion is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that differ from those of the neighbouring layers as one mistake would have it."""
+"""Finds tensors that differ from those of the neighbouring layers as one known mistake makes them."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _compare(here: Stored, there: Stored, pair: SamplePair, found: Samples) -> N
         likeness.add(_floats(left, one.dtype), _floats(right, other.dtype))
         nbytes += left.nbytes
     if not nbytes:
-        found.left_out["that lie in no rows of bytes"] += 1
+        found.left_out["that are not stored as contiguous rows"] += 1
         return
     found.compared.append(pair.here)
     found.nbytes += nbytes
