@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.core.specs import summarize
-from verify.evidence.folding import alike
+from verify.evidence.folding import group_by_pattern
 from verify.report import Finding, Severity
 
 
@@ -41,4 +41,4 @@ class Issue:
         elif self.together and self.names:
             yield summarize(self.names), len(self.names)
         else:
-            yield from ((summarize(group), len(group)) for group in alike(self.names))
+            yield from ((summarize(group), len(group)) for group in group_by_pattern(self.names))

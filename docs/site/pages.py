@@ -69,8 +69,8 @@ EXAMPLES = {
     ),
     "CK212": (
         "a square q_proj that was written transposed, in one layer",
-        "model.layers.3.self_attn.q_proj.weight: expected rows and columns as large as those that answer them (sizes "
-        "balance in training); actual it looks like q transposed: the correlation would be 0.95 and is 0.04",
+        "model.layers.3.self_attn.q_proj.weight: expected rows and columns of the same size as their counterparts "
+        "(training balances them); actual it looks like q transposed: the correlation would be 0.95 and is 0.04",
     ),
     "CK501": (
         "config.json has a larger vocabulary than the weights",
@@ -146,7 +146,7 @@ EXAMPLES = {
     ),
     "CK720": (
         "only config.json and the shards were copied",
-        "expected files of a tokenizer, which an engine loads from here; actual no file of a tokenizer",
+        "expected a tokenizer, which engines load from here; actual no tokenizer file",
     ),
     "CK721": (
         "a comment behind a line's continuation, so that all options after it are lost",

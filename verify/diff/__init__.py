@@ -1,4 +1,4 @@
-"""`diff`: what two checkpoints of any formats have in common, tensor by tensor, and how far the rest is apart.
+"""Compares two checkpoints of any formats, tensor by tensor, and measures how far differing ones are apart.
 
 May import `verify.evidence` and everything below it.
 """

@@ -12,10 +12,10 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import locate
 from ckptkit.formats.own_files import is_own
 from ckptkit.storage.fingerprint import unchanged
-from verify.diff.moved import moves_of, whose_bits
+from verify.diff.moved import moved_names, moves_of
 from verify.diff.pairs import Pair, pairs_of
 from verify.diff.result import Diff, badness
-from verify.diff.sides import Sides, config_of, fp32_state, opened, tied_names
+from verify.diff.sides import Sides, config_or_empty, fp32_state, opened, tied_names
 
 
 def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: bool = False) -> Diff:
@@ -37,7 +37,7 @@ def compare(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
         raise CkptkitError(f"{a} and {b} hold no tensor", "check the paths")
     redundant = _redundant(sides, pairs)
     found = [pair for pair in pairs.values() if pair.name not in redundant]
-    whose = whose_bits(found)
+    whose = moved_names(found)
     renamed = {other for name, other in whose.items() if pairs[name].state == "only_a"}
     left = [pair for pair in found if pair.name not in whose and pair.name not in renamed]
     cast = [pair for pair in left if pair.state == "cast"]
@@ -66,7 +66,7 @@ def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
     """
     alone = {name for name, pair in pairs.items() if pair.state in ("only_a", "only_b")}
     found: set[str] = set()
-    for config in (config_of(sides.a), config_of(sides.b)):
+    for config in (config_or_empty(sides.a), config_or_empty(sides.b)):
         tied = tied_names(config)
         if tied and tied[0] in alone and tied[1] in pairs:
             head, embedding = (pairs[name] for name in tied)
@@ -79,7 +79,7 @@ def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
 
 def _rounded(checkpoint: Checkpoint, cast: Sequence[Pair]) -> Iterator[str]:
     """Yields a note for state that must stay float32 and was cast to something narrower."""
-    state = fp32_state(config_of(checkpoint))
+    state = fp32_state(config_or_empty(checkpoint))
     if names := [pair.name for pair in cast if pair.name in state]:
         yield (
             f"{summarize(names)}: state that must stay float32 is narrower on one side, which changes routing; "

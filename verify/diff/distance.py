@@ -1,4 +1,4 @@
-"""How far two tensors of one shape are apart, piece by piece, so that float64 copies of them do not matter."""
+"""Measures how far two tensors of one shape are apart, piece by piece, so that float64 copies stay small."""
 
 from __future__ import annotations
 
@@ -15,21 +15,15 @@ _PIECE = 1 << 16  # elements: their float64 copies stay in a core's cache
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How two tensors a and b differ, with d = a - b in float64.
-
-    `unequal`: elements that differ in a bit, after a cast to the dtype that both are compared in. `not_finite`: unequal
-    elements of which one is NaN or infinite; `largest` (max |d|) and `mean` (mean |d|) leave these out. `cosine`: of a
-    and b as vectors, None where one of them is zero or not finite. `std`: standard deviation of a, NaN where a is not
-    finite.
-    """
+    """How two tensors a and b differ, with d = a - b in float64."""
 
     elements: int
-    unequal: int
-    not_finite: int
-    largest: float
-    mean: float
-    cosine: float | None
-    std: float
+    unequal: int  # elements that differ in a bit, after a cast to the dtype that both are compared in
+    not_finite: int  # unequal elements of which one is NaN or infinite
+    largest: float  # max |d| of the other elements
+    mean: float  # mean |d| of the other elements
+    cosine: float | None  # of a and b as vectors; None where one of them is zero or not finite
+    std: float  # standard deviation of a; NaN where a is not finite
 
     @property
     def relative(self) -> float:

@@ -1,28 +1,28 @@
-"""Finds tensors whose bits stand under another name on the other side, and says in few words what was moved."""
+"""Finds tensors whose bits stand under another name on the other side."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit.core.specs import summarize
 from verify.diff.pairs import Content, Pair
-from verify.evidence.moved.layers import moved_layers
-from verify.evidence.moved.parts import moved_within
+from verify.evidence.folding import parts_apart
+from verify.evidence.moved.moves import explain_moves, group_pairs
 from verify.evidence.moved.stages import Stages
 
 
 @dataclass(frozen=True)
 class Move:
-    """What was moved, in words; the names in A, and for each the name in B that has its bits."""
+    """Tensors that one mistake moved."""
 
-    text: str
-    names: tuple[str, ...]
-    others: tuple[str, ...]
+    text: str  # what was moved, for people
+    names: tuple[str, ...]  # in A
+    others: tuple[str, ...]  # for each the name in B that has its bits
 
 
-def whose_bits(pairs: Sequence[Pair]) -> dict[str, str]:
+def moved_names(pairs: Sequence[Pair]) -> dict[str, str]:
     """For each tensor of A that was moved the name in B that has its bits.
 
     A tensor that differs from its namesake may have the bits of any other name of B. One whose name B lacks counts as
@@ -50,46 +50,19 @@ def whose_bits(pairs: Sequence[Pair]) -> dict[str, str]:
 def _unlikely(pair: Pair, home: Pair) -> tuple[bool, bool, int]:
     """Orders the names that have a tensor's bits: first the one in whose place it is, then those of its kind."""
     mutual = home.content_a is not None and home.content_a == pair.content_b
-    one, other = pair.name.split("."), home.name.split(".")
-    apart = sum(left != right for left, right in zip(one, other, strict=False)) + abs(len(one) - len(other))
-    return not mutual, home.state == "equal", apart
+    return not mutual, home.state == "equal", parts_apart(pair.name, home.name)
 
 
 def moves_of(pairs: Sequence[Pair], whose: Mapping[str, str]) -> Iterator[Move]:
-    """Yields what `whose_bits` found, those that one mistake explains together: layers, experts, projections, names."""
+    """Yields what `moved_names` found, what one mistake explains together; then tensors renamed in B."""
     differing = [pair.name for pair in pairs if pair.state == "differing"]
-    left = dict(whose)
     stages = Stages.of_names([pair.name for pair in pairs])
-    for layer in moved_layers({name: whose.get(name) for name in differing}, stages):
-        yield _move(layer.text, layer.names, whose)
-        for name in layer.names:
-            del left[name]
+    for move in explain_moves({name: whose.get(name) for name in differing}, stages, " in B"):
+        yield _move(move.text, move.names, whose)
     placed = set(differing)
-    yield from _within({name: other for name, other in left.items() if name in placed})
-    for names in _alike({name: other for name, other in left.items() if name not in placed}):
+    for names in group_pairs({name: other for name, other in whose.items() if name not in placed}):
         yield _move(f"another name in B: {summarize(whose[name] for name in names)}", names, whose)
 
 
 def _move(text: str, names: Sequence[str], whose: Mapping[str, str]) -> Move:
     return Move(text, tuple(names), tuple(whose[name] for name in names))
-
-
-def _within(whose: Mapping[str, str]) -> Iterator[Move]:
-    """Yields moves between names that differ in one place (an expert, a projection), and then all others."""
-    found, others = moved_within(whose)
-    for text, names in found:
-        yield _move(text, names, whose)
-    for names in _alike(others):
-        yield _move(f"the values of {summarize(others[name] for name in names)} in B", names, whose)
-
-
-def _alike(whose: Mapping[str, str]) -> Iterable[list[str]]:
-    """Names that differ in numbers only, on both sides."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, other in whose.items():
-        groups[_pattern(name), _pattern(other)].append(name)
-    return groups.values()
-
-
-def _pattern(name: str) -> str:
-    return ".".join("#" if part.isdecimal() else part for part in name.split("."))

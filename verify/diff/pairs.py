@@ -1,4 +1,4 @@
-"""One pass over two checkpoints: what stands under each name on either side, with digests instead of tensors."""
+"""Reads two checkpoints in one pass: what each side holds under a name, with digests instead of tensors."""
 
 from __future__ import annotations
 
@@ -19,26 +19,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 State = Literal["equal", "cast", "differing", "only_a", "only_b"]
-# What tells equal content: the shape, and the digest of the bytes.
+# Identifies equal content: the shape, and the digest of the bytes.
 Content = tuple[tuple[int, ...], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What stands under a name: the specs on both sides (None: nothing), their content, and how they compare.
-
-    Where the dtypes differ, the contents are those in the narrower one. `constant`: every element of a side is the same
-    number, so that equal bits under another name prove nothing. `distance`: of differing tensors of one shape.
-    """
+    """What both sides hold under a name; None: nothing."""
 
     name: str
     a: TensorSpec | None
     b: TensorSpec | None
-    content_a: Content | None
+    content_a: Content | None  # in the narrower dtype, where the dtypes differ
     content_b: Content | None
     state: State
-    constant: bool = False
-    distance: Distance | None = None
+    constant: bool = False  # every element of a side is the same number: equal bits under another name prove nothing
+    distance: Distance | None = None  # of differing tensors of one shape
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from ckptkit.core.specs import fold
 from verify.diff.distance import Distance
 from verify.diff.moved import Move
 from verify.diff.pairs import Pair
-from verify.evidence.folding import alike
+from verify.evidence.folding import group_by_pattern
 
 SCHEMA = "ckptkit-diff/1"
 
@@ -30,28 +30,22 @@ class Kind:
 
 @dataclass(frozen=True)
 class Diff:
-    """Two checkpoints compared. Each name of either side is in exactly one of the lists.
-
-    `equal`: the same bits. `cast`: the same after a cast to the narrower dtype; equal too, unless `exact`. `redundant`:
-    only on one side, and following from the rest (a tied output layer, rotary frequencies); equal too. `moves`: bits
-    that stand under another name in B. `differing`: the rest of what both have, the worst first. `notes`: what was not
-    compared, or needs a second look.
-    """
+    """Two checkpoints compared. Each name of either side is in exactly one of the lists."""
 
     version: str
     a: str
     b: str
     formats: tuple[str, str]
-    exact: bool
+    exact: bool  # whether a cast counts as a difference
     nbytes: int
-    equal: Sequence[str]
-    cast: Sequence[Pair]
-    redundant: Sequence[str]
-    moves: Sequence[Move]
-    differing: Sequence[Pair]
+    equal: Sequence[str]  # the same bits
+    cast: Sequence[Pair]  # the same after a cast to the narrower dtype
+    redundant: Sequence[str]  # only on one side, and following from the rest, as a tied output layer
+    moves: Sequence[Move]  # bits that stand under another name in B
+    differing: Sequence[Pair]  # the rest of what both have, the worst first
     only_a: Sequence[Pair]
     only_b: Sequence[Pair]
-    notes: Sequence[str] = ()
+    notes: Sequence[str] = ()  # what was not compared, or needs a second look
 
     @property
     def status(self) -> Literal["equal", "different"]:
@@ -76,7 +70,7 @@ class Diff:
     def kinds(self) -> list[Kind]:
         """The differing tensors folded, the worst kind first."""
         pairs = {pair.name: pair for pair in self.differing}
-        kinds = [_kind([pairs[name] for name in names]) for names in alike(pairs)]
+        kinds = [_kind([pairs[name] for name in names]) for names in group_by_pattern(pairs)]
         return sorted(kinds, key=lambda kind: (-kind.relative, -kind.largest, kind.names))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Opens two checkpoints of any formats, so that tensors with the same meaning have the same name."""
+"""Opens two checkpoints of any formats under common tensor names."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ from ckptkit.formats.hf.side_files import is_quantized
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.megatron.legacy import LegacyCheckpoint
 from converters.open import open_megatron
-from converters.planner import dims_of, rules_in, rules_of, tied_head
+from converters.planner import dims_of, rules_in, tied_head
 from converters.registry import family_of
 from converters.stored import as_stored
+from verify.evidence.expected import fp32_names
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.plain import plain
-from verify.evidence.values import in_hf_space
+from verify.evidence.values import as_hf_view
 
 # Keys of a config.json that say nothing about the model.
-_SILENT = {"_name_or_path", "compression_config", "dtype", "quantization_config", "torch_dtype", "transformers_version"}
+_NOT_OF_MODEL = {
+    "_name_or_path",
+    "compression_config",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+}
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Both checkpoints, under common names. `formats` says what lies at each path; `notes`, what is not compared."""
+    """Both checkpoints, under common names."""
 
     a: Checkpoint
     b: Checkpoint
-    formats: tuple[str, str]
-    notes: tuple[str, ...]
+    formats: tuple[str, str]  # what lies at each path
+    notes: tuple[str, ...]  # what is not compared
 
 
 def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
@@ -77,18 +85,18 @@ def _under_common_names(
 ) -> tuple[list[Checkpoint], list[str]]:
     a, b = stored
     try:
-        sides = [in_hf_space(a, places[0].path, b.specs), in_hf_space(b, places[1].path, a.specs)]
+        sides = [as_hf_view(a, places[0].path, b.specs), as_hf_view(b, places[1].path, a.specs)]
     except CkptkitError as error:
         if places[0].kind != places[1].kind:
             raise
-        return stored, [f"names are those on disk, since they cannot be brought to common ones: {error.message}"]
+        return stored, [f"tensors keep their names on disk, since there are no common ones: {error.message}"]
     return sides, []
 
 
 def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Iterator[str]:
     """Yields a note for a Megatron side whose vocabulary is padded: the padding has no place under HF names."""
     for checkpoint, place in zip(stored, places, strict=True):
-        config = config_of(checkpoint)
+        config = config_or_empty(checkpoint)
         if place.kind != "megatron" or not supported(config):
             continue
         rules = rules_in(as_stored(config, checkpoint.specs), checkpoint.specs)
@@ -106,7 +114,7 @@ def _borrowed(stored: list[Checkpoint], sides: list[Checkpoint], places: tuple[L
     for checkpoint, side, place in zip(stored, sides, places, strict=True):
         if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)) or side is checkpoint:
             continue
-        hf, config = checkpoint.hf_path, config_of(checkpoint)
+        hf, config = checkpoint.hf_path, config_or_empty(checkpoint)
         if not has_weights(hf) or hf.absolute().is_relative_to(place.root):
             continue
         if names := [name for name in side.specs if family_of(config).carries(name)]:
@@ -115,12 +123,12 @@ def _borrowed(stored: list[Checkpoint], sides: list[Checkpoint], places: tuple[L
 
 def _configs(stored: list[Checkpoint]) -> Iterator[str]:
     """Yields a note where the configs describe different models, which equal tensors do not show."""
-    a, b = map(config_of, stored)
-    differ = sorted(key for key in {*a, *b} - _SILENT if a.get(key) != b.get(key))
+    a, b = map(config_or_empty, stored)
+    differ = sorted(key for key in {*a, *b} - _NOT_OF_MODEL if a.get(key) != b.get(key))
     if a and b and differ:
-        said = [f"{key} {_short(a.get(key))} and {_short(b.get(key))}" for key in differ[:5]]
+        listed = [f"{key} {_short(a.get(key))} and {_short(b.get(key))}" for key in differ[:5]]
         rest = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
-        yield f"config.json differs, which this comparison does not judge: {', '.join(said)}{rest}"
+        yield f"config.json differs, which this comparison does not judge: {', '.join(listed)}{rest}"
 
 
 def _short(value: Any) -> str:
@@ -128,7 +136,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def config_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def config_or_empty(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The HF config of a checkpoint; empty where a Megatron one has none, so that its names are those on disk."""
     try:
         return checkpoint.config
@@ -151,9 +159,5 @@ def tied_names(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def fp32_state(config: Mapping[str, Any]) -> frozenset[str]:
-    """HF names of state that must stay in float32, such as a router's selection bias."""
-    return (
-        frozenset(name for rule in rules_of(config) for name in rule.hf if rule.mapping.fp32)
-        if supported(config)
-        else frozenset()
-    )
+    """As `fp32_names`; empty also where the config is not of a supported family."""
+    return fp32_names(config if supported(config) else None)

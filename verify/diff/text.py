@@ -21,8 +21,8 @@ def lines(found: Diff, width: int | None = None) -> Iterator[str]:
     closing = [f"A  {found.a} ({found.formats[0]})", f"B  {found.b} ({found.formats[1]})"]
     if found.kinds:
         closing.append("d = A - B; mean/std in standard deviations of A")
-    said = ", ".join(f"{counts[key]} {words}" for key, words in _WORDS.items() if counts[key])
-    closing.append(f"{said}; {size(found.nbytes)} read")
+    listed = ", ".join(f"{counts[key]} {words}" for key, words in _WORDS.items() if counts[key])
+    closing.append(f"{listed}; {size(found.nbytes)} read")
     word, rest = verdict(found).split("  ", 1)
     sections = {"notes": found.notes} if found.notes else {}
     text = TextReport(list(_entries(found)), (word, f"  {rest}"), sections, closing)
@@ -64,8 +64,8 @@ def verdict(found: Diff) -> str:
         cast = f", {counts['cast']} of them after a cast" if counts["cast"] else ", bit for bit"
         return f"EQUAL  {total} tensors{cast}"
     wrong = ["moved", "differing", "only_a", "only_b", *(["cast"] if found.exact else [])]
-    said = ", ".join(f"{counts[key]} {_WORDS[key]}" for key in wrong if counts[key])
-    return f"DIFFERENT  {said}, of {total} tensors"
+    listed = ", ".join(f"{counts[key]} {_WORDS[key]}" for key in wrong if counts[key])
+    return f"DIFFERENT  {listed}, of {total} tensors"
 
 
 def _folded(names: Sequence[str], limit: int = 5) -> str:

@@ -1,4 +1,4 @@
-"""What checks look at, read once: files, expected tensors, values.
+"""Reads what checks look at, once: files, expected tensors, values.
 
 May import quant and converters, and no check.
 """

@@ -1,6 +1,6 @@
-"""What is packed in an INT4 checkpoint, held against what every reader looks for by its `ignore` list.
+"""Compares what is packed in an INT4 checkpoint with what every reader expects by its `ignore` list.
 
-It brings transformers with it, which takes seconds: whoever may not need it imports it late.
+It imports transformers, which takes seconds: callers that may not need it import it late.
 """
 
 from __future__ import annotations
@@ -29,19 +29,13 @@ _BY_CLASS = frozenset(RULES) - {"slime"}
 
 @dataclass(frozen=True)
 class Agreement:
-    """The modules of an INT4 checkpoint that readers do not find as they look for them.
+    """The modules of an INT4 checkpoint that readers do not find as they expect them."""
 
-    `forbidden`: packed, though the model's classes rule it out, with the reason. `unwanted`: packed, and no reader that
-    knows classes looks for it packed. `missing`: unquantized, or not there, and all of them look for it packed.
-    `issues`: one for each reader that takes the list otherwise than the files are. `looked_at`: modules that are packed
-    or should be.
-    """
-
-    looked_at: int
-    forbidden: Mapping[str, str]
-    unwanted: Sequence[str]
-    missing: Sequence[str]
-    issues: Sequence[Issue]
+    looked_at: int  # modules that are packed or should be
+    forbidden: Mapping[str, str]  # packed, though the model's classes rule it out; with the reason
+    unwanted: Sequence[str]  # packed, and no reader that knows classes expects that
+    missing: Sequence[str]  # unquantized or absent, and every reader that knows classes expects it packed
+    issues: Sequence[Issue]  # one for each reader that interprets the list otherwise than the files are
 
 
 def agreement(
@@ -50,7 +44,7 @@ def agreement(
     asked: Sequence[str] | None,
     updated: bool | None = False,
 ) -> Agreement:
-    """What the packed modules among `specs` are to the readers of `ignore`.
+    """Compares the packed modules among `specs` with what the readers of `ignore` expect.
 
     Which disagreement is an error is for `severities`; `asked` and `updated` are as there. Raises CkptkitError as
     `groups_of` and `class_tree` do.
@@ -65,8 +59,8 @@ def agreement(
     forbidden = {
         matrix.module: matrix.kept for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.kept
     }
-    said_already = everybody | {f"{module}.weight" for module in forbidden}
-    others = [one for one in found if one.tensor not in said_already]
+    reported = everybody | {f"{module}.weight" for module in forbidden}
+    others = [one for one in found if one.tensor not in reported]
     missing = [
         matrix.module
         for matrix, packs in zip(matrices, packed, strict=True)
@@ -96,7 +90,7 @@ def _absent(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[st
 
 
 def _for_everybody(found: Collection[Divergence]) -> set[str]:
-    """Tensors that every reader with classes takes otherwise than they are: then it is no matter of spelling."""
+    """Tensors that every reader with classes expects otherwise, so that the list's spelling is not the cause."""
     readers: dict[str, set[str]] = {}
     for one in found:
         readers.setdefault(one.tensor, set()).add(one.reader)
@@ -110,4 +104,6 @@ def _issues(
     hint = advice(found, question, ignore) if found else ""
     for reader in dict.fromkeys(one.reader for one in found):
         actual = "; ".join(said(one for one in found if one.reader == reader))
-        yield Issue("an ignore list that every reader takes alike", actual, hint, severity=severity_of[reader])
+        yield Issue(
+            "an ignore list that every reader interprets in the same way", actual, hint, severity=severity_of[reader]
+        )

@@ -1,9 +1,9 @@
-"""What the config of a checkpoint promises: every tensor with its shape, in the layout that the checkpoint is in."""
+"""Derives from its config every tensor that a checkpoint must hold, with its shape, in the checkpoint's own layout."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from quant.formats.part_names import (
     WEIGHT_SHAPE,
     WEIGHT_ZERO_POINT,
 )
-from verify.evidence.folding import alike
+from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
 
@@ -42,17 +42,13 @@ _CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq]
 
 @dataclass(frozen=True)
 class Expected:
-    """Names and shapes that must be there (None: packed, its shape is for CK303 to judge).
+    """The tensors that a checkpoint must hold, by name."""
 
-    `vocab` names may have more rows, `fp32` names must not be rounded, `optional` names may be there and are not used,
-    `upcast` names hold what the release has in the next wider dtype.
-    """
-
-    shapes: Mapping[str, Shape | None]
-    vocab: frozenset[str] = frozenset()
-    fp32: frozenset[str] = frozenset()
-    optional: frozenset[str] = frozenset()
-    upcast: frozenset[str] = frozenset()
+    shapes: Mapping[str, Shape | None]  # None: packed, and CK303 judges the shape
+    vocab: frozenset[str] = frozenset()  # may have more rows
+    fp32: frozenset[str] = frozenset()  # must not be rounded
+    optional: frozenset[str] = frozenset()  # may be there, and are not used
+    upcast: frozenset[str] = frozenset()  # hold the release's values in the next wider dtype
 
 
 def config_of(subject: Subject) -> Mapping[str, Any]:
@@ -66,13 +62,13 @@ def config_of(subject: Subject) -> Mapping[str, Any]:
 
 
 def remarks_of(subject: Subject) -> list[str]:
-    """What the names of its tensors say of the checkpoint that is not wrong. Raises as `stated_config_of`."""
+    """Remarks on the names of its tensors that are not wrong. Raises as `stated_config_of`."""
     names = subject.once(_names)
     return remarks(subject.once(stated_config_of), names) if names else []
 
 
 def spelling_of(subject: Subject) -> OtherSpelling | None:
-    """How the layers of an HF checkpoint are spelled, where that is as another class than the config's has them.
+    """How the layers of an HF checkpoint are spelled, where another class than the config's spells them so.
 
     None also where there is no usable config.
     """
@@ -96,7 +92,7 @@ def _names(subject: Subject) -> Collection[str]:
 
 
 def stated_config_of(subject: Subject) -> Mapping[str, Any]:
-    """The HF config of the checkpoint as the file says it, known to be of a supported family.
+    """The HF config of the checkpoint as the file has it, checked to be of a supported family.
 
     Raises Unable where a Megatron checkpoint has none beside it, CkptkitError where it is broken or unsupported.
     """
@@ -137,7 +133,7 @@ def expected_of(subject: Subject) -> Expected | None:
     fp32 = frozenset(name for rule in rules if rule.mapping.fp32 for name in rule.hf)
     plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
     shapes: dict[str, Shape | None] = dict(plain)
-    kinds = subject.kinds if names is subject.specs else list(alike(names))
+    kinds = subject.kinds if names is subject.specs else list(group_by_pattern(names))
     if is_fused(kind[0] for kind in kinds):
         specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in plain.items()}
         shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json", names)).items()}
@@ -152,6 +148,13 @@ def expected_of(subject: Subject) -> Expected | None:
     return Expected(shapes, frozenset(), fp32, repeated | scales | _carried(kinds, config))
 
 
+def require_expected(subject: Subject) -> Expected:
+    """As `expected_of`, but raises Skip where there is no usable config."""
+    if (expected := subject.once(expected_of)) is None:
+        raise Skip("there is no usable config.json (CK101)")
+    return expected
+
+
 def _stored(subject: Subject) -> Mapping[str, Any]:
     """Names that headers or `.metadata` have, and those that an index lists in files that cannot be read."""
     unknown = subject.hf_files.unknown if subject.kind == "hf" else ()
@@ -159,7 +162,7 @@ def _stored(subject: Subject) -> Mapping[str, Any]:
 
 
 def _carried(kinds: Iterable[Sequence[str]], config: Mapping[str, Any]) -> frozenset[str]:
-    """Tensors that are no part of the language model, told by what precedes or follows the numbers in their names."""
+    """Tensors outside the language model, by what precedes or follows the numbers in their names."""
     family = family_of(config)
     return frozenset(name for names in kinds if family.carries(names[0]) for name in names)
 
@@ -244,3 +247,23 @@ def usable_config(subject: Subject) -> Mapping[str, Any] | None:
         return subject.once(config_of)
     except (CkptkitError, Skip):
         return None
+
+
+def require_config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]] = config_of) -> Mapping[str, Any]:
+    """As `config_of`, or another reader, but raises Skip where CK101 reports the config."""
+    try:
+        return subject.once(read)
+    except CkptkitError as error:
+        raise Skip(f"config.json is not usable (CK101): {error.message}") from error
+
+
+def tied_head_of(subject: Subject) -> tuple[str, str] | None:
+    """Names of the output layer and of the embedding that it repeats; None where they are not tied, or unknown."""
+    config = usable_config(subject)
+    return tied_head(config) if config else None
+
+
+def fp32_names(config: Mapping[str, Any] | None) -> frozenset[str]:
+    """HF names of state that must stay float32, such as a router's selection bias."""
+    rules = rules_of(config) if config else ()
+    return frozenset(name for rule in rules for name in rule.hf if rule.mapping.fp32)

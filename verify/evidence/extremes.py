@@ -1,4 +1,4 @@
-"""What one tensor holds, from one pass over its bytes: digest, extremes, the size of its values, rows of zeros."""
+"""Measures one tensor in one pass over its bytes: digest, extremes, root mean square, rows of zeros."""
 
 from __future__ import annotations
 
@@ -14,29 +14,24 @@ from ckptkit.storage.buffers import bytes_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PIECE = 1 << 20  # bytes that stay in a core's cache while they are looked at in several ways
-_COUNTED = 1 << 16  # elements up to which it is worth looking at each one's bits: router biases, not matrices
+_PIECE_BYTES = 1 << 20  # bytes that stay in a core's cache while they are looked at in several ways
+_SMALL = 1 << 16  # elements up to which it is worth looking at each one's bits: router biases, not matrices
 _SMALLEST_NORMAL = 2.0**-126  # of float32 and bfloat16
 
 
 @dataclass(frozen=True)
 class Extremes:
-    """What one tensor holds.
+    """What one tensor holds."""
 
-    `digest` is the BLAKE3 of its bytes. `finite`: whether all of it is. `low` and `high` are the smallest and largest
-    value, `rms` the root of the mean square (0 of integers), `zero_rows` the rows of nothing but zeros. `coarse`: a few
-    float32 numbers that are all numbers of bfloat16 too.
-    """
-
-    digest: bytes
+    digest: bytes  # BLAKE3 of its bytes
     nbytes: int
-    finite: bool
+    finite: bool  # whether every element is
     low: float
     high: float
-    rms: float
-    zero_rows: int
+    rms: float  # root mean square; 0 of integers
+    zero_rows: int  # rows of nothing but zeros
     rows: int
-    coarse: bool = False
+    coarse: bool = False  # whether it is a small float32 tensor whose values are all exact in bfloat16
 
     @property
     def constant(self) -> bool:
@@ -51,11 +46,11 @@ class Extremes:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The same of some rows: smallest and largest value, sum of squares, rows of nothing but zeros."""
+    """The same of some rows."""
 
     low: float
     high: float
-    squares: float
+    squares: float  # their sum
     zero_rows: int
 
 
@@ -91,7 +86,7 @@ def extremes(tensor: Tensor) -> Extremes:
         return Extremes(digest_of(tensor), 0, True, 0.0, 0.0, 0.0, 0, 0)
     rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
     digest, pieces = blake3(), []
-    for piece in torch.split(rows, max(1, _PIECE // (rows.shape[1] * rows.element_size()))):
+    for piece in torch.split(rows, max(1, _PIECE_BYTES // (rows.shape[1] * rows.element_size()))):
         digest.update(bytes_of(piece))
         pieces.append(_measured(piece))
     lows, highs = [piece.low for piece in pieces], [piece.high for piece in pieces]
@@ -127,5 +122,5 @@ def _coarse(tensor: Tensor) -> bool:
     """Whether a few float32 numbers are all numbers of bfloat16: the lower half of their bits is zero."""
     import torch
 
-    few = tensor.dtype == torch.float32 and 1 < tensor.numel() <= _COUNTED
+    few = tensor.dtype == torch.float32 and 1 < tensor.numel() <= _SMALL
     return few and not bool((tensor.contiguous().view(torch.int32) & 0xFFFF).any())

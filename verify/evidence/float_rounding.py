@@ -1,4 +1,4 @@
-"""How far weights in 8-bit and 4-bit floats (FP8, MXFP4) are off their source.
+"""Measures how far weights in 8-bit and 4-bit floats (FP8, MXFP4) are off their source.
 
 A stored weight is a code times a scale. Rounding to the nearest code is off by at most half the distance between codes:
 with m bits of mantissa, 2^(e - m - 1) steps for a code of at least 2^e, where one step is the scale and e is at least
@@ -38,7 +38,7 @@ from quant.formats.release import Release
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
-from verify.evidence.values import common_groups, in_hf_space, rows_named
+from verify.evidence.values import as_hf_view, common_groups, rows_named, source_as_hf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,46 +51,33 @@ _PIECE = 1 << 24  # weights that are compared at a time
 
 @dataclass(frozen=True)
 class FloatGrid:
-    """The numbers that a format has, in steps.
+    """The numbers that a format has, in steps."""
 
-    `mantissa`: bits. `normal`: the smallest normal number. `largest`: the largest one. `reach`: how large a weight may
-    be to be clipped to that.
-    """
-
-    mantissa: int
-    normal: float
+    mantissa: int  # bits
+    normal: float  # the smallest normal number
     largest: float
-    reach: float
+    reach: float  # the largest weight that may be clipped to `largest`
 
 
 @dataclass(frozen=True)
 class FloatRounding:
-    """How far one weight of `numel` numbers is off its source.
+    """How far one weight is off its source."""
 
-    `wrong`: how many of them are further off than rounding takes them; `rows`: where, empty where that is every row.
-    `times`: the worst of them, as a multiple of how far it may be off.
-    """
-
-    wrong: int
+    wrong: int  # elements further off than rounding explains
     numel: int
-    times: float
-    rows: str
+    times: float  # the worst error, as a multiple of what is allowed
+    rows: str  # rows with wrong elements; empty where that is every row
 
 
 @dataclass(frozen=True)
 class FloatWeights:
-    """The weights of a checkpoint in FP8 or MXFP4 that its plain source can judge, by headers.
+    """The weights of a checkpoint in FP8 or MXFP4 that its plain source can judge, by headers."""
 
-    `words`: the format. `judged`: HF names, with one tensor an expert. `parts`: the tensors that hold them.
-    `broken`: what is wrong with those whose parts do not fit, by the name of the stored weight.
-    `unread`: why none can be judged, where the format is not supported; `judged` then names 8-bit floats.
-    """
-
-    words: str = ""
-    judged: frozenset[str] = frozenset()
-    parts: frozenset[str] = frozenset()
-    broken: Mapping[str, str] = field(default_factory=dict)
-    unread: str | None = None
+    words: str = ""  # the format, for people
+    judged: frozenset[str] = frozenset()  # HF names, with one tensor an expert; 8-bit floats where `unread` is set
+    parts: frozenset[str] = frozenset()  # the tensors that hold them
+    broken: Mapping[str, str] = field(default_factory=dict)  # what is wrong with parts that do not fit, by stored name
+    unread: str | None = None  # why none can be judged, where the format is not supported
     grid: FloatGrid | None = None
     steps: tuple[Step, ...] = ()
 
@@ -102,7 +89,7 @@ def float_weights(subject: Subject) -> FloatWeights:
     checkpoint = subject.checkpoint
     if not is_quantized(checkpoint.config):
         return FloatWeights()
-    source = _source(subject)
+    source = source_as_hf(subject, checkpoint.specs)
     try:
         form = format_of(checkpoint.config)
     except CkptkitError as error:
@@ -126,7 +113,8 @@ def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
     found = subject.once(float_weights)
     if found.grid is None or not found.judged:
         return {}
-    codes, scales, source = (*(_codes(subject, found.steps, part) for part in (0, 1)), _source(subject))
+    codes, scales = (_codes(subject, found.steps, part) for part in (0, 1))
+    source = source_as_hf(subject, subject.checkpoint.specs)
     groups = [
         names for group in common_groups(codes, source) if (names := [name for name in group if name in found.judged])
     ]
@@ -134,12 +122,6 @@ def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
     with threads(largest) as pool:
         several = pool.map(partial(_rounding, codes, scales, source, found.grid), groups)
         return {name: one for part in several for name, one in part.items()}
-
-
-def _source(subject: Subject) -> Checkpoint:
-    if subject.source is None:
-        raise ValueError("there is no source")
-    return in_hf_space(subject.source, subject.source_path or subject.path, subject.checkpoint.specs)
 
 
 def _unread(checkpoint: Checkpoint, source: Checkpoint, reason: str) -> FloatWeights:
@@ -185,7 +167,7 @@ def _codes(subject: Subject, steps: Sequence[Step], part: int) -> Checkpoint:
     taken = {name for step in steps for name in step.inputs}
     rest = tuple(identity(spec) for name, spec in checkpoint.specs.items() if name not in taken)
     plan = Plan((*made, *rest), checkpoint.specs, where=str(subject.path), config=checkpoint.config)
-    return in_hf_space(View(checkpoint, plan), subject.path)
+    return as_hf_view(View(checkpoint, plan), subject.path)
 
 
 def _part_step(step: Step, form: Any, part: int) -> Step:

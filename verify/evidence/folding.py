@@ -1,4 +1,4 @@
-"""Many tensors with the same trouble as few findings, with layer and expert numbers folded."""
+"""Groups and folds the names of tensors that differ in layer and expert numbers only."""
 
 from __future__ import annotations
 
@@ -13,21 +13,43 @@ MTP_LAYER = re.compile(r"(?:mtp\.|model\.mtp_)layers\.(\d+)\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
+def layer_of(name: str) -> int | None:
+    """The number of the decoder layer that a tensor belongs to; None outside the layers."""
+    match = LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def layers_of(names: Iterable[str]) -> list[int]:
+    """The numbers of the layers that these tensors belong to, each once, in order."""
+    return sorted({layer for name in names if (layer := layer_of(name)) is not None})
+
+
+def pattern_of(name: str) -> str:
+    """The name with `#` for every number between dots: equal for siblings over layers and experts."""
+    return _NUMBER.sub("#", name)
+
+
+def parts_apart(one: str, other: str) -> int:
+    """How many dotted parts of two names differ."""
+    left, right = one.split("."), other.split(".")
+    return sum(a != b for a, b in zip(left, right, strict=False)) + abs(len(left) - len(right))
+
+
 def by_pattern(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """Names that differ only in layer and expert numbers: folded for people, and one by one."""
-    for group in alike(names):
+    """Folds names that differ in layer and expert numbers only: each text for people with its names."""
+    for group in group_by_pattern(names):
         yield summarize(group), group
 
 
-def alike(names: Iterable[str]) -> Iterable[list[str]]:
-    """The same groups without their text, which takes longer than to find them."""
+def group_by_pattern(names: Iterable[str]) -> Iterable[list[str]]:
+    """The groups of `by_pattern` without their text, which takes longer than to find them."""
     groups: dict[str, list[str]] = {}
-    kinds: dict[str, str] = {}  # of modules, since a packed weight has three names or more
+    patterns: dict[str, str] = {}  # of modules, since a packed weight has three names or more
     for name in names:
         module, dot, leaf = name.rpartition(".")
-        if (kind := kinds.get(module)) is None:
-            kind = kinds[module] = _NUMBER.sub("#", module)
-        groups.setdefault(f"{kind}.#" if dot and leaf.isdecimal() else f"{kind}.{leaf}", []).append(name)
+        if (pattern := patterns.get(module)) is None:
+            pattern = patterns[module] = pattern_of(module)
+        groups.setdefault(f"{pattern}.#" if dot and leaf.isdecimal() else f"{pattern}.{leaf}", []).append(name)
     return groups.values()
 
 

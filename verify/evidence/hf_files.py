@@ -1,4 +1,4 @@
-"""An HF directory as its files tell it, however broken: every fault is kept as data, and nothing here raises for one.
+"""Reads the files of an HF directory, however broken: every fault becomes data, and none is raised.
 
 `ckptkit.formats.hf.reader` refuses a broken directory at its first fault; here all of them are listed, and the names
 in a truncated shard are known.
@@ -58,7 +58,7 @@ class HfFiles:
     def index_issues(self) -> tuple[Issue, ...]:
         """What is wrong with the index: unreadable, absent, no weight_map, or entries outside the directory.
 
-        Of a link that leads nowhere `dangling` tells.
+        Links that lead nowhere are in `dangling`.
         """
         if INDEX in self.dangling:
             return ()
@@ -167,7 +167,7 @@ class HfFiles:
 
 
 def _instead(root: Path, shards: int) -> str:
-    """What a directory holds where neither an index nor a single file is."""
+    """What a directory holds that has neither an index nor a single file."""
     if shards:
         return f"neither; {shards} other .safetensors file(s)"
     inside = sorted(path.name for path in root.iterdir() if path.is_file())

@@ -1,4 +1,4 @@
-"""A Megatron torch_dist directory as its files tell it, however broken, without reading a weight."""
+"""Reads the files of a Megatron torch_dist directory, however broken, without a weight."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class LenientTorchDist(TorchDistCheckpoint):
 
 @dataclass(frozen=True)
 class MegatronFiles:
-    """`root` is what the user gave: the directory with the tracker, or one iteration."""
+    """Everything that the files of a Megatron directory say."""
 
-    root: Path
+    root: Path  # what the user gave: the directory with the tracker, or one iteration
     hf: Path | None
 
     @cached_property
@@ -48,7 +48,7 @@ class MegatronFiles:
     def opened(self) -> LenientTorchDist:
         """Names and shapes of the global tensors.
 
-        Raises CkptkitError when `.metadata` cannot be read, UnsupportedError where it is none of torch_dist.
+        Raises CkptkitError when `.metadata` cannot be read, UnsupportedError where it is not of torch_dist.
         """
         refuse_plain_dcp(self.weights, self.metadata.keys, self.metadata.by_torch)
         return LenientTorchDist(self.weights, self.metadata, self.hf)
@@ -75,7 +75,7 @@ class MegatronFiles:
             return {}
         if not hasattr(args, "__dict__"):
             raise CkptkitError(
-                f"{self.weights}: the stored training arguments are {type(args).__name__}, no namespace",
+                f"{self.weights}: the stored training arguments are {type(args).__name__}, not a namespace",
                 "convert it again",
             )
         return dict(vars(args))

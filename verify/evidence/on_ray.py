@@ -1,4 +1,4 @@
-"""The pass over all the bytes as tasks on a Ray cluster: each opens both sides, and looks at some groups of tensors."""
+"""Runs the pass over all the bytes as tasks on a Ray cluster: each opens both sides and reads some groups."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ from verify.evidence.values import Groups, Values, common_groups, look, sides
 
 @dataclass(frozen=True)
 class TaskInput:
-    """What every task of a pass is given: paths as `Subject` has them, and whether names are those on disk.
-
-    `files` is the fingerprint of both sides, which its node must find there too.
-    """
+    """What every task of a pass is given; paths are those of `Subject`."""
 
     path: Path
     source_path: Path | None
     hf_path: Path | None
-    stored: bool
-    files: str
+    stored: bool  # whether names are those on disk
+    files: str  # fingerprint of both sides, which the task's node must see too
 
 
 def parts_on_ray(

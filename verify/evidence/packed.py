@@ -1,4 +1,4 @@
-"""The packed INT4 weights of an HF checkpoint: their format, their parts, and what their scales hold."""
+"""Reads what an HF checkpoint says of its packed INT4 weights: format, shapes of parts, and values of scales."""
 
 from __future__ import annotations
 
@@ -23,16 +23,13 @@ from verify.evidence.subject import Subject
 
 
 @dataclass(frozen=True)
-class Format:
-    """What `quantization_config` says of the packed weights. `group` is in weights; None means one scale a row.
-
-    `sglang_experts`: zero points of routed experts are stored as SGLang reads them, not as compressed-tensors does.
-    """
+class Int4Format:
+    """What `quantization_config` says of the packed weights."""
 
     bits: int
-    group: int | None
+    group: int | None  # weights that share a scale; None: a whole row
     symmetric: bool
-    sglang_experts: bool = False
+    sglang_experts: bool = False  # zero points of routed experts are stored as SGLang reads them
 
     def groups(self, columns: int) -> int:
         """Scales a row of `columns` weights has."""
@@ -43,46 +40,47 @@ class Format:
         return -(-columns * self.bits // 32)
 
 
-def format_of(config: Mapping[str, Any]) -> Format | None:
+def int4_format_of(config: Mapping[str, Any]) -> Int4Format | None:
     """The format of the first group of INT4; None when `quantization_config` describes no packed integer weights."""
     return _format(weights_of(config))
 
 
-def format_in(config: Mapping[str, Any], groups: Sequence[Group], module: str) -> Format:
+def int4_format_in(config: Mapping[str, Any], groups: Sequence[Group], module: str) -> Int4Format:
     """The format of a packed module, by the group that it is a target of; else that of the first group of INT4."""
     group = group_of(groups, module)
     own = _format(group.weights) if group is not None and group.kind == "packs" else None
-    form = own or format_of(config)
+    form = own or int4_format_of(config)
     assert form is not None
     return form
 
 
-def _format(weights: Mapping[str, Any]) -> Format | None:
+def _format(weights: Mapping[str, Any]) -> Int4Format | None:
     bits, size = weights.get("num_bits"), weights.get("group_size")
     if not isinstance(bits, int) or weights.get("type", "int") != "int":
         return None
     group = size if isinstance(size, int) and size > 0 else None
-    said = weights.get("observer_kwargs")
-    sglang_experts = isinstance(said, Mapping) and said.get(EXPERTS_ZERO_POINTS) == "sglang"
-    return Format(bits, group, weights.get("symmetric", True) is not False, sglang_experts)
+    sglang_experts = observer_kwargs(weights).get(EXPERTS_ZERO_POINTS) == "sglang"
+    return Int4Format(bits, group, weights.get("symmetric", True) is not False, sglang_experts)
+
+
+def observer_kwargs(weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the `weights` of a config group say of how they were quantized; empty where they say nothing."""
+    stated = weights.get("observer_kwargs")
+    return stated if isinstance(stated, Mapping) else {}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of one module: how many values, how many not finite, zero or negative, and the median of their sizes.
-
-    The median leaves out what is not finite or zero. `shape` is what its weight_shape says; None where there is none.
-    `nbytes` is what was read.
-    """
+    """What the scale of one module holds."""
 
     module: str
     values: int
     not_finite: int
     zero: int
     negative: int
-    median: float | None
-    shape: tuple[int, ...] | None
-    nbytes: int
+    median: float | None  # of the sizes of finite values other than zero
+    shape: tuple[int, ...] | None  # what its weight_shape says
+    nbytes: int  # read
 
 
 def read_scales(subject: Subject) -> list[Scale]:
@@ -97,18 +95,18 @@ def _scales(subject: Subject) -> Iterator[Scale]:
         found = subject.checkpoint.read([part for part in parts if part in specs])
         scale, shape = found.get(parts[0]), found.get(parts[1])
         nbytes = sum(tensor.nbytes for tensor in found.values())
-        said = None if shape is None else tuple(int(size) for size in shape.flatten().tolist())
+        stated = None if shape is None else tuple(int(size) for size in shape.flatten().tolist())
         if scale is None:
-            yield Scale(module, 0, 0, 0, 0, None, said, nbytes)
+            yield Scale(module, 0, 0, 0, 0, None, stated, nbytes)
             continue
         good = scale[scale.isfinite() & (scale != 0)].float().abs()
         wrong, zero, negative = (int(found.sum()) for found in (~scale.isfinite(), scale == 0, scale < 0))
         middle = float(good.median()) if good.numel() else None
-        yield Scale(module, scale.numel(), wrong, zero, negative, middle, said, nbytes)
+        yield Scale(module, scale.numel(), wrong, zero, negative, middle, stated, nbytes)
 
 
 def part_shapes(
-    form: Format, shape: tuple[int, ...], module: str
+    form: Int4Format, shape: tuple[int, ...], module: str
 ) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Shape and permitted dtypes of each part of a [rows, columns] weight.
 

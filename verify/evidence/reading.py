@@ -1,4 +1,4 @@
-"""One pass over all the bytes of a checkpoint and its source, with few tensors in memory: threads, or a Ray cluster."""
+"""Reads all the bytes of a checkpoint and its source in one pass, with few tensors in memory: threads, or Ray."""
 
 from __future__ import annotations
 

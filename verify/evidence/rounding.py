@@ -1,4 +1,4 @@
-"""How far packed INT4 weights are off their source, dequantized with compressed-tensors' own unpacking.
+"""Measures how far packed INT4 weights are off their source, dequantized with compressed-tensors' own unpacking.
 
 The bound on the error of a rounded weight, in steps (one step is the scale of its group):
 - Inside the grid rounding is to the nearest code, so the error is at most 1/2.
@@ -39,48 +39,43 @@ from converters.planner import expected_hf
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.scheme import KEPT_SCALES
 from verify.evidence.expected import config_of, packed_parts, weights_of
-from verify.evidence.packed import Format, format_of, part_shapes
+from verify.evidence.packed import Int4Format, int4_format_of, observer_kwargs, part_shapes
 from verify.evidence.subject import Subject
-from verify.evidence.values import in_hf_space
+from verify.evidence.values import source_as_hf
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 # The code, as a number, that the largest weight of a group stands at before it is rounded.
-_LARGEST = {"qmax7": 7.0, "minmax": 7.5}
-_FLOOR = 1e-4
+_END_CODE = {"qmax7": 7.0, "minmax": 7.5}
+_MIN_SCALE = 1e-4
 # The smallest part of a group's range that a search keeps (`quant.formats.search`).
-_NARROWEST = 0.81
+_MIN_RANGE = 0.81
 # How many steps further off than others a weight may be that stands beyond the codes of AutoRound's grid.
-_BEYOND = 8.0
+_CLIPPED_STEPS = 8.0
 # The largest distance of a row that GPTQ rounded from its source, as a part of its norm.
 _GPTQ_LIMIT = 0.5
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far one packed weight is off its source, in quantization steps, and how far it may be.
+    """How far one packed weight is off its source, and how far it may be."""
 
-    `distance`: of the worst row from its source, as a part of its norm, where GPTQ rounded; None elsewhere.
-    `scale_off`: by how much, as a part of itself, the worst scale differs from that of the grid that config.json names.
-    `nbytes`: the size of its parts.
-    """
-
-    steps: float
-    limit: float
-    scale_off: float
-    nbytes: int
-    distance: float | None = None
+    steps: float  # the largest error, in quantization steps
+    limit: float  # the largest error of correct rounding, in steps
+    scale_off: float  # relative difference of the worst scale from the grid that config.json names
+    nbytes: int  # of its parts
+    distance: float | None = None  # of the worst row, as a part of its norm; None where GPTQ did not round
 
     @property
     def failed(self) -> bool:
-        """Whether it is too far off; also where that cannot be said, as of NaN."""
+        """Whether it is too far off, NaN included."""
         return not (self.steps <= self.limit if self.distance is None else self.distance <= _GPTQ_LIMIT)
 
     @property
     def words(self) -> tuple[str, str]:
-        """How far off it may be, and is."""
+        """How far off it may be, and how far it is, for people."""
         if self.distance is None:
             return f"at most {self.limit:.3f} steps", f"{self.steps:.3g} steps"
         return f"rows within {_GPTQ_LIMIT:.0%} of their norm", f"a row {self.distance:.0%} off"
@@ -93,10 +88,10 @@ def rounding_of(subject: Subject) -> dict[str, Rounding]:
     two cannot be read.
     """
     config, specs = config_of(subject), subject.checkpoint.specs
-    form, source = format_of(config), subject.source
-    if form is None or source is None:
+    form = int4_format_of(config)
+    if form is None or subject.source is None:
         return {}
-    source = in_hf_space(source, subject.source_path or subject.path)
+    source = source_as_hf(subject)
     shapes, found = expected_hf(config), dict[str, Rounding]()
     modules = {module for module in packed_in(specs) if _fits(module, specs, config, form, shapes)}
     for group in source.groups:
@@ -111,7 +106,7 @@ def rounding_of(subject: Subject) -> dict[str, Rounding]:
 
 
 def _rounding(
-    parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor, config: Mapping[str, Any]
+    parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor, config: Mapping[str, Any]
 ) -> Rounding:
     scale, grid = parts[module + SCALE], grid_of(config)
     signed = form.symmetric and bool((scale < 0).any())
@@ -126,7 +121,7 @@ def _fits(
     module: str,
     specs: Mapping[str, TensorSpec],
     config: Mapping[str, Any],
-    form: Format,
+    form: Int4Format,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> bool:
     """Whether all parts are there with the right shapes; where not, CK104 or CK303 has said so."""
@@ -139,7 +134,7 @@ def _fits(
 
 
 def dequantized(
-    parts: Mapping[str, Tensor], module: str, form: Format, shape: tuple[int, ...]
+    parts: Mapping[str, Tensor], module: str, form: Int4Format, shape: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """float32 weights [rows, groups, group] and scales [rows, groups] of one module; a short last group ends in 0."""
     # Imported here because it brings transformers with it, which takes seconds.
@@ -167,7 +162,7 @@ def _in_rows(zero_point: Tensor) -> Tensor:
     return words[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(zero_point.shape).T
 
 
-def grouped(weight: Tensor, form: Format) -> Tensor:
+def grouped(weight: Tensor, form: Int4Format) -> Tensor:
     """[rows, columns] as [rows, groups, group], the last group filled up with zeros."""
     rows, columns = weight.shape
     group = form.group or columns
@@ -180,21 +175,20 @@ def grouped(weight: Tensor, form: Format) -> Tensor:
 def bound_in_steps(dtype: torch.dtype, symmetric: bool, searched: bool = False, signed: bool = False) -> float:
     """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`.
 
-    `signed`: some scales are negative, and what `_BEYOND` allows is already taken off.
+    `signed`: some scales are negative, and what `_CLIPPED_STEPS` allows is already taken off.
     """
     import torch
 
     unit_roundoff = torch.finfo(dtype).eps / 2
     if signed:
         return 1.0 + 24 * unit_roundoff
-    clipped = (7.5 if symmetric else 15) * (1 / _NARROWEST - 1) if searched else 0.0
+    clipped = (7.5 if symmetric else 15) * (1 / _MIN_RANGE - 1) if searched else 0.0
     return 0.5 + clipped + (12 if symmetric else 48) * unit_roundoff
 
 
 def is_searched(config: Mapping[str, Any]) -> bool:
     """Whether config.json says that scales were searched for, and so clip the largest weights."""
-    said = weights_of(config).get("observer_kwargs")
-    return isinstance(said, Mapping) and said.get("search", "none") != "none"
+    return bool(observer_kwargs(weights_of(config)).get("search", "none") != "none")
 
 
 def is_gptq(config: Mapping[str, Any]) -> bool:
@@ -204,14 +198,12 @@ def is_gptq(config: Mapping[str, Any]) -> bool:
 
 def keeps_scales(config: Mapping[str, Any]) -> bool:
     """Whether config.json says that some scales were kept from a checkpoint on another grid."""
-    said = weights_of(config).get("observer_kwargs")
-    return isinstance(said, Mapping) and said.get(KEPT_SCALES) is True
+    return observer_kwargs(weights_of(config)).get(KEPT_SCALES) is True
 
 
 def names_grid(config: Mapping[str, Any]) -> bool:
     """Whether ckptkit made all scales, by config.json, and so none is negative."""
-    said = weights_of(config).get("observer_kwargs")
-    return isinstance(said, Mapping) and said.get("grid") in _LARGEST and not keeps_scales(config)
+    return observer_kwargs(weights_of(config)).get("grid") in _END_CODE and not keeps_scales(config)
 
 
 def grid_of(config: Mapping[str, Any]) -> str | None:
@@ -219,11 +211,10 @@ def grid_of(config: Mapping[str, Any]) -> str | None:
     weights = weights_of(config)
     if not names_grid(config) or is_searched(config) or weights.get("symmetric", True) is False:
         return None
-    grid: str = weights["observer_kwargs"]["grid"]
-    return grid
+    return str(observer_kwargs(weights)["grid"])
 
 
-def scale_off(scale: Tensor, original: Tensor, form: Format, grid: str) -> float:
+def scale_off(scale: Tensor, original: Tensor, form: Int4Format, grid: str) -> float:
     """By how much, as a part of itself, the worst scale [rows, groups] differs from that of `grid`; 0 where none does.
 
     A few roundings to the dtypes of weights and scales are allowed for. Left out are groups so small that the grid's
@@ -231,32 +222,32 @@ def scale_off(scale: Tensor, original: Tensor, form: Format, grid: str) -> float
     """
     import torch
 
-    wanted = grouped(original.float(), form).abs().amax(dim=-1) / _LARGEST[grid]
+    wanted = grouped(original.float(), form).abs().amax(dim=-1) / _END_CODE[grid]
     allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(original.dtype).eps)
-    off = ((scale.float() - wanted).abs() / wanted)[(wanted > _FLOOR) & scale.isfinite() & (scale > 0)]
+    off = ((scale.float() - wanted).abs() / wanted)[(wanted > _MIN_SCALE) & scale.isfinite() & (scale > 0)]
     worst = float(off.max()) if off.numel() else 0.0
     return worst if worst > allowed else 0.0
 
 
 def worst_steps(
-    parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor, signed: bool = False
+    parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor, signed: bool = False
 ) -> float:
     """The largest distance of a dequantized weight from `original` [rows, columns], in steps of its own group.
 
-    `signed`: as AutoRound rounds. `_BEYOND` is then taken off the distance of weights beyond the codes that have the
-    last of them. Groups whose scale is zero or not finite are left out; CK304 names them.
+    `signed`: as AutoRound rounds; `_CLIPPED_STEPS` is then taken off the distance of weights beyond the last code.
+    Groups whose scale is zero or not finite are left out; CK304 names them.
     """
     error, scale = _errors(parts, module, form, original)
     steps = error / scale.abs().unsqueeze(-1)
     if signed:
         ideal = grouped(original.float(), form) / scale.unsqueeze(-1)
         codes = (dequantized(parts, module, form, tuple(original.shape))[0] / scale.unsqueeze(-1)).round()
-        steps -= _BEYOND * ((ideal < -8) & (codes == -8) | (ideal > 7) & (codes == 7))
+        steps -= _CLIPPED_STEPS * ((ideal < -8) & (codes == -8) | (ideal > 7) & (codes == 7))
     steps = steps.amax(dim=-1)[scale.isfinite() & (scale != 0)]
     return float(steps.max()) if steps.numel() else 0.0
 
 
-def worst_row(parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor) -> float:
+def worst_row(parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor) -> float:
     """The largest distance of a dequantized row from that of `original` [rows, columns], as a part of its norm.
 
     Rows of zeros are left out.
@@ -267,7 +258,7 @@ def worst_row(parts: Mapping[str, Tensor], module: str, form: Format, original: 
     return float(distances.max()) if distances.numel() else 0.0
 
 
-def _errors(parts: Mapping[str, Tensor], module: str, form: Format, original: Tensor) -> tuple[Tensor, Tensor]:
+def _errors(parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor) -> tuple[Tensor, Tensor]:
     """How far each weight is off, [rows, groups, group], 0 where a short group is filled up; scales [rows, groups]."""
     weights, scale = dequantized(parts, module, form, tuple(original.shape))
     short = weights.shape[1] * weights.shape[2] - original.shape[1]

@@ -1,4 +1,4 @@
-"""What the files beside the weights of an HF directory say: config, generation_config, tokenizer and chat template."""
+"""Reads the files beside the weights of an HF directory: config, generation_config, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEMPLATE, _TEMPLATE_JSON, _MORE_TEMPLATES = "chat_template.jinja", "chat_templa
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The files of one HF directory. Absent ones are empty; one that is no JSON object raises CkptkitError."""
+    """The files of one HF directory. Absent ones are empty; one that is not a JSON object raises CkptkitError."""
 
     root: Path
 
@@ -93,7 +93,7 @@ class SideFiles:
         for file, ids in found.items():
             if odd := next((token for token, number in ids.items() if type(number) is not int), None):
                 raise CkptkitError(
-                    f"{self.root / file}: the id of {odd!r} is {ids[odd]!r}, no whole number",
+                    f"{self.root / file}: the id of {odd!r} is {ids[odd]!r}, not a whole number",
                     "copy the tokenizer from the release",
                 )
         return found
@@ -133,7 +133,7 @@ class SideFiles:
             return {}
         parts = [line.split() for line in _text(path).splitlines() if line]
         if any(len(part) != 2 or not part[1].isdecimal() for part in parts):
-            raise CkptkitError(f"{path} is no tiktoken file", "copy the tokenizer from the release")
+            raise CkptkitError(f"{path} is not a tiktoken file", "copy the tokenizer from the release")
         return {f"{_TIKTOKEN}:{token}": int(rank) for token, rank in parts}
 
     @cached_property

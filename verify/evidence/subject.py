@@ -14,7 +14,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER, Location, locate
 from ckptkit.formats.hf.side_files import is_quantized
 from converters.open import open_checkpoint
-from verify.evidence.folding import alike
+from verify.evidence.folding import group_by_pattern
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.megatron_files import MegatronFiles
 from verify.evidence.plain import plain
@@ -126,7 +126,7 @@ class Subject:
     @cached_property
     def kinds(self) -> Sequence[Sequence[str]]:
         """The names of `specs`, those together that differ in layer and expert numbers only. Raises as `specs`."""
-        return list(alike(self.specs))
+        return list(group_by_pattern(self.specs))
 
     @cached_property
     def location(self) -> Location:

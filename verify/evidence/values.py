@@ -1,4 +1,4 @@
-"""What a group of tensors holds, and how it differs from the source: digests, extremes and differences."""
+"""Measures what a group of tensors holds, and how it differs from the source: digests, extremes and differences."""
 
 from __future__ import annotations
 
@@ -35,18 +35,15 @@ _COUNTED = 1 << 16  # elements up to which distinct values are counted: router b
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs from its source: dtypes, elements unequal after casting, largest gap, distinct values.
-
-    `rows`: the rows with such elements, `rows 3..5` or `row 7`; empty where that is every row, or there are none.
-    """
+    """How a tensor differs from its source."""
 
     source: TensorSpec
     actual: TensorSpec
-    unequal: int
-    largest: float
-    distinct_source: int
+    unequal: int  # elements, after the source is cast
+    largest: float  # the largest gap
+    distinct_source: int  # distinct values, of small tensors only
     distinct_actual: int
-    rows: str = ""
+    rows: str = ""  # rows with unequal elements, `rows 3..5` or `row 7`; empty where that is every row, or none
 
 
 @dataclass
@@ -54,12 +51,12 @@ class Values:
     """The outcome of the pass. With a source, names are HF names with one tensor an expert, else those on disk."""
 
     stats: dict[str, Extremes] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)  # and why
     differences: dict[str, Difference] = field(default_factory=dict)
-    compared: dict[str, int] = field(default_factory=dict)
+    compared: dict[str, int] = field(default_factory=dict)  # bytes of each tensor that the source has too
     only_source: list[str] = field(default_factory=list)
     only_here: list[str] = field(default_factory=list)
-    source_names: dict[bytes, str] = field(default_factory=dict)
+    source_names: dict[bytes, str] = field(default_factory=dict)  # by digest
     profiles: dict[str, Profile] = field(default_factory=dict)
 
     def add(self, part: Values) -> None:
@@ -72,12 +69,11 @@ class Values:
         self.profiles |= part.profiles
 
 
-def in_hf_space(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
-    """The checkpoint with HF names, one tensor an expert, and what is only carried.
+def as_hf_view(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
+    """The checkpoint as a view under HF names, with one tensor an expert and the tensors that are only carried.
 
-    Raises CkptkitError where its config does not fit it.
-
-    `release` are the names to compare with: tensors that it repeats are repeated.
+    `release` are the names to compare with: tensors that it repeats are repeated. Raises CkptkitError where the config
+    does not fit.
     """
     if isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         view = to_hf(checkpoint, str(where), release=release)
@@ -94,9 +90,15 @@ def sides(subject: Subject, stored: bool) -> tuple[Checkpoint, Checkpoint | None
     """The checkpoint and its source with HF names; `stored`: the checkpoint alone, with its names on disk."""
     checkpoint, source = subject.checkpoint, None if stored else subject.source
     if source is None:
-        return (checkpoint if stored or subject.kind == "megatron" else in_hf_space(checkpoint, subject.path)), None
-    here = in_hf_space(checkpoint, subject.path, source.specs)
-    return here, in_hf_space(source, subject.source_path or subject.path, checkpoint.specs)
+        return (checkpoint if stored or subject.kind == "megatron" else as_hf_view(checkpoint, subject.path)), None
+    return as_hf_view(checkpoint, subject.path, source.specs), source_as_hf(subject, checkpoint.specs)
+
+
+def source_as_hf(subject: Subject, names: Collection[str] = ()) -> Checkpoint:
+    """The source as `as_hf_view` shows it. Raises ValueError where there is none."""
+    if subject.source is None:
+        raise ValueError("there is no source")
+    return as_hf_view(subject.source, subject.source_path or subject.path, names)
 
 
 def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[str, ...]]:
@@ -123,7 +125,7 @@ def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[
 
 
 def look(checkpoint: Checkpoint, source: Checkpoint | None, names: Sequence[str]) -> Values:
-    """What there is to say of these tensors, which are read together."""
+    """Measures these tensors, which are read together."""
     values = Values()
     found = _read(checkpoint, names, values)
     origin = source.read([name for name in found if name in source.specs]) if source is not None else {}

@@ -1,4 +1,4 @@
-"""`triage`: reads logs of trainers and engines, and names the known symptoms in them with the command that proves each.
+"""Reads logs of trainers and engines, and names the known symptoms in them with the command that proves each.
 
 May import `ckptkit.core` alone. Each table of symptoms is a file; `scan` goes through the lines.
 """

@@ -1,4 +1,4 @@
-"""Symptoms of an engine that drops, lacks or cannot lay out weights: SGLang, vLLM, transformers."""
+"""Symptoms of an engine that drops, lacks or cannot place weights: SGLang, vLLM, transformers."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ ENGINE = (
         "tile",
         "an INT4 matrix does not divide into kernel tiles",
         ("is not divisible by",),
-        "The matrix, cut for this tensor parallel size, is no multiple of the tile or group. Use a smaller size, or "
+        "The matrix, cut for this tensor parallel size, is not a multiple of the tile or group. Use a smaller size, or "
         "leave the module unpacked.",
         "ckptkit quantize SRC DST --tp N --dry-run",
         ("CK307",),
@@ -158,7 +158,7 @@ ENGINE = (
         "quant-block",
         "an FP8 matrix does not divide into blocks",
         ("is not divisible by weight quantization block",),
-        "The matrix, cut for this tensor parallel size, is no multiple of the block of its scales.",
+        "The matrix, cut for this tensor parallel size, is not a multiple of the block of its scales.",
         "ckptkit preflight --hf-checkpoint DIR --tp N",
         ("CK703",),
     ),

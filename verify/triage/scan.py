@@ -1,4 +1,4 @@
-"""Goes through logs line by line, in bounded memory, and collects where each symptom stands."""
+"""Reads logs line by line, in bounded memory, and collects where each symptom appears."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TABLE = (*LOADING, *CONFIG, *ENGINE, *MACHINE, *METRICS)
 
 _PIECE = 1 << 16  # bytes of a line that are looked at together
 _OVERLAP = 512  # bytes of a piece that the next one repeats, so that no message is cut in two
-_SHOWN = 300  # characters of a line that are kept
-_PLACES = 3  # lines of a symptom that are kept
+_SHOWN = 300  # characters of a line
+_PLACES = 3  # lines of a symptom
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\))")
 _LOADED = re.compile(
     r"successfully loaded checkpoint from .{1,300}|Load checkpoint from HuggingFace model into Megatron .{1,300}"
@@ -36,11 +36,11 @@ _TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *LEADS, "load
 
 @dataclass(frozen=True)
 class Place:
-    """A line of a log: file as the user named it, number from 1, and its beginning."""
+    """A line of a log."""
 
-    file: str
-    line: int
-    text: str
+    file: str  # as the user named it
+    line: int  # from 1
+    text: str  # its beginning
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.text}"
@@ -48,24 +48,24 @@ class Place:
 
 @dataclass
 class Found:
-    """What was found: for each symptom the number of lines and the first of them; lines that say what was loaded."""
+    """What was found in logs so far."""
 
     lines: int = 0
-    counts: dict[Symptom, int] = field(default_factory=dict)
-    places: dict[Symptom, list[Place]] = field(default_factory=dict)
-    loaded: list[Place] = field(default_factory=list)
+    counts: dict[Symptom, int] = field(default_factory=dict)  # lines of each symptom
+    places: dict[Symptom, list[Place]] = field(default_factory=dict)  # the first of them
+    loaded: list[Place] = field(default_factory=list)  # lines that name what was loaded
     _near: dict[Symptom, int] = field(default_factory=dict)
     _last: dict[Symptom, tuple[str, int]] = field(default_factory=dict)
 
     def add(self, symptom: Symptom, place: Place) -> None:
         """Counts a line that has a symptom. Pieces of a line overlap, so it may come twice in a row."""
-        kept = self.places.setdefault(symptom, [])
+        places = self.places.setdefault(symptom, [])
         if self._last.get(symptom) == (place.file, place.line):
             return
         self._last[symptom] = place.file, place.line
         self.counts[symptom] = self.counts.get(symptom, 0) + 1
-        if len(kept) < _PLACES:
-            kept.append(place)
+        if len(places) < _PLACES:
+            places.append(place)
 
     def scan(self, log: BinaryIO, name: str) -> None:
         """Reads a log to its end. Lines of any length are looked at piece by piece."""

@@ -8,23 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A message that is known to mean something.
-
-    A line has it that holds one of the `needles`, plain fragments of the message, and in which `pattern` is found where
-    there is one: a regular expression without unbounded repeats. `near`: a line before, at most `NEAR` back, must hold
-    one of these fragments too. `command` proves the symptom or rules it out; `codes` are the checks that would fail.
-    `effect`: the message is a consequence, whose cause stands earlier.
-    """
+    """A message that is known to mean something."""
 
     key: str
     title: str
-    needles: tuple[str, ...]
+    needles: tuple[str, ...]  # plain fragments of the message, one of which a line must hold
     meaning: str
-    command: str
-    codes: tuple[str, ...] = ()
-    pattern: str | None = None
-    near: tuple[str, ...] = ()
-    effect: bool = False
+    command: str  # proves the symptom or rules it out
+    codes: tuple[str, ...] = ()  # checks that would fail
+    pattern: str | None = None  # a regular expression without unbounded repeats, which the line must match too
+    near: tuple[str, ...] = ()  # fragments, one of which must be in one of the `NEAR` lines before
+    effect: bool = False  # whether the message is a consequence, whose cause stands earlier
     _regex: re.Pattern[str] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`triage`: which known symptoms the logs of a job show, and which command proves or rules out each."""
+"""Finds known symptoms in the logs of a job, with the command that proves or rules out each."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class Triage:
 def triage(logs: Sequence[str | Path]) -> Triage:
     """Looks for known symptoms in logs of trainers and engines; `-` is standard input.
 
-    Memory does not grow with the logs. Raises CkptkitError where one cannot be read, is empty, or is no text.
+    Memory does not grow with the logs. Raises CkptkitError where one cannot be read, is empty, or is not text.
     """
     if not logs:
-        raise CkptkitError("no log to look at", "give the log of the trainer, or `-` for standard input")
+        raise CkptkitError("no log was given", "give the log of the trainer, or `-` for standard input")
     found = Found()
     for log in logs:
         before = found.lines
@@ -107,7 +107,7 @@ def _refuse_binary(head: bytes, log: str | Path) -> None:
         if head.startswith(magic):
             raise CkptkitError(f"{log} is compressed", f"{program} {log} | ckptkit triage -")
     if b"\0" in head:
-        raise CkptkitError(f"{log} is no text", "give the log of the job")
+        raise CkptkitError(f"{log} is not text", "give the log of the job")
 
 
 def _sign_json(sign: Sign) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(both: Pat
     finding = only(verify(both))
     assert (finding.code, finding.severity, finding.file) == ("CK104", "error", str(both / SINGLE))
     assert finding.actual == (
-        f"transformers reads {SINGLE}, SGLang the shards of {INDEX}; changed last: {SINGLE} (2025-06-15 15:06:40 UTC)"
+        f"transformers reads {SINGLE}, SGLang the shards of {INDEX}; last modified: {SINGLE} (2025-06-15 15:06:40 UTC)"
     )
     assert KEEP in finding.hint
     assert "remove" not in finding.hint
@@ -63,7 +63,7 @@ def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(both: Pat
 def test_the_older_single_file_is_not_called_the_newer(both: Path, only: OnlyFinding) -> None:
     os.utime(both / SINGLE, (1_600_000_000, 1_600_000_000))
     actual = only(verify(both)).actual
-    assert f"changed last: {SINGLE}" not in actual
+    assert f"last modified: {SINGLE}" not in actual
     assert "(2023-11-14 22:13:20 UTC)" in actual
 
 
@@ -84,7 +84,7 @@ def test_sglang_takes_the_shards_and_without_an_index_every_file(
     shards = set(json.loads((both / INDEX).read_text())["weight_map"].values())
     assert chosen == [sorted(shards), [SINGLE, "old.safetensors"]]
     finding = only(verify(without_index))
-    assert finding.actual.startswith(f"SGLang reads old.safetensors too, transformers {SINGLE} alone; changed last: ")
+    assert finding.actual.startswith(f"SGLang reads old.safetensors too, transformers {SINGLE} alone; last modified: ")
     assert KEEP in finding.hint
 
 
@@ -94,7 +94,7 @@ def test_file_that_the_index_does_not_name_is_not_to_be_deleted(
     path = copy_of(releases("qwen2-tied"))
     save_file({NORM: torch.ones(128, dtype=torch.bfloat16)}, path / "old.safetensors")
     finding = only(verify(path))
-    assert finding.actual.startswith("the index names none of its tensors, and loaders follow it; changed last: ")
+    assert finding.actual.startswith("the index names none of its tensors, and loaders follow it; last modified: ")
     assert KEEP in finding.hint
 
 
@@ -107,7 +107,7 @@ def test_tensor_in_two_shards_names_the_newer(releases: PathOf, copy_of: CopyOf)
     index["weight_map"]["another"] = "copy.safetensors"
     (path / INDEX).write_text(json.dumps(index))
     (found,) = (one for one in verify(path).findings if one.tensor == NORM)
-    assert found.actual.startswith(f"it stands in copy.safetensors and {home}; changed last: copy.safetensors (")
+    assert found.actual.startswith(f"it is stored in copy.safetensors and {home}; last modified: copy.safetensors (")
     assert KEEP in found.hint
 
 

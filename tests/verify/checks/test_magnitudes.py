@@ -159,7 +159,7 @@ def test_vocabulary_padding_that_is_not_zero_is_found(
     path = padded(converted("qwen2-tied"), tmp_path / "padded", rows, iteration)
     _, (finding,) = alone("CK209", path)
     assert (finding.tensor, finding.severity) == ("embedding.word_embeddings.weight", severity)
-    assert finding.actual == "3 of 32 rows from row 352 on are not"
+    assert finding.actual == "3 of 32 rows from row 352 on are not zero"
 
 
 def test_vocabulary_padding_of_zeros_is_silent(converted: PathOf, releases: PathOf, tmp_path: Path) -> None:

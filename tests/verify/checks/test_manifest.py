@@ -125,7 +125,7 @@ def test_a_changed_bit_is_named_with_its_file(
     tensor.view(torch.int16)[5, 7] ^= 1
     models.edit(path, UP, tensor)
     finding = only(verify(path, manifest=manifests("qwen2-tied")))
-    assert (finding.code, finding.tensor, finding.actual) == ("CK120", UP, "its bytes are others")
+    assert (finding.code, finding.tensor, finding.actual) == ("CK120", UP, "its bytes differ")
     home = next(file for file in path.glob("*.safetensors") if UP in models.load_file(file))
     assert finding.file == str(home)
 
@@ -141,14 +141,14 @@ def test_tensor_with_another_dtype_or_shape_than_the_manifest_is_found(
 
 def test_manifest_with_missing_or_extra_tensors_is_found(releases: PathOf, manifests: PathOf, alone: RunAlone) -> None:
     _, findings = alone("CK120", releases("qwen2-tied"), manifest=manifests("qwen2-untied"))
-    assert ("lm_head.weight", "it is not there") in [(one.tensor, one.actual) for one in findings]
+    assert ("lm_head.weight", "missing") in [(one.tensor, one.actual) for one in findings]
     _, findings = alone("CK120", releases("qwen2-untied"), manifest=manifests("qwen2-tied"))
     assert ("lm_head.weight", "the manifest has no tensor of this name") in [
         (one.tensor, one.actual) for one in findings
     ]
 
 
-@pytest.mark.parametrize(("change", "actual"), [("edit", "its bytes are others"), ("remove", "it is not there")])
+@pytest.mark.parametrize(("change", "actual"), [("edit", "its bytes differ"), ("remove", "missing")])
 def test_side_file_changed_since_the_manifest_is_found(
     change: str, actual: str, releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
 ) -> None:

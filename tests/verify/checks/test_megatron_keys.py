@@ -61,7 +61,7 @@ TIED = "untie_embeddings_and_output_weights"
     ("changes", "expected", "actual", "tensor"),
     [
         ({"num_layers": 13}, "num_layers: 13 decoder layers", "12 not stored", "decoder.layers.12.*"),
-        ({"num_layers": 10}, "num_layers: 10 decoder layers", "{10..11} stored as well", "decoder.layers.{10..11}.*"),
+        ({"num_layers": 10}, "num_layers: 10 decoder layers", "{10..11} also stored", "decoder.layers.{10..11}.*"),
         ({"mtp_num_layers": 1}, "mtp_num_layers: 1 multi-token prediction layers", "none stored", "mtp.layers.0.*"),
         (
             {"vocab_size": 353},
@@ -102,8 +102,8 @@ def test_an_output_layer_that_arguments_tie(converted: PathOf, copy_of: CopyOf, 
     ("experts", "actual", "which"),
     [
         (13, "12 not stored", "12"),
-        (8, "{8..11} stored as well", "{8..11}"),
-        (None, "{0..11} stored as well", "{0..11}"),
+        (8, "{8..11} also stored", "{8..11}"),
+        (None, "{0..11} also stored", "{0..11}"),
     ],
 )
 def test_another_number_of_experts(

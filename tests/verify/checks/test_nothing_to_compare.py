@@ -65,11 +65,11 @@ def nothing_but_config(path: Path) -> None:
 
 # What was done to a release, the check that must say so, and words of it.
 BROKEN: dict[str, tuple[Break, str, str]] = {
-    "no shards": (no_shards, "CK102", " more: not there"),
+    "no shards": (no_shards, "CK102", " more: missing"),
     "pointers of Git LFS": (pointers, "CK102", "git lfs pull"),
     "one pointer of Git LFS": (single(LFS.encode()), "CK102", "git lfs pull"),
     "an empty file": (single(b""), "CK102", "0 bytes, too few for a header"),
-    "no tensors": (single(None), "CK102", "its header names none"),
+    "no tensors": (single(None), "CK102", "none in its header"),
     "an empty index": (empty_index, "CK103", "an empty one"),
     "no weights": (nothing_but_config, "CK103", "no weights: only"),
 }

@@ -18,7 +18,7 @@ from converters.planner import dims_of
 from converters.registry import family_of
 from verify.evidence.expected import config_of
 from verify.evidence.plausible.balance import unbalanced
-from verify.evidence.plausible.layers import layers_of
+from verify.evidence.plausible.layers import profiled_layers
 from verify.evidence.plausible.profile import Profile, profile_of
 from verify.evidence.plausible.siblings import UNTRAINED, fresh, odd_norms, odd_rotary, structure
 from verify.evidence.reading import read_values
@@ -93,7 +93,7 @@ def test_every_family_can_be_looked_at(name: str, tmp_path: Path) -> None:
     config = config_of(subject)
     release = family_of(config).release
     experts = release.experts if release else GATE_UP_DOWN
-    layers = layers_of(read_values(subject).profiles, dims_of(config), experts, routers(config))
+    layers = profiled_layers(read_values(subject).profiles, dims_of(config), experts, routers(config))
     suspicions, median = fresh(layers)
     assert (suspicions, median < UNTRAINED) == ([], True)
     suspicions, _ = unbalanced(layers)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
-from verify.evidence.packed import Format
+from verify.evidence.packed import Int4Format
 from verify.evidence.rounding import bound_in_steps, worst_steps
 from verify.run import verify
 
@@ -336,7 +336,7 @@ def compressed(weight: torch.Tensor, *, symmetric: bool, group: int) -> dict[str
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_bound_holds_for_what_compressed_tensors_writes_and_is_tight(dtype: torch.dtype, symmetric: bool) -> None:
     torch.manual_seed(3)
-    form = Format(4, 32, symmetric)
+    form = Int4Format(4, 32, symmetric)
     steps = []
     for spread in (1e-3, 0.02, 1.0):
         weight = (torch.randn(512, 256) * spread).to(dtype)
@@ -358,4 +358,4 @@ def test_dequantization_agrees_with_compressed_tensors() -> None:
         back = PackedQuantizationCompressor.decompress(state, QuantizationScheme(targets=["Linear"], weights=args))[
             "weight"
         ]
-        assert worst_steps(parts, "m", Format(4, 32, symmetric), back.float()) < 1e-4
+        assert worst_steps(parts, "m", Int4Format(4, 32, symmetric), back.float()) < 1e-4

@@ -180,7 +180,7 @@ def test_an_ignore_list_that_readers_take_differently(entry: str, readers: list[
 
     found = verify(with_config(change)).findings
     assert {(finding.code, finding.expected) for finding in found} == {
-        ("CK302", "an ignore list that every reader takes alike")
+        ("CK302", "an ignore list that every reader interprets in the same way")
     }
     assert [finding.actual.split(" would ")[0] for finding in found] == readers
     assert [finding.severity for finding in found] == [

@@ -42,13 +42,13 @@ def saved(releases: PathOf, tmp_path: Path) -> Renamed:
 
 # What is put before all names, and what is said of it.
 FURTHER = {
-    "model.": "a further `model.` before their names",
-    "language_model.language_model.": "a further `language_model.language_model.` before their names",
-    "base_model.model.": "a further `base_model.model.` before their names",
-    "module.": "`module.` stands in their names",
-    "_orig_mod.": "`_orig_mod.` stands in their names",
-    "_fsdp_wrapped_module.": "`_fsdp_wrapped_module.` stands in their names",
-    "_checkpoint_wrapped_module.": "`_checkpoint_wrapped_module.` stands in their names",
+    "model.": "an extra prefix `model.`",
+    "language_model.language_model.": "an extra prefix `language_model.language_model.`",
+    "base_model.model.": "an extra prefix `base_model.model.`",
+    "module.": "`module.` is part of their names",
+    "_orig_mod.": "`_orig_mod.` is part of their names",
+    "_fsdp_wrapped_module.": "`_fsdp_wrapped_module.` is part of their names",
+    "_checkpoint_wrapped_module.": "`_checkpoint_wrapped_module.` is part of their names",
 }
 HINTS = {
     "base_model.model.": "merge_and_unload()",
@@ -73,19 +73,19 @@ def test_prefix_of_all_names_is_one_finding(prefix: str, saved: Renamed, only: O
 def test_prefix_of_a_mixture_of_experts_is_one_finding(saved: Renamed, only: OnlyFinding) -> None:
     for name in ("qwen3_moe", "glm4_moe"):  # the latter with multi-token prediction
         finding = only(verify(saved(lambda stored: f"model.{stored}", name)))
-        assert (finding.code, finding.actual) == ("CK104", "a further `model.` before their names")
+        assert (finding.code, finding.actual) == ("CK104", "an extra prefix `model.`")
 
 
 def test_names_of_the_inner_model_are_one_finding(saved: Renamed, only: OnlyFinding) -> None:
     finding = only(verify(saved(lambda name: name.removeprefix("model."), "qwen2-tied")))
-    assert (finding.code, finding.actual) == ("CK104", "no `model.` before their names")
+    assert (finding.code, finding.actual) == ("CK104", "the prefix `model.` is missing")
     assert "ForCausalLM" in finding.hint
 
 
 def test_wrapper_inside_some_names_is_one_finding(saved: Renamed, only: OnlyFinding) -> None:
     finding = only(verify(saved(lambda name: name.replace(".0.mlp.", ".0.mlp._fsdp_wrapped_module."))))
     assert (finding.code, finding.count) == ("CK104", 3)
-    assert finding.actual == "`_fsdp_wrapped_module.` stands in their names"
+    assert finding.actual == "`_fsdp_wrapped_module.` is part of their names"
 
 
 def test_what_is_lost_beside_it_is_found_too(saved: Renamed) -> None:
@@ -113,7 +113,7 @@ def test_index_of_other_names_alone_is_enough(releases: PathOf, tmp_path: Path) 
     content["weight_map"] = {f"module.{name}": file for name, file in content["weight_map"].items()}
     (path / index).write_text(json.dumps(content))
     found = [one for one in verify(path).findings if one.code == "CK104"]
-    assert [(one.actual, one.count) for one in found] == [("`module.` stands in their names", 147)]
+    assert [(one.actual, one.count) for one in found] == [("`module.` is part of their names", 147)]
 
 
 def test_prefix_of_an_int4_checkpoint_is_one_finding(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
@@ -124,7 +124,7 @@ def test_prefix_of_an_int4_checkpoint_is_one_finding(releases: PathOf, tmp_path:
         file.unlink()
     save_file(content, path / "model.safetensors", metadata={"format": "pt"})
     finding = only(verify(path))
-    assert (finding.code, finding.actual) == ("CK104", "`module.` stands in their names")
+    assert (finding.code, finding.actual) == ("CK104", "`module.` is part of their names")
 
 
 def test_parts_of_a_packed_weight_stand_for_it() -> None:
@@ -152,5 +152,5 @@ def test_other_names_are_not_called_renamed(names: list[str]) -> None:
 
 def test_a_part_that_is_repeated_inside_the_names_is_one_finding(saved: Renamed, only: OnlyFinding) -> None:
     finding = only(verify(saved(lambda name: name.replace("model.layers.", "model.layers.layers."))))
-    assert (finding.code, finding.actual) == ("CK104", "a further `layers.` inside their names")
+    assert (finding.code, finding.actual) == ("CK104", "`layers.` is repeated inside their names")
     assert "num_hidden_layers" not in finding.hint

@@ -57,13 +57,13 @@ def test_a_number_that_is_missing_from_files_and_index(tmp_path: Path, alone: Ru
     """Megatron-Bridge #4188: 45 of 48 shards, and an index that agrees with the loss."""
     path = write(tmp_path / "hf", names([1, 2, 4, 7, 8], "00008"))
     _, (finding,) = alone("CK108", path)
-    assert (finding.expected, finding.actual) == ("8 shards model-*-of-8", "number {3,5..6} is not among them")
+    assert (finding.expected, finding.actual) == ("8 shards model-*-of-8", "number {3,5..6} is missing")
     assert (finding.severity, finding.file) == ("error", str(path))
 
 
 def test_shard_with_the_last_number_missing_is_found(tmp_path: Path, alone: RunAlone) -> None:
     _, (finding,) = alone("CK108", write(tmp_path / "hf", names([1, 2], "00003")))
-    assert finding.actual == "number 3 is not among them"
+    assert finding.actual == "number 3 is missing"
 
 
 def test_an_index_that_names_shards_of_two_saves(tmp_path: Path, alone: RunAlone) -> None:

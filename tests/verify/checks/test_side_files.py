@@ -84,7 +84,7 @@ def test_token_id_beyond_the_embedding_is_found(file: str, content: Any, hf: Pat
     write(hf, file, content)
     _, (finding,) = alone("CK706", hf)
     assert finding.expected == "ids below 352, the rows of the embedding"
-    assert "has id 352, of 1 without a row" in finding.actual
+    assert "has id 352; ids without a row: 1" in finding.actual
     assert finding.file == str(hf / file)
 
 
@@ -98,7 +98,7 @@ def test_tiktoken_rank_beyond_the_embedding_is_found(releases: PathOf, copy_of: 
     assert finding.file == str(path / "tiktoken.model")
     (path / "tiktoken.model").write_text("not a rank")
     _, (finding,) = alone("CK706", path)
-    assert "is no tiktoken file" in finding.actual
+    assert "is not a tiktoken file" in finding.actual
 
 
 def test_a_token_with_two_ids(hf: Path, alone: RunAlone) -> None:
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_cannot_be_read(content: str, hf: Path, alone: RunAlone
 def test_token_id_that_is_no_number_is_found(hf: Path, alone: RunAlone) -> None:
     write(hf, "tokenizer.json", tokenizer(added_tokens=[{"id": "350", "content": "<end>"}]))
     _, (finding,) = alone("CK706", hf)
-    assert finding.actual.endswith("the id of '<end>' is '350', no whole number")
+    assert finding.actual.endswith("the id of '<end>' is '350', not a whole number")
 
 
 def test_tokenizer_beside_megatron_is_checked(converted: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
@@ -243,7 +243,7 @@ def test_pad_token_id_of_minus_one_means_none(hf: Path, alone: RunAlone) -> None
 def test_a_special_token_that_is_no_token(hf: Path, alone: RunAlone) -> None:
     write(hf, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
     _, (finding,) = alone("CK707", hf)
-    assert (finding.expected, finding.actual) == ("eos_token in the vocabulary", "'<|im_end|>' is no token of it")
+    assert (finding.expected, finding.actual) == ("eos_token in the vocabulary", "'<|im_end|>' is not in it")
 
 
 def test_special_tokens_map_counts_where_the_config_is_silent(hf: Path, alone: RunAlone) -> None:
@@ -286,7 +286,7 @@ def test_a_template_in_a_file_of_its_own_is_the_same(pair: tuple[Path, Path], al
     assert alone("CK708", here, source_path=source)[1] == []
 
 
-@pytest.mark.parametrize(("template", "actual"), [(None, "missing"), ("{{ other }}", "another one")])
+@pytest.mark.parametrize(("template", "actual"), [(None, "missing"), ("{{ other }}", "different")])
 def test_a_template_that_was_lost_or_replaced(
     template: str | None, actual: str, pair: tuple[Path, Path], alone: RunAlone
 ) -> None:
@@ -309,7 +309,7 @@ def test_the_file_of_a_template_is_named(file: str, pair: tuple[Path, Path], alo
     (source / file).parent.mkdir(exist_ok=True)
     (source / file).write_text('{"chat_template": "{{ own }}"}')
     found = alone("CK708", here, source_path=source)[1]
-    assert [finding.actual for finding in found] == ["missing" if "tool_use" in file else "another one"]
+    assert [finding.actual for finding in found] == ["missing" if "tool_use" in file else "different"]
     # What is there in another place is another one in that place.
     assert found[0].file == str(here / (file if "tool_use" in file else "tokenizer_config.json"))
 
@@ -329,7 +329,7 @@ def test_tokenizer_other_than_the_sources_is_found(pair: tuple[Path, Path], alon
     _, (finding,) = alone("CK708", here, source_path=source)
     assert (finding.expected, finding.actual, finding.count) == (
         "2 tokens of the source, such as 'w4'",
-        "another one",
+        "different",
         2,
     )
     assert finding.file == str(here / "tokenizer.json")
@@ -386,7 +386,7 @@ def test_no_tokenizer_at_all_is_a_warning_and_an_error_beside_a_source_that_has_
     (path / "tokenizer.model").unlink()
     for asked in ((), ("sglang",), ("engine",)):  # both start SGLang without a tokenizer
         _, (finding,) = alone("CK720", path, against=frozenset(asked))
-        assert (finding.severity, finding.actual) == ("warning", "no file of a tokenizer")
+        assert (finding.severity, finding.actual) == ("warning", "no tokenizer file")
         assert "--skip-tokenizer-init" in finding.hint
         hold_example("CK720", finding)
     _, (finding,) = alone("CK720", path, source_path=releases("qwen2-tied"))

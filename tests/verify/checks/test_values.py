@@ -310,5 +310,5 @@ def test_constant_tensor_says_whether_the_source_has_it_too(
     path, name = copy_of(releases("qwen2-tied")), "model.layers.4.mlp.up_proj.weight"
     models.edit(path, name, torch.zeros_like(models.tensors(path)[name]))
     (finding,) = (one for one in verify(path, source=releases("qwen2-tied")).findings if one.code == "CK205")
-    assert finding.hint.startswith("take it from the release again")
+    assert finding.hint.startswith("copy it from the release again")
     assert only(verify(path, source=path)).hint.startswith("the source holds the same")

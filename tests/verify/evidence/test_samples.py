@@ -19,7 +19,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.read import FileExtent
 from verify.evidence.hf_files import HfFiles
-from verify.evidence.sampled.samples import MOST_TENSORS, Pair, chosen, samples_of
+from verify.evidence.sampled.samples import MAX_TENSORS, SamplePair, chosen, samples_of
 
 TORCH_DIST = [label for label, (_, how) in SAVES.items() if not how.get("legacy")]
 
@@ -77,7 +77,7 @@ def test_every_layer_and_every_kind_is_among_the_chosen() -> None:
     kinds = ("input_layernorm", "self_attn.o_proj", "mlp.gate", *(f"mlp.experts.{one}.down_proj" for one in range(8)))
     names = [f"model.layers.{layer}.{kind}.weight" for layer in range(48) for kind in kinds]
     taken = chosen(["model.embed_tokens.weight", *names, "lm_head.weight"])
-    assert len(taken) == len(set(taken)) == MOST_TENSORS
+    assert len(taken) == len(set(taken)) == MAX_TENSORS
     assert taken[:2] == ["model.embed_tokens.weight", "lm_head.weight"]
     assert {int(name.split(".")[2]) for name in taken[2:]} == set(range(48))
     found = [sum(f".{kind}." in name for name in taken) for kind in ("input_layernorm", "o_proj", "gate", "down_proj")]
@@ -88,7 +88,7 @@ def test_every_layer_and_every_kind_is_among_the_chosen() -> None:
 def test_of_more_layers_than_samples_the_first_and_the_last_are_chosen() -> None:
     taken = chosen([f"decoder.layers.{layer}.mlp.router.weight" for layer in range(200)])
     layers = [int(name.split(".")[2]) for name in taken]
-    assert (len(layers), layers[0], layers[-1]) == (MOST_TENSORS, 0, 199)
+    assert (len(layers), layers[0], layers[-1]) == (MAX_TENSORS, 0, 199)
     assert max(later - earlier for earlier, later in itertools.pairwise(layers)) == 4
 
 
@@ -100,7 +100,7 @@ def test_bytes_read_are_bounded(tmp_path: Path) -> None:
         file.truncate(100 * 5120 * 4096 * 2)
     side = Flat(path, specs)
     before = read_so_far()
-    found = samples_of(side, side, [Pair(name, name) for name in specs])
+    found = samples_of(side, side, [SamplePair(name, name) for name in specs])
     assert read_so_far() - before < 13 << 20
     assert (len(found.compared), found.nbytes, found.differing) == (64, 64 * 3 * (32 << 10), [])
 
@@ -116,8 +116,8 @@ def test_an_element_that_differs_in_start_middle_or_end_is_found(element: int, t
     other = whole.clone()
     other[element] += 1024
     a, b = flat(tmp_path / "a", {"x": whole}), flat(tmp_path / "b", {"x": other})
-    assert samples_of(a, b, [Pair("x", "x")]).differing == ["x"]
-    assert samples_of(a, a, [Pair("x", "x")]).differing == []
+    assert samples_of(a, b, [SamplePair("x", "x")]).differing == ["x"]
+    assert samples_of(a, a, [SamplePair("x", "x")]).differing == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -126,18 +126,24 @@ def test_what_a_cast_gives_is_equal_and_nothing_else(dtype: torch.dtype, tmp_pat
     odd = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 3e38, 3.4e38, -1e39, 1e-40, 1e-7, 65519.0, 65520.0, math.nan]
     wide = torch.cat([torch.tensor(odd), torch.randn(50_000, generator=torch.Generator().manual_seed(1))])
     a, b = flat(tmp_path / "a", {"x": wide}), flat(tmp_path / "b", {"x": wide.to(dtype)})
-    assert samples_of(a, b, [Pair("x", "x")]).differing == samples_of(b, a, [Pair("x", "x")]).differing == []
+    assert (
+        samples_of(a, b, [SamplePair("x", "x")]).differing == samples_of(b, a, [SamplePair("x", "x")]).differing == []
+    )
     bits = wide.to(dtype).view(torch.int16).clone()
     bits[3] ^= 1
     c = flat(tmp_path / "c", {"x": bits.view(dtype)})
-    assert samples_of(a, c, [Pair("x", "x")]).differing == samples_of(c, a, [Pair("x", "x")]).differing == ["x"]
+    assert (
+        samples_of(a, c, [SamplePair("x", "x")]).differing
+        == samples_of(c, a, [SamplePair("x", "x")]).differing
+        == ["x"]
+    )
 
 
 def test_what_cannot_be_compared_is_counted_with_its_reason(tmp_path: Path) -> None:
     half = torch.ones(4, 4, dtype=torch.bfloat16)
     a = flat(tmp_path / "a", {"x": half, "y": half, "z": half})
     b = flat(tmp_path / "b", {"x": half.half(), "y": half[:2], "w": half})
-    found = samples_of(a, b, [Pair("x", "x"), Pair("y", "y"), Pair("z", "z")])
+    found = samples_of(a, b, [SamplePair("x", "x"), SamplePair("y", "y"), SamplePair("z", "z")])
     assert found.compared == []
     assert dict(found.left_out) == {
         "in bfloat16 and float16": 1,
@@ -145,7 +151,7 @@ def test_what_cannot_be_compared_is_counted_with_its_reason(tmp_path: Path) -> N
         "that one side does not store, or stores packed": 1,
     }
     # A padded vocabulary is compared as far as both have rows.
-    assert samples_of(a, b, [Pair("y", "y", padded=True)]).compared == ["y"]
+    assert samples_of(a, b, [SamplePair("y", "y", padded=True)]).compared == ["y"]
 
 
 def test_bytes_are_those_of_numpy(tmp_path: Path) -> None:
@@ -153,7 +159,7 @@ def test_bytes_are_those_of_numpy(tmp_path: Path) -> None:
     a = flat(tmp_path / "a", {"x": torch.tensor([math.inf, -math.inf])})
     (tmp_path / "b").write_bytes(np.array([0x7F80, 0xFF80], np.uint16).tobytes())
     b = Flat(tmp_path / "b", {"x": TensorSpec("x", (2,), "bfloat16")})
-    assert samples_of(a, b, [Pair("x", "x")]).differing == []
+    assert samples_of(a, b, [SamplePair("x", "x")]).differing == []
 
 
 UP, NORM = "model.layers.3.mlp.up_proj.weight", "model.layers.3.input_layernorm.weight"
@@ -181,7 +187,7 @@ def test_matrices_that_no_training_makes_of_the_others_are_told(
     cosine = torch.cosine_similarity(here.double().flatten(), there.double().flatten(), dim=0).item()
     assert (cosine > 0.9) is (drift < 1)
     sides = flat(tmp_path / "here", {name: here}), flat(tmp_path / "there", {name: there})
-    found = samples_of(*sides, [Pair(name, name)])
+    found = samples_of(*sides, [SamplePair(name, name)])
     assert (found.differing, found.unrelated) == ([name] if drift else [], [name] if unrelated else [])
 
 
@@ -189,5 +195,5 @@ def test_elements_that_are_not_finite_are_no_other_model(tmp_path: Path) -> None
     here, there = torch.ones(32, 32), torch.full((32, 32), math.inf)
     there[0, 0] = math.nan
     sides = flat(tmp_path / "here", {UP: here}), flat(tmp_path / "there", {UP: there})
-    found = samples_of(*sides, [Pair(UP, UP)])
+    found = samples_of(*sides, [SamplePair(UP, UP)])
     assert (found.differing, found.unrelated) == ([UP], [])

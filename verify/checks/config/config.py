@@ -1,8 +1,8 @@
-"""CK701 to CK703: Megatron's stored arguments, the source's config and the parallel sizes, against the HF config."""
+"""CK701 to CK703: compares Megatron's arguments, the source's config and the parallel sizes with the HF config."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from converters.planner import dims_of
 from verify.check import Skip, Tally, check
 from verify.checks.config.arguments import compared, hint_of, mismatches
 from verify.checks.config.config_keys import keys_behind
-from verify.evidence.expected import config_of, stated_config_of
+from verify.evidence.expected import require_config, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -41,14 +41,6 @@ _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_paramete
 STAGES = "pipeline stages"
 
 
-def _config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]] = config_of) -> Mapping[str, Any]:
-    """The usable config. Raises Skip where CK101 has said that there is none."""
-    try:
-        return read(subject)
-    except CkptkitError as error:
-        raise Skip(f"there is no usable config.json: {error.message}") from error
-
-
 def _source_config(subject: Subject) -> Mapping[str, Any]:
     """The source's config, without a look at its weights. Raises CkptkitError when there is none."""
     if subject.source_path is None:
@@ -68,7 +60,7 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
 )
 def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`args` in common.pt against the HF config, field by field, with Megatron's defaults for absent ones."""
-    config = _config(subject)
+    config = require_config(subject)
     try:
         args = subject.megatron_files.args
     except CkptkitError as error:
@@ -76,7 +68,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not args:
         raise Skip("common.pt holds no training arguments, which Megatron accepts")
     # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.
-    dims = dims_of(_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
+    dims = dims_of(require_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
     for _ in range(compared(dims)):
         tally.compared(0)
     where = str(subject.megatron_files.weights / "common.pt")
@@ -98,7 +90,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     A key that only one of them has is a warning: a newer transformers writes out what used to be a default.
     """
-    here, there = _config(subject, stated_config_of), _source_config(subject)
+    here, there = require_config(subject, stated_config_of), _source_config(subject)
     hint, where = (
         "take config.json from the source",
         str(subject.path / "config.json" if subject.kind == "hf" else subject.path),
@@ -146,11 +138,11 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, Any]) -> bool:
-    """Whether a Megatron argument follows from this key, so that the difference is said already."""
+    """Whether a Megatron argument follows from this key, so that the difference is reported already."""
     try:
         return _args({**here, key: there.get(key)}) != _args(here)
     except (CkptkitError, TypeError, ValueError):
-        return True  # a size that does not go with the others, which are then all said
+        return True  # a size that does not go with the others, which are then all reported
 
 
 @check(
@@ -171,7 +163,7 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Without an etp this looks at Megatron's default, tp; what is refused there is only a warning.
     """
-    dims = dims_of(_config(subject))
+    dims = dims_of(require_config(subject))
     tally.compared(0)
     yield from _stages(dims, subject, tally)
     etp = subject.tp if subject.etp is None else subject.etp
@@ -198,7 +190,7 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = f"give {options_for_it} in the launch, or choose another --pp"
         if last:
             hint = f"the launch must say so, for example by --decoder-last-pipeline-num-layers {last}"
-        expected = f"num_hidden_layers that divides by pp = {pp}{at_places(given)}"
+        expected = f"num_hidden_layers divisible by pp = {pp}{at_places(given)}"
         actual = f"num_hidden_layers = {dims.layers}"
         yield Issue(expected, actual, hint, file=where, severity="warning" if last and options is None else "error")
         return

@@ -1,4 +1,4 @@
-"""Names the key of config.json that a Megatron argument follows from, as the file spells it."""
+"""Finds the key of config.json that a Megatron argument follows from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CK731: what SGLang reads of config.json and transformers 5 does not write."""
+"""CK731: keys of config.json that SGLang reads and transformers 5 does not write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CK704 and CK705: settings that a config states twice, of which readers take one or the other, are the same."""
+"""CK704 and CK705: settings that a config states twice, where readers take one or the other, agree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _both_spellings(subject: Subject) -> str | None:
         "rope_parameters" in holder and ("rope_theta" in holder or "rope_scaling" in holder)
         for _, holder in _holders(_config(subject))
     )
-    return None if stated else "config.json has its rotary settings in one spelling"
+    return None if stated else "config.json states its rotary settings in one spelling"
 
 
 @check(
@@ -59,7 +59,7 @@ def _both_spellings(subject: Subject) -> str | None:
     fix="Make rope_theta, rope_scaling and rope_parameters say the same, or keep only those of the release.",
     unless=_both_spellings,
 )
-def rope_said_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Base, kind, factor and every other rotary setting, of v4 against v5."""
     where = str(side_of(subject).root / "config.json")
     for prefix, holder in _holders(_config(subject)):
@@ -112,7 +112,7 @@ def _no_text_config(subject: Subject) -> str | None:
     tied = TIED in text or TIED in config
     if twice or (tied and _tie_flag(config) is not None):
         return None
-    return "config.json says nothing of its language model twice, or where no reader looks"
+    return "config.json states no setting of its language model twice, or where no reader looks"
 
 
 def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
@@ -136,7 +136,7 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Tied embeddings, sizes and switches that stand in both places; the tie flag also where it stands in one.
 
     transformers v5 writes a tie flag of its own default, true, into the text_config of models that it reads as not
-    tied: that is no finding where all readers take the flag of the top.
+    tied: that is not a finding where all readers take the flag of the top.
     """
     config = _config(subject)
     text = _mapping(config.get("text_config"))
@@ -170,16 +170,16 @@ def _has_head(subject: Subject) -> bool:
 def _tie_issues(
     tie: TieFlag, config: Mapping[str, Any], text: Mapping[str, Any], tally: Tally, where: str, severity: Severity
 ) -> Iterator[Issue]:
-    """Readers that disagree, and a flag where none of them looks: of this severity where it stands there alone."""
+    """Readers that disagree, and a flag where none of them looks; `severity` is for one that stands there alone."""
     read = tie.read(config, text)
-    hint = f"say {TIED} at the top and in text_config, true where the output layer is the embedding, else false"
+    hint = f"set {TIED} at the top and in text_config, true where the output layer is the embedding, else false"
     who = {value: ", ".join(reader for reader, taken in read.items() if taken is value) for value in (True, False)}
     stated = {f"{prefix}{TIED}": part[TIED] for prefix, part in _holders(config) if part.get(TIED) is not None}
-    said = ", ".join(f"{name} = {value}" for name, value in stated.items())
+    listed = ", ".join(f"{name} = {value}" for name, value in stated.items())
     if who[True] and who[False]:
         yield Issue(
             f"one {TIED} for every reader",
-            f"{said}: true to {who[True]}, false to {who[False]}",
+            f"{listed}: true to {who[True]}, false to {who[False]}",
             hint,
             file=where,
         )
@@ -191,7 +191,7 @@ def _tie_issues(
         looked = " and ".join(f"{prefix}{TIED}" for prefix, readers in places.items() if readers)
         yield Issue(
             f"{TIED} where it is read: {', '.join(read)} look at {looked} alone",
-            f"{said}, so that they take {value}",
+            f"{listed}, so that they take {value}",
             hint,
             file=where,
             severity="error" if len(stated) > 1 else severity,

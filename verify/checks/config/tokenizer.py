@@ -1,26 +1,20 @@
-"""CK706 to CK708 and CK720: tokenizer, special tokens and chat template, against weights, one another and source."""
+"""CK706, CK708 and CK720: compares tokenizer and chat template with the weights and the source."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from os.path import lexists  # a link to nothing is a file that cannot be read
-from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
-from verify.evidence.expected import config_of
-from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
+from verify.evidence.expected import require_config
+from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.report import Severity
-
-_KINDS = ("eos", "pad", "bos")
 
 # What is carried over, here and in the source by name, and the file that holds one.
 _Kind = tuple[str, Mapping[str, Any], Mapping[str, Any], Callable[[SideFiles, str], str]]
@@ -42,7 +36,7 @@ def _source_side(subject: Subject) -> SideFiles:
     return SideFiles(place.path if place.kind == "hf" else place.root / "hf")
 
 
-def _unreadable(subject: Subject, side: SideFiles, expected: str, error: CkptkitError) -> Issue:
+def unreadable(subject: Subject, side: SideFiles, expected: str, error: CkptkitError) -> Issue:
     """A file that cannot be read. Raises Skip for a link that leads nowhere, which CK102 reports of an HF directory."""
     links = subject.hf_files.dangling if subject.kind == "hf" and side.root == subject.path else ()
     if any(f"{side.root / name}:" in error.message for name in links):
@@ -54,14 +48,6 @@ def _no_vocabulary(side: SideFiles) -> str | None:
     with suppress(CkptkitError):  # a file that cannot be read is for the check to say
         return None if side.has_vocabulary else "there is no tokenizer whose token ids can be read"
     return None
-
-
-def _rows(subject: Subject) -> int:
-    """Rows of the embedding. Raises Skip where no config says so, which CK101 reports."""
-    try:
-        return dims_of(config_of(subject)).vocab
-    except CkptkitError as error:
-        raise Skip(f"there is no usable config.json (CK101): {error.message}") from error
 
 
 @check(
@@ -77,11 +63,11 @@ def _rows(subject: Subject) -> int:
 )
 def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The largest id of every tokenizer file against `vocab_size` (CK105: that of the embedding); one id a token."""
-    side, rows = side_of(subject), _rows(subject)
+    side, rows = side_of(subject), dims_of(require_config(subject)).vocab
     try:
         vocabularies = side.vocabularies
     except CkptkitError as error:
-        yield _unreadable(subject, side, "a tokenizer that can be read", error)
+        yield unreadable(subject, side, "a tokenizer that can be read", error)
         return
     hint = "take tokenizer and config.json from the release of these weights"
     if not vocabularies:
@@ -91,7 +77,8 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(0)
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
-            actual = f"{token!r} has id {largest}, of {sum(number >= rows for number in ids.values())} without a row"
+            beyond = sum(number >= rows for number in ids.values())
+            actual = f"{token!r} has id {largest}; ids without a row: {beyond}"
             yield Issue(f"ids below {rows}, the rows of the embedding", actual, hint, file=side.root / file)
         other = next((token for token, number in ids.items() if side.ids[token] != number), None)
         if other is not None:
@@ -99,133 +86,6 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(
                 "one id for a token", actual, "take all tokenizer files from one release", file=side.root / file
             )
-
-
-def _one_place_only(subject: Subject) -> str | None:
-    side = side_of(subject)
-    if not (side.root / "config.json").exists():
-        return "there is no config.json beside it"
-    with suppress(CkptkitError):
-        tokens = side.has_vocabulary and any(map(side.special, _KINDS))
-        return None if tokens or lexists(side.root / GENERATION) else "only config.json says which tokens are special"
-    return None
-
-
-@check(
-    "CK707",
-    "config, generation_config and tokenizer agree on the special tokens",
-    stage="configuration",
-    preflight=True,
-    rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and "
-    "rewards are given for it.",
-    fix="Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, as in the "
-    "release.",
-    unless=_one_place_only,
-)
-def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Ids of the end, padding and begin tokens: inside the vocabulary, and the same wherever two files state one.
-
-    Several ends are usual in generation_config.json, so the ends of two files need only have one in common.
-    """
-    side, rows = side_of(subject), _rows(subject)
-    try:
-        stated = {kind: dict(_stated(side, kind)) for kind in _KINDS}
-        unknown = [
-            (kind, text)
-            for kind in _KINDS
-            if (text := side.special(kind)) is not None and side.ids and text not in side.ids
-        ]
-    except CkptkitError as error:
-        yield _unreadable(subject, side, "files that can be read", error)
-        return
-    hint = "take config.json, generation_config.json and the tokenizer from one release"
-    for kind, by_file in stated.items():
-        sound = dict(by_file)
-        for file, numbers in by_file.items():
-            tally.compared(0)
-            if strange := sorted(
-                number for number in numbers if not (0 <= number < rows or (kind == "pad" and number == -1))
-            ):
-                del sound[file]
-                expected = f"{kind}_token_id below {rows}, the rows of the embedding"
-                yield Issue(expected, f"{kind}_token_id {strange[0]}", hint, file=side.root / file)
-        # A file that is known to be wrong has no vote on the others.
-        yield from _disagreements(kind, sound, side.root, hint)
-    for kind, file, value in _unread(side):
-        tally.compared(0)
-        yield Issue(f"{kind}_token_id as a whole number", f"{kind}_token_id {value}", hint, file=side.root / file)
-    for kind, text in unknown:
-        yield Issue(
-            f"{kind}_token in the vocabulary", f"{text!r} is no token of it", hint, file=side.root / TOKENIZER_CONFIG
-        )
-    if not any(stated.values()):
-        tally.compared(0)  # three files were looked at, and none of them names a special token
-
-
-def _stated(side: SideFiles, kind: str) -> Iterator[tuple[str, set[int]]]:
-    """The ids that each file states."""
-    for file, values in _values(side, kind):
-        numbers = {number for number in values if type(number) is int}
-        if numbers:
-            yield file, numbers
-    token = side.special(kind)
-    if token is not None and token in side.ids:
-        yield TOKENIZER_CONFIG, {side.ids[token]}
-
-
-def _values(side: SideFiles, kind: str) -> Iterator[tuple[str, list[Any]]]:
-    """What config and generation_config have as ids of a token, without null."""
-    text = side.config.get("text_config")
-    inner = text.get(f"{kind}_token_id") if isinstance(text, Mapping) else None
-    for file, value in (
-        ("config.json", side.config.get(f"{kind}_token_id", inner)),
-        (GENERATION, side.generation.get(f"{kind}_token_id")),
-    ):
-        yield file, [one for one in (value if isinstance(value, list) else [value]) if one is not None]
-
-
-def _unread(side: SideFiles) -> Iterator[tuple[str, str, str]]:
-    """Kind, file and value of ids that are no whole numbers, which engines refuse or never meet."""
-    for kind in _KINDS:
-        for file, values in _values(side, kind):
-            yield from ((kind, file, shortened(one)) for one in values if type(one) is not int)
-
-
-def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str) -> Iterator[Issue]:
-    """Files whose ids have nothing in common with those of the others: the one that is outvoted, or all where none is.
-
-    An engine ends at any id of config and generation_config. Some releases have a tokenizer that ends texts and a
-    generation_config that ends turns, so a tokenizer of another opinion is only a warning.
-    """
-    groups = _agreeing(by_file)
-    if len(groups) < 2:
-        return
-    servers = {"config.json", GENERATION}
-    apart = servers <= by_file.keys() and not any(servers <= set(group) for group in groups)
-    severity: Severity = "error" if kind == "eos" and apart else "warning"
-    (odd, *more), most = groups[0], groups[-1]
-    if len(most) > 1 and not more:
-        expected = (
-            f"{kind}_token_id {_text(set().union(*(by_file[file] for file in most)))}, as in {' and '.join(most)}"
-        )
-        yield Issue(expected, _text(by_file[odd]), hint, file=root / odd, severity=severity)
-        return
-    actual = ", ".join(f"{_text(numbers)} in {file}" for file, numbers in by_file.items())
-    yield Issue(f"one {kind}_token_id in all files", actual, hint, file=root, severity=severity)
-
-
-def _agreeing(by_file: Mapping[str, set[int]]) -> list[list[str]]:
-    """The files in groups, each file with an id of another one of its group; the smallest group first."""
-    groups: list[tuple[list[str], set[int]]] = []
-    for file, numbers in by_file.items():
-        joined = [group for group in groups if group[1] & numbers]
-        merged = ([*(name for names, _ in joined for name in names), file], numbers.union(*(ids for _, ids in joined)))
-        groups = [*(group for group in groups if group not in joined), merged]
-    return sorted((names for names, _ in groups), key=len)
-
-
-def _text(numbers: set[int]) -> str:
-    return " or ".join(map(str, sorted(numbers)))
 
 
 def _nothing_to_carry(subject: Subject) -> str | None:
@@ -259,7 +119,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
             ("token", here.ids, there.ids, SideFiles.file_of_token),
         ]
     except CkptkitError as error:
-        yield _unreadable(subject, here, "files that can be read", error)
+        yield unreadable(subject, here, "files that can be read", error)
         return
     for what, mine, its, file_of in kinds:
         wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -268,7 +128,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
             if name not in mine:
                 wrong["missing", file_of(there, name)].append(name)
             elif mine[name] != its[name]:
-                wrong["another one", file_of(here, name)].append(name)
+                wrong["different", file_of(here, name)].append(name)
         for (actual, file), names in wrong.items():
             expected = (
                 f"the {what} {names[0]!r} of the source"
@@ -283,7 +143,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "a tokenizer lies beside the weights",
     stage="configuration",
     rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start, or it "
-    "knows no words. tokenizer_config.json alone is no tokenizer.",
+    "knows no words. tokenizer_config.json alone is not a tokenizer.",
     fix="Copy the tokenizer files of the release into this directory, or start the engine with `--skip-tokenizer-init` "
     "and send it token ids.",
     unless=lambda subject: None if subject.kind == "hf" else "Megatron loads no tokenizer from its checkpoint",
@@ -305,8 +165,8 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     )
     where = str(subject.path)
     yield Issue(
-        "files of a tokenizer, which an engine loads from here",
-        "no file of a tokenizer",
+        "a tokenizer, which engines load from here",
+        "no tokenizer file",
         hint,
         file=where,
         severity="error" if known else "warning",

@@ -16,8 +16,8 @@ from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of, names_of
 from verify.evidence.expected import Expected, expected_of, has_floats, is_quantized, refuse_stated, usable_config
-from verify.evidence.folding import alike
-from verify.evidence.packed import format_of
+from verify.evidence.folding import group_by_pattern
+from verify.evidence.packed import int4_format_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
@@ -52,7 +52,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
         dtypes = {specs[name].dtype for name in names}
         usual, _ = Counter(specs[name].dtype for name in (names if len(dtypes) > 1 else names[:1])).most_common(1)[0]
         odd = [name for name in names if specs[name].dtype != usual] if len(dtypes) > 1 else []
-        for group in alike(odd):
+        for group in group_by_pattern(odd):
             actual = specs[group[0]].dtype
             hint = "one shard comes from another conversion; convert again"
             yield Issue(f"{usual}, as in the other layers", actual, hint, names=group, file=home_of(subject, group[0]))
@@ -74,7 +74,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _eight_bits(config: Mapping[str, Any]) -> bool:
     """Whether the config may mean weights of 8 bits: it says quantized, and not packed or not only."""
-    return is_quantized(config) and (format_of(config) is None or has_floats(config))
+    return is_quantized(config) and (int4_format_of(config) is None or has_floats(config))
 
 
 def _config_dtype(
@@ -90,12 +90,12 @@ def _config_dtype(
     if config is None:
         return
     for key in ("dtype", "torch_dtype"):
-        said = config.get(key)
-        if said is not None and str(said).removeprefix("torch.") not in (stored, "auto"):
+        stated = config.get(key)
+        if stated is not None and str(stated).removeprefix("torch.") not in (stored, "auto"):
             hint = f"set {key} to the dtype of the weights: loaders cast all weights to it"
             yield Issue(
                 f"{key} {stored}, as most weights are",
-                f"{key} {said}",
+                f"{key} {stated}",
                 hint,
                 file=subject.path / "config.json",
                 severity="warning",
@@ -105,15 +105,15 @@ def _config_dtype(
 def _trained_dtype(subject: Subject, stored: str) -> Iterator[Issue]:
     """`params_dtype` of the stored training arguments (by --bf16 or --fp16) against the dtype of most weights."""
     try:
-        said = subject.megatron_files.args.get("params_dtype")
+        stated = subject.megatron_files.args.get("params_dtype")
     except CkptkitError:
         return  # CK111 says why they cannot be read
-    if isinstance(said, Dtype) and said.name != stored:
+    if isinstance(stated, Dtype) and stated.name != stored:
         where = subject.megatron_files.weights / "common.pt"
         hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
         yield Issue(
             f"params_dtype {stored}, as most weights are",
-            f"params_dtype {said.name}",
+            f"params_dtype {stated.name}",
             hint,
             file=where,
             severity="warning",

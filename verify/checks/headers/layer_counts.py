@@ -1,4 +1,4 @@
-"""How many tensors each layer has: a table to look at, and without a config the layers that lack some."""
+"""For CK104: counts the tensors of each layer, and without a config finds layers that lack some."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _uneven_experts(names: Iterable[str], file: str) -> Iterator[Issue]:
 def _uneven_layers(specs: Iterable[str], file: str) -> Iterator[Issue]:
     """Without a usable config: a layer that is as several others are, less some tensors.
 
-    What two layers or more have alike is a kind of layer: models mix full and linear attention, dense layers and
+    What two layers or more have in common is a kind of layer: models mix full and linear attention, dense layers and
     experts, and some (Gemma 4) use keys as values, or those of an earlier layer.
     """
     parts: dict[int, set[str]] = defaultdict(set)

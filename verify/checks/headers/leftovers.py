@@ -1,4 +1,4 @@
-"""Files of safetensors that belong to another save than the index: which reader takes which, and what to keep."""
+"""For CK104: safetensors files that belong to another save than the index, and which reader takes which."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptkit.formats.hf.reader import INDEX, SINGLE
-from verify.evidence.folding import alike
+from verify.evidence.folding import group_by_pattern
 from verify.evidence.hf_files import HfFiles
 from verify.issue import Issue
 
@@ -20,15 +20,15 @@ _ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the
 def leftovers(files: HfFiles) -> Iterator[Issue]:
     """Tensors that stand in two shards, and weight files that the index does not name."""
     twice = files.twice
-    for names in alike(twice):
+    for names in group_by_pattern(twice):
         homes = twice[names[0]]
-        actual = f"it stands in {' and '.join(homes)}; {_newest(files.root, homes)}"
+        actual = f"it is stored in {' and '.join(homes)}; {_newest(files.root, homes)}"
         hint = f"two saves are mixed: move the shards of one of them, with its index, elsewhere; {_ASIDE}"
         yield Issue("each tensor in one shard", actual, hint, names=names, file=files.root)
     for file in files.orphans:
         if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
-            actual = "the weights a second time, under Mistral's own names"
-            hint = "no reader of HF's names takes it, and nothing checks it here; readers of Mistral's own format do"
+            actual = "a second copy of the weights, under Mistral's own names"
+            hint = "readers of HF names ignore it, and it is not checked here; readers of Mistral's own format load it"
             yield Issue(_ONLY, actual, hint, file=files.root / file, severity="warning")
         else:
             yield _orphan(files, file)
@@ -64,4 +64,4 @@ def _newest(root: Path, files: list[str]) -> str:
     times = {file: (root / file).stat().st_mtime for file in files if (root / file).exists()}
     last = max(times, key=lambda file: times[file])
     when = datetime.fromtimestamp(times[last], UTC).isoformat(" ", "seconds").removesuffix("+00:00")
-    return f"changed last: {last} ({when} UTC)"
+    return f"last modified: {last} ({when} UTC)"

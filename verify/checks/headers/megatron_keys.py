@@ -1,4 +1,4 @@
-"""CK114 to CK117: the keys of `.metadata` against the training arguments and metadata stored beside them."""
+"""CK114 to CK117: compares the keys of `.metadata` with the training arguments and metadata stored beside them."""
 
 from __future__ import annotations
 
@@ -62,30 +62,30 @@ def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Layers, MTP layers, experts, output layer and vocabulary rows against `args`, where `args` say them."""
     _weights(subject)
     args = _common(subject).get("args")
-    said: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
-    if not said:
+    stated: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
+    if not stated:
         raise Skip("common.pt holds no training arguments, which Megatron accepts")
     specs = subject.megatron_files.opened.specs
     tally.compared(0, len(specs))
     where = subject.megatron_files.weights / ".metadata"
     hint = "save or convert it again; if the arguments are those of another run, correct the launch script"
-    for argument, expected, actual, tensors in _against_args(said, specs):
+    for argument, expected, actual, tensors in _against_args(stated, specs):
         yield Issue(f"{argument}: {expected}", actual, hint, names=tensors or None, together=True, file=where)
 
 
-def _against_args(said: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[str]]]:
+def _against_args(stated: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[str]]]:
     """Argument, what it promises, what is stored, and the tensors concerned."""
-    yield from _numbers("num_layers", said, _numbered(specs, LAYER), "decoder layers", "decoder.layers.{}.*")
+    yield from _numbers("num_layers", stated, _numbered(specs, LAYER), "decoder layers", "decoder.layers.{}.*")
     yield from _numbers(
-        "mtp_num_layers", said, _numbered(specs, MTP_LAYER), "multi-token prediction layers", "mtp.layers.{}.*"
+        "mtp_num_layers", stated, _numbered(specs, MTP_LAYER), "multi-token prediction layers", "mtp.layers.{}.*"
     )
     for (projection, experts), places in _experts(specs).items():
         what = f"experts in {summarize(places)} {projection}"
         yield from _numbers(
-            "num_experts", said, experts, what, *(f"{place}.experts.{{}}.{projection}" for place in places)
+            "num_experts", stated, experts, what, *(f"{place}.experts.{{}}.{projection}" for place in places)
         )
-    if "untie_embeddings_and_output_weights" in said:
-        untied, stored = bool(said["untie_embeddings_and_output_weights"]), "output_layer.weight" in specs
+    if "untie_embeddings_and_output_weights" in stated:
+        untied, stored = bool(stated["untie_embeddings_and_output_weights"]), "output_layer.weight" in specs
         if untied != stored:
             expected = f"{untied}, so {'an' if untied else 'no'} output layer"
             yield (
@@ -94,7 +94,7 @@ def _against_args(said: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator
                 f"output_layer.weight is {'' if stored else 'not '}stored",
                 ["output_layer.weight"],
             )
-    vocab = said.get("vocab_size")
+    vocab = stated.get("vocab_size")
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if type(vocab) is int and name in specs and specs[name].shape[0] < vocab:
             yield "vocab_size", f"{vocab}, so at least as many rows", f"{specs[name].shape[0]} rows", [name]
@@ -110,28 +110,28 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, frozenset[int]], list[str]
     for name in names:
         if match := _ROUTED.fullmatch(name):
             found[match[1], match[3]].add(int(match[2]))
-    alike: dict[tuple[str, frozenset[int]], list[str]] = defaultdict(list)
+    places: dict[tuple[str, frozenset[int]], list[str]] = defaultdict(list)
     for (place, projection), experts in found.items():
-        alike[projection, frozenset(experts)].append(place)
-    return alike
+        places[projection, frozenset(experts)].append(place)
+    return places
 
 
 def _numbers(
-    argument: str, said: Mapping[str, Any], found: Set[int], what: str, *templates: str
+    argument: str, stated: Mapping[str, Any], found: Set[int], what: str, *templates: str
 ) -> Iterator[tuple[str, str, str, list[str]]]:
     """Yields what is wrong where an argument promises the numbers from 0 to its value; None is 0, absent promises none.
 
     `templates` name what has such a number, with `{}` for it.
     """
-    if argument not in said or type(said[argument] or 0) is not int:
+    if argument not in stated or type(stated[argument] or 0) is not int:
         return
-    promised = set(range(said[argument] or 0))
+    promised = set(range(stated[argument] or 0))
     if missing := promised - found:
         names = [template.format(number) for template in templates for number in sorted(missing)]
         yield argument, f"{len(promised)} {what}", f"{ranges(missing)} not stored" if found else "none stored", names
     if extra := found - promised:
         names = [template.format(number) for template in templates for number in sorted(extra)]
-        yield argument, f"{len(promised)} {what}", f"{ranges(extra)} stored as well", names
+        yield argument, f"{len(promised)} {what}", f"{ranges(extra)} also stored", names
 
 
 @check(
@@ -143,7 +143,7 @@ def _numbers(
     fix="Convert or save again; do not copy common.pt from another save.",
     unless=only_megatron,
 )
-def layout_said(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """One layout in all keys, and the one of `content_metadata`: layers stacked or apart, experts and gate and up too.
 
     Source: megatron-core `transformer_block.py` (`sharded_state_dict`), `mlp.py`, `moe/experts.py`.
@@ -152,9 +152,9 @@ def layout_said(subject: Subject, tally: Tally) -> Iterator[Issue]:
     common = _common(subject)
     tally.compared(0, len(keys))
     found = {name: [key for key in keys if pattern.fullmatch(key)] for name, pattern in _LAYOUTS.items()}
-    said = common.get("content_metadata")
+    stated = common.get("content_metadata")
     for want, actual in _layout_faults(
-        found, said if isinstance(said, Mapping) else {}, _uneven_args(common.get("args"))
+        found, stated if isinstance(stated, Mapping) else {}, _uneven_args(common.get("args"))
     ):
         where, hint = (
             subject.megatron_files.weights,
@@ -171,9 +171,11 @@ _LAYOUTS = {
 }
 
 
-def _layout_faults(found: Mapping[str, list[str]], said: Mapping[str, Any], uneven: bool) -> Iterator[tuple[str, str]]:
+def _layout_faults(
+    found: Mapping[str, list[str]], stated: Mapping[str, Any], uneven: bool
+) -> Iterator[tuple[str, str]]:
     stacked, layered, apart, joined = (bool(keys) for keys in found.values())
-    singleton, layers = said.get("singleton_local_shards"), said.get("non_homogeneous_layers")
+    singleton, layers = stated.get("singleton_local_shards"), stated.get("non_homogeneous_layers")
     if stacked and layered:
         yield "all layers stacked, or one key each", "layers stacked"
     elif layers is True and stacked:
@@ -194,10 +196,10 @@ def _uneven_args(args: Any) -> bool:
 
     These are `moe_layer_freq` or `linear_attention_freq` as a list or above 1, and heterogeneous blocks.
     """
-    said: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
-    freqs = [said.get(name) for name in ("moe_layer_freq", "linear_attention_freq")]
+    stated: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
+    freqs = [stated.get(name) for name in ("moe_layer_freq", "linear_attention_freq")]
     blocks = any(
-        said.get(name)
+        stated.get(name)
         for name in (
             "hetereogenous_dist_checkpoint",
             "heterogeneous_layers_config_path",

@@ -1,6 +1,4 @@
-"""Finds what wrappers do to names: a prefix too many or too few before all of them, a part repeated or a
-wrapper's name inside.
-"""
+"""Finds what wrappers do to names: a prefix added or lost, a part repeated, a wrapper's name inside."""
 
 from __future__ import annotations
 
@@ -26,16 +24,16 @@ _ANYWHERE = _WRAPPERS.keys() - {"base_model"}
 
 @dataclass(frozen=True)
 class Renamed:
-    """What became of the names, and the next move. `stored` are those changed so, `promised` what they should be."""
+    """How the names of a checkpoint were changed."""
 
-    change: str
+    change: str  # for people
     hint: str
-    stored: tuple[str, ...]
-    promised: frozenset[str]
+    stored: tuple[str, ...]  # the changed names
+    promised: frozenset[str]  # what they should be
 
 
 def renamed_of(subject: Subject) -> Renamed | None:
-    """What became of the names of a checkpoint, those of an index alone too.
+    """Finds how the names of a checkpoint, those of an index alone included, were changed.
 
     None without a usable config, and for the names of another class (`spelling_of`).
     """
@@ -67,12 +65,12 @@ def renamed(names: Collection[str], promised: Collection[str]) -> Renamed | None
 
 @dataclass(frozen=True)
 class _Found:
-    """A change, the next move, the right module of each name that it explains, and which names have it."""
+    """A change that explains some names."""
 
     change: str
     hint: str
-    right: Mapping[str, str]
-    has_it: Callable[[str], bool]
+    right: Mapping[str, str]  # the right module of each name
+    has_it: Callable[[str], bool]  # whether a name has the change
 
 
 def _module(name: str) -> str:
@@ -97,7 +95,7 @@ def _wrapped(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
         inside = [name for name in odd if wrapper in name.split(".")]
         bare = {name: ".".join(part for part in _module(name).split(".") if part != wrapper) for name in inside}
         right = {name: module for name, module in bare.items() if module in wanted}
-        yield _Found(f"`{wrapper}.` stands in their names", _WRAPPERS[wrapper], right, set(inside).__contains__)
+        yield _Found(f"`{wrapper}.` is part of their names", _WRAPPERS[wrapper], right, set(inside).__contains__)
 
 
 def _further(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
@@ -109,10 +107,10 @@ def _further(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
         if at is not None:
             heads[name] = f"{'.'.join(parts[:at])}.", ".".join(parts[at:])
     if (usual := _usual(head for head, _ in heads.values())) is not None:
-        hint = _WRAPPERS.get(usual.partition(".")[0], "save it again from the model itself, or take the prefix away")
+        hint = _WRAPPERS.get(usual.partition(".")[0], "save it again from the model itself, or remove the prefix")
         right = {name: module for name, (head, module) in heads.items() if head == usual}
         prefix = usual
-        yield _Found(f"a further `{usual}` before their names", hint, right, lambda name: name.startswith(prefix))
+        yield _Found(f"an extra prefix `{usual}`", hint, right, lambda name: name.startswith(prefix))
 
 
 def _lacking(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
@@ -126,7 +124,7 @@ def _lacking(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
         right = {name: f"{usual}.{_module(name)}" for name, (first, *_) in heads.items() if first == usual}
         hint = "the inner model was saved: save the whole one (...ForCausalLM), with its output layer"
         firsts = {name.partition(".")[0] for name in right}
-        yield _Found(f"no `{usual}.` before their names", hint, right, lambda name: name.partition(".")[0] in firsts)
+        yield _Found(f"the prefix `{usual}.` is missing", hint, right, lambda name: name.partition(".")[0] in firsts)
 
 
 def _repeated(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
@@ -136,9 +134,9 @@ def _repeated(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
     if right:
         name = min(right, key=len)
         part = next(one for one, other in pairwise(name.split(".")) if one == other)
-        hint = "save it again from the model itself, or take the repeated parts away"
+        hint = "save it again from the model itself, or remove the repeated parts"
         repeated = f".{part}.{part}."
-        yield _Found(f"a further `{part}.` inside their names", hint, right, lambda name: repeated in f".{name}")
+        yield _Found(f"`{part}.` is repeated inside their names", hint, right, lambda name: repeated in f".{name}")
 
 
 def _usual(heads: Iterable[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""CK108 and CK110: what the names of files and tensors tell about a save that was mixed, renamed or never merged."""
+"""CK108 and CK110: saves that were mixed, renamed or never merged, by the names of files and tensors."""
 
 from __future__ import annotations
 
@@ -56,16 +56,14 @@ def _series(stem: str, totals: Mapping[int, list[int]], root: Path) -> Iterator[
     if len(totals) > 1:
         actual = " and ".join(f"{len(numbers)} of {total}" for total, numbers in sorted(totals.items()))
         hint = "files of two saves are mixed: keep those of one, with their index"
-        yield Issue(f"one number of shards in all names {stem}-*-of-*", actual, hint, file=root)
+        yield Issue(f"the same number of shards in all names {stem}-*-of-*", actual, hint, file=root)
         return
     ((total, numbers),) = totals.items()
     # gpt-oss counts from 0 to N, slime from 0 to N - 1, everybody else from 1 to N.
     wanted = set(range(1, total)) | ({total} if 0 not in numbers else set())
     if missing := wanted - set(numbers):
         hint = "copy or download it; if the release really has none, its index lists no tensor that it could hold"
-        yield Issue(
-            f"{total} shards {stem}-*-of-{total}", f"number {ranges(missing)} is not among them", hint, file=root
-        )
+        yield Issue(f"{total} shards {stem}-*-of-{total}", f"number {ranges(missing)} is missing", hint, file=root)
     strange = [number for number in numbers if number > total]
     if strange or len(set(numbers)) < len(numbers):
         twice = sorted({number for number in numbers if numbers.count(number) > 1})

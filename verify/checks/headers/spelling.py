@@ -1,4 +1,4 @@
-"""For CK104: the layers of a model under the names that another class has for them."""
+"""For CK104: layers that are stored under the names of another class."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def other_names(subject: Subject) -> Iterator[Issue]:
     count = sum(one.startswith(found.found) for one in subject.specs)
     whose, hint = _whose(found, multimodal)
     yield Issue(
-        f"{found.expected}*, as {family.class_of(config)} of config.json has its layers",
-        f"{found.found}*, as {whose}: {count} tensors",
+        f"{found.expected}*, the layer names of {family.class_of(config)} in config.json",
+        f"{found.found}*, which {whose}: {count} tensors",
         hint,
         file=subject.path / "config.json",
         severity="warning" if found.renamed else "error",
@@ -35,17 +35,17 @@ def _whose(found: OtherSpelling, multimodal: bool) -> tuple[str, str]:
     """Which classes have these names, and what to do."""
     rename = f"rename the tensors to {found.expected}* (and in the index)"
     if found.renamed:
-        return "the multimodal class has them", (
+        return "the multimodal class uses", (
             "transformers and newer releases of vLLM rename them while they load, SGLang does not: take config.json "
             f"of the multimodal release with its vision tower, or {rename}"
         )
     if not multimodal:
-        return "a multimodal class has them", f"take config.json of the multimodal release, or {rename}"
+        return "a multimodal class uses", f"take config.json of the multimodal release, or {rename}"
     if found.found == _ALONE:
         return (
-            "a class of the language model alone has them",
+            "a class of the language model alone uses",
             f"take config.json of the language model alone, or {rename}",
         )
-    return "transformers has them inside since 4.52", (
+    return "transformers uses internally since 4.52", (
         f"transformers loads both, SGLang the names of the release: save with save_original_format=True, or {rename}"
     )

@@ -1,4 +1,4 @@
-"""CK111 to CK113: what the files of a Megatron torch_dist directory tell without a weight being read."""
+"""CK111 to CK113: checks of the files of a Megatron torch_dist directory. No weight is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptkit.formats.torch_dist.reader import tiling_problem
 from ckptkit.formats.torch_dist.training_state import described, training_state
 from verify.check import Skip, Tally, check
 from verify.checks.headers.files import names_of, require_metadata
-from verify.evidence.folding import alike
+from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
@@ -85,14 +85,14 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _iteration(weights, common.get("iteration"))
 
 
-def _iteration(weights: Path, said: object) -> Iterator[Issue]:
+def _iteration(weights: Path, stated: object) -> Iterator[Issue]:
     """The number in the directory's name and the one stored inside; Megatron reads by one and resumes at the other."""
     match = re.fullmatch(r"iter_(\d+)", weights.name)
-    if match and type(said) is int and said != int(match[1]):
+    if match and type(stated) is int and stated != int(match[1]):
         hint = "Megatron finds it under one number and resumes at the other: give the directory its own name again"
         expected, actual = (
-            f"iteration {int(match[1])}, as the directory is called",
-            f"iteration {said} in the common state",
+            f"iteration {int(match[1])}, as in the directory's name",
+            f"iteration {stated} in the common state",
         )
         yield Issue(expected, actual, hint, file=weights, severity="warning")
 
@@ -110,9 +110,9 @@ def _backend(weights: Path) -> Iterator[Issue]:
         yield Issue("a readable metadata.json", error.message, hint, file=where)
         return
     for key, known in _BACKEND.items():
-        said = content.get(key)
-        if said != known and (key == "sharded_backend" or said is not None):
-            yield Issue(f"{key} {known}", f"{said!r}", "save it with --ckpt-format torch_dist", file=where)
+        stated = content.get(key)
+        if stated != known and (key == "sharded_backend" or stated is not None):
+            yield Issue(f"{key} {known}", f"{stated!r}", "save it with --ckpt-format torch_dist", file=where)
 
 
 @check(
@@ -135,9 +135,7 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if not path.exists():
             keys = [key for found in stored.values() for key in found]
             hint = "copy it from the save"
-            yield Issue(
-                "the file, since .metadata names it", "it is not there", hint, names=keys, together=True, file=path
-            )
+            yield Issue("the file that .metadata names", "missing", hint, names=keys, together=True, file=path)
             continue
         size = path.stat().st_size
         beyond = [
@@ -150,9 +148,9 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
         end, before = 0, ""
         for (offset, length), found in stored.items():
             if offset < end:
-                actual = f"it starts at byte {offset}, inside {before} which ends at {end}"
+                actual = f"it starts at byte {offset}, inside {before}, which ends at {end}"
                 yield Issue(
-                    "bytes of its own", actual, "the save is damaged: convert again", names=[found[0]], file=path
+                    "a byte range of its own", actual, "the save is damaged: convert again", names=[found[0]], file=path
                 )
             end, before = max(end, offset + length), found[0]
     for path in sorted(files.weights.glob("*.distcp")):
@@ -161,7 +159,11 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 "another save left it, or one that has not written its .metadata, and then it is new: move it elsewhere"
             )
             yield Issue(
-                "only files that .metadata names", "it names none of its bytes", hint, file=path, severity="warning"
+                "only files that .metadata names",
+                ".metadata names none of its bytes",
+                hint,
+                file=path,
+                severity="warning",
             )
 
 
@@ -183,7 +185,7 @@ def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(0)
         if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
             problems[key] = problem
-    for keys in alike(problems):
+    for keys in group_by_pattern(problems):
         hint = "the save is incomplete: save or convert it again"
         where = subject.megatron_files.weights / ".metadata"
         yield Issue("chunks that cover the tensor exactly once", problems[keys[0]], hint, names=keys, file=where)

@@ -16,7 +16,7 @@ from verify.check import Skip, Tally, check
 from verify.checks.launch.architecture import of_two_models
 from verify.checks.launch.engine import engine_config, unless_skipped
 from verify.evidence.sampled.counterparts import copied
-from verify.evidence.sampled.samples import Pair, Stored, samples_of
+from verify.evidence.sampled.samples import SamplePair, Stored, samples_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch, sides_of
@@ -185,14 +185,14 @@ def _stored(side: Subject) -> Stored:
     return side.hf_files if side.kind == "hf" else side.megatron_files.opened
 
 
-def _alike(here: Subject, there: Subject) -> Iterator[Pair]:
+def _alike(here: Subject, there: Subject) -> Iterator[SamplePair]:
     """The tensors that both sides store alike, by their names on both."""
     if here.kind == there.kind:
-        yield from (Pair(name, name) for name in here.specs)
+        yield from (SamplePair(name, name) for name in here.specs)
         return
     hf, megatron = (here, there) if here.kind == "hf" else (there, here)
     for name, other, padded in copied(engine_config(hf.path), hf.specs, megatron.specs):
-        yield Pair(*((name, other) if here is hf else (other, name)), padded)
+        yield SamplePair(*((name, other) if here is hf else (other, name)), padded)
 
 
 def _by_digests(here: Location, there: Location) -> list[_Digests] | None:

@@ -19,8 +19,8 @@ from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.quantization_config import config_issue, refused_parts
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
-from verify.evidence.folding import alike
-from verify.evidence.packed import Format, Scale, format_in, format_of, part_shapes, read_scales
+from verify.evidence.folding import group_by_pattern
+from verify.evidence.packed import Int4Format, Scale, int4_format_in, int4_format_of, part_shapes, read_scales
 from verify.evidence.rounding import keeps_scales, names_grid
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -41,18 +41,18 @@ def not_quantized(subject: Subject) -> str | None:
     return None if config is None or is_quantized(config) else "config.json has no quantization_config"
 
 
-def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Format]:
+def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
     """Config, specs and format. Raises Skip with the reason where there is nothing quantized to look at."""
     if (reason := not_quantized(subject)) is not None:
         raise Skip(reason)
     config = subject.once(config_of)
-    form = format_of(config)
+    form = int4_format_of(config)
     if form is None:
         raise Skip("quantization_config describes no packed integer weights, which is all that is checked here")
     return config, subject.checkpoint.specs, form
 
 
-def packed_weights(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Format]:
+def packed_weights(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
     """As `_quantized`, and raises Skip where nothing at all is packed, which CK302 judges."""
     config, specs, form = _quantized(subject)
     if not any(packed_in(specs)):
@@ -92,7 +92,7 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if module + PACKED in specs and not _targeted(module, config):
             wrong[what].append(module)
     for what, found in wrong.items():
-        for names in alike(found):
+        for names in group_by_pattern(found):
             hint = f"quantize again with '{spell(names[0])}' in ignore, which every reader takes alike"
             yield Issue(
                 f"{what} unquantized",
@@ -154,7 +154,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for issue in found.issues:
         yield replace(issue, file=subject.path / "config.json")
     said = {module for module in subject.once(never_packed) if not _targeted(module, config)}
-    for names in alike(sorted(found.forbidden.keys() - said)):
+    for names in group_by_pattern(sorted(found.forbidden.keys() - said)):
         expected, hint = f"unquantized: {found.forbidden[names[0]]}", "quantize again with `ckptkit quantize`"
         yield Issue(expected, "packed as INT4", hint, names=[name + PACKED for name in names], file=where)
     yield from _not_for_transformers(subject, config, packed)
@@ -194,7 +194,7 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
         raise Unable(f"what transformers makes of packed experts is not known: {error.message}") from error
     if reason is not None:
         hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
-        for names in alike(experts):
+        for names in group_by_pattern(experts):
             yield Issue("experts that transformers loads", reason, hint, names=names, file=subject.path)
 
 
@@ -228,7 +228,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         shape = shapes.get(f"{module}.weight")
         if shape is None or len(shape) != 2:
             continue
-        form = format_in(config, groups, module)
+        form = int4_format_in(config, groups, module)
         for part, (want_shape, dtypes) in part_shapes(form, shape, module).items():
             spec = specs.get(f"{module}.{part}")
             if spec is None or part not in parts:
@@ -284,7 +284,7 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, "quantize again from the release", names=names, file=subject.path)
 
 
-def _is_signed(config: Mapping[str, Any], form: Format, scales: Sequence[Scale]) -> bool:
+def _is_signed(config: Mapping[str, Any], form: Int4Format, scales: Sequence[Scale]) -> bool:
     """Whether negative scales belong to the grid: a symmetric one that is not ckptkit's.
 
     Such a scale has the sign of the group's largest weight, so of all about half are negative; where it is less than

@@ -9,8 +9,8 @@ from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import is_quantized
 from verify.evidence.float_rounding import float_rounding_of, float_weights
-from verify.evidence.folding import alike
-from verify.evidence.packed import format_of
+from verify.evidence.folding import group_by_pattern
+from verify.evidence.packed import int4_format_of
 from verify.evidence.rounding import grid_of, is_gptq, rounding_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -37,7 +37,7 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.source is None:
         raise Skip("no --source was given")
     plain = not is_quantized(subject.source.config)
-    packed = subject.kind == "megatron" or format_of(subject.checkpoint.config) is not None
+    packed = subject.kind == "megatron" or int4_format_of(subject.checkpoint.config) is not None
     yield from _floats(subject, tally) if plain and not packed else _packed(subject, tally)
 
 
@@ -54,7 +54,7 @@ def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
         names = [name for name, why in stored.broken.items() if why == reason]
         yield Issue("codes and scales that fit", reason, _HINT, names=names, file=subject.path)
     wrong = {name: one for name, one in rounding.items() if one.wrong}
-    for found in alike(wrong):
+    for found in group_by_pattern(wrong):
         worst = max(found, key=lambda name: wrong[name].times)
         one = wrong[worst]
         where = f"{worst}, {one.rows}," if one.rows else worst
@@ -76,11 +76,11 @@ def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(one.nbytes)
     wrong = {name: one for name, one in rounding.items() if one.failed}
     coarse = {name: one.scale_off for name, one in rounding.items() if one.scale_off and not one.failed}
-    for found in alike(wrong):
+    for found in group_by_pattern(wrong):
         worst = max(found, key=lambda name: (wrong[name].distance or 0.0, wrong[name].steps))
         expected, actual = wrong[worst].words
         yield Issue(expected, f"{actual} in {worst}", _HINT, names=found, file=subject.path)
-    for found in alike(coarse):
+    for found in group_by_pattern(coarse):
         expected, actual = (
             f"scales of the {grid} grid, as config.json says",
             f"up to {max(coarse[name] for name in found):.0%} off",

@@ -12,7 +12,7 @@ from quant.formats.groups import Group, groups_of, refusals
 from quant.formats.scheme import FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
 from quant.patterns.entries import check_entries
 from quant.selection.readers import severity_of, worst
-from verify.evidence.packed import format_of
+from verify.evidence.packed import int4_format_of
 from verify.issue import Issue
 from verify.skip import Unable
 
@@ -57,10 +57,12 @@ def _unreadable(config: Mapping[str, Any], expected: str, hint: str) -> Issue | 
     except CkptkitError as error:
         if _in_groups(config):
             return None
-        if format_of(config) is not None and _valid_elsewhere(config):
+        if int4_format_of(config) is not None and _valid_elsewhere(config):
             raise Unable(f"no decision for this quantization_config: {error.message}") from error
         return Issue(expected, error.message, hint)
-    return None if format_of(config) is not None else Issue(expected, "its first group spells out no weights", hint)
+    return (
+        None if int4_format_of(config) is not None else Issue(expected, "its first group spells out no weights", hint)
+    )
 
 
 def _in_groups(config: Mapping[str, Any]) -> bool:

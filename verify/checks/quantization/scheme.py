@@ -17,8 +17,8 @@ from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import usable_config
-from verify.evidence.folding import alike, by_pattern
-from verify.evidence.packed import format_in, format_of, read_scales
+from verify.evidence.folding import by_pattern, group_by_pattern
+from verify.evidence.packed import int4_format_in, int4_format_of, read_scales
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
@@ -173,7 +173,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     On one rank, where SGLang is a reader that counts: whether there is any kernel for them.
     """
     config = usable_config(subject)
-    form = format_of(config) if config else None
+    form = int4_format_of(config) if config else None
     if config is None or form is None:
         raise Skip("there is no usable config.json with packed integer weights (CK101, CK302)")
     packed, shapes, groups = set(packed_in(subject.hf_files.specs)), expected_hf(config), groups_of(config)
@@ -195,7 +195,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     by_size: dict[int | None, list[TensorSpec]] = defaultdict(list)
     for spec in chosen:
         if (module := spec.name.removesuffix(".weight")) in tree.packable:  # others are for CK301
-            by_size[format_in(config, groups, module).group].append(spec)
+            by_size[int4_format_in(config, groups, module).group].append(spec)
     if _engine_tp(subject) > 1:
         _refuse_dp_attention(subject, tree, by_size)
     for size, specs in by_size.items():
@@ -268,7 +268,7 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _far_off(
     modules: list[str], what: str, severity: Severity, usual: float, sizes: Mapping[str, float], where: str
 ) -> Iterator[Issue]:
-    for names in alike(modules):
+    for names in group_by_pattern(modules):
         expected, actual = (
             f"scales around {usual:.3g}, as others of this kind",
             f"around {sizes[names[0]]:.3g}: far {what}",

@@ -1,4 +1,4 @@
-"""CK207 to CK210: numbers that are possible one by one, but not together. They read no byte that CK201 has not."""
+"""CK207 to CK210: values that are possible one by one, but not together. They use what CK201 read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import suppress
 from ckptkit.core.errors import CkptkitError
 from converters.planner import rules_of
 from verify.check import Skip, Tally, check
-from verify.checks.values.values import PARTS, UNREAD, counted, kind_of
-from verify.evidence.expected import expected_of, usable_config
+from verify.checks.values.values import PARTS, UNREAD, counted
+from verify.evidence.expected import require_expected, usable_config
 from verify.evidence.extremes import Extremes
-from verify.evidence.folding import alike
+from verify.evidence.folding import group_by_pattern, pattern_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -39,10 +39,10 @@ def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Some number of each tensor that is not zero is at least 2**-126 (about 1.2e-38), as every weight in use is."""
     stats = subject.once(read_values).stats
     counted(tally, stats, UNREAD)
-    for names in alike(name for name, one in stats.items() if one.finite and one.denormal):
+    for names in group_by_pattern(name for name, one in stats.items() if one.finite and one.denormal):
         largest = max(max(abs(stats[name].low), abs(stats[name].high)) for name in names)
         hint = "compare with the release: were these bytes read as another dtype?"
-        yield Issue("numbers of at least 1.2e-38", f"none above {largest:.3g}", hint, names=names, file=subject.path)
+        yield Issue("values of at least 1.2e-38", f"the largest is {largest:.3g}", hint, names=names, file=subject.path)
 
 
 @check(
@@ -67,7 +67,7 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         same = name in values.compared and name not in values.differences
         groups[f"{'large' if ratio > 1 else 'small'}", "warning" if same else "error"].append(name)
     for (way, severity), found in groups.items():
-        for names in alike(found):
+        for names in group_by_pattern(found):
             worst = max(names, key=lambda name: abs(math.log(ratios[name])))
             times = ratios[worst] if way == "large" else 1 / ratios[worst]
             actual = f"{worst} is {times:.3g} times too {way}: its root mean square is {values.stats[worst].rms:.3g}"
@@ -88,7 +88,7 @@ def _outliers(stats: Mapping[str, Extremes]) -> Iterator[tuple[str, float]]:
             and not one.denormal
             and not name.endswith(PARTS)
         ):
-            kinds[kind_of(name)].append(name)
+            kinds[pattern_of(name)].append(name)
     for names in kinds.values():
         if len(names) >= _SIBLINGS:
             median = statistics.median(stats[name].rms for name in names)
@@ -117,9 +117,7 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Rows beyond vocab_size: an error in `release/`, which a converter wrote, a warning in what training saved."""
     if not subject.once(read_values).stats:
         raise Skip(UNREAD)
-    expected = subject.once(expected_of)
-    if expected is None:
-        raise Skip("there is no usable config.json (CK101)")
+    expected = require_expected(subject)
     specs = subject.checkpoint.specs
     severity: Severity = "error" if subject.megatron_files.weights.name == "release" else "warning"
     for name in sorted(expected.vocab & specs.keys()):
@@ -130,7 +128,7 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
         with suppress(CkptkitError):
             filled = int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum()) if rows > 0 else 0
             if filled:
-                actual = f"{filled} of {rows} rows from row {shape[0]} on are not"
+                actual = f"{filled} of {rows} rows from row {shape[0]} on are not zero"
                 yield Issue(
                     "rows of zeros beyond the vocabulary",
                     actual,
@@ -165,17 +163,17 @@ def _no_fp32_bias(subject: Subject) -> str | None:
 def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Not every number of a float32 router bias is one of bfloat16 too, which happens by chance once in 65536 for each.
 
-    A warning, since releases exist whose biases are so. Where the source holds the same bits nothing is said; constant
-    ones are for CK205.
+    A warning, since some releases have such biases. Where the source holds the same bits there is no finding; CK205
+    judges constant ones.
     """
     values, biases = subject.once(read_values), _fp32_biases(subject)
     looked_at = {name: one for name, one in values.stats.items() if name in biases}
     counted(tally, looked_at, f"{UNREAD}, or none of these biases is there (CK104)")
     same = values.compared.keys() - values.differences.keys()
-    actual = "every number is one of bfloat16"
+    actual = "every value is exact in bfloat16"
     hint = "compare with the release: unless it is so there, it was rounded to bfloat16 and stored as float32 again"
     yield Issue(
-        "numbers of float32",
+        "values that need float32",
         actual,
         hint,
         names=[name for name, one in looked_at.items() if one.coarse and not one.constant and name not in same],

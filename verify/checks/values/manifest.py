@@ -1,4 +1,4 @@
-"""CK119, CK120: a manifest is signed, and a checkpoint is the one that it was made of, with no source at hand."""
+"""CK119 and CK120: checks the signature of a manifest, and a checkpoint against it, without a source."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, digest in manifest.files.items():
         there = (root / name).is_file()
         if not there or file_digest(root / name) != digest:
-            actual = "its bytes are others" if there else "it is not there"
+            actual = "its bytes differ" if there else "missing"
             hint = "copy or download it again, or make a new manifest if the change was meant"
             yield Issue("the file of the manifest", actual, hint, file=root / name)
 
@@ -82,7 +82,7 @@ def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Iss
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
         if name not in specs:
-            groups["it is not there", str(subject.path)].append(name)
+            groups["missing", str(subject.path)].append(name)
             continue
         if name not in manifest.tensors:
             groups["the manifest has no tensor of this name", home_of(subject, name)].append(name)
@@ -100,4 +100,4 @@ def _difference(manifest: Manifest, spec: TensorSpec, digest: bytes) -> str | No
     promised = manifest.tensors[spec.name]
     if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
         return f"{list(spec.shape)} {spec.dtype}, in the manifest {list(promised.shape)} {promised.dtype}"
-    return None if promised.blake3 == digest.hex() else "its bytes are others"
+    return None if promised.blake3 == digest.hex() else "its bytes differ"

@@ -1,4 +1,4 @@
-"""CK212: weights look like their siblings in the same checkpoint, with no source at hand."""
+"""CK212: compares weights with their siblings in the same checkpoint, without a source."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ def _named_otherwise(subject: Subject) -> str | None:
     rationale="gate and up exchanged, a transposed square matrix or a router that was never loaded keep every name and "
     "shape. Training leaves structure in weights, which such a tensor lacks or has in another's place.",
     fix="Compare the named tensors with the release: `ckptkit verify CKPT --source RELEASE` compares every value. This "
-    "is only a warning, since it is told from likeness alone.",
+    "is only a warning, since it rests on likeness alone.",
     unless=_named_otherwise,
 )
 def plausible(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Sizes of rows and columns, of norms, and their spread, against the same layer and the layers around.
 
-    Nothing is judged where the weights look untrained. Faults that are alike in all layers may not show.
+    Nothing is judged where the weights look untrained. Faults that are the same in all layers may not show.
     """
     from verify.evidence.plausible.balance import unbalanced
-    from verify.evidence.plausible.layers import layers_of
+    from verify.evidence.plausible.layers import profiled_layers
     from verify.evidence.plausible.siblings import UNTRAINED, fresh, odd_norms, odd_rotary
 
-    values, config = subject.once(read_values), usable_config(subject)
+    values = subject.once(read_values)
     counted(tally, values.stats, UNREAD)
-    if config is None:
+    if (config := usable_config(subject)) is None:
         raise Skip("there is no usable config.json (CK101)")
     if not values.profiles:
         raise Inapplicable("no layer has weights of 16 or 32 bits")
     release = family_of(config).release
     experts = release.experts if release else GATE_UP_DOWN
-    layers = layers_of(values.profiles, dims_of(config), experts, routers(config))
+    layers = profiled_layers(values.profiles, dims_of(config), experts, routers(config))
     suspicions, median = fresh(layers)
     if median < UNTRAINED:
         raise Inapplicable("the weights look untrained: rows and columns differ in size no more than random numbers do")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from converters.planner import tied_head
 from verify.check import Skip, Tally, check
 from verify.checks.values.values import UNREAD
-from verify.evidence.expected import usable_config
+from verify.evidence.expected import tied_head_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -15,8 +14,7 @@ from verify.issue import Issue
 
 def no_second_head(subject: Subject) -> str | None:
     """For what compares a stored output layer with the embedding that it is tied to."""
-    config = usable_config(subject) if subject.kind == "hf" else None
-    tied = tied_head(config) if config else None
+    tied = tied_head_of(subject) if subject.kind == "hf" else None
     return None if tied and tied[0] in subject.hf_files.specs else "no output layer is stored beside tied embeddings"
 
 
@@ -33,8 +31,7 @@ def no_second_head(subject: Subject) -> str | None:
 )
 def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`lm_head.weight` and the embedding are the same bytes, where config.json ties them and both are stored."""
-    config = usable_config(subject)
-    tied = tied_head(config) if config else None
+    tied = tied_head_of(subject)
     stats = subject.once(read_values).stats
     if tied is None or not stats.keys() >= set(tied):
         raise Skip(UNREAD)
@@ -42,6 +39,6 @@ def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = subject.hf_files.specs
     tally.compared(stats[head].nbytes)
     if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
-        expected, actual = f"the bytes of {embedding}: tie_word_embeddings is true", "other bytes"
+        expected, actual = f"the bytes of {embedding}: tie_word_embeddings is true", "different bytes"
         hint = "compare both with the release: either tie_word_embeddings must be false, or one of the two is stale"
         yield Issue(expected, actual, hint, names=[head], file=subject.path)

@@ -12,7 +12,7 @@ from converters.planner import dims_of, rules_of
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.witnesses.slices import ranks_named, wrong_slices
 from verify.evidence.expected import config_of
-from verify.evidence.folding import alike, chunk_ranges
+from verify.evidence.folding import chunk_ranges, group_by_pattern
 from verify.evidence.moved.stages import Stages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -95,7 +95,7 @@ def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
         # Where a key is absent from disk, load_state_dict refuses the parameter too: one finding is enough.
         for name in report.unexpected or report.refused:
             askers[name].append(report.rank)
-    for names in alike(askers):
+    for names in group_by_pattern(askers):
         hint = "Megatron would leave it as initialized, at random: convert again"
         ranks = {rank for name in names for rank in askers[name]}
         yield Issue("on disk, because Megatron asks for it", "not on disk", hint, names=names, rank=ranks_named(ranks))

@@ -28,7 +28,7 @@ from verify.evidence.expected import (
     usable_config,
     weights_of,
 )
-from verify.evidence.folding import alike, by_pattern
+from verify.evidence.folding import by_pattern, group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
@@ -101,7 +101,7 @@ def _findings(
     for seen in observations:
         kinds[f"{_NUMBER.sub('#', seen.what)} {seen.rank}"][seen.tensor] = seen
     for kind in kinds.values():
-        for names in alike(kind):
+        for names in group_by_pattern(kind):
             seen = kind[names[0]]
             place = "" if seen.param == seen.tensor and where == MODEL else f", at {seen.param} in {where}"
             example = "" if len(names) == 1 else f" ({names[0]}, for one)"

@@ -8,16 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.core.specs import ranges
-from verify.evidence.folding import LAYER, alike
-from verify.evidence.moved.layers import moved_layers
-from verify.evidence.moved.parts import moved_within
+from verify.evidence.folding import LAYER, group_by_pattern
+from verify.evidence.moved.layers import Moved
+from verify.evidence.moved.moves import AGAIN, explain_moves
 from verify.evidence.moved.stages import Stages
 from verify.issue import Issue
 from verify.witnesses.megatron.job import TensorSeen
 from verify.witnesses.megatron.run import MegatronRun
 
 _EXPERT = re.compile(r"(.+\.experts\.experts)\.(\d+)\.(.+)")
-_AGAIN = "convert again from the source"
 _LOCAL = "each expert parallel rank numbered its experts from 0: save or convert again with global expert IDs"
 Seen = tuple[int, TensorSeen]
 
@@ -38,21 +37,15 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
         yield from _plainly(verdict, by_verdict[verdict], where)
     differing = by_verdict["differs"]
     whose = _whose(differing)
-    for layer in moved_layers(whose, stages):
-        yield _together("each layer's own values", layer.text, layer.hint, layer.names, differing)
-        whose = {name: other for name, other in whose.items() if name not in set(layer.names)}
-    found, others = moved_within({name: other for name, other in whose.items() if other is not None})
-    for text, names in found:
-        said, hint = _experts(text, names, whose, run)
-        yield _together(f"the slice of {where}", said, hint, names, differing)
-    for names in alike(others):
-        text = f"{names[0]} holds the values of {others[names[0]]}"
-        yield _together(f"the slice of {where}", text, _AGAIN, names, differing)
+    for move in explain_moves(whose, stages):
+        text, hint = _experts(move, whose, run)
+        expected = "each layer's own values" if move.is_layers else f"the slice of {where}"
+        yield _together(expected, text, hint, move.names, differing)
     yield from _differing([pair for pair in differing if whose.get(pair[1].name, "") is None], where)
 
 
 def _plainly(verdict: str, seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
-    for names in alike(_by_name(seen)):
+    for names in group_by_pattern(_by_name(seen)):
         if verdict == "unknown":
             expected, actual = f"a tensor of {where} to compare with", "there is none"
             hint = "config.json and the weights do not describe the same model"
@@ -69,13 +62,13 @@ def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
         by_words[tensor.told].append((rank, tensor))
     for told, pairs in by_words.items():
         by_name = _by_name(pairs)
-        for names in alike(by_name):
+        for names in group_by_pattern(by_name):
             worst = max((by_name[name] for name in names), key=lambda tensor: (tensor.differing, tensor.name))
             count = (
                 f"{worst.differing} of {worst.elements} elements differ in {worst.name}, by up to {worst.largest:.3g}"
             )
             actual = f"{told} ({count})" if told else count
-            yield Issue(f"the slice of {where}", actual, _AGAIN, names=names, rank=_ranks_of(names, pairs))
+            yield Issue(f"the slice of {where}", actual, AGAIN, names=names, rank=_ranks_of(names, pairs))
 
 
 def _together(expected: str, actual: str, hint: str, names: Sequence[str], seen: Sequence[Seen]) -> Issue:
@@ -119,11 +112,11 @@ def _one_of(name: str, found: set[str], layers: Mapping[int, set[int]]) -> str |
     return next(iter(found)) if len(found) == 1 else None
 
 
-def _experts(text: str, names: Sequence[str], whose: Mapping[str, str | None], run: MegatronRun) -> tuple[str, str]:
+def _experts(move: Moved, whose: Mapping[str, str | None], run: MegatronRun) -> tuple[str, str]:
     """The text and hint of tensors that moved, with the expert parallel rank if these are all of its experts."""
     pairs = {
         (int(here[2]), int(there[2]))
-        for name in names
+        for name in move.names
         if (here := _EXPERT.fullmatch(name)) and (there := _EXPERT.fullmatch(whose[name] or ""))
     }
     for rank, experts in _held(run).items():
@@ -131,8 +124,8 @@ def _experts(text: str, names: Sequence[str], whose: Mapping[str, str | None], r
         local = {(expert, expert - first) for expert in experts}
         if first and pairs and (pairs == local or pairs == {(other, expert) for expert, other in local}):
             which = f"{ranges(experts)} are those of expert parallel rank {rank}"
-            return f"{text}: {which}, {ranges(range(len(experts)))} its local IDs", _LOCAL
-    return text, _AGAIN
+            return f"{move.text}: {which}, {ranges(range(len(experts)))} its local IDs", _LOCAL
+    return move.text, move.hint
 
 
 def _held(run: MegatronRun) -> dict[int, set[int]]:

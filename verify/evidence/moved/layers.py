@@ -1,4 +1,4 @@
-"""Whole layers in the wrong place, told from single tensors: many equal findings become one that says what happened."""
+"""Explains whole layers in the wrong place: many equal findings become one that says what happened."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit.core.specs import ranges
-from verify.evidence.folding import LAYER
+from verify.evidence.folding import LAYER, layer_of
 from verify.evidence.moved.stages import Stages
-
-
-def layers_of(names: Iterable[str]) -> list[int]:
-    """The numbers of the layers that these tensors belong to, each once, in order."""
-    return sorted({int(match[1]) for name in names if (match := LAYER.match(name))})
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Layers that hold other layers' values: what to say of them, the next move, and the tensors concerned."""
+    """One mistake that put values under other names."""
 
-    text: str
-    hint: str
-    names: list[str]
+    text: str  # what happened, for people
+    hint: str  # the next move
+    names: list[str]  # tensors with wrong values
+    is_layers: bool = False  # whether whole layers moved
 
 
 # What most often puts layers into each other's place.
@@ -32,20 +28,18 @@ _REORDERED = (
     "the layers were written in another order, for example sorted as text (0, 1, 10, 11, 2): save or convert again "
     "in order of number"
 )
-_STAGE = "the layers of a pipeline stage were numbered from another one: save or convert again with global layer IDs"
+STAGE = "the layers of a pipeline stage were numbered from another one: save or convert again with global layer IDs"
 _INSIDE = "the layers were numbered wrongly inside a pipeline stage: save or convert again with global layer IDs"
 _COPIED = "save or convert again from the source"
-_REPEATED = "compare with the release: which layer belongs there?"
 
 
-def moved_layers(whose: Mapping[str, str | None], stages: Stages) -> Iterator[Moved]:
-    """Layers that hold another layer's values, those that one mistake explains together.
+def moved_layers(origins: Mapping[str, str | None], stages: Stages) -> Iterator[Moved]:
+    """Yields the layers that hold another layer's values, those that one mistake explains together.
 
-    `whose` maps each tensor with wrong values to the one whose values it holds, or None. A layer has moved when all its
-    wrong tensors, and more than one, hold the tensors of the same name in one other layer. Only layers that `stages`
-    has as a pipeline stage's are blamed on one.
+    `origins` maps each tensor with wrong values to the one whose values it holds; None where that is unknown. A layer
+    has moved when it has several wrong tensors, and all of them hold the tensors of the same name in one other layer.
     """
-    origin, wrong = _origins(whose)
+    origin, wrong = _layer_origins(origins)
     exchanged = {layer for layer, other in origin.items() if origin.get(other) == layer}
     around = {layer for layer in _in_cycles(origin) if layer not in exchanged}
     texts = [
@@ -54,24 +48,23 @@ def moved_layers(whose: Mapping[str, str | None], stages: Stages) -> Iterator[Mo
     ]
     texts += _shifts({layer: other for layer, other in origin.items() if layer not in exchanged | around}, stages)
     for layers, text, hint in texts:
-        yield Moved(text, hint, [name for layer in sorted(layers) for name in wrong[layer]])
+        yield Moved(text, hint, [name for layer in sorted(layers) for name in wrong[layer]], is_layers=True)
 
 
-def _origins(whose: Mapping[str, str | None]) -> tuple[dict[int, int], dict[int, list[str]]]:
-    """For each layer that moved, the one whose values it holds; and the wrong tensors of every layer."""
-    origins: dict[int, set[int | None]] = defaultdict(set)
+def _layer_origins(origins: Mapping[str, str | None]) -> tuple[dict[int, int], dict[int, list[str]]]:
+    """The layer whose values each moved layer holds; and the wrong tensors of every layer."""
+    found: dict[int, set[int | None]] = defaultdict(set)
     wrong: dict[int, list[str]] = defaultdict(list)
-    for name, other in whose.items():
-        if match := LAYER.match(name):
-            layer = int(match[1])
+    for name, other in origins.items():
+        if (layer := layer_of(name)) is not None:
             wrong[layer].append(name)
-            origins[layer].add(_same_tensor_in(name, other))
-    single = {layer: next(iter(found)) for layer, found in origins.items() if len(found) == 1 and len(wrong[layer]) > 1}
+            found[layer].add(_same_tensor_in(name, other))
+    single = {layer: next(iter(others)) for layer, others in found.items() if len(others) == 1 < len(wrong[layer])}
     return {layer: other for layer, other in single.items() if other is not None}, wrong
 
 
 def _in_cycles(origin: Mapping[int, int]) -> set[int]:
-    """The layers that are come back to, going from layer to layer by whose values they hold."""
+    """The layers on a cycle of layers that each hold the values of the next."""
     found = set()
     for start in origin:
         layer, steps = origin[start], 1
@@ -94,11 +87,11 @@ def _exchanges(pairs: Mapping[int, int], stages: Stages) -> Iterator[_Text]:
         others = [layer + distance for layer in layers]
         blamed = stages.pair(layers, others)
         text = f"layers {ranges(layers)} and {ranges(others)} are exchanged"
-        yield [*layers, *others], text + (f", which are {blamed}" if blamed else ""), _STAGE if blamed else _EXCHANGED
+        yield [*layers, *others], text + (f", which are {blamed}" if blamed else ""), STAGE if blamed else _EXCHANGED
 
 
 def _around(origin: Mapping[int, int], stages: Stages) -> Iterator[_Text]:
-    """Layers that all stand somewhere among themselves: turned round by some places, or in another order."""
+    """Layers that are a permutation of themselves: rotated, or in another order."""
     layers = sorted(origin)
     if not layers:
         return
@@ -123,7 +116,7 @@ def _around(origin: Mapping[int, int], stages: Stages) -> Iterator[_Text]:
 
 
 def _shifts(origin: Mapping[int, int], stages: Stages) -> Iterator[_Text]:
-    """Layers that hold the values of others which stand elsewhere too; those that moved equally far together."""
+    """Layers that hold copies of others; those that moved equally far together."""
     by_distance: dict[int, list[int]] = defaultdict(list)
     for layer, other in sorted(origin.items()):
         by_distance[other - layer].append(layer)
@@ -135,7 +128,7 @@ def _shifts(origin: Mapping[int, int], stages: Stages) -> Iterator[_Text]:
             else f"layers {ranges(layers)} hold the values of layers {ranges(others)}"
         )
         if blamed := stages.pair(layers, others):
-            yield layers, f"{text}, which are {blamed}", _STAGE
+            yield layers, f"{text}, which are {blamed}", STAGE
         elif len(layers) > 1 and (inside := stages.holding({*layers, *others})):
             yield layers, f"{text}, all of {inside}", _INSIDE
         else:
@@ -152,24 +145,3 @@ def _same_tensor_in(name: str, other: str | None) -> int | None:
     if not here or not there or other is None or name[here.end() :] != other[there.end() :]:
         return None
     return int(there[1])
-
-
-def repeated_layers(equal: Iterable[Sequence[str]], stages: Stages) -> Iterator[Moved]:
-    """Tensors with the same bytes that differ only in their layer: what to say of those equally far apart, with them.
-
-    `equal` are groups of tensors of one kind with the same bytes; groups with two tensors of one layer are left out.
-    """
-    by_gaps: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    starts: dict[tuple[int, ...], set[int]] = defaultdict(set)
-    for names in equal:
-        layers = layers_of(names)
-        if len(layers) < len(names):
-            continue
-        gaps = tuple(layer - layers[0] for layer in layers)
-        by_gaps[gaps] += names
-        starts[gaps].add(layers[0])
-    for gaps, found in by_gaps.items():
-        sets = [sorted(start + gap for start in starts[gaps]) for gap in gaps]
-        text = f"layers {' and '.join(map(ranges, sets))} hold the same bytes"
-        blamed = len(sets) == 2 and stages.pair(*sets)
-        yield Moved(f"{text}; they are {blamed}" if blamed else text, _STAGE if blamed else _REPEATED, found)

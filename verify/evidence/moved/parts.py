@@ -1,4 +1,4 @@
-"""Tensors that hold each other's values within one layer or model: experts, projections, in few words."""
+"""Explains tensors that hold each other's values within one layer or model: experts, projections."""
 
 from __future__ import annotations
 
@@ -6,34 +6,31 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from ckptkit.core.specs import ranges
+from verify.evidence.folding import parts_apart
 
-_NUMBERED = {"experts": "experts", "layers": "layers"}
+_NUMBERED = ("experts", "layers")
 
 
-def moved_within(whose: Mapping[str, str]) -> tuple[list[tuple[str, list[str]]], dict[str, str]]:
-    """Moves between names that differ in one place (an expert, a projection): what to say, and the names concerned.
+def moved_within(origins: Mapping[str, str]) -> tuple[list[tuple[str, list[str]]], dict[str, str]]:
+    """The moves between names that differ in one part (an expert, a projection): a text each, and the names concerned.
 
-    `whose` maps each tensor to the one whose values it holds. The second result is what is left of it.
+    `origins` maps each tensor to the one whose values it holds. The second result is what is left of it.
     """
-    places: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by what stands before and behind the place
+    moves: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by what stands before and behind the part
     others: dict[str, str] = {}
-    for name, other in whose.items():
-        one, two = name.split("."), other.split(".")
-        differ = [at for at, (left, right) in enumerate(zip(one, two, strict=False)) if left != right]
-        if len(one) == len(two) and len(differ) == 1:
-            at = differ[0]
-            places[".".join(one[:at]), ".".join(one[at + 1 :])][one[at]] = two[at]
-        else:
+    for name, other in origins.items():
+        if parts_apart(name, other) != 1 or name.count(".") != other.count("."):
             others[name] = other
+            continue
+        one, two = name.split("."), other.split(".")
+        at = next(index for index, part in enumerate(one) if part != two[index])
+        moves[".".join(one[:at]), ".".join(one[at + 1 :])][one[at]] = two[at]
     same: dict[tuple[str, frozenset[tuple[str, str]]], list[str]] = defaultdict(list)
-    for (before, behind), mapping in places.items():
-        kind = _NUMBERED.get(before.rpartition(".")[2], "")
-        same[kind, frozenset(mapping.items())] += [_joined(before, part, behind) for part in mapping]
+    for (before, behind), mapping in moves.items():
+        kind = before.rpartition(".")[2]
+        key = kind if kind in _NUMBERED else "", frozenset(mapping.items())
+        same[key] += [".".join(filter(None, (before, part, behind))) for part in mapping]
     return [(_relation(kind, dict(relation)), names) for (kind, relation), names in same.items()], others
-
-
-def _joined(before: str, part: str, behind: str) -> str:
-    return ".".join(text for text in (before, part, behind) if text)
 
 
 def _relation(kind: str, mapping: Mapping[str, str]) -> str:

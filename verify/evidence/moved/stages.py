@@ -1,4 +1,4 @@
-"""Which layers the stages of a pipeline hold, for findings that a stage may explain."""
+"""Names the pipeline stages that a set of layers is, for findings that a stage may explain."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ from dataclasses import dataclass, field
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges
 from converters.megatron.pipeline import Pipeline
-from verify.evidence.folding import LAYER
+from verify.evidence.folding import layers_of
 from verify.evidence.subject import Subject
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The pipeline stages of a model of `count` decoder layers.
+    """The pipeline stages of a model."""
 
-    `chunks`: for each stage the layers of its chunks. Where it is empty nobody knows the pipeline, and the stages of
-    every even one are possible.
-    """
-
-    count: int
+    count: int  # decoder layers
+    # The layers of each stage's chunks. Empty: the pipeline is unknown, and the stages of every even one are possible.
     chunks: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
 
     @staticmethod
     def of_names(names: Collection[str]) -> Stages:
         """An unknown pipeline over the decoder layers that these tensors belong to."""
-        return Stages(1 + max((int(match[1]) for name in names if (match := LAYER.match(name))), default=-1))
+        return Stages(1 + max(layers_of(names), default=-1))
 
     def pair(self, layers: Sequence[int], others: Sequence[int]) -> str | None:
         """What two sets of layers are called if each is a stage, or a chunk of one: `stages 1 and 0 of ...`."""
@@ -69,7 +66,7 @@ def _all(chunks: Sequence[Sequence[int]]) -> list[int]:
 
 
 def stages_of(subject: Subject) -> Stages:
-    """The pipeline that saved the checkpoint, by its training arguments; unknown where they tell of none.
+    """The pipeline that saved the checkpoint, by its training arguments; unknown where they have none.
 
     Raises CkptkitError where `.metadata` or the training arguments cannot be read.
     """

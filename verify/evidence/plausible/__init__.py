@@ -1,4 +1,4 @@
-"""What trained weights look like, by comparison within one checkpoint alone.
+"""Compares weights with their siblings in the same checkpoint.
 
 May import what evidence may.
 """

@@ -1,4 +1,4 @@
-"""What training balances inside a layer, and which exchange of tensors would explain that it is not balanced.
+"""Finds layers whose rows and columns are not balanced as training leaves them, and the exchange that explains it.
 
 A model computes the same where a row of up is scaled and the column of down that reads it is scaled back. The same goes
 for a row of v and the columns of o behind it, and for the rotary pairs of q and of k, but not for gate and up, or for k
@@ -24,23 +24,20 @@ from verify.evidence.plausible.profile import Array, Profile
 BETTER = 0.4
 FITS = 0.4
 _SURE = 4.0  # standard deviations of a correlation of independent numbers
-_TOLD_APART = 0.25  # of a whole model: with less in the median layer, right and wrong cannot be told apart
+_DISTINGUISHED = 0.25  # of a whole model: with less in the median layer, right and wrong cannot be distinguished
 _ATTENTION = tuple(f"self_attn.{part}_proj.weight" for part in "qkvo")
 _Q, _K, _V, _O = _ATTENTION
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How well two pairs of `tails` of a `layer` answer each other as named (`own`) and as exchanged (`other`).
-
-    `count`: numbers that were correlated.
-    """
+    """How well the sizes of tensors of a layer correlate as named, and as exchanged."""
 
     layer: int
     tails: tuple[str, ...]
-    own: float
-    other: float
-    count: int
+    own: float  # as named
+    other: float  # as exchanged
+    count: int  # numbers that were correlated
 
     @property
     def wrong(self) -> bool:
@@ -50,7 +47,7 @@ class Balance:
 
 
 def unbalanced(layers: Layers) -> tuple[list[Suspicion], list[str]]:
-    """What an exchange would explain, and a line each on the exchanges that would and would not show in this model."""
+    """Finds exchanges; and a line each on those that would and would not show in this model."""
     found: dict[str, list[Balance]] = defaultdict(list)
     for layer, profiles in sorted(layers.profiles.items()):
         for question, balance in (*_attention(layer, profiles, layers.dims), *_mlps(layer, profiles, layers.experts)):
@@ -59,13 +56,13 @@ def unbalanced(layers: Layers) -> tuple[list[Suspicion], list[str]]:
     shown, hidden = [], []
     for question, balances in found.items():
         apart = statistics.median(one.own - one.other for one in balances)
-        if abs(apart) < _TOLD_APART:
+        if abs(apart) < _DISTINGUISHED:
             hidden.append(question)
             continue
         shown.append(question)
         for one in balances:
             if one.wrong:
-                expected = "rows and columns as large as those that answer them (sizes balance in training)"
+                expected = "rows and columns of the same size as their counterparts (training balances them)"
                 actual = f"it looks like {question}: the correlation would be {one.other:.2f} and is {one.own:.2f}"
                 suspicion = Suspicion(layers.name(one.layer, *one.tails), expected, actual)
                 suspicions[one.layer].append((one.other - one.own, suspicion))
@@ -74,7 +71,7 @@ def unbalanced(layers: Layers) -> tuple[list[Suspicion], list[str]]:
 
 
 def _best(found: list[tuple[float, Suspicion]]) -> Iterator[Suspicion]:
-    """Without what a better explanation of the same tensors makes needless."""
+    """Leaves out what a better explanation of the same tensors covers."""
     taken: set[str] = set()
     for _, suspicion in sorted(found, key=lambda pair: -pair[0]):
         if taken.isdisjoint(suspicion.names):

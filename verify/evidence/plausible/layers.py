@@ -1,4 +1,4 @@
-"""The profiles of a model, layer by layer, with what its config says of heads, and what a suspicion is."""
+"""Arranges the profiles of a model by layer, and defines what a suspicion is."""
 
 from __future__ import annotations
 
@@ -19,28 +19,22 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Tensors that do not look like what their names say. `expected`: how their siblings look; `actual`: how they do.
-
-    Suspicions with the same two texts are one finding.
-    """
+    """Tensors that do not look like what their names say. Suspicions with the same two texts are one finding."""
 
     names: tuple[str, ...]
-    expected: str
-    actual: str
+    expected: str  # how their siblings look
+    actual: str  # how they look
 
 
 @dataclass(frozen=True)
 class Layers:
-    """`profiles` by layer and the rest of the name (`self_attn.q_proj.weight`); `names` are the whole names.
-
-    `experts`: what the model calls gate, up and down of an expert. `routers`: the rest of a router's name.
-    """
+    """The profiles of a model, by layer and the rest of the name (`self_attn.q_proj.weight`)."""
 
     dims: ModelDims
     profiles: Mapping[int, Mapping[str, Profile]]
-    names: Mapping[tuple[int, str], str]
-    experts: tuple[str, str, str] = GATE_UP_DOWN
-    routers: frozenset[str] = frozenset()
+    names: Mapping[tuple[int, str], str]  # whole names
+    experts: tuple[str, str, str] = GATE_UP_DOWN  # what the model calls gate, up and down of an expert
+    routers: frozenset[str] = frozenset()  # the rest of a router's name
 
     def name(self, layer: int, *tails: str) -> tuple[str, ...]:
         """Whole names of tensors of a layer."""
@@ -58,7 +52,7 @@ class Layers:
                     yield self.names[layer, tail], _EXPERT.sub("#", tail), profile
 
 
-def layers_of(
+def profiled_layers(
     profiles: Mapping[str, Profile], dims: ModelDims, experts: tuple[str, str, str], routers: Sequence[str]
 ) -> Layers:
     """The profiles of decoder layers; multi-token prediction layers, which stand behind them, are left out."""

@@ -1,4 +1,4 @@
-"""How large the rows and the columns of a matrix are: what is kept of a weight once its bytes are gone."""
+"""Measures how large the rows and the columns of a matrix are: all that remains of a weight after the pass."""
 
 from __future__ import annotations
 
@@ -23,19 +23,15 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class Profile:
-    """Logarithms of the mean squares of a matrix's rows and columns, evenly spaced ones where there are many.
+    """Logarithms of the mean squares of a matrix's rows and columns, evenly spaced ones where there are many."""
 
-    `width` and `height`: of how many numbers each of these is the mean. `shape` is that of the matrix. `likeness`: of a
-    router, the mean square of the cosines between its rows. A vector (a norm's weight) is kept as `vector`.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the matrix
     rows: Array
     columns: Array
-    width: int = 0
-    height: int = 0
-    vector: Array | None = None
-    likeness: float | None = None
+    width: int = 0  # numbers that each of `rows` is the mean of
+    height: int = 0  # and each of `columns`
+    vector: Array | None = None  # the weight of a norm, whole
+    likeness: float | None = None  # of a router: the mean square of the cosines between its rows
 
     @property
     def square(self) -> bool:

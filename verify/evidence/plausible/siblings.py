@@ -1,4 +1,4 @@
-"""Tensors that differ from those of the neighbouring layers as one mistake would have it."""
+"""Finds tensors that differ from those of the neighbouring layers as one known mistake makes them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from verify.evidence.plausible.profile import Array, Profile
 # Margins as measured: docs/plausibility.md.
 _EXCHANGED = 0.6  # of the distance from the norms around that an exchange may leave; in sound layers it leaves 0.92
 _SHIFTED = 0.35  # and adding or taking away one; in sound layers it leaves 2.9
-_FEWEST_TURNED = 32  # rotary dimensions of a head
-_TURNED_FITS, _TURNED_BETTER = 0.6, 0.25  # in another order; sound layers fit so with 0.49 at most
+_MIN_ROTARY = 32  # rotary dimensions of a head
+_ROTARY_FITS, _ROTARY_BETTER = 0.6, 0.25  # in another order; sound layers fit so with 0.49 at most
 # Standard deviations from random numbers: of a new matrix at most (0.3% of random ones have more), of its siblings at
 # least. Trained routers, which have the least, have 7.6 and more.
 _FRESH, _STRUCTURED = 3.0, 7.0
 UNTRAINED = 6.0  # and in the median of all matrices; trained models have 23 to 460
-_FEWEST_NUMBERS, _FEWEST_COUNTED = 4, 32
+_MIN_NUMBERS, _MIN_COUNTED = 4, 32
 
 
 def odd_norms(layers: Layers) -> Iterator[Suspicion]:
@@ -37,7 +37,7 @@ def odd_norms(layers: Layers) -> Iterator[Suspicion]:
             for step in (1.0, -1.0):
                 if _distance(own + step, around) <= _SHIFTED * _distance(own, around):
                     actual = f"it looks like theirs {'less' if step > 0 else 'plus'} 1"
-                    yield Suspicion(layers.name(layer, tail), "a norm like those of the layers around", actual)
+                    yield Suspicion(layers.name(layer, tail), "a norm like those of the neighbouring layers", actual)
     for one, other in combinations(norms, 2):
         for layer in norms[one].keys() & norms[other].keys():
             mine, theirs = norms[one][layer], norms[other][layer]
@@ -46,7 +46,7 @@ def odd_norms(layers: Layers) -> Iterator[Suspicion]:
                 now = _distance(_log(mine), mine_around) + _distance(_log(theirs), theirs_around)
                 then = _distance(_log(mine), theirs_around) + _distance(_log(theirs), mine_around)
                 if then <= _EXCHANGED * now:
-                    expected = "norms like those of the layers around"
+                    expected = "norms like those of the neighbouring layers"
                     yield Suspicion(layers.name(layer, one, other), expected, "the two look exchanged")
 
 
@@ -80,7 +80,7 @@ def odd_rotary(layers: Layers) -> Iterator[Suspicion]:
         for tail in tails
     }
     shared = sorted(heads[tails[0]].keys() & heads[tails[1]].keys())
-    if turned < _FEWEST_TURNED or len(shared) < 3:
+    if turned < _MIN_ROTARY or len(shared) < 3:
         return
     in_turn = np.arange(turned).reshape(2, -1).T.reshape(-1)
     orders = {"": np.arange(turned), "taken in turn": in_turn, "put apart": np.argsort(in_turn)}
@@ -92,9 +92,9 @@ def odd_rotary(layers: Layers) -> Iterator[Suspicion]:
         }
         own = fits.pop("")
         best = max(fits, key=lambda how: fits[how])
-        if fits[best] >= _TURNED_FITS and fits[best] - own >= _TURNED_BETTER:
-            actual = f"the halves of each head look {'put apart' if best == 'taken in turn' else 'interleaved'}"
-            yield Suspicion(layers.name(layer, *tails), "rotary halves like those of the layers around", actual)
+        if fits[best] >= _ROTARY_FITS and fits[best] - own >= _ROTARY_BETTER:
+            actual = f"the halves of each head look {'de-interleaved' if best == 'taken in turn' else 'interleaved'}"
+            yield Suspicion(layers.name(layer, *tails), "rotary halves like those of the neighbouring layers", actual)
 
 
 def _head(matrix: Profile, head_dim: int, turned: int) -> Array:
@@ -106,16 +106,16 @@ def _head(matrix: Profile, head_dim: int, turned: int) -> Array:
 def structure(matrix: Profile) -> float | None:
     """How far rows and columns differ in size, in standard deviations of what independent normal numbers would do.
 
-    Of a router also how far its rows are alike. None of a matrix that is too small to tell.
+    Of a router also how similar its rows are. None for a matrix that is too small to tell.
     """
     found = [
         (float(np.var(sizes, dtype=np.float64)) / _spread(numbers) - 1) * ((len(sizes) - 1) / 2) ** 0.5
         for sizes, numbers in ((matrix.rows, matrix.width), (matrix.columns, matrix.height))
-        if numbers >= _FEWEST_NUMBERS and len(sizes) >= _FEWEST_NUMBERS
+        if numbers >= _MIN_NUMBERS and len(sizes) >= _MIN_NUMBERS
     ]
     if matrix.likeness is not None:
         found.append((matrix.likeness * matrix.width - 1) * (matrix.shape[0] * (matrix.shape[0] - 1) / 4) ** 0.5)
-    return sum(found) / len(found) ** 0.5 if found and matrix.width >= _FEWEST_COUNTED else None
+    return sum(found) / len(found) ** 0.5 if found and matrix.width >= _MIN_COUNTED else None
 
 
 def _spread(numbers: int) -> float:

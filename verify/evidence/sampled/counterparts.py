@@ -1,4 +1,4 @@
-"""Which tensors an HF and a Megatron checkpoint of one model store alike, by the rules of its family."""
+"""Pairs the tensors that an HF and a Megatron checkpoint of one model store in the same way."""
 
 from __future__ import annotations
 

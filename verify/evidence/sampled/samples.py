@@ -14,17 +14,17 @@ from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.read import FileExtent, read_into
-from verify.evidence.folding import LAYER, alike
+from verify.evidence.folding import LAYER, group_by_pattern
 
-MOST_TENSORS = 64
+MAX_TENSORS = 64
 # From the start, the middle and the end of a tensor at most this many bytes: of both sides together 12 MiB.
 STRETCHES, STRETCH_BYTES = 3, 32 << 10
 # Tensors that lie outside the layers: a vision tower has hundreds.
-_MOST_OUTSIDE = 8
+_MAX_OUTSIDE = 8
 # Experts of a kind among which is chosen.
-_MOST_ALIKE = 4096
+_MAX_PER_PATTERN = 4096
 # Below this cosine two matrices are not one before and after training; of fewer elements chance alone may give another.
-_UNRELATED, _FEWEST = 0.5, 256
+_UNRELATED, _MIN_ELEMENTS = 0.5, 256
 # A wider dtype, and those that a cast of it may give.
 _CASTS = {("float32", "bfloat16"), ("float32", "float16")}
 
@@ -40,35 +40,32 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A tensor that both sides store alike, by its names there; `padded`: one of them may have more rows."""
+class SamplePair:
+    """A tensor that both sides store in the same way, by its names there."""
 
     here: str
     there: str
-    padded: bool = False
+    padded: bool = False  # one of them may have more rows
 
 
 @dataclass
 class Samples:
-    """What was compared: names of `here`, and bytes of one side. `left_out` counts tensors by why they were not.
-
-    `unrelated` are those matrices of layers among the differing ones that no training makes of the other side's.
-    """
+    """What was compared, by names of `here`."""
 
     compared: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
-    unrelated: list[str] = field(default_factory=list)
-    nbytes: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)
+    unrelated: list[str] = field(default_factory=list)  # differing matrices that training cannot explain
+    nbytes: int = 0  # of one side
+    left_out: Counter[str] = field(default_factory=Counter)  # tensors not compared, by reason
 
 
-def samples_of(here: Stored, there: Stored, pairs: Iterable[Pair]) -> Samples:
+def samples_of(here: Stored, there: Stored, pairs: Iterable[SamplePair]) -> Samples:
     """Compares samples of the tensors that both sides store. In two dtypes, what a cast of the wider one gives.
 
     Raises CkptkitError where a file is damaged, and OSError where it cannot be read.
     """
     found = Samples()
-    usable: dict[str, Pair] = {}
+    usable: dict[str, SamplePair] = {}
     for pair in pairs:
         if (why := _incomparable(here.specs.get(pair.here), there.specs.get(pair.there), pair)) is None:
             usable[pair.here] = pair
@@ -79,7 +76,7 @@ def samples_of(here: Stored, there: Stored, pairs: Iterable[Pair]) -> Samples:
     return found
 
 
-def _incomparable(here: TensorSpec | None, there: TensorSpec | None, pair: Pair) -> str | None:
+def _incomparable(here: TensorSpec | None, there: TensorSpec | None, pair: SamplePair) -> str | None:
     """Why two tensors cannot be compared; None where they can."""
     if here is None or there is None:
         return "that one side does not store, or stores packed"
@@ -91,22 +88,22 @@ def _incomparable(here: TensorSpec | None, there: TensorSpec | None, pair: Pair)
 
 
 def chosen(names: Iterable[str]) -> list[str]:
-    """At most MOST_TENSORS of these names: some outside the layers, and then layer by layer one kind after another.
+    """At most MAX_TENSORS of these names: some outside the layers, and then layer by layer one kind after another.
 
     The first and the last layer are among them, and so is every one where there are no more than that.
     """
     outside: list[str] = []
     layers: dict[int, list[list[str]]] = {}
-    for group in alike(names):
+    for group in group_by_pattern(names):
         inside: dict[int, list[str]] = {}
-        for name in group[:: math.ceil(len(group) / _MOST_ALIKE)]:
+        for name in group[:: math.ceil(len(group) / _MAX_PER_PATTERN)]:
             if (match := LAYER.search(name)) is not None:
                 inside.setdefault(int(match[1]), []).append(name)
         for layer, several in inside.items():
             layers.setdefault(layer, []).append(several)
         outside += [] if inside else [group[len(group) // 2]]
-    taken = _spread(outside, _MOST_OUTSIDE)
-    return [*taken, *_in_turn([layers[layer] for layer in sorted(layers)], MOST_TENSORS - len(taken))]
+    taken = _spread(outside, _MAX_OUTSIDE)
+    return [*taken, *_in_turn([layers[layer] for layer in sorted(layers)], MAX_TENSORS - len(taken))]
 
 
 def _in_turn(layers: Sequence[list[list[str]]], most: int) -> Iterator[str]:
@@ -127,7 +124,7 @@ def _spread(items: Sequence[T], most: int) -> list[T]:
     return [items[number * (len(items) - 1) // (most - 1)] for number in range(most)]
 
 
-def _compare(here: Stored, there: Stored, pair: Pair, found: Samples) -> None:
+def _compare(here: Stored, there: Stored, pair: SamplePair, found: Samples) -> None:
     """Compares up to STRETCHES stretches of a tensor, and adds what came of it to `found`."""
     one, other = here.specs[pair.here], there.specs[pair.there]
     elements = min(math.prod(one.shape), math.prod(other.shape))
@@ -145,7 +142,7 @@ def _compare(here: Stored, there: Stored, pair: Pair, found: Samples) -> None:
         likeness.add(_floats(left, one.dtype), _floats(right, other.dtype))
         nbytes += left.nbytes
     if not nbytes:
-        found.left_out["that lie in no rows of bytes"] += 1
+        found.left_out["that are not stored as contiguous rows"] += 1
         return
     found.compared.append(pair.here)
     found.nbytes += nbytes
@@ -176,7 +173,7 @@ class _Likeness:
     def unrelated(self) -> bool:
         """Whether there is enough of both to say that they are not one matrix, before and after training."""
         norm = math.sqrt(self.here) * math.sqrt(self.there)
-        return self.count >= _FEWEST and math.isfinite(norm) and norm > 0 and self.product < _UNRELATED * norm
+        return self.count >= _MIN_ELEMENTS and math.isfinite(norm) and norm > 0 and self.product < _UNRELATED * norm
 
 
 def _read(extent: FileExtent, count: int, dtype: str) -> np.ndarray:

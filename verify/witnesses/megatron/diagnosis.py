@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,11 +12,12 @@ from ckptkit.core.checkpoint import Checkpoint
 from converters.ops.basic import GateUpInOne
 from converters.planner import Rule
 from verify.evidence.extremes import digest_of
+from verify.evidence.folding import pattern_of
+from verify.evidence.moved.moves import siblings_of
 from verify.evidence.values import rows_named
 from verify.witnesses.bits import poisoned, unequal
 from verify.witnesses.megatron.slices import Position, expected_slice, ranks_of
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _READ_BYTES = 4 << 30  # of the reference, in search of the tensor whose values stand in the wrong place
 
 
@@ -155,22 +155,12 @@ class Siblings:
 
     def _tiers(self, name: str) -> Iterator[list[str]]:
         """Candidates, the likeliest first: one number apart, then all of the kind, then norms of another kind."""
-        kind, shape = _NUMBER.sub("#", name), self.rules[name].megatron_shape
-        alike = [
-            one for one in self.rules if one != name and one in self.reference.specs and _NUMBER.sub("#", one) == kind
-        ]
-        near = [one for one in alike if sum(a != b for a, b in zip(one.split("."), name.split("."), strict=True)) == 1]
-        yield near
-        yield [one for one in alike if one not in set(near)]
+        stored = [one for one in self.rules if one in self.reference.specs]
+        yield from siblings_of(name, stored)
         if "norm" in name:
-            yield [
-                one
-                for one in self.rules
-                if "norm" in one
-                and one in self.reference.specs
-                and _NUMBER.sub("#", one) != kind
-                and self.rules[one].megatron_shape == shape
-            ]
+            pattern, shape = pattern_of(name), self.rules[name].megatron_shape
+            norms = [one for one in stored if "norm" in one and pattern_of(one) != pattern]
+            yield [one for one in norms if self.rules[one].megatron_shape == shape]
 
     def _digest(self, name: str, local: Tensor) -> bytes | None:
         if name not in self.digests:

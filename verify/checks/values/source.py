@@ -1,0 +1,175 @@
+"""CK202 and CK203: values and dtypes against those of the source."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Set
+
+from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
+from quant.formats.part_names import PACKED, packed_in
+from verify.check import Skip, Tally, check
+from verify.checks.values.values import PARTS, UNREAD, counted
+from verify.evidence.expected import fp32_names, is_quantized, tied_head_of, usable_config
+from verify.evidence.extremes import same_bytes
+from verify.evidence.float_rounding import float_weights
+from verify.evidence.folding import group_by_pattern
+from verify.evidence.moved.layers import moved_layers
+from verify.evidence.moved.stages import stages_of
+from verify.evidence.packed import int4_format_of
+from verify.evidence.reading import read_values
+from verify.evidence.subject import Subject
+from verify.evidence.values import Difference
+from verify.issue import Issue
+from verify.report import Severity
+
+_FLOATS = frozenset({*COMPUTED, "float64"})
+
+
+@check(
+    "CK202",
+    "values equal the source's, bit for bit",
+    stage="values",
+    needs=("sound headers", "source"),
+    rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
+    "right.",
+    fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the "
+    "two is the defect.",
+)
+def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast.
+
+    Weights that are quantized here and plain in the source are for CK305 to judge.
+    """
+    values = subject.once(read_values)
+    if not values.stats:
+        raise Skip(UNREAD)
+    for nbytes in values.compared.values():
+        tally.compared(nbytes)
+    quantized, floats = _judged_by_steps(subject), subject.once(float_weights)
+    dropped = _repeated_head(subject)
+    extra = [name for name in values.only_here if name not in dropped | floats.parts and not _part_of(name, quantized)]
+    lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
+    yield Issue("the tensor of the source", "missing", "convert again from the source", names=lost, file=subject.path)
+    yield Issue(
+        "only tensors that the source has",
+        "the source has no tensor of this name",
+        "check --source",
+        names=extra,
+        file=subject.path,
+    )
+    wrong = {
+        name: difference
+        for name, difference in values.differences.items()
+        if difference.unequal and name not in floats.judged
+    }
+    whose = {name: _origin_of(subject, name) for name in wrong}
+    for moved in moved_layers(whose, subject.once(stages_of)):
+        yield Issue(
+            "each layer's own values", moved.text, moved.hint, names=moved.names, together=True, file=subject.path
+        )
+        wrong = {name: difference for name, difference in wrong.items() if name not in set(moved.names)}
+    for misplaced in (True, False):
+        for names in group_by_pattern(name for name in wrong if (whose[name] is not None) == misplaced):
+            worst = max(names, key=lambda name: wrong[name].largest)
+            hint = "convert again from the source; if that does not help, name the right --source"
+            yield Issue(
+                "the bits of the source",
+                _described(wrong[worst], worst, whose[worst]),
+                hint,
+                names=names,
+                file=subject.path,
+            )
+
+
+def _part_of(name: str, quantized: Collection[str]) -> bool:
+    return name.endswith((PACKED, *PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized
+
+
+def _judged_by_steps(subject: Subject) -> Set[str]:
+    """Weights of the source that are packed here, and whose rounding CK305 can judge: neither lost nor extra."""
+    if (
+        subject.kind == "megatron"
+        or subject.source is None
+        or is_quantized(subject.source.config)
+        or int4_format_of(subject.checkpoint.config) is None
+    ):
+        return frozenset()
+    packed = {f"{module}.weight" for module in packed_in(subject.checkpoint.specs)}
+    return packed & frozenset(subject.once(read_values).only_source)
+
+
+def _repeated_head(subject: Subject) -> frozenset[str]:
+    """The output layer of tied embeddings where only one side stores it.
+
+    Stored here it is for CK211 to judge; stored in the source it must repeat the embedding.
+    """
+    tied = tied_head_of(subject)
+    values, source = subject.once(read_values), subject.source
+    if tied is None or source is None or tied[0] not in (*values.only_here, *values.only_source):
+        return frozenset()
+    if tied[0] in values.only_source:
+        found = source.read(tied)
+        if not same_bytes(found[tied[0]], found[tied[1]]):
+            return frozenset()
+    return frozenset(tied[:1])
+
+
+def _origin_of(subject: Subject, name: str) -> str | None:
+    """The source tensor whose values stand under this name, where there is one."""
+    return subject.once(read_values).source_names.get(subject.once(read_values).stats[name].digest)
+
+
+def _described(difference: Difference, name: str, whose: str | None) -> str:
+    if difference.source.shape != difference.actual.shape:
+        return f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
+    if whose is not None and whose != name:
+        return f"{name} holds the values of {whose}"
+    numel = math.prod(difference.actual.shape)
+    rows = f", {difference.rows}" if difference.rows else ""
+    return f"{difference.unequal} of {numel} elements differ in {name}{rows}, by up to {difference.largest:.3g}"
+
+
+@check(
+    "CK203",
+    "dtypes are kept, fp32 state above all",
+    stage="values",
+    needs=("sound headers", "source"),
+    rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost "
+    "every token change.",
+    fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32.",
+)
+def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Each change of dtype: an error where none is legal and for rounded fp32 state, else a warning.
+
+    Weights that are quantized here and plain in the source are for CK305 to judge.
+    """
+    values, quantized = subject.once(read_values), subject.once(float_weights).judged
+    counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
+    fp32 = fp32_names(usable_config(subject))
+    changed: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
+    for name, one in values.differences.items():
+        if one.source.dtype != one.actual.dtype and name not in quantized:
+            changed[one.source.dtype, one.actual.dtype, name in fp32].append(name)
+    for (before, after, state), found in changed.items():
+        for names in group_by_pattern(found):
+            severity, hint = _cast(before, after, state)
+            first = values.differences[names[0]]
+            counts = (
+                f", {first.distinct_source} distinct values became {first.distinct_actual} in {names[0]}"
+                if state and severity == "error"
+                else ""
+            )
+            yield Issue(before, after + counts, hint, names=names, file=subject.path, severity=severity)
+
+
+def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:
+    """How bad a change of dtype is, and what to do.
+
+    Only floats of at least 16 bits may change, and fp32 state only to a wider one.
+    """
+    if not {before, after} <= _FLOATS:
+        return "error", "convert again: integers and floats of 8 bits mean nothing in another dtype"
+    if state and ITEMSIZE[after] < ITEMSIZE[before]:
+        return "error", "convert again: this state must stay fp32"
+    return "warning", "convert with --dtype auto, unless the change was meant"
