@@ -284,7 +284,11 @@ def test_sizes_that_do_not_divide_start_no_process(
 ) -> None:
     monkeypatch.setattr(megatron_run, "run_ranks", None)
     with pytest.raises(CkptkitError, match=message):
-        list(strict_load(Subject(converted(name), options=VerifyOptions(**sizes)), Tally()))  # type: ignore[arg-type]
+        list(
+            strict_load(
+                Subject(converted(name), options=VerifyOptions(**sizes, against=frozenset({"megatron"}))), Tally()
+            )
+        )  # type: ignore[arg-type]
 
 
 @in_megatron

@@ -22,7 +22,6 @@ from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import megatron_logits
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
-from verify.run import _implied
 from verify.witnesses.engine.job import Answers, Judged, Reference
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import Computed, MegatronRun, run_megatron
@@ -47,7 +46,7 @@ def run_witness(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logits_of_megatron_need_no_engine(converted: PathOf) -> None:
-    assert _implied(Subject(converted("qwen2-tied"), None, options=VerifyOptions(against=ASKED))) == ASKED
+    assert Subject(converted("qwen2-tied"), None, options=VerifyOptions(against=ASKED)).against == ASKED
 
 
 def test_megatron_computes_in_parallel_what_transformers_does(
