@@ -23,6 +23,7 @@ from ckptkit.core.progress import phase
 from verify import checks as packages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.options import WITNESSES
 from verify.report import CheckResult, Finding, Status
 from verify.skip import Inapplicable
 from verify.skip import Skip as Skip
@@ -37,14 +38,6 @@ Stage = Literal[
 ]
 # `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness must be asked for.
 Need = Literal["sound headers", "source", "megatron", "sglang", "engine", "update", "release-resume", "logits"]
-WITNESSES: dict[Need, str] = {  # and the option that asks for it
-    "megatron": "--against-megatron",
-    "sglang": "--against-sglang",
-    "engine": "--engine",
-    "update": "--update",
-    "release-resume": "--release-resume",
-    "logits": "--logits",
-}
 # What the checks of a stage look at, as the verdict names it.
 LOOKS_AT: dict[Stage, str] = {
     "launch": "launch",

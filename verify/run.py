@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Unpack
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
@@ -15,17 +16,16 @@ from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_other_form
 from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.planner import dims_of
-from quant.selection.readers import readers_of
-from verify.check import NOT_APPLICABLE, WITNESSES, Check, Skip, all_checks, looked_at, run_checks
+from verify.check import NOT_APPLICABLE, Check, Skip, all_checks, looked_at, run_checks
 from verify.checks.values.manifest import manifest_verifier
 from verify.evidence.expected import stated_config_of, usable_config
 from verify.evidence.float_rounding import float_rounding_of, float_weights
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
+from verify.options import GivenVerifyOptions, verify_options
 from verify.report import Finding, Report
 from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
-from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.rollouts.run import recording_of
 
@@ -34,85 +34,22 @@ def verify(
     path: str | Path,
     source: str | Path | None = None,
     hf: str | Path | None = None,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    etp: int | None = None,
-    vpp: int = 1,
-    against: frozenset[str] = frozenset(),
+    *,
     command: Sequence[str] = (),
-    manifest: str | Path | None = None,
-    readers: Sequence[str] | None = None,
-    ray: str | None = None,
-    dp_attention: bool = False,
-    rollout_data: str | Path | None = None,
-    rollout_temperature: float | None = None,
-    cp: int = 1,
-    pipeline_layout: str | None = None,
-    decoder_first_pipeline_num_layers: int | None = None,
-    decoder_last_pipeline_num_layers: int | None = None,
-    account_for_embedding_in_pipeline_split: bool = False,
-    account_for_loss_in_pipeline_split: bool = False,
-    ranks: Sequence[int] | None = None,
-    manifest_key: str | Path | None = None,
-    trainer_loader: bool = False,
+    **options: Unpack[GivenVerifyOptions],
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that
-    has none beside it. `manifest` is a file with a digest of every tensor, and
-    `manifest_key` the public key of whoever must have signed it. `against` holds "megatron" and "sglang",
-    and what a live engine is asked: "engine", which "update" and "release-resume" imply. "logits" are those of the
-    engine with one of these, with "megatron" and a Megatron checkpoint Megatron's, else those of transformers alone.
-    `readers` (as `--reader` has them; None: SGLang, slime and miles) are those that are to load or send INT4 weights:
-    an `ignore` list that contradicts the packed weights for one of them is an error, for others a warning. Where none
-    is named and the list is a published one, what only trainers read differently is a warning too. `ray` is the address
-    of a Ray cluster that reads all the bytes (`ckptkit.transfer.ray.cluster.connected`); the report is the same.
-    `tp` and `ep` are SGLang's sizes too, and `dp_attention` keeps its attention whole on every rank. `cp` to
-    `trainer_loader` are fields of `MegatronOptions`; None or empty `ranks` are all.
-    `rollout_data` is a file that slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data: its
-    log-probabilities and prompts are computed again, at `rollout_temperature` (None: as the file says, or 1).
+    has none beside it. `options` mean what the fields of `verify.options.VerifyOptions` and of its `megatron` mean.
 
-    A broken checkpoint gives findings. CkptkitError means that there is no checkpoint at `path` or `source`, that
-    `rollout_data` or `manifest_key` is no such file, that
-    something is missing that this needs, that there is no such reader, or that the model cannot be cut into these
-    sizes.
+    A broken checkpoint gives findings. CkptkitError means that there is no checkpoint at `path` or `source`, that a
+    file which an option names cannot be used, that options contradict each other, that a dependency is missing, or that
+    the model cannot be cut into these sizes.
     """
-    if unknown := against - WITNESSES.keys():
-        raise CkptkitError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, WITNESSES))}")
     if hf is not None:
         _check_hf(hf)
-    if readers is not None:
-        readers_of(readers)  # raises for a name that is none
-    subject = Subject(
-        Path(path),
-        Path(source) if source else None,
-        None,
-        tp,
-        pp,
-        ep,
-        against,
-        etp=etp,
-        vpp=vpp,
-        readers=None if readers is None else tuple(readers),
-        manifest=Path(manifest) if manifest else None,
-        manifest_key=Path(manifest_key) if manifest_key else None,
-        ray=ray,
-        dp_attention=dp_attention,
-        rollout_data=Path(rollout_data) if rollout_data else None,
-        rollout_temperature=rollout_temperature,
-        megatron=MegatronOptions(
-            cp,
-            pipeline_layout,
-            decoder_first_pipeline_num_layers,
-            decoder_last_pipeline_num_layers,
-            account_for_embedding_in_pipeline_split,
-            account_for_loss_in_pipeline_split,
-            tuple(sorted(set(ranks or ()))),
-            trainer_loader,
-        ),
-    )
-    subject = replace(subject, against=_implied(subject))
+    subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
     chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
@@ -165,11 +102,6 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _implied(subject: Subject) -> frozenset[str]:
-    """What is asked for, with what that implies: an engine for updates. Logits alone are transformers'."""
-    return subject.against | ({"engine"} if subject.against & {"update", "release-resume"} else frozenset())
-
-
 def _check_hf(hf: str | Path) -> None:
     refuse_url(hf)
     if not (Path(hf) / "config.json").exists():
@@ -205,27 +137,15 @@ def _refuse_other_formats(subject: Subject) -> None:
 
 def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
     """Raises CkptkitError, before every byte has been read, for what is no matter of the checkpoint."""
-    if "megatron" not in subject.against:
-        subject.megatron.refuse(subject.vpp)
-    if subject.dp_attention and ("sglang" not in subject.against or subject.tp == 1):
-        raise CkptkitError("--dp-attention has no effect here", "it goes with --against-sglang and a --tp above 1")
     if subject.source_path:
         locate(subject.source_path)
     if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
         refuse_hf(hf, path)
     _refuse_other_formats(subject)
-    if subject.manifest_key is not None:
-        if subject.manifest is None:
-            raise CkptkitError("a key without a manifest", "give the manifest too (--manifest)")
+    if subject.options.manifest_key is not None:
         subject.once(manifest_verifier)
-    if subject.rollout_data is not None:
+    if subject.options.rollout_data is not None:
         subject.once(recording_of)
-    if subject.rollout_temperature is not None and not subject.rollout_temperature > 0:
-        raise CkptkitError(
-            f"a temperature of {subject.rollout_temperature:g}", "it is above 0; leave it out for greedy"
-        )
-    if subject.rollout_data is None and subject.rollout_temperature is not None:
-        raise CkptkitError("a temperature without a rollout", "give the rollout too (--rollout-data)")
     with suppress(Skip):
         if "megatron" in subject.against and usable_config(subject) is not None:
             sizes_of(subject)

@@ -17,6 +17,7 @@ from converters.megatron.parallel import ParallelSizes
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.witnesses.megatron.run import run_megatron
 
 pytest.importorskip("megatron.core")
@@ -38,7 +39,7 @@ def megatron(release: Path) -> Path:
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}])
 def test_every_rank_holds_what_the_rules_say(release: Path, megatron: Path, sizes: dict[str, int]) -> None:
     """With two pipeline stages the first has linear attention only, the second both kinds and the MTP layer."""
-    subject = Subject(megatron, release, **sizes)
+    subject = Subject(megatron, release, options=VerifyOptions(**sizes, against=frozenset({"megatron"})))
     tally = Tally()
     assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, tally)] == []
     held = [{seen.name for seen in report.tensors} for report in subject.once(run_megatron).reports]

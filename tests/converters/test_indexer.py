@@ -29,6 +29,7 @@ from verify.check import Skip, Tally
 from verify.checks.config.arguments import mismatches
 from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.witnesses.megatron.run import run_megatron
 
 Config = dict[str, Any]
@@ -125,7 +126,7 @@ def test_every_rank_holds_the_whole_indexer(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     save("glm_moe_dsa-shared", CASES["glm_moe_dsa-shared"], tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
-    subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=2, ep=2)
+    subject = Subject(tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=2, ep=2))
     if not SINCE_0_19:
         with pytest.raises(Skip, match="wants other rows than that of 0.19"):
             run_megatron(subject)

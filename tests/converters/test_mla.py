@@ -29,6 +29,7 @@ from converters.planner import dims_of, rules_of
 from verify.check import Skip, Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
 from verify.witnesses.megatron.slices import Position, compare
@@ -345,7 +346,7 @@ def test_megatron_save_comes_back_as_the_release(release: Path, megatron: Path, 
 
 def test_every_rank_holds_its_slice(release: Path, megatron: Path) -> None:
     pytest.importorskip("megatron.core")
-    subject = Subject(megatron, release, tp=2, ep=2)
+    subject = Subject(megatron, release, options=VerifyOptions(tp=2, ep=2))
     tallies = [Tally() for _ in range(3)]
     assert [
         finding

@@ -14,6 +14,7 @@ from ckptkit.app.api import convert
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import Finding
 
 pytestmark = [
@@ -41,7 +42,7 @@ def judge(subject: Subject) -> tuple[list[Finding], dict[str, list[str]]]:
     ],
 )
 def test_every_rank_holds_its_slice(releases: PathOf, converted: PathOf, name: str, tp: int, pp: int, ep: int) -> None:
-    subject = Subject(converted(name), releases(name), tp=tp, pp=pp, ep=ep)
+    subject = Subject(converted(name), releases(name), options=VerifyOptions(tp=tp, pp=pp, ep=ep))
     if torch.cuda.device_count() < tp * pp:
         pytest.skip(f"needs {tp * pp} GPUs, there are {torch.cuda.device_count()}")
     findings, facts = judge(subject)

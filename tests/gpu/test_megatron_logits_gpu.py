@@ -16,6 +16,7 @@ from verify.check import Tally
 from verify.checks.witnesses.megatron_logits import judge
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses.engine.distance import distance, mean_gap
 from verify.witnesses.engine.run import prompts_of
@@ -60,7 +61,7 @@ def agrees(run: Computed, subject: Subject) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformer_engine_computes_what_transformers_does(releases: PathOf, converted: PathOf, name: str) -> None:
     """The fused norm and linear layers, grouped products of experts, and latent attention."""
-    subject = Subject(converted(name), releases(name), against=ASKED)
+    subject = Subject(converted(name), releases(name), options=VerifyOptions(against=ASKED))
     run = computed(subject, "bfloat16")
     assert run.device == "NCCL on GPUs, Transformer Engine spec"
     agrees(run, subject)
@@ -72,7 +73,7 @@ def test_megatrons_own_layers_compute_what_transformers_does(
     releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
 ) -> None:
     monkeypatch.setattr(megatron_run, "find_spec", lambda name: None if "engine" in name else find_spec(name))
-    subject = Subject(converted(name), releases(name), against=ASKED)
+    subject = Subject(converted(name), releases(name), options=VerifyOptions(against=ASKED))
     run = computed(subject, dtype)
     assert run.device == "NCCL on GPUs, local spec"
     agrees(run, subject)
@@ -94,7 +95,7 @@ def test_megatrons_own_layers_compute_what_transformers_does(
 def test_ranks_over_nccl_compute_what_transformers_does(
     releases: PathOf, converted: PathOf, name: str, sizes: dict[str, int], dtype: str
 ) -> None:
-    subject = Subject(converted(name), releases(name), against=ASKED, **sizes)
+    subject = Subject(converted(name), releases(name), options=VerifyOptions(**sizes, against=ASKED))
     run = computed(subject, dtype)
     assert run.device.startswith("NCCL on GPUs")
     agrees(run, subject)

@@ -20,6 +20,7 @@ from quant.formats.scheme import QuantScheme
 from verify.check import all_checks, run_checks
 from verify.checks.witnesses.hints import KEEP_ROUTER
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.run import choose, verify
 from verify.witnesses.sglang.run import SglangRun, run_sglang
 
@@ -124,7 +125,7 @@ def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> di
 
 def findings(case: Case, run: SglangRun) -> tuple[dict[str, str], set[tuple[str, str | None]]]:
     """Status of each check, and (code, tensor) of each finding."""
-    subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
+    subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({"sglang"})))
     subject._results[run_sglang] = run
     outcome = run_checks(subject, choose(subject, [one for one in all_checks() if one.stage == "sglang"])[0])
     results, found, facts = outcome.checks, outcome.findings, outcome.facts

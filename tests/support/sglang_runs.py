@@ -26,6 +26,7 @@ from support.processes import run_logged
 from support.sglang_server import ran
 from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding
 from verify.run import choose
 from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, SglangJob
@@ -261,7 +262,7 @@ def run_cases(
 
 def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
     """The CK5xx checks over a run of the witness that has been made already."""
-    subject = Subject(case.checkpoint, case.source, against=frozenset({"sglang"}))
+    subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({"sglang"})))
     subject._results[run_sglang] = run
     chosen, _ = choose(subject, [one for one in all_checks() if one.stage == "sglang"])
     outcome = run_checks(subject, chosen)

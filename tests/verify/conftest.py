@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from support.sglang_server import started
 
 from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding, Report
 from verify.run import choose
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.sglang import run as sglang_run
+
+_OPTIONS = {one.name for one in fields(VerifyOptions)}
 
 
 @pytest.fixture(scope="session")
@@ -49,10 +53,11 @@ def edit_json() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
-    """`alone(code, path, ...)` runs one check, with the keywords of Subject. None: the check does not apply."""
+    """`alone(code, path, ...)` runs one check, with keywords of Subject and VerifyOptions. None: it does not apply."""
 
     def run(code: str, path: Path, **how: Any) -> tuple[CheckResult | None, list[Finding]]:
-        subject = Subject(path, **how)
+        options = {name: how.pop(name) for name in _OPTIONS & how.keys()}
+        subject = Subject(path, **how, options=VerifyOptions(**options))
         chosen, _ = choose(subject, [one for one in all_checks() if one.code == code])
         outcome = run_checks(subject, chosen)
         results, findings = outcome.checks, outcome.findings

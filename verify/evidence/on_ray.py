@@ -35,7 +35,7 @@ def parts_on_ray(
     """What each task found, in the order of `groups`. Raises CkptkitError as `outcomes`, and where nodes differ."""
     task = TaskInput(subject.path, subject.source_path, subject.hf_path, stored, _files(subject))
     sizes = {names: sum(checkpoint.specs[name].nbytes for name in names) for names in groups}
-    with connected(subject.ray or "auto") as ray:
+    with connected(subject.options.ray or "auto") as ray:
         pieces = [[name for names in piece for name in names] for piece in pieces_of(sizes, cpus(ray))]
         early: dict[int, Values] = {}
         following = 0

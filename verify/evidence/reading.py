@@ -57,7 +57,7 @@ def _parts(
     subject: Subject, stored: bool, checkpoint: Checkpoint, source: Checkpoint | None, groups: Groups
 ) -> Iterator[Iterator[Values]]:
     """What is found of the groups, in their order: by threads, or by tasks on a Ray cluster."""
-    if subject.ray is not None:
+    if subject.options.ray is not None:
         with closing(parts_on_ray(subject, stored, checkpoint, groups)) as parts:
             yield parts
         return

@@ -18,7 +18,7 @@ from verify.evidence.folding import group_by_pattern
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.megatron_files import MegatronFiles
 from verify.evidence.plain import plain
-from verify.witnesses.megatron.options import MegatronOptions
+from verify.options import VerifyOptions
 
 if TYPE_CHECKING:
     from verify.launch.arguments import LaunchArguments
@@ -26,50 +26,32 @@ if TYPE_CHECKING:
     from verify.launch.words import Word
 
 T = TypeVar("T")
-_AS_MEGATRON_HAS_IT = MegatronOptions()
+_DEFAULT = VerifyOptions()
 
 
 @dataclass(frozen=True)
 class Subject:
     """A checkpoint and the question asked of it. Opening is lazy, so that file checks can look at broken ones.
 
-    `tp`, `pp`, `ep`, `etp` (inside experts; None: as launch scripts choose) and `vpp` are the parallel sizes to load
-    Megatron with, and `megatron` holds the rest of what it is launched with; `tp`, `ep` and `dp_attention` (attention
-    whole on every rank) are those of SGLang. `against` holds "megatron" and "sglang" as asked for. `manifest` is a file
-    with digests to compare, signed with the private key of `manifest_key` where that is given.
-    `launch` says how a training job would find this checkpoint, `arguments` what its launch script says of sizes,
-    `sizes_at` where it gives `tp`, `pp`, `ep` and `etp`, `updated` that it quantizes weights by the `ignore` list of
-    this checkpoint (None: by what is stored packed in it), `loaded` what lies in the directories that the job loads;
-    only preflight gives these five.
-    `readers` (as `--reader` has them) will load an INT4 checkpoint; None: `quant.selection.readers.RL_READERS`.
-    `rollout_data` is what a training job recorded of a rollout, sampled at `rollout_temperature` (None: as it says,
-    or 1).
-    `ray` is the address of the Ray cluster (`ckptkit.transfer.ray.cluster.connected`) that reads all the bytes; None:
-    threads of this process do.
+    hf_path: the HF directory that gives the config of a Megatron side; None: what is stored beside its weights.
+
+    Only preflight gives the rest:
+    launch: how a training job would find this checkpoint.
+    arguments: what the launch says of sizes.
+    sizes_at: where the launch gives `tp`, `pp`, `ep` and `etp`.
+    updated: whether the job quantizes weights by the `ignore` list of this checkpoint; None: by what is stored packed.
+    loaded: what lies in the directories that the job loads.
     """
 
     path: Path
     source_path: Path | None = None
     hf_path: Path | None = None
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    against: frozenset[str] = frozenset()
+    options: VerifyOptions = _DEFAULT
     launch: Launch | None = None
-    etp: int | None = None
-    vpp: int = 1
     arguments: LaunchArguments | None = None
-    manifest: Path | None = None
-    manifest_key: Path | None = None
-    readers: tuple[str, ...] | None = None
-    updated: bool | None = False
-    ray: str | None = None
-    dp_attention: bool = False
-    rollout_data: Path | None = None
-    rollout_temperature: float | None = None
     sizes_at: Mapping[str, Word] = field(default_factory=dict, compare=False)
+    updated: bool | None = False
     loaded: Mapping[Path, Subject] = field(default_factory=dict, repr=False, compare=False)
-    megatron: MegatronOptions = _AS_MEGATRON_HAS_IT
     _results: dict[Callable[[Subject], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +59,26 @@ class Subject:
         for name in ("path", "source_path", "hf_path"):
             if given := getattr(self, name):
                 object.__setattr__(self, name, Path(os.path.abspath(given)))
+
+    @property
+    def tp(self) -> int:
+        """The tensor parallel size."""
+        return self.options.tp
+
+    @property
+    def ep(self) -> int:
+        """The expert parallel size."""
+        return self.options.ep
+
+    @property
+    def against(self) -> frozenset[str]:
+        """The witnesses that are asked."""
+        return self.options.against
+
+    @property
+    def readers(self) -> tuple[str, ...] | None:
+        """The readers that count for an INT4 checkpoint; None: those of RL stacks."""
+        return self.options.readers
 
     def once(self, find: Callable[[Subject], T]) -> T:
         """What `find` returns for this subject, computed at the first call only. An exception is not kept."""

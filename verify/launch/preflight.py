@@ -26,6 +26,7 @@ from verify.launch.sides import Side
 from verify.launch.stacked import preflight_stack
 from verify.launch.stacks.which import is_config, read_stack
 from verify.launch.words import LaunchText, UnresolvedWord, Word
+from verify.options import VerifyOptions
 from verify.report import Report
 
 _SIZES = {
@@ -87,9 +88,10 @@ def preflight(
     updated = None if launch.bridge else updates(launch, options)
     readers = ("vllm", "slime") if options.server == "vllm" else None
     launched = Subject(hf or launch.load or launch.ref_load or Path(), launch=launch, arguments=options)
+    cut = VerifyOptions(tp=tp, pp=pp, ep=ep, etp=etp, readers=readers)
     subjects = (
-        replace(one, arguments=options, etp=etp, updated=updated, readers=readers, sizes_at=_sizes_at(launch))
-        for one in _subjects(sides, hf, tp, pp, ep)
+        replace(one, options=cut, arguments=options, updated=updated, sizes_at=_sizes_at(launch))
+        for one in _subjects(sides, hf)
     )
     return judged(launched, sides, subjects, notes)
 
@@ -121,7 +123,7 @@ def _sizes_at(launch: Launch) -> dict[str, Word]:
     return {name: launch.given.places[one] for name, one in _SIZES.items() if one in launch.given.places}
 
 
-def _subjects(sides: Sequence[Side], hf: Path | None, tp: int, pp: int, ep: int) -> Iterator[Subject]:
+def _subjects(sides: Sequence[Side], hf: Path | None) -> Iterator[Subject]:
     """Each directory once. The rollout's config judges the trainer's weights: the two must hold the same model."""
     seen: set[Path] = set()
     usable = hf if hf and (hf / "config.json").exists() else None
@@ -131,6 +133,6 @@ def _subjects(sides: Sequence[Side], hf: Path | None, tp: int, pp: int, ep: int)
             continue
         seen.add(side.path)
         if side.kind == "megatron":
-            yield Subject(side.path, hf_path=usable, tp=tp, pp=pp, ep=ep)
+            yield Subject(side.path, hf_path=usable)
         else:
-            yield Subject(side.path, source_path=usable if side.path != usable else None, tp=tp, pp=pp, ep=ep)
+            yield Subject(side.path, source_path=usable if side.path != usable else None)

@@ -13,6 +13,7 @@ from verify.launch.launch import Launch
 from verify.launch.stacks.launched import ENGINE, Stacked
 from verify.launch.stacks.which import agreed
 from verify.launch.words import LaunchText
+from verify.options import VerifyOptions
 from verify.report import Report
 
 
@@ -59,10 +60,8 @@ def _subjects(stacked: Stacked) -> Iterator[Subject]:
             side.path,
             hf_path=model if side.kind == "megatron" else None,
             source_path=model if side.kind == "hf" and side.path != model else None,
-            tp=tp,
-            pp=pp,
-            ep=ep,
-            etp=options.etp or tp,
             arguments=options,
-            readers=("vllm",) if options.server == "vllm" else None,
+            options=VerifyOptions(
+                tp=tp, pp=pp, ep=ep, etp=options.etp or tp, readers=("vllm",) if options.server == "vllm" else None
+            ),
         )

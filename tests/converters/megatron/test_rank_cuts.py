@@ -29,6 +29,7 @@ from converters.planner import rules_of
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.witnesses.megatron import run as megatron_run
 
 Streamed = Callable[[], list[raw.FileExtent]]
@@ -146,7 +147,7 @@ def test_megatron_loads_chunks(in_chunks: PathOf, releases: PathOf, name: str) -
         if len(stored.chunks) > 1 and ".experts." not in key
     ]
     assert len(cut) > 30
-    subject = Subject(path, releases(name), tp=2)
+    subject = Subject(path, releases(name), options=VerifyOptions(tp=2))
     assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, Tally())] == []
 
 

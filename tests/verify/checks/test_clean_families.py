@@ -25,6 +25,7 @@ from converters.registry import FAMILIES
 from quant.formats.scheme import QuantScheme
 from verify.check import Unable
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import Report
 from verify.run import verify
 from verify.witnesses.megatron.run import run_megatron
@@ -99,7 +100,9 @@ def test_every_rank_of_megatron_holds_its_slice(made: Made) -> None:
     name, dims = made["hf"].parent.name, dims_of(json.loads((made["hf"] / "config.json").read_text()))
     layouts = {label: EXPERTS[label] for label in two_of(list(CASES).index(name), dims.experts > 0)}
     for label, sizes in layouts.items():
-        subject = Subject(made["megatron"], made["hf"], **sizes)
+        subject = Subject(
+            made["megatron"], made["hf"], options=VerifyOptions(**{"against": frozenset({"megatron"}), **sizes})
+        )
         refused = None
         try:
             findings, tallies = judge(subject)

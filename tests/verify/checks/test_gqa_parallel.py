@@ -13,6 +13,7 @@ from ckptkit.app.api import convert
 from verify.check import Tally
 from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
 
@@ -39,7 +40,7 @@ HELD = {
 def test_every_rank_holds_its_slice(tmp_path: Path, name: str) -> None:
     save(name, CASES[name], tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
-    subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=2)
+    subject = Subject(tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=2))
     for check in (strict_load, right_slices):
         assert list(check(subject, Tally())) == []
     (report,) = (report for report in subject.once(run_megatron).reports if report.rank == 1)
@@ -52,7 +53,7 @@ def test_more_ranks_than_query_groups_hold_their_slices(tmp_path: Path) -> None:
     """2 query groups on 4 ranks: each holds half of a group's rows, 3 of its 6 heads (4 queries, a key and a value)."""
     save("llama-biases", CASES["llama-biases"], tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
-    subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=4)
+    subject = Subject(tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=4))
     for check in (strict_load, right_slices):
         assert list(check(subject, Tally())) == []
     for report in subject.once(run_megatron).reports:

@@ -18,6 +18,7 @@ from converters.planner import rules_of
 from verify.check import Tally, Unable
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import Finding
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
@@ -99,7 +100,7 @@ def held(subject: Subject) -> list[set[str]]:
 
 @needs_megatron
 def test_real_megatron_with_tensor_and_expert_parallel_ranks(glm: Path) -> None:
-    subject = Subject(glm / "megatron", glm / "hf", tp=2, ep=2)
+    subject = Subject(glm / "megatron", glm / "hf", options=VerifyOptions(tp=2, ep=2))
     assert judge(subject) == []
     first, second = held(subject)
     experts = [f"mtp.layers.0.transformer_layer.mlp.experts.experts.{number}.linear_fc1.weight" for number in (5, 6)]
@@ -112,7 +113,7 @@ def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path
     """That stage also has embeddings of its own."""
     save("mimo", small(mimo(2, tied=False), 4), tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "megatron")
-    subject = Subject(tmp_path / "megatron", tmp_path / "hf", pp=2, vpp=2)
+    subject = Subject(tmp_path / "megatron", tmp_path / "hf", options=VerifyOptions(pp=2, vpp=2))
     assert judge(subject) == []
     names = {
         rule.megatron for rule in rules_of(subject.megatron_files.opened.config) if rule.megatron.startswith("mtp.")
@@ -133,4 +134,4 @@ def test_what_megatron_itself_cannot_do_is_said(tmp_path: Path) -> None:
         "pipeline stages: use one stage"
     )
     with pytest.raises(Unable, match=said):
-        list(strict_load(Subject(tmp_path / "megatron", tmp_path / "hf", pp=2), Tally()))
+        list(strict_load(Subject(tmp_path / "megatron", tmp_path / "hf", options=VerifyOptions(pp=2)), Tally()))

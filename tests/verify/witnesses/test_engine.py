@@ -24,6 +24,7 @@ from quant.formats.scheme import QuantScheme
 from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import engine as engine_checks
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.engine import process, readback
@@ -289,7 +290,7 @@ def verdict(
     monkeypatch.setattr(engine_checks, "run_reference", lambda subject: reference)
     checks = [one for one in all_checks() if one.code in CODES]
     (root / "config.json").write_text(json.dumps(config))
-    return run_checks(Subject(root, against=ASKED), checks)
+    return run_checks(Subject(root, options=VerifyOptions(against=ASKED)), checks)
 
 
 def failed(outcome: Outcome) -> set[str]:
@@ -499,7 +500,7 @@ def served(monkeypatch: pytest.MonkeyPatch, path: Path, log: str, *asked: str) -
     monkeypatch.setattr(engine_run, "_sizes", lambda subject: ONE_RANK)
     monkeypatch.setattr(engine_run, "start", ended)
     checks = [one for one in all_checks() if one.code in ("CK511", "CK512", "CK513") and set(one.needs) <= {*asked}]
-    return run_checks(Subject(path, against=frozenset(asked)), checks), ended
+    return run_checks(Subject(path, options=VerifyOptions(against=frozenset(asked))), checks), ended
 
 
 @pytest.mark.parametrize(("log", "words"), [(NO_TILE, "[48, 576, 960]"), (OTHER_NAME, "experts.w2_weight")])

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import behaviour
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.skip import Unable
 from verify.witnesses.ending import PhaseLog
 from verify.witnesses.engine.distance import rerouted
@@ -151,7 +152,7 @@ def verdict(
     monkeypatch.setattr(behaviour, "run_engine", lambda subject: run)
     monkeypatch.setattr(behaviour, "run_reference", lambda subject: reference)
     checks = [one for one in all_checks() if one.code in ("CK604", "CK605")]
-    return run_checks(Subject(release, source, against=frozenset({"engine", "logits"})), checks)
+    return run_checks(Subject(release, source, options=VerifyOptions(against=frozenset({"engine", "logits"}))), checks)
 
 
 CHOICES = [[[[layer % 12, (layer + 1) % 12] for layer in range(12)] for _ in range(50)]]
@@ -248,12 +249,17 @@ def test_choices_are_not_asked_of_a_class_that_cannot_tell_them(
     models.save("mixtral", tmp_path / "mixtral")
     monkeypatch.setattr("verify.witnesses.engine.run.package_release", lambda package: (0, 5, 16))
     (routing,) = (one for one in all_checks() if one.code == "CK605")
-    reason = routing.left_out(Subject(tmp_path / "mixtral", against=frozenset({"engine", "logits"})))
+    reason = routing.left_out(
+        Subject(tmp_path / "mixtral", options=VerifyOptions(against=frozenset({"engine", "logits"})))
+    )
     assert (
         reason == "MixtralForCausalLM has no layer_id in its routers before SGLang 0.5.23, so it cannot report experts"
     )
     monkeypatch.setattr("verify.witnesses.engine.run.package_release", lambda package: (0, 5, 23))
-    assert routing.left_out(Subject(tmp_path / "mixtral", against=frozenset({"engine", "logits"}))) is None
+    assert (
+        routing.left_out(Subject(tmp_path / "mixtral", options=VerifyOptions(against=frozenset({"engine", "logits"}))))
+        is None
+    )
 
 
 def test_answers_that_are_no_numbers_leave_behaviour_out(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +267,7 @@ def test_answers_that_are_no_numbers_leave_behaviour_out(release: Path, monkeypa
     report = EngineReport("0.5.16", "a GPU", {FIRST: [broken]}, complete=True)
     monkeypatch.setattr(behaviour, "run_engine", lambda subject: EngineRun(report, [OPENING]))
     checks = [one for one in all_checks() if one.code in ("CK604", "CK605")]
-    outcome = run_checks(Subject(release, against=frozenset({"engine", "logits"})), checks)
+    outcome = run_checks(Subject(release, options=VerifyOptions(against=frozenset({"engine", "logits"}))), checks)
     assert {one.reason for one in outcome.checks} == {"not run because the engine's answers are no numbers (CK511)"}
 
 

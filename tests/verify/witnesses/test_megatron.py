@@ -25,6 +25,7 @@ from verify.check import Skip, Tally, Unable
 from verify.checks.config.config import parallel_sizes_divide
 from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
@@ -52,7 +53,7 @@ def remove(metadata: Metadata, key: str) -> None:
 
 @in_megatron
 def test_tensor_and_pipeline_parallel(releases: PathOf, converted: PathOf) -> None:
-    subject = Subject(converted("glm4_moe"), releases("glm4_moe"), tp=2, pp=2)
+    subject = Subject(converted("glm4_moe"), releases("glm4_moe"), options=VerifyOptions(tp=2, pp=2))
     findings, tallies = judge(subject)
     assert findings == []
     assert tallies["CK403"].facts["pipeline stages"] == ["pp rank 0: layers 0..5", "pp rank 1: layers 6..11"]
@@ -71,7 +72,7 @@ def test_tensor_and_pipeline_parallel(releases: PathOf, converted: PathOf) -> No
 
 @in_megatron
 def test_expert_parallel(releases: PathOf, converted: PathOf) -> None:
-    subject = Subject(converted("qwen3_moe"), releases("qwen3_moe"), tp=2, ep=2)
+    subject = Subject(converted("qwen3_moe"), releases("qwen3_moe"), options=VerifyOptions(tp=2, ep=2))
     findings, _ = judge(subject)
     assert findings == []
     held = [
@@ -86,7 +87,7 @@ def test_expert_parallel(releases: PathOf, converted: PathOf) -> None:
 
 @in_megatron
 def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted: PathOf) -> None:
-    findings, tallies = judge(Subject(converted("qwen2-tied"), pp=2, vpp=3))
+    findings, tallies = judge(Subject(converted("qwen2-tied"), options=VerifyOptions(pp=2, vpp=3)))
     assert findings == []
     assert tallies["CK403"].facts["pipeline stages"] == [
         "pp rank 0: layers 0..1 and 4..5 and 8..9",
@@ -109,7 +110,7 @@ def eleven_layers(release: Path, path: Path) -> Path:
 def test_layers_that_do_not_divide_are_left_over_for_the_last_stage(releases: PathOf, tmp_path: Path) -> None:
     release = eleven_layers(releases("glm4_moe"), tmp_path / "release")
     convert(release, tmp_path / "megatron")
-    subject = Subject(tmp_path / "megatron", release, pp=3)
+    subject = Subject(tmp_path / "megatron", release, options=VerifyOptions(pp=3))
     findings, tallies = judge(subject)
     assert findings == []
     assert tallies["CK403"].facts["pipeline stages"] == [
@@ -189,7 +190,7 @@ def test_second_half_of_the_layers_repeating_the_first(converted: PathOf, releas
                 point(metadata, key, f"decoder.layers.{int(layer) - 6}.{rest}")
 
     models.edit_metadata(broken / "release", repeat)
-    findings, tallies = judge(Subject(broken, releases("qwen2-untied"), pp=2))
+    findings, tallies = judge(Subject(broken, releases("qwen2-untied"), options=VerifyOptions(pp=2)))
     (finding,) = findings
     assert finding.actual == "layers {6..11} hold the values of layers {0..5}, which are stages 1 and 0 of the pipeline"
     # 6 layers of 7 tensors: two norms, qkv with its bias, projection, fc1 and fc2.
@@ -221,7 +222,7 @@ def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) ->
 def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_run, "_START_SECONDS", 0.5)
     for stages in (1, 2):
-        subject = Subject(converted("qwen2-tied"), pp=stages)
+        subject = Subject(converted("qwen2-tied"), options=VerifyOptions(pp=stages))
         with pytest.raises(
             Unable, match=r"rank 0 failed while .*, which says nothing about the checkpoint: no answer within 1 s"
         ):
@@ -283,7 +284,11 @@ def test_sizes_that_do_not_divide_start_no_process(
 ) -> None:
     monkeypatch.setattr(megatron_run, "run_ranks", None)
     with pytest.raises(CkptkitError, match=message):
-        list(strict_load(Subject(converted(name), **sizes), Tally()))  # type: ignore[arg-type]
+        list(
+            strict_load(
+                Subject(converted(name), options=VerifyOptions(**sizes, against=frozenset({"megatron"}))), Tally()
+            )
+        )  # type: ignore[arg-type]
 
 
 @in_megatron
@@ -298,7 +303,9 @@ def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(
     )
     case.save("odd", odd, tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "megatron")
-    whole, cut = (Subject(tmp_path / "megatron", tmp_path / "hf", tp=2, etp=etp) for etp in (1, 2))
+    whole, cut = (
+        Subject(tmp_path / "megatron", tmp_path / "hf", options=VerifyOptions(tp=2, etp=etp)) for etp in (1, 2)
+    )
     assert list(parallel_sizes_divide(whole, Tally())) == []
     assert judge(whole)[0] == []
     assert [finding.expected for finding in parallel_sizes_divide(cut, Tally())] == [

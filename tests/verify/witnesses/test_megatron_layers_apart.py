@@ -12,6 +12,7 @@ from support.megatron_layouts import judge
 
 from ckptkit.app.api import convert
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.witnesses.megatron.run import run_megatron
 
 pytestmark = pytest.mark.usefixtures("served")
@@ -38,7 +39,9 @@ HELD = {
 def test_over_two_ranks(name: str, tmp_path: Path) -> None:
     save(name, CASES[name], tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
-    subject = Subject(tmp_path / "megatron", tmp_path / "release", tp=2, ep=2 if name == "gpt_oss" else 1)
+    subject = Subject(
+        tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=2, ep=2 if name == "gpt_oss" else 1)
+    )
     assert judge(subject)[0] == []
     for report in subject.once(run_megatron).reports:
         held = {seen.name: seen.elements for seen in report.tensors}

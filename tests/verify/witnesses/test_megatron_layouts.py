@@ -23,6 +23,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.planner import dims_of
 from verify.check import Tally
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import Finding
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
@@ -44,7 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def subject_of(model: tuple[Path, Path], sizes: dict[str, Any], **options: Any) -> Subject:
-    return Subject(*model, **sizes, megatron=MegatronOptions(**options))
+    asked = frozenset({"megatron"})
+    return Subject(*model, options=VerifyOptions(**{"megatron": MegatronOptions(**options), "against": asked, **sizes}))
 
 
 # Of each layout: sizes, options, how many ranks, and the layers of each stage.
@@ -130,7 +132,7 @@ def test_four_dimensional_layout_in_waves(name: str, tmp_path: Path, monkeypatch
     save(name, with_heads(CASES[name], 8), tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "megatron")
     monkeypatch.setattr(megatron_run, "fits_together", lambda world, each: False)
-    subject = Subject(tmp_path / "megatron", tmp_path / "hf", tp=4, pp=2, ep=4, vpp=2)
+    subject = Subject(tmp_path / "megatron", tmp_path / "hf", options=VerifyOptions(tp=4, pp=2, ep=4, vpp=2))
     findings, tallies = judge(subject)
     assert findings == []
     assert tallies["CK403"].facts["pipeline stages"][0] == "pp rank 0: layers 0..2 and 6..8"

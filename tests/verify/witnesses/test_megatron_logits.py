@@ -21,7 +21,7 @@ from converters.megatron.parallel import ParallelSizes
 from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import megatron_logits
 from verify.evidence.subject import Subject
-from verify.run import _implied
+from verify.options import VerifyOptions
 from verify.witnesses.engine.job import Answers, Judged, Reference
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import Computed, MegatronRun, run_megatron
@@ -46,7 +46,7 @@ def run_witness(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logits_of_megatron_need_no_engine(converted: PathOf) -> None:
-    assert _implied(Subject(converted("qwen2-tied"), None, against=ASKED)) == ASKED
+    assert Subject(converted("qwen2-tied"), None, options=VerifyOptions(against=ASKED)).against == ASKED
 
 
 def test_megatron_computes_in_parallel_what_transformers_does(
@@ -54,7 +54,9 @@ def test_megatron_computes_in_parallel_what_transformers_does(
 ) -> None:
     """Four ranks: tensor and expert parallelism within each of two pipeline stages, Transformer Engine installed."""
     run_witness("support.megatron_beside_engine", monkeypatch)
-    outcome = judged(Subject(converted("qwen3_moe"), releases("qwen3_moe"), tp=2, pp=2, ep=2, against=ASKED))
+    outcome = judged(
+        Subject(converted("qwen3_moe"), releases("qwen3_moe"), options=VerifyOptions(tp=2, pp=2, ep=2, against=ASKED))
+    )
     assert (outcome.findings, outcome.checks[0].status) == ([], "passed"), outcome.reasons
     (found, noise) = outcome.facts["log-probabilities in Megatron"]
     assert "in float32 (TP2 PP2 EP2, gloo on the CPU, local spec) from transformers in float64: mean 0.0000" in found
@@ -82,7 +84,9 @@ def test_a_fault_of_parallel_ranks_alone_is_located(
 ) -> None:
     """Every rank holds its slice, and the sum over ranks is left out of one layer."""
     run_witness("support.megatron_without_sum", monkeypatch)
-    outcome = judged(Subject(converted("qwen2-untied"), releases("qwen2-untied"), tp=2, against=ASKED))
+    outcome = judged(
+        Subject(converted("qwen2-untied"), releases("qwen2-untied"), options=VerifyOptions(tp=2, against=ASKED))
+    )
     (finding,) = outcome.findings
     assert (finding.code, finding.severity, finding.rank) == ("CK606", "error", None)
     hold_example("CK606", finding)
@@ -99,7 +103,7 @@ def verdict(
 ) -> Outcome:
     run = Computed("0.19.2", ParallelSizes(), "the CPU", answers.get("answers", {0: (ANSWER,)}), reference)
     monkeypatch.setattr(megatron_logits, "run_megatron_logits", lambda subject, prompts, dtype: run)
-    return judged(Subject(converted(name), None, against=ASKED))
+    return judged(Subject(converted(name), None, options=VerifyOptions(against=ASKED)))
 
 
 def moved(by: float) -> Answers:
@@ -168,13 +172,13 @@ def test_answers_of_megatron_that_are_no_numbers_fail(converted: PathOf, monkeyp
 )
 def test_a_model_that_transformers_takes_otherwise_is_inconclusive(converted: PathOf, name: str, said: str) -> None:
     """Their releases' config.json; test_families.py shows that Megatron is right about them."""
-    outcome = judged(Subject(converted(name), None, against=ASKED))
+    outcome = judged(Subject(converted(name), None, options=VerifyOptions(against=ASKED)))
     assert (outcome.findings, outcome.checks[0].status) == ([], "skipped")
     assert said in outcome.reasons[0]
 
 
 def test_a_load_that_failed_leaves_logits_out(converted: PathOf) -> None:
-    subject = Subject(converted("qwen2-tied"), None, against=ASKED)
+    subject = Subject(converted("qwen2-tied"), None, options=VerifyOptions(against=ASKED))
     subject._results[run_megatron] = MegatronRun(ParallelSizes(), "the CPU", [], {0: "KeyError: a key"})
     (check,) = run_checks(subject, [one for one in all_checks() if one.code == "CK606"]).checks
     assert (check.status, check.reason) == ("skipped", "a rank did not finish loading, see CK401")

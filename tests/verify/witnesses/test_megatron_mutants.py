@@ -12,6 +12,7 @@ from support.fixture_types import PathOf
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import Finding
 from verify.witnesses.megatron.run import find_spec
 
@@ -27,7 +28,7 @@ def found(subject: Subject) -> list[Finding]:
 def test_pipeline_stages_that_were_swapped(converted: PathOf, releases: PathOf, copy_of: PathOf) -> None:
     broken = copy_of(converted("qwen2-untied"))
     ranks.layers_of(lambda layer: (layer + 6) % 12)(broken, "")
-    (finding,) = found(Subject(broken, releases("qwen2-untied"), pp=2))
+    (finding,) = found(Subject(broken, releases("qwen2-untied"), options=VerifyOptions(pp=2)))
     assert finding.actual == "layers {0..5} and {6..11} are exchanged, which are stages 0 and 1 of the pipeline"
     assert "numbered from another one" in finding.hint
     # 12 layers of 7 tensors: two norms, qkv with its bias, projection, fc1 and fc2.
@@ -46,7 +47,7 @@ def faults(converted: PathOf, releases: PathOf, tmp_path_factory: pytest.TempPat
     edit_stored(broken, "decoder.layers.1.mlp.linear_fc1.weight", ranks.second_slice_swapped)
     ranks.both_of_another_layer(broken, ranks.ROUTED)
     ranks.rounded(broken, ranks.BIAS)
-    findings = found(Subject(broken, releases("glm4_moe"), tp=2, pp=2, ep=2))
+    findings = found(Subject(broken, releases("glm4_moe"), options=VerifyOptions(tp=2, pp=2, ep=2)))
     return {finding.tensor: finding for finding in findings}
 
 

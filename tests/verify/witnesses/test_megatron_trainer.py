@@ -18,6 +18,7 @@ from support.megatron_layouts import CHECKS, judge
 from ckptkit.app.api import convert
 from verify.check import Tally
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import Finding
 from verify.skip import Unable
 from verify.witnesses.megatron import run as megatron_run
@@ -47,7 +48,8 @@ def root(model: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 def subject_of(path: Path, source: Path | None = None, *, ranks: tuple[int, ...] = (), **sizes: Any) -> Subject:
-    return Subject(path, source, megatron=MegatronOptions(ranks=ranks, trainer_loader=True), **sizes)
+    launch = MegatronOptions(ranks=ranks, trainer_loader=True)
+    return Subject(path, source, options=VerifyOptions(**sizes, megatron=launch, against=frozenset({"megatron"})))
 
 
 def found(path: Path) -> list[Finding]:

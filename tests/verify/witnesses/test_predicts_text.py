@@ -20,7 +20,8 @@ from ckptkit.app.cli import cli
 from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import behaviour
 from verify.evidence.subject import Subject
-from verify.run import _implied, verify
+from verify.options import VerifyOptions
+from verify.run import verify
 from verify.skip import Unable
 from verify.witnesses.engine import run as engine_run
 from verify.witnesses.engine.job import (
@@ -55,7 +56,9 @@ def recorded(bits: Sequence[float], structure: float = TRAINED) -> Reference:
 def judge(reference: Reference, monkeypatch: pytest.MonkeyPatch, path: Path) -> Outcome:
     """CK607 alone, with this report."""
     monkeypatch.setattr(behaviour, "run_prediction", lambda subject: reference)
-    return run_checks(Subject(path, against=LOGITS), [one for one in all_checks() if one.code == "CK607"])
+    return run_checks(
+        Subject(path, options=VerifyOptions(against=LOGITS)), [one for one in all_checks() if one.code == "CK607"]
+    )
 
 
 def test_a_model_that_predicts_one_text_well_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -132,14 +135,17 @@ def test_what_logits_ask_alone_and_beside_others() -> None:
         ({"logits", "update"}, {"logits", "update", "engine"}),
         ({"release-resume"}, {"release-resume", "engine"}),
     ):
-        assert _implied(Subject(Path(), against=frozenset(asked))) == implied
+        assert Subject(Path(), options=VerifyOptions(against=frozenset(asked))).against == implied
 
 
 def test_beside_an_engine_its_text_is_judged_instead(tmp_path: Path) -> None:
     (check,) = [one for one in all_checks() if one.code == "CK607"]
     path = structured.save(structured.unstructured(), tmp_path)
-    assert check.left_out(Subject(path, against=LOGITS)) is None
-    assert check.left_out(Subject(path, against=LOGITS | {"engine"})) == "CK604 judges what the engine writes"
+    assert check.left_out(Subject(path, options=VerifyOptions(against=LOGITS))) is None
+    assert (
+        check.left_out(Subject(path, options=VerifyOptions(against=LOGITS | {"engine"})))
+        == "CK604 judges what the engine writes"
+    )
     assert check.left_out(Subject(path)) == "--logits was not given"
 
 
@@ -181,7 +187,7 @@ def engine_text(reference: Reference, monkeypatch: pytest.MonkeyPatch, path: Pat
     whole = Reference("bfloat16", answers, answers, predicted=reference.predicted)
     monkeypatch.setattr(behaviour, "run_engine", lambda subject: EngineRun(report, [[1, 2, 3]], openings=[[1]]))
     monkeypatch.setattr(behaviour, "run_reference", lambda subject: whole)
-    subject = Subject(path, against=LOGITS | {"engine"})
+    subject = Subject(path, options=VerifyOptions(against=LOGITS | {"engine"}))
     return run_checks(subject, [one for one in all_checks() if one.code == "CK604"])
 
 

@@ -17,6 +17,7 @@ from support.rollout_files import Sample, ids_of, write
 from verify.check import Tally
 from verify.checks.witnesses import prompts as prompt_checks
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding
 from verify.skip import Unable
 from verify.witnesses.rollouts.job import Rendering
@@ -176,7 +177,7 @@ def test_sglangs_own_chat_handler_renders_the_template(recorded: Any, tmp_path: 
         prompted(ASKED, "<bos>helpo<eos>A"),
         prompted("hello", "hello"),
     ]
-    subject = Subject(recorded.path, rollout_data=write(tmp_path / "rollout.pt", given))
+    subject = Subject(recorded.path, options=VerifyOptions(rollout_data=write(tmp_path / "rollout.pt", given)))
     if release("sglang") >= (0, 5, 23):  # its handler wants a server's context
         with pytest.raises(Unable, match="while starting SGLang's chat handler"):
             run_sglang_templates(subject)
@@ -194,7 +195,9 @@ def test_without_sglang_its_rendering_is_said_to_be_missing(
     file = write(tmp_path / "rollout.pt", [prompted(ASKED, RENDERED)])
     monkeypatch.setattr(prompt_checks, "run_sglang_templates", missing)
     tally = Tally()
-    assert list(prompt_checks.same_prompts(Subject(recorded.path, rollout_data=file), tally)) == []
+    assert (
+        list(prompt_checks.same_prompts(Subject(recorded.path, options=VerifyOptions(rollout_data=file)), tally)) == []
+    )
     assert tally.facts["notes"] == [
         "recorded prompts were compared with transformers' rendering alone, not with SGLang's: "
         "SGLang is not installed here"

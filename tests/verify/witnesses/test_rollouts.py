@@ -21,6 +21,7 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding
 from verify.run import verify
 from verify.witnesses.rollouts import run as rollout_run
@@ -299,18 +300,25 @@ def test_a_spread_of_samples_is_computed_again_as_far_as_the_model_reads(
 ) -> None:
     long = Sample(tokens=[5] * 300, response_length=270, rollout_log_probs=[-1.0] * 270)
     file = write(tmp_path / "long.pt", [long] * 40)
-    parts = parts_of(Subject(recorded.path, rollout_data=file))
+    parts = parts_of(Subject(recorded.path, options=VerifyOptions(rollout_data=file)))
     # The model takes 256 tokens; 16 of 40 samples are 0, 2, 5, 7 ...
     assert [part.index for part in parts] == [0, 2, 5, 7, 10, 12, 15, 17, 20, 22, 25, 27, 30, 32, 35, 37]
     assert {(len(part.tokens), part.first, len(part.mask)) for part in parts} == {(256, 30, 226)}
     assert {len(part.recorded["rollout_log_probs"]) for part in parts} == {226}
     monkeypatch.setattr(rollout_run, "_TOKENS", 1100)
-    assert [part.index for part in parts_of(Subject(recorded.path, rollout_data=file))] == [0, 10, 20, 30]
+    assert [part.index for part in parts_of(Subject(recorded.path, options=VerifyOptions(rollout_data=file)))] == [
+        0,
+        10,
+        20,
+        30,
+    ]
 
 
 def test_response_without_a_prompt_is_judged_from_its_second_token(recorded: Any, tmp_path: Path) -> None:
     alone = Sample(tokens=[5, 6, 7], response_length=3, rollout_log_probs=[-1.0, -2.0, -3.0])
-    (part,) = parts_of(Subject(recorded.path, rollout_data=write(tmp_path / "alone.pt", [alone])))
+    (part,) = parts_of(
+        Subject(recorded.path, options=VerifyOptions(rollout_data=write(tmp_path / "alone.pt", [alone])))
+    )
     assert (part.first, part.mask, part.recorded) == (1, [True, True], {"rollout_log_probs": [-2.0, -3.0]})
 
 

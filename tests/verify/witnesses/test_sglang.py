@@ -24,6 +24,7 @@ from quant.formats.scheme import QuantScheme
 from verify.check import all_checks, run_checks
 from verify.checks.witnesses.hints import KEEP_ROUTER
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import Finding
 from verify.run import verify
 from verify.witnesses.sglang import run as sglang_run
@@ -421,7 +422,7 @@ def test_verify_streams_a_megatron_checkpoint_and_keeps_stdout_clean(
 def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], Path], tmp_path: Path) -> None:
     release = releases("qwen2-tied")
     path = written(tmp_path, "wide", release, models.tensors(release), vocab_size=640)
-    subject = Subject(path, against=frozenset({"sglang"}))
+    subject = Subject(path, options=VerifyOptions(against=frozenset({"sglang"})))
     outcome = run_checks(subject, [one for one in all_checks() if one.stage == "sglang"])
     results, findings = outcome.checks, outcome.findings
     assert [(finding.code, "exit code 1" in finding.actual) for finding in findings] == [("CK501", True)]

@@ -16,6 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from verify.check import Tally, Unable, all_checks, run_checks
 from verify.checks.witnesses.sglang import none_dropped
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.witnesses.bits import difference, poison, poisoned
 from verify.witnesses.sglang import run as sglang_run
 from verify.witnesses.sglang.compare import NOWHERE
@@ -112,7 +113,8 @@ def test_without_sglang_the_report_is_inconclusive(tmp_path: Path, monkeypatch: 
     (tmp_path / "config.json").write_text(json.dumps(GLM))
     monkeypatch.setattr(sglang_run, "find_spec", lambda name: None)
     outcome = run_checks(
-        Subject(tmp_path, against=frozenset({"sglang"})), [one for one in all_checks() if one.stage == "sglang"]
+        Subject(tmp_path, options=VerifyOptions(against=frozenset({"sglang"}))),
+        [one for one in all_checks() if one.stage == "sglang"],
     )
     results, findings = outcome.checks, outcome.findings
     assert findings == []
@@ -127,7 +129,7 @@ def test_without_sglang_the_report_is_inconclusive(tmp_path: Path, monkeypatch: 
 def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GLM | {"model_type": "llama"}))
     with pytest.raises(CkptkitError, match="llama"):
-        sglang_run.run_sglang(Subject(tmp_path, against=frozenset({"sglang"})))
+        sglang_run.run_sglang(Subject(tmp_path, options=VerifyOptions(against=frozenset({"sglang"}))))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_config_that_names_another_class_never_reaches_sglang(
     with pytest.raises(
         (Unable, CkptkitError), match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model)"
     ):
-        sglang_run.run_sglang(Subject(release, against=frozenset({"sglang"})))
+        sglang_run.run_sglang(Subject(release, options=VerifyOptions(against=frozenset({"sglang"}))))
 
 
 def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +176,13 @@ def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, mon
 
     monkeypatch.setattr(sglang_run, "start", start)
     against = frozenset({"sglang"})
-    assert "it was started" in str(sglang_run.run_sglang(Subject(megatron, against=against)).unable)
+    assert "it was started" in str(
+        sglang_run.run_sglang(Subject(megatron, options=VerifyOptions(against=against))).unable
+    )
     shutil.rmtree(megatron / "carried")
     with pytest.raises(Unable, match=r"Megatron holds no visual\.\*, and .*: give --hf the release with its weights"):
-        sglang_run.run_sglang(Subject(megatron, against=against))
-    run = sglang_run.run_sglang(Subject(megatron, hf_path=release, against=against))
+        sglang_run.run_sglang(Subject(megatron, options=VerifyOptions(against=against)))
+    run = sglang_run.run_sglang(Subject(megatron, hf_path=release, options=VerifyOptions(against=against)))
     assert "it was started" in str(run.unable)
 
 
@@ -202,7 +206,7 @@ def test_a_dense_layer_that_sglangs_class_does_not_build_is_its_limit(packed: bo
         (tmp_path / "config.json").write_text(
             json.dumps(config | {"quantization_config": int4_config(["lm_head"], 32)})
         )
-    subject = Subject(tmp_path, against=frozenset({"sglang"}))
+    subject = Subject(tmp_path, options=VerifyOptions(against=frozenset({"sglang"})))
     by_list, by_step, sparse, attention = (
         f"model.layers.{name}.weight" for name in ("2.mlp.up_proj", "3.mlp.gate_proj", "5.mlp.x", "5.self_attn.q_proj")
     )

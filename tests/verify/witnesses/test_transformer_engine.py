@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
 from verify.report import Finding
 from verify.witnesses.megatron import run as megatron_run
 
@@ -70,7 +71,9 @@ WHOLE = (
     ],
 )
 def test_every_rank_holds_its_slice(releases: PathOf, converted: PathOf, name: str, sizes: dict[str, int]) -> None:
-    findings, facts = judge(Subject(converted(name), releases(name), **sizes))
+    findings, facts = judge(
+        Subject(converted(name), releases(name), options=VerifyOptions(**sizes, against=frozenset({"megatron"})))
+    )
     assert findings == []
     assert facts["megatron"][0].endswith("Transformer Engine spec")
 

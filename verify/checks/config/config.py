@@ -154,7 +154,7 @@ def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, An
     fix="Choose sizes that divide the model, or the uneven pipeline arguments.",
     unless=lambda subject: (
         None
-        if max(subject.tp, subject.pp, subject.ep, subject.etp or 1) > 1
+        if max(subject.tp, subject.options.pp, subject.ep, subject.options.etp or 1) > 1
         else "no --tp, --pp, --ep or --etp above 1 was given"
     ),
 )
@@ -166,9 +166,9 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     dims = dims_of(require_config(subject))
     tally.compared(0)
     yield from _stages(dims, subject, tally)
-    etp = subject.tp if subject.etp is None else subject.etp
+    etp = subject.tp if subject.options.etp is None else subject.options.etp
     for one in refusals(dims, ParallelSizes(subject.tp, ep=subject.ep, etp=etp)):
-        severity: Severity = "warning" if one.option == "etp" and subject.etp is None else "error"
+        severity: Severity = "warning" if one.option == "etp" and subject.options.etp is None else "error"
         given = {name: word for name, word in subject.sizes_at.items() if name == one.option}
         expected = f"{one.expected}{at_places(given)}"
         yield Issue(expected, one.actual, one.hint, file=first_file(given) or subject.path, severity=severity)
@@ -176,7 +176,7 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Whether the layers make a pipeline. Without a launch, a remainder that `verify` can place is a warning."""
-    options, pp = subject.arguments, subject.pp
+    options, pp = subject.arguments, subject.options.pp
     given = {name: word for name, word in subject.sizes_at.items() if name == "pp"}
     where = str(first_file(given) or subject.path)
     try:

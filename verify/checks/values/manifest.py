@@ -19,17 +19,17 @@ from verify.issue import Issue
 
 def needs_manifest(subject: Subject) -> str | None:
     """For checks against a manifest."""
-    return None if subject.manifest else "no --manifest was given"
+    return None if subject.options.manifest else "no --manifest was given"
 
 
 def needs_key(subject: Subject) -> str | None:
     """For checks of a manifest's signature."""
-    return None if subject.manifest_key else "no --manifest-key was given"
+    return None if subject.options.manifest_key else "no --manifest-key was given"
 
 
 def manifest_verifier(subject: Subject) -> Any:
     """What verifies signatures with the given key. Raises CkptkitError as `ckptkit.transfer.signature.verifier`."""
-    return verifier(subject.manifest_key or Path())
+    return verifier(subject.options.manifest_key or Path())
 
 
 @check(
@@ -45,10 +45,10 @@ def signed_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Raises CkptkitError where the manifest cannot be read.
     """
-    manifest = subject.manifest or Path()
+    manifest = subject.options.manifest or Path()
     tally.compared(0)
     if (fault := signature_fault(manifest, subject.once(manifest_verifier))) is not None:
-        expected = f"a signature of {manifest.name} by the key {subject.manifest_key}"
+        expected = f"a signature of {manifest.name} by the key {subject.options.manifest_key}"
         yield Issue(expected, fault, "take both from whoever made them", file=signature_of(manifest))
 
 
@@ -66,7 +66,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Raises CkptkitError where the manifest cannot be read.
     """
-    manifest = read_manifest(subject.manifest or Path())
+    manifest = read_manifest(subject.options.manifest or Path())
     yield from _tensors(subject, manifest, tally)
     root = subject.location.root
     for name, digest in manifest.files.items():

@@ -55,8 +55,8 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Unable(run.unable)
     versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
     ranks = f"{run.sizes.world} rank(s)"
-    if subject.megatron.ranks:
-        ranks = f"ranks {ranges(subject.megatron.ranks).strip('{}')} of {run.sizes.world}"
+    if subject.options.megatron.ranks:
+        ranks = f"ranks {ranges(subject.options.megatron.ranks).strip('{}')} of {run.sizes.world}"
     tally.facts["megatron"] = [f"megatron-core {versions}, {run.sizes}, {ranks}, {run.device}"]
     yield from _by_tracker(run)
     by_error: dict[str, list[int]] = defaultdict(list)
@@ -77,7 +77,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "trainers save them; Megatron's local spec, which was run here, would not find them by its own"
         )
     yield from _unexpected(run.reports)
-    if subject.megatron.ranks:
+    if subject.options.megatron.ranks:
         tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")
         return
     yield from _never_asked_for(run.reports, {rule.megatron for rule in rules_of(config_of(subject))})
@@ -134,7 +134,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, subject.once(stages_held))
     yield from _rounded([(rank, tensor) for rank, tensor in seen if tensor.name.endswith(_ROUTER_BIAS)])
-    if subject.megatron.ranks:
+    if subject.options.megatron.ranks:
         return
     held = {tensor.name for _, tensor in seen}
     yield Issue(
@@ -183,7 +183,7 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.facts["pipeline stages"] = [
         f"pp rank {stage}: {_held(stages[stage], predicted[stage])}" for stage in sorted(stages)
     ]
-    if subject.megatron.ranks:
+    if subject.options.megatron.ranks:
         return
     yield from _coverage(stages, dims_of(config_of(subject)).layers)
 

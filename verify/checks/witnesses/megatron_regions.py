@@ -20,7 +20,7 @@ _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.we
 
 
 def _only_some_ranks(subject: Subject) -> str | None:
-    return "--ranks leaves ranks out" if subject.megatron.ranks else None
+    return "--ranks leaves ranks out" if subject.options.megatron.ranks else None
 
 
 @check(

@@ -35,7 +35,7 @@ def needs_prompts(subject: Subject) -> str | None:
 )
 def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Prompts through the checkpoint's tokenizer, messages through its chat template too; tokens must be equal."""
-    prompts, path, home = subject.once(prompts_of), subject.rollout_data, home_of(subject)
+    prompts, path, home = subject.once(prompts_of), subject.options.rollout_data, home_of(subject)
     files = SideFiles(home)
     if not files.has_vocabulary and files.sentencepiece is None:
         raise Unable(f"{home} has no tokenizer to render the recorded prompts with")
@@ -103,7 +103,7 @@ def _seldom_meant(renderings: Sequence[Rendering], subject: Subject) -> Iterator
                 "prompts made as slime and miles make them",
                 f"{len(found)} of {len(renderings)}, first sample {found[0]}, are equal with {way} only",
                 what,
-                file=subject.rollout_data,
+                file=subject.options.rollout_data,
                 severity="warning",
                 count=len(found),
             )
@@ -114,7 +114,7 @@ def _other_tokens(found: Rendering, where: str, severity: Severity, subject: Sub
         f"the tokens that were recorded for sample {found.index}: {found.recorded} behind {found.before!r}",
         f"{found.rendered} at token {found.at}{where}",
         "compare tokenizer and chat template with the release, and the job's --apply-chat-template-kwargs",
-        file=subject.rollout_data,
+        file=subject.options.rollout_data,
         severity=severity,
     )
 
@@ -126,6 +126,6 @@ def _only_in_sglang(found: Rendering, subject: Subject) -> Issue:
         "messages that SGLang's chat endpoint takes, as the chat template does",
         f"it refuses those of sample {found.index}: {found.refused}",
         "send SGLang token ids instead of messages",
-        file=subject.rollout_data,
+        file=subject.options.rollout_data,
         severity="warning",
     )

@@ -31,7 +31,7 @@ _OFF_TEMPLATE = -0.8  # nats a token, of an instruct model's own answers, by sli
 
 def needs_rollout(subject: Subject) -> str | None:
     """For checks of a recorded rollout."""
-    return None if subject.rollout_data else "no --rollout-data was given"
+    return None if subject.options.rollout_data else "no --rollout-data was given"
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _too_far(subject: Subject, recording: Recording, side: _Side) -> Issue:
         return Issue(expected, f"{shifted[0]}: {side.apart}", shifted[1], file=recording.path)
     if (heated := _at_other_temperature(subject, recording, side)) is not None:
         # What metadata calls a temperature may be none; an option is meant.
-        severity: Severity = "warning" if subject.rollout_temperature is None else "error"
+        severity: Severity = "warning" if subject.options.rollout_temperature is None else "error"
         return Issue(expected, f"{heated[0]}: {side.apart}", heated[1], file=recording.path, severity=severity)
     times = f"{side.apart.mean / side.unit:.1f} times"
     if doubt := _doubt(subject, recording, side):
@@ -233,7 +233,7 @@ def _at_other_temperature(subject: Subject, recording: Recording, side: _Side) -
     near = all(abs(side.best.temperature / one - 1) < _SAME_TEMPERATURE for one in told)
     if near or not side.best.mean <= FURTHEST * unit:
         return None
-    if subject.rollout_temperature is None and all(one.temperature is None for one in recording.samples):
+    if subject.options.rollout_temperature is None and all(one.temperature is None for one in recording.samples):
         raise Unable(
             f"they are those of the checkpoint at a temperature of {side.best.temperature:.3g}, by which SGLang "
             "divides logits before it records, or logits are scaled wrongly; the file has no temperature: give "

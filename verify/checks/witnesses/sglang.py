@@ -67,7 +67,11 @@ def _reports(subject: Subject) -> Iterator[tuple[SglangReport, str]]:
 
 
 def _one_rank(subject: Subject) -> str | None:
-    return None if max(subject.tp, subject.pp, subject.ep, subject.etp or 1) > 1 else "no parallel sizes were asked for"
+    return (
+        None
+        if max(subject.tp, subject.options.pp, subject.ep, subject.options.etp or 1) > 1
+        else "no parallel sizes were asked for"
+    )
 
 
 def _nothing_to_repack(subject: Subject) -> str | None:
@@ -283,7 +287,7 @@ def repacked(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def parallel_sizes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank of an engine of these sizes was loaded by its own loader, and CK501 to CK506 are about all of them."""
     if engine_sizes(subject) is None:
-        asked = {"--tp": subject.tp, "--pp": subject.pp, "--ep": subject.ep, "--etp": subject.etp or 1}
+        asked = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
         said = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
         raise Unable(
             f"SGLang was loaded on one rank, since an engine cannot have {said}: --ep divides --tp, and tp / ep ranks "

@@ -85,14 +85,14 @@ def sizes_of(subject: Subject) -> ParallelSizes:
         raise Unable(
             f"no norm over all heads of more ranks than query groups is built here: give at most --tp {dims.groups}"
         )
-    etp = default_etp(subject.tp, subject.ep) if subject.etp is None else subject.etp
-    given = subject.megatron
+    etp = default_etp(subject.tp, subject.ep) if subject.options.etp is None else subject.options.etp
+    given = subject.options.megatron
     sizes = ParallelSizes(
         subject.tp,
-        subject.pp,
+        subject.options.pp,
         subject.ep,
         etp if dims.experts else 1,
-        subject.vpp,
+        subject.options.vpp,
         given.decoder_first_pipeline_num_layers,
         given.decoder_last_pipeline_num_layers,
         given.account_for_embedding_in_pipeline_split,
@@ -126,9 +126,9 @@ def run_megatron(subject: Subject) -> MegatronRun:
     refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
     if subject.source is not None and subject.source_kind == "hf":
         to_megatron(subject.source, str(subject.source_path))
-    trainer = subject.megatron.trainer_loader
-    ranks = subject.megatron.ranks or range(sizes.world)
-    gpu = not subject.megatron.ranks and not trainer and _on_gpus(sizes)
+    trainer = subject.options.megatron.trainer_loader
+    ranks = subject.options.megatron.ranks or range(sizes.world)
+    gpu = not subject.options.megatron.ranks and not trainer and _on_gpus(sizes)
     at_once = 0 if gpu else _at_once(subject, sizes)
     if trainer:
         _check_trainer(subject, sizes, at_once)
@@ -172,7 +172,7 @@ def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None
 def _at_once(subject: Subject, sizes: ParallelSizes) -> int:
     """How many ranks run at a time, each by itself; 0 for all of them in one process group."""
     each = bytes_a_rank(subject.checkpoint, dims_of(config_of(subject)), sizes)
-    together = not subject.megatron.ranks and fits_together(sizes.world, each)
+    together = not subject.options.megatron.ranks and fits_together(sizes.world, each)
     return 0 if together else ranks_at_once(each)
 
 

@@ -29,9 +29,9 @@ _FLOPS = 2e10  # a second, slower than any processor worth waiting for
 
 def recording_of(subject: Subject) -> Recording:
     """What the subject's `rollout_data` holds. Raises Skip where it has none, CkptkitError as `read_recording`."""
-    if subject.rollout_data is None:
+    if subject.options.rollout_data is None:
         raise Skip("--rollout-data was not given")
-    return read_recording(subject.rollout_data)
+    return read_recording(subject.options.rollout_data)
 
 
 def home_of(subject: Subject) -> Path:
@@ -49,7 +49,7 @@ def parts_of(subject: Subject) -> Sequence[Part]:
     config = config_of(subject)
     text = config.get("text_config") or config
     longest = min(_LONGEST, int(text.get("max_position_embeddings") or _LONGEST))
-    found = [_part(one, longest, subject.rollout_temperature) for one in recording.samples]
+    found = [_part(one, longest, subject.options.rollout_temperature) for one in recording.samples]
     usable = [part for part in found if any(part.mask) and part.recorded]
     if not usable:
         reasons = dict.fromkeys(filter(None, (one.hindered for one in recording.samples)))

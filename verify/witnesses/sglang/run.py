@@ -94,9 +94,9 @@ def _of_untested(run: SglangRun, found: str) -> SglangRun:
 
 def engine_sizes(subject: Subject) -> EngineSizes | None:
     """The sizes asked for, as SGLang has them; None where it has no such sizes."""
-    sizes = EngineSizes(subject.tp, subject.ep, subject.dp_attention and subject.tp > 1)
-    etp = subject.etp or subject.tp // subject.ep
-    possible = subject.pp == 1 and subject.tp % subject.ep == 0 and etp == subject.tp // subject.ep
+    sizes = EngineSizes(subject.tp, subject.ep, subject.options.dp_attention and subject.tp > 1)
+    etp = subject.options.etp or subject.tp // subject.ep
+    possible = subject.options.pp == 1 and subject.tp % subject.ep == 0 and etp == subject.tp // subject.ep
     return sizes if possible else None
 
 

@@ -1,0 +1,123 @@
+"""The options of `verify`, one object from the command line to every check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from ckptkit.core.errors import CkptkitError
+from quant.selection.readers import readers_of
+from verify.witnesses.megatron.options import MegatronOptions
+
+WITNESSES = {  # what can be asked, and the option that asks for it
+    "megatron": "--against-megatron",
+    "sglang": "--against-sglang",
+    "engine": "--engine",
+    "update": "--update",
+    "release-resume": "--release-resume",
+    "logits": "--logits",
+}
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """How a checkpoint is verified. `verify_options` makes one of what a user gave.
+
+    tp, ep: parallel sizes, Megatron's and SGLang's.
+    pp, vpp: Megatron's pipeline stages, and virtual stages a rank.
+    etp: Megatron's tensor parallel size inside experts; None: tp, or 1 with ep.
+    dp_attention: SGLang keeps attention whole on every rank.
+    megatron: the rest of Megatron's launch.
+    against: names of WITNESSES to ask.
+    readers: who will load or send INT4 weights, as `--reader` has them; None: `quant.selection.readers.RL_READERS`.
+        An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
+    manifest: a file with a digest of every tensor.
+    manifest_key: the public key of whoever must have signed the manifest.
+    ray: the address of a Ray cluster that reads all the bytes; None: threads of this process do.
+    rollout_data: what slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data.
+    rollout_temperature: what the rollout was sampled at; None: as the file says, or 1.
+
+    Raises CkptkitError for options that contradict each other or have no effect.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    vpp: int = 1
+    dp_attention: bool = False
+    megatron: MegatronOptions = field(default_factory=MegatronOptions)
+    against: frozenset[str] = frozenset()
+    readers: tuple[str, ...] | None = None
+    manifest: Path | None = None
+    manifest_key: Path | None = None
+    ray: str | None = None
+    rollout_data: Path | None = None
+    rollout_temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        """Adds a live engine to `against` where an update or a resume of one is asked."""
+        if unknown := self.against - WITNESSES.keys():
+            raise CkptkitError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, WITNESSES))}")
+        if self.against & {"update", "release-resume"}:
+            object.__setattr__(self, "against", self.against | {"engine"})
+        if "megatron" not in self.against:
+            self.megatron.refuse(self.vpp)
+        if self.dp_attention and ("sglang" not in self.against or self.tp == 1):
+            raise CkptkitError("--dp-attention has no effect here", "it goes with --against-sglang and a --tp above 1")
+        if self.readers is not None:
+            readers_of(self.readers)  # raises for an unknown name
+        if self.manifest_key is not None and self.manifest is None:
+            raise CkptkitError("a key without a manifest", "give the manifest too (--manifest)")
+        if self.rollout_temperature is not None:
+            self._check_temperature(self.rollout_temperature)
+
+    def _check_temperature(self, temperature: float) -> None:
+        if not temperature > 0:
+            raise CkptkitError(f"a temperature of {temperature:g}", "it is above 0; leave it out for greedy")
+        if self.rollout_data is None:
+            raise CkptkitError("a temperature without a rollout", "give the rollout too (--rollout-data)")
+
+
+class GivenVerifyOptions(TypedDict, total=False):
+    """What `ckptkit.verify` accepts: the fields of VerifyOptions and of MegatronOptions, as users write them."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int | None
+    vpp: int
+    dp_attention: bool
+    against: frozenset[str]
+    readers: Sequence[str] | None
+    manifest: str | Path | None
+    manifest_key: str | Path | None
+    ray: str | None
+    rollout_data: str | Path | None
+    rollout_temperature: float | None
+    cp: int
+    pipeline_layout: str | None
+    decoder_first_pipeline_num_layers: int | None
+    decoder_last_pipeline_num_layers: int | None
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
+    ranks: Sequence[int] | None
+    trainer_loader: bool
+
+
+_MEGATRON = {one.name for one in fields(MegatronOptions)}
+
+
+def verify_options(**given: Unpack[GivenVerifyOptions]) -> VerifyOptions:
+    """Makes VerifyOptions of what a user gave. Raises as VerifyOptions does, and TypeError for an unknown option."""
+    options: dict[str, Any] = dict(given)
+    megatron = {name: options.pop(name) for name in _MEGATRON & options.keys()}
+    megatron["ranks"] = tuple(sorted(set(megatron.get("ranks") or ())))
+    for name in ("manifest", "manifest_key", "rollout_data"):
+        options[name] = Path(options[name]) if options.get(name) else None
+    readers = options.pop("readers", None)
+    return VerifyOptions(
+        **options, readers=None if readers is None else tuple(readers), megatron=MegatronOptions(**megatron)
+    )
