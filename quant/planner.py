@@ -68,7 +68,7 @@ def quantized(
     before = stored_scheme(reference.config) if reference is not None else None
     keeps = reference if before is not None and before.fits(whole) else None
     special = check_zero_point_layout(whole, experts, readers)
-    if special and family_of(config).sglang.joins_shared_expert:
+    if special and family_of(config).engine("sglang").joins_shared_expert:
         _check_joined([name for name, verdict in verdicts.items() if verdict.quantize and ".shared_experts." in name])
     steps = [
         quantize_step(spec, whole, keeps, special, device) if verdicts[name].quantize else identity(spec)

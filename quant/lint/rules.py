@@ -277,7 +277,7 @@ def _groups(subject: Subject) -> Iterator[LintFinding]:
 
 def _fusion(subject: Subject) -> Iterator[LintFinding]:
     """Finds unpacked shared experts that SGLang would join with packed routed experts (GLM-4.5)."""
-    if not FAMILIES[str(subject.config.get("model_type"))].sglang.joins_shared_expert:
+    if not FAMILIES[str(subject.config.get("model_type"))].engine("sglang").joins_shared_expert:
         return
     both = [
         (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if matrix.kept is None

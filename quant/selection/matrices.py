@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
-from converters.family import SglangClass
+from converters.family import EngineClass
 from converters.hf_names import FUSED, GATE_UP_DOWN, tail
 from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
@@ -68,7 +68,7 @@ def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mappin
 
 def fused_experts(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
     """The tensors among `names` that hold all experts of a layer, which engines ask about as about single ones."""
-    known = FAMILIES[str(config.get("model_type"))].sglang
+    known = FAMILIES[str(config.get("model_type"))].engine("sglang")
     found = {name: match[1] for name in names if (match := _FUSED_EXPERTS.fullmatch(name))}
     return [
         replace(
@@ -92,11 +92,11 @@ def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, A
 
 
 def _matrices(modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    known = FAMILIES[str(config.get("model_type"))].sglang
+    known = FAMILIES[str(config.get("model_type"))].engine("sglang")
     return [_matrix(module, tree, known) for module in dict.fromkeys(modules)]
 
 
-def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
+def _matrix(module: str, tree: ClassTree, known: EngineClass) -> Matrix:
     tensor, kept = f"{module}.weight", tree.reason_to_keep(module)
     if draft := tree.draft_of(module):
         rest = module.removeprefix(draft.prefix)

@@ -46,7 +46,7 @@ def meta_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]) 
         others,
         release.drafts(release.text(config), release.root),
         outside,
-        family.sglang.dense,
+        family.engine("sglang").dense,
         frozenset(spelled | (_linears_outside(outside, whole) if whole is not None else set())),
         whole is not None or not outside,
     )

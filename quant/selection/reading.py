@@ -60,7 +60,7 @@ def read(
     targets: Sequence[Target] = LINEAR,
 ) -> Reading:
     """What `reader` makes of `ignore`. `targets` are those of config.json: modules of these classes or names."""
-    entry = FAMILIES[str(config.get("model_type"))].sglang.entry if reader.startswith("SGLang") else str
+    entry = FAMILIES[str(config.get("model_type"))].engine("sglang").entry if reader.startswith("SGLang") else str
     asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
     names = sorted({name for several in asked for name in several})
     check_lookups(ignore, len(names))
@@ -106,7 +106,7 @@ def _asked(
     if reader in _BY_CLASS:
         yield from ((matrix.module,) for matrix in matrices)
         return
-    packed_modules = FAMILIES[str(config.get("model_type"))].sglang.packed_modules
+    packed_modules = FAMILIES[str(config.get("model_type"))].engine("sglang").packed_modules
     known: dict[str | None, tuple[str, ...]] = {None: ()}  # an engine asks once about all experts of a layer
     for matrix in matrices:
         layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm

@@ -56,7 +56,7 @@ PUBLISHED = sorted(
             for entries in (family.release.published_ignore if family.release else ())
             for entry in entries
         ),
-        *(dense.entry for family in FAMILIES.values() for dense in family.sglang.dense),
+        *(dense.entry for family in FAMILIES.values() for dense in family.engine("sglang").dense),
     }
 )
 NAMES = [
