@@ -71,6 +71,37 @@ class QuantScheme:
         check_entries(self.ignore, "ignore")
 
     @property
+    def name(self) -> str:
+        """The scheme as `--quantize` takes it."""
+        return "w4a16"
+
+    @property
+    def title(self) -> str:
+        """The scheme in messages."""
+        return "INT4"
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether one core does not keep up with a disk: where scales are searched for."""
+        return self.search != "none"
+
+    def command_line(self) -> list[str]:
+        """The options of `ckptkit quantize` that give this scheme."""
+        words = ["--group-size", str(self.group_size or "channel"), "--grid", self.grid]
+        words += [] if self.symmetric else ["--asymmetric"]
+        words += ["--search", self.search] if self.search != "none" else []
+        words += ["--scale-dtype", dtype_name(self.scale_dtype)] if self.scale_dtype else []
+        return words + [word for pattern in self.ignore for word in ("--ignore", pattern)]
+
+    def check_preset(self) -> None:
+        """Raises CkptkitError unless this is the grid that training rounds weights to (`--preset rl`)."""
+        if not self.symmetric or self.grid != "qmax7":
+            raise CkptkitError(
+                "--preset rl is symmetric and on the qmax7 grid, as training rounds weights",
+                "leave out --asymmetric, --grid and --search",
+            )
+
+    @property
     def divisor(self) -> int:
         """The number that must divide the input features: the group size, or the codes in a word."""
         return self.group_size or CODES_PER_WORD

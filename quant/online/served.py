@@ -135,8 +135,8 @@ def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[
         modules = set(packed_in(names))
         return {unpacked_name(name): name.endswith(PACKED) for name in names if not _is_part(name, modules)}, True
     # Imported here because they import transformers, which takes seconds.
-    from quant.planner import packed_modules
     from quant.selection.class_tree import class_tree
+    from quant.selection.decision import packed_modules
 
     tree, packed = class_tree(config), packed_modules((), config)
     return {f"{module}.weight": module in packed for module in (*sorted(tree.linears), *tree.others)}, False

@@ -1,27 +1,43 @@
-"""Which tensors become INT4.
+"""Decides which tensors are quantized: what a reference or the model's classes say, less what `ignore` names.
 
-What a reference or the model's classes say, less what `ignore` names, refused when readers would disagree.
+Refused where readers would disagree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from quant.formats.part_names import PACKED
-from quant.formats.scheme import GROUP_SIZES, QuantScheme
+from quant.formats.scheme import GROUP_SIZES, read_scheme
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Question, check_portable, packed_by
-from quant.selection.readers import ALL_READERS, RULES, readers_of
+from quant.selection.readers import ALL_READERS, RULES, compressed_tensors, readers_of
 from quant.selection.reading import Reading, read_all
 from quant.selection.spelling import entries_for, spell
 from quant.selection.tiles import check_tiles
 from quant.selection.tree import ClassTree
+
+
+class Grouping(Protocol):
+    """What a scheme says about weights here."""
+
+    @property
+    def ignore(self) -> tuple[str, ...]:
+        """Entries for modules that are not quantized."""
+
+    @property
+    def group_size(self) -> int | None:
+        """Neighbours in a row that share a scale; None: a whole row."""
+
+    @property
+    def divisor(self) -> int:
+        """The number that must divide the input features."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ _KEPT_BY_ALL: Mapping[str, bool] = dict.fromkeys(RULES, False)
 def resolve(
     specs: Mapping[str, TensorSpec],
     config: Mapping[str, Any],
-    scheme: QuantScheme,
+    scheme: Grouping,
     *,
     like: Collection[str] | None = None,
     tp: int | None = None,
@@ -140,7 +156,7 @@ def default_entries(tree: ClassTree, config: Mapping[str, Any]) -> tuple[str, ..
     return tuple(dict.fromkeys([*entries, *outside, *(draft.entry for draft in tree.drafts)]))
 
 
-def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
+def _check_quantizable(chosen: list[TensorSpec], scheme: Grouping) -> None:
     if odd := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in COMPUTED]:
         raise CkptkitError(
             f"{odd[0]} cannot be quantized" + (f", nor can {len(odd) - 1} more" if odd[1:] else ""),
@@ -157,3 +173,15 @@ def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
             + "leave them out: "
             + " ".join(f"--ignore '{entry}'" for entry in entries),
         )
+
+
+def packed_modules(specs: Collection[str], config: Mapping[str, Any]) -> set[str]:
+    """Returns the modules that an INT4 checkpoint must hold packed: every Linear that its `ignore` does not cover.
+
+    `specs`: the checkpoint's names. A tied output embedding, which is not stored, is not expected.
+    Raises CkptkitError as `read_scheme` and `class_tree` do.
+    """
+    ignore = read_scheme(config).ignore
+    tree = class_tree(config)
+    stored = tree.linears if any(name.startswith(f"{tree.head}.") for name in specs) else tree.linears - {tree.head}
+    return {module for module in stored if not any(compressed_tensors(module, pattern) for pattern in ignore)}

@@ -22,8 +22,9 @@ from pathlib import Path
 
 import models  # it brings transformers with it, so that no run has to import them
 
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.transfer.journal import JOURNAL
+from quant.schemes.w4a16 import int4_scheme
 
 FILE_BYTES = 300_000
 PATIENCE_S = 300
