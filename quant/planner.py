@@ -14,8 +14,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
 from converters.experts import only_fused
+from quant.schemes.interface import Packing, Request, Scheme
 from quant.schemes.registry import scheme_module
-from quant.schemes.scheme import Packing, Request, Scheme
 from quant.selection.readers import compressed_tensors
 
 

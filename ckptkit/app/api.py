@@ -25,7 +25,7 @@ from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
 
 if TYPE_CHECKING:
-    from quant.schemes.scheme import Scheme
+    from quant.schemes.interface import Scheme
 
 __all__ = ["convert", "inspect", "make_manifest", "model_arguments", "quantize"]
 

@@ -36,7 +36,7 @@ from converters.stored import remarks, require_mtp
 from verify.evidence.plain import plain
 
 if TYPE_CHECKING:
-    from quant.schemes.scheme import Scheme
+    from quant.schemes.interface import Scheme
 
 Layout = Mapping[str, list[str]]
 
@@ -201,7 +201,7 @@ def _hf_plan(
     notes: tuple[str, ...] = ()
     if options.scheme is not None:
         from quant.planner import quantized, quantized_layout
-        from quant.schemes.scheme import Request
+        from quant.schemes.interface import Request
 
         like = HfCheckpoint(here[options.like]) if options.like else None
         request = Request(str(side_files), like, stored, options.preset, options.readers, options.tp, options.device)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
-from ckptkit.core.unused import refuse_int4_options
+from ckptkit.core.unused import refuse_quantizing_options
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, place
@@ -21,7 +21,7 @@ from converters.planner import DIALECTS
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
-    from quant.schemes.scheme import Scheme
+    from quant.schemes.interface import Scheme
 
 DTYPES = ("auto", *COMPUTED)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -100,7 +100,7 @@ class RunOptions:
                 "readers": "--reader",
                 "device": "--device",
             }
-            refuse_int4_options([option for name, option in spelled.items() if self._is_given(name)])
+            refuse_quantizing_options([option for name, option in spelled.items() if self._is_given(name)])
 
         elif self.preset:
             if self.like:

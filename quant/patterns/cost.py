@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-LONGEST_NAME = 200  # characters; no released module's name has as many
+MAX_NAME = 200  # characters; no released module's name has as many
 CEILING = 1 << 60  # counts end here
 
 _QUANTIFIER = re.compile(r"(?:([*+?])|\{(?!\})(\d*)(,?)(\d*)\})([?+]?)")
@@ -30,7 +30,7 @@ class _Cost:
     optional: bool = False  # a repetition that may match nothing
 
 
-def steps(text: str, longest: int = LONGEST_NAME) -> int:
+def steps(text: str, longest: int = MAX_NAME) -> int:
     """An upper bound for the steps of `re.match` on a name of at most `longest` characters.
 
     `re` tries the ways of each part, and for each of them all of those after it. A repetition at the end that may be

@@ -14,7 +14,7 @@ from time import thread_time
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from quant.patterns.cost import LONGEST_NAME, UnknownSyntaxError, steps
+from quant.patterns.cost import MAX_NAME, UnknownSyntaxError, steps
 
 REGEX = "re:"
 # Published lists have up to some hundreds of entries, all but a few of them plain names.
@@ -78,28 +78,28 @@ def _refused(what: str, why: str, hint: str) -> CkptkitError:
     return CkptkitError(f"{what}: {why}", hint)
 
 
-def matcher(entry: str, longest: int = LONGEST_NAME + 1) -> Match:
+def matcher(entry: str, longest: int = MAX_NAME + 1) -> Match:
     """Returns a function that says of a name whether a `re:` entry matches from its start, as `re.match` does.
 
     `longest`: characters of the longest name that it will be asked about. Raises CkptkitError, here or when asked, for
     text that is not a regular expression and for one that could run too long.
     """
     expression = _expression(entry.removeprefix(REGEX))
-    return expression.python.match if expression.cheap and longest <= LONGEST_NAME else expression.match
+    return expression.python.match if expression.cheap and longest <= MAX_NAME else expression.match
 
 
 class _Expression:
-    """A regular expression. `cheap`: Python's `re` needs few steps for any name of `LONGEST_NAME` characters."""
+    """A regular expression. `cheap`: Python's `re` needs few steps for any name of `MAX_NAME` characters."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.python = _compiled(text)
-        self.cheap = self._steps(LONGEST_NAME) <= _CHEAP_STEPS
+        self.cheap = self._steps(MAX_NAME) <= _CHEAP_STEPS
         self._seconds = 0.0
 
     def match(self, name: str) -> object:
         """Matches from the start of a name. Raises CkptkitError for too long a name, and after too many slow ones."""
-        if len(name) > LONGEST_NAME:
+        if len(name) > MAX_NAME:
             self._steps(len(name))
         begin = thread_time()
         found = self.python.match(name)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from quant.schemes.scheme import SchemeModule
+    from quant.schemes.interface import SchemeModule
 
 DEFAULT = "w4a16"  # of `ckptkit quantize`
 # By the name that `--quantize` takes.

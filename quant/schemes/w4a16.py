@@ -27,7 +27,7 @@ from quant.formats.scheme import Grid, QuantScheme, Search, quantization_config
 from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
 from quant.kernels.dispatch import quantize_pack
 from quant.requantize import StoredScheme, requantize, stored_parts, stored_scheme
-from quant.schemes.scheme import Request
+from quant.schemes.interface import Request
 from quant.selection import tiles
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve

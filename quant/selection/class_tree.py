@@ -1,4 +1,4 @@
-"""Which modules of a model are Linear layers, as its family says: names alone cannot tell a Linear from a router."""
+"""Sorts the modules of a model by the rules of its family: names alone cannot tell a Linear from a router."""
 
 from __future__ import annotations
 

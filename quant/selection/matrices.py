@@ -29,22 +29,16 @@ _FUSED_REASON = "experts fused in one tensor"
 
 @dataclass(frozen=True)
 class Matrix:
-    """A `….weight` with two or more axes, or the fused experts of a layer.
-
-    `linear`: whether readers that know classes take it for a Linear. `kept`: why it is never INT4, or None. `sglang`:
-    its layer in SGLang, the fused one where there is one and an expert's container for experts; None where SGLang never
-    asks about it. `vllm`: the same in vLLM, in the names of the release. `entry`: the entry of `ignore` that leaves it
-    out for every reader. `unfused`: whether SGLang's class may take its fused layer apart.
-    """
+    """A `….weight` with two or more axes, or the fused experts of a layer."""
 
     tensor: str
-    linear: bool
-    kept: str | None
-    sglang: str | None
-    vllm: str | None
-    entry: str
+    linear: bool  # readers that know classes take it for a Linear
+    reason: str | None  # why it is never INT4; None: it may be
+    sglang: str | None  # its layer in SGLang: the fused one, or the container of experts; None: SGLang never asks
+    vllm: str | None  # the same in vLLM, in the names of the release
+    entry: str  # the entry of `ignore` that leaves it out for every reader
     expert: bool = False
-    unfused: bool = True
+    unfused: bool = True  # SGLang's class may take its fused layer apart
 
     @property
     def module(self) -> str:
@@ -75,7 +69,7 @@ def fused_experts(names: Iterable[str], tree: ClassTree, config: Mapping[str, An
             matrix := _matrix(f"{block}.{FIRST_EXPERT[0]}", tree, known),
             tensor=name,
             linear=False,
-            kept=matrix.kept or _FUSED_REASON,
+            reason=matrix.reason or _FUSED_REASON,
         )
         for name, block in found.items()
     ]
@@ -97,7 +91,7 @@ def _matrices(modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any]
 
 
 def _matrix(module: str, tree: ClassTree, known: EngineClass) -> Matrix:
-    tensor, kept = f"{module}.weight", tree.reason_to_keep(module)
+    tensor, reason = f"{module}.weight", tree.reason_to_keep(module)
     if draft := tree.draft_of(module):
         rest = module.removeprefix(draft.prefix)
         asked = tail(rest) in tree.tails
@@ -105,12 +99,12 @@ def _matrix(module: str, tree: ClassTree, known: EngineClass) -> Matrix:
         in_vllm = asked or (draft.vllm_joint and module == draft.joint)
         prefix = draft.prefix if draft.vllm is None else draft.vllm
         vllm = fused_layer(f"{prefix}{rest}", None) if in_vllm else None
-        return Matrix(tensor, False, kept, layer, vllm, draft.entry, ".experts." in rest, draft.unfuses)
+        return Matrix(tensor, False, reason, layer, vllm, draft.entry, ".experts." in rest, draft.unfuses)
     if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
         linear = _NO_LINEAR.fullmatch(module.rpartition(".")[2]) is None
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
         layer = known.layer_outside(fused_layer(module, None)) if linear else None
-        return Matrix(tensor, linear, kept, layer, module if linear else None, entry)
+        return Matrix(tensor, linear, reason, layer, module if linear else None, entry)
     asked = module in tree.linears and module not in tree.gates and module != tree.head
     fused = fused_layer(module, tree) if asked else None
     sglang = known.layer(fused) if fused and not module.endswith(_DENSE_IN_SGLANG) else None
@@ -118,7 +112,7 @@ def _matrix(module: str, tree: ClassTree, known: EngineClass) -> Matrix:
     return Matrix(
         tensor,
         module in tree.linears,
-        kept,
+        reason,
         sglang,
         fused,
         dense.entry if dense else spell(module),

@@ -1,4 +1,4 @@
-"""Which modules of a model are Linear layers, as transformers' classes on the meta device have it.
+"""Sorts the modules of a model by transformers' classes on the meta device.
 
 Tests hold the families against this; at run time it is asked only about configs that a family does not convert.
 """

@@ -22,7 +22,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.scheme import QuantScheme, read_scheme
 from quant.planner import quantize_step, quantized, quantized_layout
-from quant.schemes.scheme import Request
+from quant.schemes.interface import Request
 from quant.schemes.w4a16 import PackedWeights
 from quant.selection.decision import packed_modules
 

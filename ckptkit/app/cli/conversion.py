@@ -20,7 +20,7 @@ from quant.schemes.registry import DEFAULT, NAMES, scheme_module
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
     from ckptkit.app.run_options import RunOptions
-    from quant.schemes.scheme import Scheme
+    from quant.schemes.interface import Scheme
 
 
 @click.command(cls=Verb, short_help="Convert HF to Megatron, or Megatron to HF.")
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     help="Names of Megatron's tensors: megatron-core's own (the default) or slime's modules.",
 )
 @click.option("--quantize", "quantization", type=click.Choice(NAMES), help="Megatron -> quantized HF in one pass.")
-@common.int4
+@common.quantizing
 @common.writing
 @common.as_json
 def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json: bool, **options: Any) -> None:
@@ -60,7 +60,7 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
 @click.command(cls=Verb, short_help="Quantize HF to INT4 W4A16.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
-@common.int4
+@common.quantizing
 @common.writing
 @common.as_json
 def quantize(src: str | Path, dst: str | Path, as_json: bool, **options: Any) -> None:

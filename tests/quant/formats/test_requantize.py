@@ -23,7 +23,7 @@ from quant.formats.scheme import QuantScheme, quantization_config
 from quant.kernels.dispatch import Packed, quantize_pack
 from quant.planner import quantized as as_int4
 from quant.requantize import StoredScheme, requantize, stored_parts, stored_scheme
-from quant.schemes.scheme import Request
+from quant.schemes.interface import Request
 from quant.schemes.w4a16 import int4_scheme
 from verify.run import verify
 

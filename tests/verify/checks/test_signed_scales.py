@@ -19,7 +19,7 @@ from ckptkit.app.api import convert, quantize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.scheme import QuantScheme
 from quant.planner import quantized as as_int4
-from quant.schemes.scheme import Request
+from quant.schemes.interface import Request
 from quant.schemes.w4a16 import int4_scheme
 from verify.run import verify
 
