@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import CkptkitError
 
 if TYPE_CHECKING:
-    from ckptkit.app.api import convert, int4_scheme, make_manifest, quantize
+    from ckptkit.app.api import convert, make_manifest, quantize
     from ckptkit.app.conversion import ConversionResult
     from ckptkit.app.forecast import Forecast
     from ckptkit.app.inspection import inspect
     from quant.formats.scheme import QuantScheme
     from quant.lint.lint import LintReport, lint
+    from quant.schemes.w4a16 import int4_scheme
     from verify.diff.diff import diff
     from verify.diff.result import Diff
     from verify.launch.preflight import preflight
@@ -64,7 +65,7 @@ _HOME = {
     "convert": "ckptkit.app.api",
     "diff": "verify.diff.diff",
     "inspect": "ckptkit.app.inspection",
-    "int4_scheme": "ckptkit.app.api",
+    "int4_scheme": "quant.schemes.w4a16",
     "lint": "quant.lint.lint",
     "make_manifest": "ckptkit.app.api",
     "preflight": "verify.launch.preflight",

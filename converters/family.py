@@ -125,7 +125,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Dense:
-    """Linear layers that SGLang's class can hold dense only.
+    """Linear layers that an engine's class can hold dense only.
 
     `pattern`: a pattern of their names, `entry`: the entry of `ignore` that leaves them out, `reason`: why.
     """
@@ -136,28 +136,27 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class SglangClass:
-    """SGLang's class of a model. Source: `sglang/srt/models/*.py` of SGLang 0.5.16.
+class EngineClass:
+    """An inference engine's class of a model. Source for SGLang: `sglang/srt/models/*.py` of SGLang 0.5.16."""
 
-    `fused`: the fused layers that it declares in `packed_modules_mapping`, and so takes apart before it looks at
-    `ignore`; any other fused layer is looked up by its own name. `root`: how a released module's name begins, and
-    what SGLang has instead. `entries`: beginnings that SGLang rewrites in plain entries of `ignore`
-    (`hf_to_sglang_mapper`); the first that fits counts. `outside`: parts of names that it spells otherwise in
-    layers outside the language model; None: it never asks about those. `dense`: what it cannot hold as INT4.
-    `joins_shared_expert`: on CUDA it makes the shared expert one of the routed ones, unless told not to.
-    `layer_id_since`: the release from which its routers know their layer (`layer_id` of `TopK`), without which an
-    engine that is asked for the experts of each token ends. `keys`: what it reads of the language model's config
-    and transformers 5 does not write, with the values of the model that transformers runs; without them it stops,
-    or builds another model.
-    """
-
+    # Fused layers that the class declares in `packed_modules_mapping`, and so takes apart before it looks at `ignore`.
+    # Any other fused layer is looked up by its own name.
     fused: tuple[str, ...] = ()
+    # How a released module's name begins, and what the engine has instead.
     root: tuple[str, str] = ("", "")
+    # Prefixes that it rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`); the first that fits counts.
     entries: tuple[tuple[str, str], ...] = ()
+    # Parts of names that it spells otherwise in layers outside the language model; None: it never asks about those.
     outside: tuple[tuple[str, str], ...] | None = None
+    # Layers that it cannot hold quantized.
     dense: tuple[Dense, ...] = ()
+    # On CUDA it makes the shared expert one of the routed ones, unless started with an option against it.
     joins_shared_expert: bool = False
+    # The release from which its routers know their layer (`layer_id` of `TopK`). Before, an engine that is asked for
+    # the experts of each token ends.
     layer_id_since: tuple[int, ...] = ()
+    # What it reads of the language model's config and transformers 5 does not write, with the values of the model that
+    # transformers runs. Without them it stops, or builds another model.
     keys: Keys = _ALL_WRITTEN
 
     @cached_property
@@ -166,12 +165,12 @@ class SglangClass:
         return {name: FUSED[name] for name in self.fused}
 
     def layer(self, module: str) -> str:
-        """The name in SGLang of a module that it does not fuse."""
+        """The engine's name of a module that it does not fuse."""
         old, new = self.root
         return new + module.removeprefix(old) if module.startswith(old) else module
 
     def layer_outside(self, layer: str) -> str | None:
-        """The name in SGLang of a layer outside the language model; None where it never asks about it."""
+        """The engine's name of a layer outside the language model; None where it never asks about it."""
         if self.outside is None:
             return None
         for old, new in self.outside:
@@ -179,13 +178,14 @@ class SglangClass:
         return layer
 
     def entry(self, pattern: str) -> str:
-        """An entry of `ignore` as SGLang holds it against its layers' names."""
+        """An entry of `ignore` as the engine holds it against its layers' names."""
         for old, new in self.entries:
             if pattern.startswith(old):
                 return new + pattern.removeprefix(old)
         return pattern
 
 
+_PLAIN_CLASS = EngineClass()
 QKV_GATE_UP = ("qkv_proj", "gate_up_proj")
 
 
@@ -205,7 +205,8 @@ class ModelFamily:
     `language_models`: the `model_type`s of a language model alone that may be stored under the names of the multimodal
     model, with the `model_type` of that.
 
-    `release`: how releases are spelled and quantized; None where INT4 is not supported. `sglang`: its class in SGLang.
+    `release`: how releases are spelled and quantized; None where INT4 is not supported.
+    `engines`: its class in each inference engine, by the engine's name. An engine without an entry has a plain class.
     `unlike_transformers`: why transformers, as installed, computes another model from a config, for prompts of so many
     tokens; None where it does not.
     """
@@ -221,8 +222,12 @@ class ModelFamily:
     tie: TieFlag = _TIED_AT_THE_TOP
     language_models: Mapping[str, str] = field(default_factory=dict)
     release: Release | None = Release()
-    sglang: SglangClass = SglangClass()
+    engines: Mapping[str, EngineClass] = field(default_factory=dict)
     unlike_transformers: Callable[[Mapping[str, Any], int], str | None] = lambda config, tokens: None
+
+    def engine(self, name: str) -> EngineClass:
+        """Its class in an engine."""
+        return self.engines.get(name, _PLAIN_CLASS)
 
     def carries(self, name: str) -> bool:
         """Whether a tensor of the release is only carried."""

@@ -27,17 +27,13 @@ _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
 
 @dataclass(frozen=True)
 class StoredScheme:
-    """What the config of an INT4 checkpoint says about its scales.
+    """What the config of an INT4 checkpoint says about its scales."""
 
-    `grid`: None where another tool wrote the config. `scale_dtype`: None where the config states none. `kept_scales`:
-    scales of another grid may be among them.
-    """
-
-    group_size: int | None
+    group_size: int | None  # None: one scale a row
     symmetric: bool
-    grid: Grid | None = None
-    scale_dtype: torch.dtype | None = None
-    kept_scales: bool = False
+    grid: Grid | None = None  # None: another tool wrote the config
+    scale_dtype: torch.dtype | None = None  # None: the weight's own
+    kept_scales: bool = False  # scales of another grid may be among them
 
     def fits(self, scheme: QuantScheme) -> bool:
         """Whether scales cover the same groups of weights as in `scheme`."""
@@ -60,8 +56,9 @@ def stored_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
         return None
     weights = next(iter(parse(quantization_of(config)).config_groups.values())).weights
     grid = weights.observer_kwargs.get("grid")
-    kept = weights.observer_kwargs.get(KEPT_SCALES) is True
-    return StoredScheme(form.group, form.symmetric, grid if grid in GRIDS else None, weights.scale_dtype, kept)
+    kept_scales = weights.observer_kwargs.get(KEPT_SCALES) is True
+    known = grid if grid in GRIDS else None
+    return StoredScheme(form.group, form.symmetric, known, weights.scale_dtype, kept_scales)
 
 
 def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed | None:
@@ -104,30 +101,31 @@ def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -
         if before.zero_point is None
         else unpack_zero_point(before.zero_point.to(weight.device), before.scale.shape)
     )
-    codes, kept = _codes(weight, scale, zero_point, scheme)
-    if bool(kept.all()):
+    codes, reused = _codes(weight, scale, zero_point, scheme)
+    if bool(reused.all()):
         return Packed.of(codes, scale, zero_point)
     (fresh,) = quantize_pack([weight], scheme, [name])
-    words = torch.where(kept.unsqueeze(-1), pack(codes).reshape(*kept.shape, -1), fresh.words.reshape(*kept.shape, -1))
-    scale = torch.where(kept, scale, fresh.scale)
+    own, new = (words.reshape(*reused.shape, -1) for words in (pack(codes), fresh.words))
+    words = torch.where(reused.unsqueeze(-1), own, new)
+    scale = torch.where(reused, scale, fresh.scale)
     if zero_point is not None and fresh.zero_point is not None:
-        zero_point = torch.where(kept, zero_point, unpack_zero_point(fresh.zero_point, kept.shape))
+        zero_point = torch.where(reused, zero_point, unpack_zero_point(fresh.zero_point, reused.shape))
     return Packed(words.flatten(1), scale, None if zero_point is None else pack_zero_point(zero_point))
 
 
 def _codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
     """Returns codes int8 [rows, columns] for these scales, and bool [rows, groups]: which groups they reproduce."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    kept = torch.ones(scale.shape, dtype=torch.bool, device=weight.device)
+    reused = torch.ones(scale.shape, dtype=torch.bool, device=weight.device)
     size = scheme.group_size or weight.shape[1]
     step = max(1, _BLOCK // max(weight.shape[1], 1))
     for start in range(0, weight.shape[0] if weight.numel() else 0, step):
         block = slice(start, start + step)
         zero = None if zero_point is None else zero_point[block]
-        groups = weight[block].reshape(-1, kept.shape[1], size)
+        groups = weight[block].reshape(-1, reused.shape[1], size)
         quotient = groups.float() / scale[block].float().unsqueeze(-1)
         exact = quotient.round_() if zero is None else quotient.round_().add_(zero.unsqueeze(-1))
         codes[block] = exact.nan_to_num_(nan=0.0).clamp_(-8, 7).to(torch.int8).flatten(1)
         meant = dequantize(codes[block], scale[block], zero).to(weight.dtype)
-        kept[block] = (meant.reshape(groups.shape) == groups).all(-1) & scale[block].isfinite() & (scale[block] != 0)
-    return codes, kept
+        reused[block] = (meant.reshape(groups.shape) == groups).all(-1) & scale[block].isfinite() & (scale[block] != 0)
+    return codes, reused

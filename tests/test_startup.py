@@ -57,7 +57,7 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
         ["diff", megatron, hf],
         ["convert", hf, str(tmp_path / "there")],
     )
-    assert {"torch", "ckptkit.app.api", "converters.planner"} <= back
+    assert {"torch", "ckptkit.app.conversion", "converters.planner"} <= back
     assert {"verify.checks.values.values", "verify.checks.quantization.int4"} <= both
     assert "verify.diff.diff" in compared
     for modules in (back, both, mixed, compared, there):

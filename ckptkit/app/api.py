@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
-
-import torch
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptkit.app.conversion import ConversionResult, run
 from ckptkit.app.inspection import inspect, model_arguments
 from ckptkit.app.run_options import GivenOptions, run_options
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import locate, refuse_url
-from ckptkit.formats.hf.remote import config_at
 from ckptkit.formats.hf.side_files import MANIFEST
 from ckptkit.storage.fingerprint import unchanged
 from ckptkit.transfer.manifest import (
@@ -28,59 +25,31 @@ from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
 
 if TYPE_CHECKING:
-    from quant.formats.scheme import Grid, QuantScheme, Search
+    from quant.schemes.interface import Scheme
 
-__all__ = ["convert", "inspect", "int4_scheme", "make_manifest", "model_arguments", "quantize"]
+__all__ = ["convert", "inspect", "make_manifest", "model_arguments", "quantize"]
 
 
 def convert(
-    src: str | Path, dst: str | Path, *, quantize: QuantScheme | None = None, **options: Unpack[GivenOptions]
+    src: str | Path, dst: str | Path, *, quantize: Scheme | None = None, **options: Unpack[GivenOptions]
 ) -> ConversionResult:
     """Converts an HF directory to Megatron torch_dist, or a Megatron root, `release/` or `iter_*/` to an HF directory.
 
-    `quantize`, only on the way back, writes INT4 in the same pass. `options` mean what the
-    fields of `ckptkit.app.run_options.RunOptions` mean. Raises CkptkitError for anything wrong with the input; then
+    `quantize`, only on the way back, writes quantized weights in the same pass. `options` mean what the fields of
+    `ckptkit.app.run_options.RunOptions` mean. Raises CkptkitError for anything wrong with the input; then
     nothing is left.
     """
     return run(run_options("convert", src, dst, quantize, **options))
 
 
-def quantize(
-    src: str | Path, dst: str | Path, scheme: QuantScheme, **options: Unpack[GivenOptions]
-) -> ConversionResult:
-    """Quantizes an HF directory to INT4 W4A16 (compressed-tensors pack-quantized), one tensor an expert.
+def quantize(src: str | Path, dst: str | Path, scheme: Scheme, **options: Unpack[GivenOptions]) -> ConversionResult:
+    """Quantizes an HF directory, one tensor an expert. `ckptkit.int4_scheme` makes the scheme of INT4 W4A16.
 
-    A quantized source is dequantized first. What an INT4 source has packed is packed again, less what the scheme
-    ignores, and keeps its scales where they still give its weights and the scheme has the same groups. `options` and
-    errors are those of `convert`, less `hf`, `dtype` and `dialect`.
+    A quantized source is dequantized first. What a source in the same scheme has packed is packed again, less what the
+    scheme ignores, and keeps its scales where they still give its weights and the scheme has the same groups.
+    `options` and errors are those of `convert`, less `hf`, `dtype` and `dialect`.
     """
     return run(run_options("quantize", src, dst, scheme, **options))
-
-
-def int4_scheme(
-    reference: str | Path | None = None,
-    *,
-    group_size: int | Literal["channel"] | None = None,
-    grid: Grid | None = None,
-    symmetric: bool | None = None,
-    ignore: tuple[str, ...] = (),
-    search: Search = "none",
-    scale_dtype: torch.dtype | None = None,
-) -> QuantScheme:
-    """Makes a scheme. Options not given default to those of the INT4 HF checkpoint at `reference`.
-
-    Without one, or where that is not in INT4: groups of 128, symmetric, qmax7. Asymmetric and searched schemes are on
-    the minmax grid, the only one that allows them. Raises CkptkitError as `QuantScheme` does.
-    """
-    from quant.formats.scheme import QuantScheme
-    from quant.requantize import StoredScheme, stored_scheme
-
-    config = config_at(reference) if reference else None
-    known = (stored_scheme(config) if config is not None else None) or StoredScheme(128, True)
-    even = known.symmetric if symmetric is None else symmetric
-    chosen = grid or (known.grid if even and search == "none" else "minmax") or "qmax7"
-    size = known.group_size if group_size is None else None if group_size == "channel" else group_size
-    return QuantScheme(size, chosen, ignore, even, search, scale_dtype or known.scale_dtype)
 
 
 def make_manifest(

@@ -84,7 +84,7 @@ def _check_direction(options: RunOptions, location: Location) -> None:
         if options.verb == "quantize":
             raise CkptkitError(
                 f"{options.src} is a Megatron checkpoint",
-                "`ckptkit convert SRC DST --quantize w4a16` exports and quantizes in one pass",
+                "`ckptkit convert SRC DST --quantize` with the name of a scheme exports and quantizes in one pass",
             )
         if options.dialect:
             message = "--dialect is for the way to Megatron"
@@ -94,8 +94,10 @@ def _check_direction(options: RunOptions, location: Location) -> None:
             message = "--hf is for the way back, from Megatron to HF"
             raise CkptkitError(message, "leave it out: the source brings its own config")
         if options.scheme:
-            message = "Megatron holds no INT4 weights"
-            raise CkptkitError(message, "`ckptkit quantize` makes an INT4 HF checkpoint from an HF one")
+            message = f"Megatron holds no {options.scheme.title} weights"
+            raise CkptkitError(
+                message, f"`ckptkit quantize` makes an {options.scheme.title} HF checkpoint from an HF one"
+            )
         if is_url(options.dst):
             message = f"{options.dst}: only HF directories are written to URLs, and no Megatron checkpoints"
             raise CkptkitError(message, "write it to a disk, and copy it there")

@@ -18,13 +18,14 @@ from ckptkit.core.plan import read_and_held
 from ckptkit.core.progress import size
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.copy import STREAM, cores, may_stream, threads
-from quant.formats.scheme import QuantScheme
+from quant.schemes.interface import Scheme
+from quant.schemes.registry import scheme_module
 
 START = 5.0  # seconds from a command's start to the first byte: imports
 _PIECE = 8 << 20
 _PIECES = 8
 _LONGEST_S = 0.5
-_MATRIX = (512, 4096)  # that the search for scales is measured with: 4 MiB in bfloat16
+_MATRIX = (512, 4096)  # that slow schemes are measured with: 4 MiB in bfloat16
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,9 @@ def forecast(options: RunOptions, plan: ConversionPlan) -> Forecast:
     except OSError as error:
         return replace(found, reason=f"{directory}: {error.strerror}")
     seconds = found.read / read + found.written / write
-    if options.scheme is not None and options.scheme.search != "none" and options.device == "cpu":
-        # Without a search one core keeps up with a disk.
+    if options.scheme is not None and options.scheme.is_slow and options.device == "cpu":
         workers = min(options.workers or cores(), cores())
-        seconds = max(seconds, max(found.read, found.written) / (search_rate(options.scheme) * workers))
+        seconds = max(seconds, max(found.read, found.written) / (quantizing_rate(options.scheme) * workers))
     return replace(found, seconds=START + seconds)
 
 
@@ -103,13 +103,12 @@ def disk_rates(directory: Path) -> tuple[float, float]:
     return count * _PIECE / reading, count * _PIECE / seconds
 
 
-def search_rate(scheme: QuantScheme) -> float:
-    """Bytes a second of bfloat16 weights for which one core finds scales by search."""
-    from quant.kernels.dispatch import quantize_pack  # here because it compiles kernels
-
+def quantizing_rate(scheme: Scheme) -> float:
+    """Bytes a second of bfloat16 weights that one core quantizes."""
+    quantize = scheme_module(scheme.name).quantize_sample
     weight = torch.linspace(-1, 1, _MATRIX[0] * _MATRIX[1]).to(torch.bfloat16).reshape(_MATRIX)
-    quantize_pack([weight], scheme, ["a matrix"])
-    seconds, count = _repeated(lambda: quantize_pack([weight], scheme, ["a matrix"]), _PIECES)
+    quantize(weight, scheme)
+    seconds, count = _repeated(lambda: quantize(weight, scheme), _PIECES)
     return count * weight.nbytes / seconds
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.allocator import gc_paused
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
@@ -36,6 +35,9 @@ from converters.planner import MCORE, dims_of, to_hf, to_megatron
 from converters.stored import remarks, require_mtp
 from verify.evidence.plain import plain
 
+if TYPE_CHECKING:
+    from quant.schemes.interface import Scheme
+
 Layout = Mapping[str, list[str]]
 
 
@@ -53,7 +55,7 @@ class ConversionPlan:
 
     `side_files`: the HF directory whose config, tokenizer and code go into `side_folder` of the destination. `layout`:
     how HF weights are, or on the way back will be, cut into files. `dequantized`: how a quantized source was quantized,
-    in words. `notes`: what the user should know of the source and, of INT4, before it is served.
+    in words. `notes`: what the user should know of the source and, where it is quantized, before it is served.
     """
 
     kind: Literal["hf", "megatron"]
@@ -140,8 +142,8 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
     require_mtp(source.config, source.specs, release, str(location.path))
     fused = is_fused(release) or only_fused(source.config)
     packs = options.scheme is not None
-    if packs:
-        _refuse_int4(source.config)
+    if options.scheme is not None:
+        _require_separate_experts(source.config, options.scheme)
     view: Checkpoint = to_hf(
         source, str(location.path), fused=fused and not packs, dtype=options.cast_to, release=release
     )
@@ -160,11 +162,12 @@ def _quantize(location: Location, options: RunOptions, here: Sources) -> Convers
     view: Checkpoint = source
     layout = _cut(source, options) if options.max_shard_size else _layout(source, options)
     if is_fused(source.specs):
-        _refuse_int4(source.config)
+        if options.scheme is not None:
+            _require_separate_experts(source.config, options.scheme)
         view = View(source, unfuse(source.specs, source.config, options.src))
         layout = _cut(view, options)
     before = source.source if isinstance(source, View) else None
-    plan = _hf_plan(view, layout, location.directory, location, options, here, reference=_if_int4(before))
+    plan = _hf_plan(view, layout, location.directory, location, options, here, stored=before)
     return replace(
         plan,
         dequantized=_format_words(before.config) if before is not None else None,
@@ -179,22 +182,10 @@ def _notes(source: Checkpoint) -> tuple[str, ...]:
     return (*remarks(source.config, source.specs), *([said] if lost else []))
 
 
-def _if_int4(source: Checkpoint | None) -> Checkpoint | None:
-    """The source, when it is in INT4."""
-    if source is None:
-        return None
-    from quant.requantize import stored_scheme
+def _require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
+    from quant.planner import require_separate_experts  # here because few runs need it
 
-    return source if stored_scheme(source.config) else None
-
-
-def _refuse_int4(config: Mapping[str, Any]) -> None:
-    if only_fused(config):
-        raise CkptkitError(
-            f"INT4 {config['model_type']} is not supported: its experts are one tensor a layer, "
-            "and no reader knows them one by one",
-            "serve it as it is, or in the format of its release",
-        )
+    require_separate_experts(config, scheme)
 
 
 def _hf_plan(
@@ -204,33 +195,20 @@ def _hf_plan(
     location: Location,
     options: RunOptions,
     here: Sources,
-    reference: Checkpoint | None = None,
+    stored: Checkpoint | None = None,
 ) -> ConversionPlan:
-    layout, notes = layout_for(view, layout), []
+    layout = layout_for(view, layout)
+    notes: tuple[str, ...] = ()
     if options.scheme is not None:
-        from quant.planner import kernel_notes, packed_less, quantized, quantized_layout, rl_names
+        from quant.planner import quantized, quantized_layout
+        from quant.schemes.interface import Request
 
-        before = view
         like = HfCheckpoint(here[options.like]) if options.like else None
-        names: Collection[str] | None = like.specs if like else None
-        if options.preset:
-            names = rl_names(view)
-        elif reference and not like:
-            names = packed_less(reference.specs, options.scheme.ignore)
-        view = quantized(
-            view,
-            str(side_files),
-            options.scheme,
-            reference=like or reference,
-            like=names,
-            tp=options.tp,
-            readers=options.readers,
-            device=options.device,
-        )
-        layout = quantized_layout(layout, before.specs, view.specs)
-        notes = kernel_notes(before, view, options.scheme, options.readers)
+        request = Request(str(side_files), like, stored, options.preset, options.readers, options.tp, options.device)
+        view, notes = quantized(view, options.scheme, request)
+        layout = quantized_layout(layout, view)
     outputs = (Output(view, SafetensorsFiles(view.specs, layout)),)
-    return ConversionPlan("hf", location, outputs, side_files, layout, view.config, notes=tuple(notes))
+    return ConversionPlan("hf", location, outputs, side_files, layout, view.config, notes=notes)
 
 
 def _format_words(config: Mapping[str, Any]) -> str:

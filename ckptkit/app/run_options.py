@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
-from ckptkit.core.unused import refuse_int4_options
+from ckptkit.core.unused import refuse_quantizing_options
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, place
@@ -21,7 +21,7 @@ from converters.planner import DIALECTS
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
-    from quant.formats.scheme import QuantScheme
+    from quant.schemes.interface import Scheme
 
 DTYPES = ("auto", *COMPUTED)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -41,7 +41,7 @@ class RunOptions:
     dtype: of DTYPES; "auto": as in the source.
     dialect: how Megatron's tensors are named: "mcore" (None means this) as megatron-core does, "slime" as slime's
         modules do. On the way back the names tell it.
-    scheme: how weights are quantized to INT4; None: they are not.
+    scheme: how weights are quantized; None: they are not.
     preset: "rl" packs only what an engine can be updated with: routed experts, as slime's training rounds them. None:
         all that may be packed.
     readers: those of `quant.selection.readers.READERS` who must agree on what is packed.
@@ -62,7 +62,7 @@ class RunOptions:
     hf: str | None = None
     dtype: str = "auto"
     dialect: str | None = None
-    scheme: QuantScheme | None = None
+    scheme: Scheme | None = None
     like: str | None = None
     preset: Literal["rl"] | None = None
     readers: tuple[str, ...] = ALL_READERS
@@ -100,19 +100,12 @@ class RunOptions:
                 "readers": "--reader",
                 "device": "--device",
             }
-            refuse_int4_options([option for name, option in spelled.items() if self._is_given(name)])
+            refuse_quantizing_options([option for name, option in spelled.items() if self._is_given(name)])
 
         elif self.preset:
-            self._check_preset(self.scheme)
-
-    def _check_preset(self, scheme: QuantScheme) -> None:
-        if self.like:
-            raise CkptkitError("--like and --preset both say what is packed", "give one of them")
-        if not scheme.symmetric or scheme.grid != "qmax7":
-            raise CkptkitError(
-                "--preset rl is symmetric and on the qmax7 grid, as training rounds weights",
-                "leave out --asymmetric, --grid and --search",
-            )
+            if self.like:
+                raise CkptkitError("--like and --preset both say what is packed", "give one of them")
+            self.scheme.check_preset()
 
     def _is_given(self, name: str) -> bool:
         (default,) = (one.default for one in fields(self) if one.name == name)
@@ -140,7 +133,10 @@ class RunOptions:
                 words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
         if self._is_given("readers"):
             words += [word for reader in self.readers for word in ("--reader", reader)]
-        return words + (_scheme_words(self.scheme, self.verb) if self.scheme else [])
+        if self.scheme is not None:
+            words += ["--quantize", self.scheme.name] if self.verb == "convert" else []
+            words += self.scheme.command_line()
+        return words
 
     def identity(self, sources: Sources) -> dict[str, Any]:
         """What a resumed run must share with the one that died: version, command, and the files that are read."""
@@ -176,7 +172,7 @@ def run_options(
     verb: Literal["convert", "quantize"],
     src: str | Path,
     dst: str | Path,
-    scheme: QuantScheme | None = None,
+    scheme: Scheme | None = None,
     **given: Unpack[GivenOptions],
 ) -> RunOptions:
     """Makes RunOptions of what a user gave. Raises as RunOptions does, and TypeError for an unknown option."""
@@ -195,12 +191,3 @@ def parse_size(text: str) -> int:
     if not found or not int(found[1]):
         raise CkptkitError(f"{text!r} is no size", "write 512MB, 2GB or a number of bytes")
     return int(found[1]) * _UNITS[found[2]]
-
-
-def _scheme_words(scheme: QuantScheme, verb: str) -> list[str]:
-    words = ["--quantize", "w4a16"] if verb == "convert" else []
-    words += ["--group-size", str(scheme.group_size or "channel"), "--grid", scheme.grid]
-    words += [] if scheme.symmetric else ["--asymmetric"]
-    words += ["--search", scheme.search] if scheme.search != "none" else []
-    words += ["--scale-dtype", str(scheme.scale_dtype).removeprefix("torch.")] if scheme.scale_dtype else []
-    return words + [word for pattern in scheme.ignore for word in ("--ignore", pattern)]

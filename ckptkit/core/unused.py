@@ -8,17 +8,17 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 
 
-def refuse_int4_options(given: Sequence[str]) -> None:
-    """Raises CkptkitError when a conversion that does not quantize was `given` options of INT4 (`--group-size`)."""
+def refuse_quantizing_options(given: Sequence[str]) -> None:
+    """Raises CkptkitError when a conversion that does not quantize was `given` options for it (`--group-size`)."""
     if not given:
         return
     hint = (
         "leave it out, or add --quantize w4a16 on the way from Megatron to HF; "
-        "`ckptkit quantize` makes INT4 of an HF checkpoint"
+        "`ckptkit quantize` quantizes an HF checkpoint"
     )
     if "--tp" in given:
         hint += "; what is converted to Megatron is not cut, and loads at any parallel size"
-    raise CkptkitError(f"{', '.join(given)} is about INT4 weights, and has no effect without --quantize", hint)
+    raise CkptkitError(f"{', '.join(given)} is about quantized weights, and has no effect without --quantize", hint)
 
 
 def refuse_hf(hf: str | Path | None, path: str | Path) -> None:

@@ -17,7 +17,7 @@ from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.tie import TieFlag
 from converters.config.values import flag, integer, number, rope_of, sliding_layers, window_of
-from converters.family import QKV_GATE_UP, ModelFamily, Release, SglangClass
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release
 from converters.rules import ParamMapping, decoder
 
 # What the releases with a vision tower leave out of their text_config; transformers `Gemma3TextConfig`.
@@ -143,7 +143,7 @@ _TEXT = ModelFamily(
     mappings,
     carried=("vision_tower.", "multi_modal_projector."),
     release=Release(classes=_CLASSES),
-    sglang=SglangClass(QKV_GATE_UP),
+    engines={"sglang": EngineClass(QKV_GATE_UP)},
 )
 FAMILIES = (
     _TEXT,
@@ -153,6 +153,6 @@ FAMILIES = (
         architectures=_TEXT.architectures[::-1],
         tie=TieFlag(("transformers", "vLLM"), ("SGLang",), absent=True, older=("transformers 4",)),
         release=_NESTED,
-        sglang=SglangClass(QKV_GATE_UP, outside=((".self_attn.out_proj", ".self_attn.proj"),)),
+        engines={"sglang": EngineClass(QKV_GATE_UP, outside=((".self_attn.out_proj", ".self_attn.proj"),))},
     ),
 )

@@ -17,7 +17,7 @@ from ckptkit.core.installation import package_release
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, number, sliding_layers, window_of
-from converters.family import FusedExperts, ModelFamily, SglangClass
+from converters.family import EngineClass, FusedExperts, ModelFamily
 from converters.ops.basic import Copy, GateUp
 from converters.rules import ParamMapping, decoder
 
@@ -100,6 +100,6 @@ FAMILIES = (
         mappings,
         fused=FusedExperts(transposed=True, interleaved=True, always=True),
         release=None,
-        sglang=SglangClass(keys=_sglang_keys),
+        engines={"sglang": EngineClass(keys=_sglang_keys)},
     ),
 )

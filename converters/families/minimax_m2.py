@@ -18,7 +18,7 @@ from ckptkit.core.printable import shortened
 from converters.blocks.decoder import W1_W3_W2, attention, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, number, rope_of
-from converters.family import QKV_GATE_UP, FusedExperts, ModelFamily, Release, SglangClass
+from converters.family import QKV_GATE_UP, EngineClass, FusedExperts, ModelFamily, Release
 from converters.ops.basic import Copy
 from converters.rules import ParamMapping, decoder
 
@@ -124,7 +124,7 @@ FAMILIES = (
         {"slime": partial(_mappings, norm="{}_norm", axis=None)},
         fused=FusedExperts(renamed=True),
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MiniMaxM2TopKRouter"}),
-        sglang=SglangClass(QKV_GATE_UP, layer_id_since=(0, 5, 23), keys=_sglang_keys),
+        engines={"sglang": EngineClass(QKV_GATE_UP, layer_id_since=(0, 5, 23), keys=_sglang_keys)},
         unlike_transformers=_unlike_transformers,
     ),
 )

@@ -96,8 +96,9 @@ def stated_scheme(config: Mapping[str, Any]) -> QuantScheme:
     weights = next(iter(content["config_groups"].values()))["weights"] if usual else {}
     if usual is None or weights.get("actorder") is not None or weights.get("scale_dtype") is not None:
         return read_scheme(config)
-    said, ignore = weights.get("observer_kwargs") or {}, tuple(content.get("ignore", ()))
-    return QuantScheme(usual.group, said.get("grid", "minmax"), ignore, usual.symmetric, said.get("search", "none"))
+    recorded, ignore = weights.get("observer_kwargs") or {}, tuple(content.get("ignore", ()))
+    grid, search = recorded.get("grid", "minmax"), recorded.get("search", "none")
+    return QuantScheme(usual.group, grid, ignore, usual.symmetric, search)
 
 
 def judged_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
@@ -107,7 +108,7 @@ def judged_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
     weights = [group.weights for group in groups]
     first = weights[0] if weights else None
     if first is None or any(other != first for other in weights):
-        raise _unsupported("config_groups that do not all quantize weights alike")
+        raise _unsupported("config_groups that quantize weights in several ways")
     formats = {parsed.format, *(group.format for group in groups if group.format)}
     static = any(group.input_activations is not None and group.input_activations.dynamic is False for group in groups)
     unused = (".input_scale", ".input_zero_point") if static else ()

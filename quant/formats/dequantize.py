@@ -88,7 +88,7 @@ def _check_left(release: Release, form: Format, left: Sequence[TensorSpec]) -> N
         if spec.dtype not in _PLAIN:
             raise release.refused(
                 spec.name,
-                f"is no part of {form.words}",
+                f"is not a part of {form.words}",
                 "config.json belongs to other weights, or states another format: restore it",
             )
 

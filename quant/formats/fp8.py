@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NAN = 0x7F  # NaN without its sign bit
-_LARGEST = 448.0
+_MAX_VALUE = 448.0
 _PRODUCTS, _ROWS = 1 << 14, 1 << 8  # products and rows of weights worked on at a time: they stay in the cache
 _FMTS = (None, "e4m3", "float8_e4m3fn")
 _SCALE_FMTS = (None, "float", "ue8m0")
@@ -35,16 +35,12 @@ _SCALE_FMTS = (None, "float", "ue8m0")
 
 @dataclass(frozen=True)
 class Fp8:
-    """One variant of FP8.
+    """One variant of FP8."""
 
-    `block`: rows and columns that share a scale; None: all of them. `scales`: possible endings of the scale's name.
-    `exponents`: whether uint8 scales are accepted, as the exponents that float8_e8m0fnu stores. `unused`: see `Format`.
-    """
-
-    block: tuple[int | None, int | None]
-    scales: tuple[str, ...]
-    exponents: bool = False
-    unused: tuple[str, ...] = ()
+    block: tuple[int | None, int | None]  # rows and columns that share a scale; None: all of them
+    scales: tuple[str, ...]  # possible endings of the scale's name
+    exponents: bool = False  # uint8 scales are accepted, as the exponents that float8_e8m0fnu stores
+    unused: tuple[str, ...] = ()  # see `Format`
 
     @cached_property
     def words(self) -> str:
@@ -67,7 +63,7 @@ class Fp8:
     def _step(self, release: Release, spec: TensorSpec) -> Step:
         if len(spec.shape) < 2:
             raise release.refused(
-                spec.name, "is FP8 and no matrix", "no release quantizes vectors: compare the shard with the release"
+                spec.name, "is FP8 and not a matrix", "no release quantizes vectors: compare the shard with the release"
             )
         names = [spec.name + ending for ending in self.scales]
         scale = release.require(next((name for name in names if name in release.specs), names[0]), spec.name)
@@ -81,7 +77,7 @@ class Fp8:
 
             weight, scales = tensors
             factors = _as_float(scales).expand(grid) if for_tensor else _as_float(scales)
-            release.check_finite(scale.name, (factors * _LARGEST).to(torch.bfloat16))
+            release.check_finite(scale.name, (factors * _MAX_VALUE).to(torch.bfloat16))
             if _has_nan(weight):
                 raise release.refused(spec.name, "holds NaN, which some quantizers make of a block of zeros", DAMAGED)
             return [scaled(weight, factors, block)]

@@ -1,4 +1,4 @@
-"""The config_groups of a compressed-tensors config: which modules each is for, and what readers refuse of them.
+"""Reads config_groups of a compressed-tensors config: which modules each is for, and what readers refuse of them.
 
 Several groups may quantize a model: INT4 beside FP8, or INT4 in several group sizes. Imports no compressed-tensors.
 """

@@ -25,21 +25,18 @@ from quant.formats.zero_points import is_expert, of_sglang_experts
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WIDEST = 15  # steps between a code and a zero point
+_MAX_DISTANCE = 15  # steps between a code and a zero point
 _INTEGERS = ("int64", "int32")
 
 
 @dataclass(frozen=True)
 class PackedInt4:
-    """One variant of packed INT4. `group`: neighbours in a row that share a scale; None: one scale a row.
+    """One variant of packed INT4."""
 
-    `sglang_experts`: zero points of routed experts are in SGLang's layout (`quant.formats.zero_points`).
-    """
-
-    group: int | None
+    group: int | None  # neighbours in a row that share a scale; None: one scale a row
     symmetric: bool
-    unused: tuple[str, ...] = ()
-    sglang_experts: bool = False
+    unused: tuple[str, ...] = ()  # see `Format`
+    sglang_experts: bool = False  # zero points of routed experts are in SGLang's layout (`quant.formats.zero_points`)
 
     @cached_property
     def words(self) -> str:
@@ -71,7 +68,7 @@ class PackedInt4:
         if len(packed.shape) != 2 or len(scale.shape) != 2:
             raise release.refused(
                 packed.name,
-                f"with {scale} is no packed matrix",
+                f"with {scale} is not a packed matrix",
                 "only one matrix a module is supported, not fused experts",
             )
         rows, groups = packed.shape[0], scale.shape[1] if self.group else 1
@@ -109,7 +106,7 @@ def _dequantized(
         raise release.refused(
             stored_shape, f"says {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}", hint
         )
-    release.check_finite(scale.name, scales * _WIDEST)
+    release.check_finite(scale.name, scales * _MAX_DISTANCE)
     if not zero:
         return [unpacked(words, scales, shape)]
     zero_point = of_sglang_experts(zero[0]) if of_sglang else unpack_zero_point(zero[0], scale.shape)

@@ -28,7 +28,7 @@ _BYTES = 16  # of a group: 32 numbers
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ONES = 0x22  # two codes of the number 1
 _SCALE_ONE = 127
-_LARGEST_SCALE = 252  # 6 x 2^125 is the largest product that bfloat16 holds; 255 is NaN
+_MAX_SCALE = 252  # 6 x 2^125 is the largest product that bfloat16 holds; 255 is NaN
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def _step(release: Release, blocks: TensorSpec) -> Step:
     release.check(scales.name, (experts, rows, groups), ("uint8",), blocks)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        if bool((tensors[1] > _LARGEST_SCALE).any()):
+        if bool((tensors[1] > _MAX_SCALE).any()):
             raise release.refused(
-                scales.name, f"holds exponents above {_LARGEST_SCALE}, which give NaN or infinity", DAMAGED
+                scales.name, f"holds exponents above {_MAX_SCALE}, which give NaN or infinity", DAMAGED
             )
         return [unpacked(*tensors)]
 

@@ -7,7 +7,7 @@ compressed-tensors' `pack_to_int32`, which needs int32 temporaries of 8 bytes a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quant.formats.scheme import CODES_PER_WORD as CODES_PER_WORD
 
@@ -57,3 +57,20 @@ def unpack_zero_point(packed: Tensor, shape: Sequence[int]) -> Tensor:
     rows, groups = shape
     # Copied: a transposed single row of words counts as contiguous, but cannot be viewed as bytes.
     return unpack(packed.T.clone(memory_format=torch.contiguous_format), (groups, rows)).T
+
+
+class Packed(NamedTuple):
+    """An INT4 matrix as it is stored.
+
+    `words`: int32 [rows, columns / 8]. `scale`: [rows, groups], in the scheme's scale dtype or the weight's.
+    `zero_point`: int32 [ceil(rows / 8), groups], packed along the rows as compressed-tensors does; None when symmetric.
+    """
+
+    words: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    @classmethod
+    def of(cls, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Packed:
+        """From int8 codes [rows, columns] and int8 zero points [rows, groups], all in -8..7."""
+        return cls(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))

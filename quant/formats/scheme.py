@@ -36,20 +36,18 @@ KEPT_SCALES = "kept_scales"
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How weight matrices become INT4, and which modules do not.
+    """How weight matrices become INT4, and which modules do not. `quant.formats.grids` has the formulas.
 
-    `group_size`: neighbours along the input dimension that share a scale; None: one scale a row.
-    `grid`, `symmetric`, `search`: see `quant.formats.grids`. `ignore`: in compressed-tensors' pattern language.
-    `scale_dtype`: the dtype of stored scales; None: the weight's own. Raises CkptkitError for a group size that no INT4
-    kernel has, unknown or contradictory options, and patterns that `check_entries` refuses.
+    Raises CkptkitError for a group size that no INT4 kernel has, unknown or contradictory options, and patterns that
+    `check_entries` refuses.
     """
 
-    group_size: int | None
+    group_size: int | None  # neighbours along the input dimension that share a scale; None: one scale a row
     grid: Grid
-    ignore: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()  # in the pattern language of compressed-tensors
     symmetric: bool = True
     search: Search = "none"
-    scale_dtype: torch.dtype | None = None
+    scale_dtype: torch.dtype | None = None  # of stored scales; None: the weight's own
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
@@ -69,6 +67,37 @@ class QuantScheme:
                 "search with the minmax grid",
             )
         check_entries(self.ignore, "ignore")
+
+    @property
+    def name(self) -> str:
+        """The scheme as `--quantize` takes it."""
+        return "w4a16"
+
+    @property
+    def title(self) -> str:
+        """The scheme in messages."""
+        return "INT4"
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether one core does not keep up with a disk: where scales are searched for."""
+        return self.search != "none"
+
+    def command_line(self) -> list[str]:
+        """The options of `ckptkit quantize` that give this scheme."""
+        words = ["--group-size", str(self.group_size or "channel"), "--grid", self.grid]
+        words += [] if self.symmetric else ["--asymmetric"]
+        words += ["--search", self.search] if self.search != "none" else []
+        words += ["--scale-dtype", dtype_name(self.scale_dtype)] if self.scale_dtype else []
+        return words + [word for pattern in self.ignore for word in ("--ignore", pattern)]
+
+    def check_preset(self) -> None:
+        """Raises CkptkitError unless this is the grid that training rounds weights to (`--preset rl`)."""
+        if not self.symmetric or self.grid != "qmax7":
+            raise CkptkitError(
+                "--preset rl is symmetric and on the qmax7 grid, as training rounds weights",
+                "leave out --asymmetric, --grid and --search",
+            )
 
     @property
     def divisor(self) -> int:
@@ -100,8 +129,13 @@ def quantization_config(
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
     from compressed_tensors.quantization import QuantizationScheme as CompressedTensorsScheme
 
-    said = {"grid": scheme.grid, "search": scheme.search, EXPERTS_ZERO_POINTS: "sglang" if sglang_experts else "none"}
-    kept = {KEPT_SCALES: True} if kept_scales else {}
+    observer: dict[str, Any] = {"grid": scheme.grid}
+    if scheme.search != "none":
+        observer["search"] = scheme.search
+    if sglang_experts:
+        observer[EXPERTS_ZERO_POINTS] = "sglang"
+    if kept_scales:
+        observer[KEPT_SCALES] = True
     weights = QuantizationArgs(
         num_bits=BITS,
         type="int",
@@ -110,7 +144,7 @@ def quantization_config(
         group_size=scheme.group_size,
         scale_dtype=scheme.scale_dtype,
         observer="minmax",
-        observer_kwargs={key: value for key, value in said.items() if value != "none"} | kept,
+        observer_kwargs=observer,
     )
     group = CompressedTensorsScheme(targets=["Linear"], weights=weights, format=FORMAT)
     config = QuantizationConfig(
@@ -179,13 +213,13 @@ def _scheme_of(weights: Any, ignore: tuple[str, ...]) -> QuantScheme:
     if weights.strategy != "channel":
         _require("strategy", weights.strategy, "group")
     size = weights.group_size if weights.strategy == "group" else None
-    said = weights.observer_kwargs
+    recorded = weights.observer_kwargs
     return QuantScheme(
         size,
-        said.get("grid", "minmax"),
+        recorded.get("grid", "minmax"),
         ignore,
         bool(weights.symmetric),
-        said.get("search", "none"),
+        recorded.get("search", "none"),
         weights.scale_dtype,
     )
 

@@ -51,7 +51,7 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
 
 
 def is_misread(group_size: int | None) -> bool:
-    """Whether SGLang's kernel for experts misses zero points of groups of this size; None is a group a row."""
+    """Whether SGLang's kernel for experts misses zero points of groups of this size; None: a group is a row."""
     return group_size is not None and group_size < SMALL_TILE
 
 

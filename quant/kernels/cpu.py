@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ckptkit.transfer.copy import cores
 from quant.formats.grids import not_finite
-from quant.formats.matrix import Packed
-from quant.formats.packing import CODES_PER_WORD, pack_zero_point
+from quant.formats.packing import CODES_PER_WORD, Packed, pack_zero_point
 from quant.formats.scheme import QuantScheme
 from quant.kernels.cpu_kernel import kernel
 

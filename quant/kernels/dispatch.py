@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import check, quantize
-from quant.formats.matrix import Packed as Packed
+from quant.formats.packing import Packed as Packed
 from quant.formats.scheme import QuantScheme
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.formats.grids import check, not_finite
-from quant.formats.matrix import Packed
+from quant.formats.packing import Packed
 from quant.formats.scheme import CODES_PER_WORD, QuantScheme
 from quant.kernels.triton_kernel import channelwise, grouped, pack_zeros
 from quant.kernels.triton_pairs import paired

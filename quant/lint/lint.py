@@ -18,29 +18,23 @@ from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.storage.whole import write_whole
 from quant.lint.rules import LintFinding, examine, idle
-from quant.lint.subject import Subject, open_subject
+from quant.lint.subject import IgnoreList, open_subject
 from quant.selection.readers import RULES
 from quant.selection.spelling import entries_for
 
 
 @dataclass(frozen=True)
 class LintReport:
-    """The result of `lint`.
-
-    `names`: where tensor names come from. `tensors`: how many matrices there are. `packed`: how many of them are INT4,
-    or would be by the list. `patterns`: the tensors (folded) that each entry covers for each reader.
-    `portable`: a list that packs the same and that all readers agree on; None when there is none.
-    `fixed`: whether it was written to config.json.
-    """
+    """The result of `lint`."""
 
     path: str
-    names: str
-    tensors: int
-    packed: int
-    patterns: Mapping[str, Mapping[str, tuple[str, ...]]]
+    names: str  # where tensor names come from
+    tensors: int  # how many matrices there are
+    packed: int  # how many of them are INT4, or would be by the list
+    patterns: Mapping[str, Mapping[str, tuple[str, ...]]]  # tensors (folded) that each entry covers for each reader
     findings: tuple[LintFinding, ...]
-    portable: tuple[str, ...] | None
-    fixed: bool = False
+    portable: tuple[str, ...] | None  # a list that packs the same and that all readers agree on; None: there is none
+    fixed: bool = False  # it was written to config.json
 
     @property
     def failed(self) -> bool:
@@ -58,12 +52,12 @@ class LintReport:
         return {"schema": "ckptkit-lint/1", **own, "findings": [vars(finding) for finding in self.findings]}
 
 
-def portable_list(subject: Subject) -> tuple[str, ...] | None:
+def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
     """Returns a list that makes all readers agree on what is packed; None when there is none.
 
-    Entries that readers take differently are replaced, and missing ones added. Entries that all readers take alike, or
-    that cannot be judged, stay in their order. Linear layers that only transformers names, such as those of a vision
-    tower, stay covered if they were.
+    Entries that readers take differently are replaced, and missing ones added. Entries that all readers take the
+    same way, or that cannot be judged, stay in their order. Linear layers that only transformers names, such as those
+    of a vision tower, stay covered if they were.
     """
     everybody = replace(subject, readers=tuple(RULES))
     suspects = {pattern for one in everybody.divergences(subject.readings) for pattern in one.patterns}
@@ -78,7 +72,7 @@ def portable_list(subject: Subject) -> tuple[str, ...] | None:
     return None if everybody.divergences(everybody.read(found)) else found
 
 
-def _uncovered(subject: Subject, found: Sequence[str]) -> list[str]:
+def _uncovered(subject: IgnoreList, found: Sequence[str]) -> list[str]:
     """Returns unpacked Linear layers, by transformers' names, that the old list covers and `found` does not."""
     before = {name for pattern in subject.ignore for name in subject.spelled(pattern)}
     after = {name for pattern in found for name in subject.spelled(pattern)}
@@ -86,11 +80,11 @@ def _uncovered(subject: Subject, found: Sequence[str]) -> list[str]:
     return sorted(before - after - packed)
 
 
-def _spares_packed(subject: Subject, pattern: str) -> bool:
+def _spares_packed(subject: IgnoreList, pattern: str) -> bool:
     return any(subject.packed[index] for reading in subject.readings.values() for index in reading.covering(pattern))
 
 
-def pattern_table(subject: Subject) -> dict[str, dict[str, tuple[str, ...]]]:
+def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
     """Returns the tensors (folded) that each entry covers for each reader."""
     folded: dict[tuple[int, ...], tuple[str, ...]] = {}
     table: dict[str, dict[str, tuple[str, ...]]] = {}

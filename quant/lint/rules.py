@@ -13,7 +13,7 @@ from converters.hf_names import IN_LAYER, layer_of, tail
 from converters.registry import FAMILIES
 from quant.formats.groups import refusals
 from quant.formats.part_names import PACKED
-from quant.lint.subject import Subject
+from quant.lint.subject import IgnoreList
 from quant.patterns.entries import matcher
 from quant.selection.portable import OTHER_FORMAT, quoted
 from quant.selection.readers import RULES, worst
@@ -23,23 +23,19 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class LintFinding:
-    """One thing that is wrong with an `ignore` list.
-
-    `pattern`: the entry; None where no entry covers the tensors. `tensors`: folded names. `count`: how many tensors.
-    `readers`: those concerned.
-    """
+    """One thing that is wrong with an `ignore` list."""
 
     kind: str
     severity: Severity
     message: str
     hint: str
-    pattern: str | None = None
-    tensors: tuple[str, ...] = ()
-    count: int = 0
-    readers: tuple[str, ...] = ()
+    pattern: str | None = None  # the entry; None: no entry covers the tensors
+    tensors: tuple[str, ...] = ()  # folded names
+    count: int = 0  # of tensors
+    readers: tuple[str, ...] = ()  # those concerned
 
 
-def examine(subject: Subject) -> tuple[LintFinding, ...]:
+def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
     """Returns everything that is wrong, worst first."""
     order = ("error", "warning", "note")
     found = [
@@ -67,7 +63,7 @@ def _finding(
     return LintFinding(kind, severity, message, hint, pattern, tuple(fold(tensors)), len(tensors), tuple(readers))
 
 
-def _refused(subject: Subject) -> Iterator[LintFinding]:
+def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds what readers refuse of the config as a whole."""
     for refusal in refusals(subject.config):
         who = [reader for reader in refusal.readers if reader in subject.readers]
@@ -86,7 +82,7 @@ _NO_TARGET = "add a pattern of its name to `targets` of its config group; engine
 _SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
 
 
-def _differences(subject: Subject) -> Iterator[LintFinding]:
+def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds readers that misjudge a tensor: `exposed` where it must never be INT4, else `disagreement`."""
     by_name = {matrix.tensor: (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True)}
     readers: dict[tuple[str, str, tuple[str, ...], Severity], list[str]] = {}
@@ -97,7 +93,7 @@ def _differences(subject: Subject) -> Iterator[LintFinding]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for (tensor, answer, patterns, severity), who in readers.items():
         matrix, packs = by_name[tensor]
-        reason = matrix.kept if matrix.kept and not packs and answer == "packs" else None
+        reason = matrix.reason if matrix.reason and not packs and answer == "packs" else None
         groups.setdefault(
             (answer, patterns, tuple(who), severity, reason, matrix.entry if not packs else None), []
         ).append(tensor)
@@ -131,7 +127,7 @@ def _differences(subject: Subject) -> Iterator[LintFinding]:
         )
 
 
-def _partly(subject: Subject) -> Iterator[LintFinding]:
+def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds fused layers, and layers' routed experts, that are only partly packed: engines hold each as one."""
     layers: dict[str, list[int]] = {}
     for index, matrix in enumerate(subject.matrices):
@@ -160,12 +156,12 @@ def _partly(subject: Subject) -> Iterator[LintFinding]:
         )
 
 
-def _forbidden(subject: Subject) -> Iterator[LintFinding]:
+def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds packed tensors that must not be packed."""
     reasons: dict[str, list[str]] = {}
     for matrix, packs in zip(subject.matrices, subject.packed, strict=True):
-        if packs and matrix.kept:
-            reasons.setdefault(matrix.kept, []).append(matrix.module + PACKED)
+        if packs and matrix.reason:
+            reasons.setdefault(matrix.reason, []).append(matrix.module + PACKED)
     for reason, tensors in reasons.items():
         yield _finding(
             "packed",
@@ -180,7 +176,7 @@ def _forbidden(subject: Subject) -> Iterator[LintFinding]:
 _NUMBERED = re.compile(r"layers\\?\.(\d+)")
 
 
-def _overreach(subject: Subject) -> Iterator[LintFinding]:
+def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds entries that cover more than they name: a layer number or a module name that is the start of another."""
     routers = frozenset(
         tail(name) for name in [*subject.tree.others, *subject.tree.gates] if layer_of(name) is not None
@@ -228,7 +224,7 @@ def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
     )
 
 
-def _unused(subject: Subject) -> Iterator[LintFinding]:
+def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds entries that cover nothing for any reader. An entry for a tied output layer is fine.
 
     Where config.json alone does not tell all modules, the entry may be about an unknown one, so it is only a note.
@@ -250,7 +246,7 @@ def _unused(subject: Subject) -> Iterator[LintFinding]:
             )
 
 
-def idle(subject: Subject) -> list[str]:
+def idle(subject: IgnoreList) -> list[str]:
     """Returns entries that cover nothing, by any reader's names or by transformers' names of the Linear layers."""
     unread = (
         pattern
@@ -260,7 +256,7 @@ def idle(subject: Subject) -> list[str]:
     return [pattern for pattern in unread if pattern != subject.tree.head and not subject.spelled(pattern)]
 
 
-def _groups(subject: Subject) -> Iterator[LintFinding]:
+def _groups(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds several config_groups, of which slime reads only group_0."""
     groups = quantization_of(subject.config)["config_groups"]
     if len(groups) > 1 and "slime" in subject.readers:
@@ -275,18 +271,18 @@ def _groups(subject: Subject) -> Iterator[LintFinding]:
         )
 
 
-def _fusion(subject: Subject) -> Iterator[LintFinding]:
+def _fusion(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds unpacked shared experts that SGLang would join with packed routed experts (GLM-4.5)."""
-    if not FAMILIES[str(subject.config.get("model_type"))].sglang.joins_shared_expert:
+    if not FAMILIES[str(subject.config.get("model_type"))].engine("sglang").joins_shared_expert:
         return
     both = [
-        (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if matrix.kept is None
+        (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if matrix.reason is None
     ]
     shared = [matrix.tensor for matrix, packs in both if ".shared_experts." in matrix.module and not packs]
     if shared and any(packs for matrix, packs in both if matrix.expert):
         message = (
             "unpacked, beside packed routed experts; "
-            "SGLang joins the two on CUDA unless told not to, and then drops it without a word"
+            "SGLang joins the two on CUDA unless started with an option against it, and then drops it silently"
         )
         yield _finding(
             "shared expert",

@@ -28,25 +28,19 @@ from quant.selection.tree import ClassTree
 
 
 @dataclass(frozen=True)
-class Subject:
-    """An `ignore` list, the tensor names of its model, and how each reader takes the list.
-
-    `stored`: modules that the files hold packed; None when they hold none. `scaled`: those that they hold with a scale
-    and not packed, which are in another format (FP8). `readers`: the readers that are checked.
-    `asked`: the names given with `--reader`; None when none were. `indexed`: whether the names come from files, rather
-    than only from the model's classes.
-    """
+class IgnoreList:
+    """An `ignore` list, the tensor names of its model, and how each reader takes the list."""
 
     config: Mapping[str, Any]
     ignore: tuple[str, ...]
     targets: tuple[Target, ...]
     tree: ClassTree
     matrices: Sequence[Matrix]
-    stored: frozenset[str] | None
-    readers: tuple[str, ...]
-    asked: tuple[str, ...] | None = None
-    indexed: bool = False
-    scaled: frozenset[str] = frozenset()
+    stored: frozenset[str] | None  # modules that the files hold packed; None: they hold none
+    readers: tuple[str, ...]  # the readers that are checked
+    asked: tuple[str, ...] | None = None  # names given with `--reader`; None: none were
+    indexed: bool = False  # names come from files, not only from the model's classes
+    scaled: frozenset[str] = frozenset()  # modules stored with a scale and not packed, so in another format (FP8)
 
     @cached_property
     def readings(self) -> dict[str, Reading]:
@@ -97,8 +91,8 @@ class Subject:
         return divergences(self.matrices, self.packed, readings, self.readers, self.others)
 
 
-def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subject, str]:
-    """Loads the subject at `path`, a directory with config.json, and says in words where its names come from.
+def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[IgnoreList, str]:
+    """Loads the subject at `path`, a directory with config.json, and says where its names come from.
 
     Raises CkptkitError when there is no compressed-tensors INT4 config, as `refuse_stated`, or the model is not known.
     """
@@ -127,7 +121,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
     matrices = [*matrices_named(names, tree, config), *fused_experts(names, tree, config)]
     packed = frozenset(packed_in(names))
     asked = None if readers is None else tuple(readers)
-    return Subject(
+    return IgnoreList(
         config,
         tuple(dict.fromkeys(ignore)),
         targets,
@@ -142,7 +136,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Subj
 
 
 def _stored_names(path: Path) -> tuple[list[str], str]:
-    """Returns the names of stored tensors (none without weights) and, in words, where they come from."""
+    """Returns the names of stored tensors (none without weights) and where they come from."""
     if (weight_map := shard_names(path)) is not None:
         return list(weight_map), "the index"
     if (path / SINGLE).exists():

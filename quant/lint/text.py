@@ -40,10 +40,10 @@ def _verdict(report: LintReport) -> tuple[str, str]:
         ("error", sum(finding.severity == "error" for finding in report.findings)),
         ("warning", report.warnings),
     )
-    said = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
+    counted = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
     status = "FIXED" if report.fixed else "FAILED" if report.failed else "PASSED"
     agreed = "" if report.findings else ": all readers agree"
-    return (f"{status} with {said}" if said and not report.fixed else status), f"  {report.path}{agreed}"
+    return (f"{status} with {counted}" if counted and not report.fixed else status), f"  {report.path}{agreed}"
 
 
 def _row(covers: Mapping[str, Sequence[str]]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from quant.formats.scheme import CODES_PER_WORD, QuantScheme
 from quant.kernels.triton_launch import Launcher, done, idle, launcher, working_on
 from quant.online.same_tensors import looks_like
 
-FEWEST = 16  # packed matrices in a bucket that make a plan worth keeping
+MIN_MATRICES = 16  # packed matrices in a bucket that make a plan worth keeping
 _FIRST = 192 << 20  # weights in the first part: enough to keep the GPU busy while the host prepares the second
 
 Pair = tuple[str, Tensor]
@@ -124,23 +124,17 @@ def _matrices(flat: Tensor, runs: Sequence[tuple[int, int, _Run]]) -> list[Tenso
 
 @dataclass(frozen=True)
 class _Part:
-    """Consecutive tensors of a bucket that go to the GPU together.
+    """Consecutive tensors of a bucket that go to the GPU together."""
 
-    `sent`: their names as the trainer sends them. `names`: their names in the checkpoint.
-    `fits`: whether tensors match those the plan was made for (class, dtype, device, shape, strides).
-    `members`: indices of the packed tensors, kind by kind. `kept`: indices of the tensors passed through unchanged.
-    `outputs`: names of the results. `order`: the index of each result in the list of all words, scales and shapes of
-    `members`, followed by the kept tensors.
-    """
-
-    sent: tuple[str, ...]
-    names: tuple[str, ...]
-    fits: Callable[..., bool]
-    members: tuple[int, ...]
-    kept: tuple[int, ...]
+    sent: tuple[str, ...]  # names as the trainer sends them
+    names: tuple[str, ...]  # names in the checkpoint
+    fits: Callable[..., bool]  # whether tensors match the plan: class, dtype, device, shape, strides
+    members: tuple[int, ...]  # indices of the packed tensors, kind by kind
+    unpacked: tuple[int, ...]  # indices of the tensors passed through unchanged
     kinds: tuple[_Kind, ...]
-    shapes: Tensor
-    outputs: tuple[str, ...]
+    shapes: Tensor  # int64 [members, 2]
+    outputs: tuple[str, ...]  # names of the results
+    # Of each result, its index in the list of all words, scales and shapes of `members`, then the unpacked tensors.
     order: tuple[int, ...]
 
     def start(self, tensors: Sequence[Tensor], bad: Tensor, device: torch.device) -> list[Made]:
@@ -154,10 +148,10 @@ class _Part:
             kind = next(kind for kind in reversed(self.kinds) if place >= kind.first)
             raise not_finite(tensors[at], kind.scale_dtype, self.names[at])
 
-    def pairs(self, made: Sequence[Made], shapes: Tensor, kept: Sequence[Tensor]) -> Iterator[Pair]:
+    def pairs(self, made: Sequence[Made], shapes: Tensor, unpacked: Sequence[Tensor]) -> Iterator[Pair]:
         each = [kind.tensors(*parts) for kind, parts in zip(self.kinds, made, strict=True)]
         words, scales = ([tensor for parts in each for tensor in parts[which]] for which in (0, 1))
-        found = [*words, *scales, *shapes.view(-1).split_with_sizes([2] * len(self.members)), *kept]
+        found = [*words, *scales, *shapes.view(-1).split_with_sizes([2] * len(self.members)), *unpacked]
         return zip(self.outputs, itemgetter(*self.order)(found), strict=True)
 
 
@@ -198,7 +192,7 @@ def _quantize(parts: Sequence[_Part], pairs: Sequence[Pair], device: torch.devic
     def finish() -> list[Pair]:
         found: list[Pair] = []
         for part, flat, sizes, here in zip(parts, made, shapes, tensors, strict=True):  # while the GPU works
-            found += part.pairs(flat, sizes, [here[place].detach() for place in part.kept])
+            found += part.pairs(flat, sizes, [here[place].detach() for place in part.unpacked])
         wait()
         for part, here, wrong in zip(parts, tensors, bad.cpu().split_with_sizes(counts), strict=True):
             part.check(here, wrong)
@@ -212,13 +206,13 @@ def plan_bucket(
 ) -> BucketPlan | None:
     """Plans how to quantize a bucket. `known`: its names in the checkpoint; those in `packed` are quantized.
 
-    Returns None if the scheme is asymmetric or searches for scales, or if the packed matrices are fewer than FEWEST,
-    empty, not all on one GPU, not contiguous or of a subclass of Tensor other than Parameter.
+    Returns None if the scheme is asymmetric or searches for scales, or if the packed matrices are fewer than
+    MIN_MATRICES, empty, not all on one GPU, not contiguous or of a subclass of Tensor other than Parameter.
     Raises CkptkitError, naming the tensor, for what `quant.formats.grids.check` refuses.
     """
     weights = {place: tensor for place, (_, tensor) in enumerate(named) if known[place] in packed}
     device = next((weight.device for weight in weights.values()), None)
-    if len(weights) < FEWEST or device is None or scheme.search != "none" or not scheme.symmetric:
+    if len(weights) < MIN_MATRICES or device is None or scheme.search != "none" or not scheme.symmetric:
         return None
     if not all(_is_plain(weight, device) for weight in weights.values()):
         return None
@@ -242,7 +236,7 @@ def _is_plain(weight: Tensor, device: torch.device) -> bool:
 def _cuts(weights: Mapping[int, Tensor], end: int) -> Iterator[tuple[int, int]]:
     """Yields begin and end of each part of a bucket: each has twice as many packed tensors as the one before."""
     places = list(weights)
-    begin, count, most = 0, 0, max(FEWEST, _FIRST // weights[places[0]].numel())
+    begin, count, most = 0, 0, max(MIN_MATRICES, _FIRST // weights[places[0]].numel())
     while len(places) - count > most:
         count += most
         yield begin, places[count]
@@ -261,7 +255,7 @@ def _part(named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], s
         names=tuple(known),
         fits=looks_like(tensors),
         members=members,
-        kept=tuple(place for place in range(len(known)) if place not in weights),
+        unpacked=tuple(place for place in range(len(known)) if place not in weights),
         kinds=tuple(kind for kind, _ in kinds),
         shapes=torch.tensor([tensors[place].shape for place in members], dtype=torch.int64),
         outputs=outputs,
@@ -301,11 +295,11 @@ def _outputs(names: Sequence[str], members: Sequence[int]) -> tuple[tuple[str, .
     """Returns `outputs` and `order` of a `_Part`."""
     count, place_of = len(members), {place: index for index, place in enumerate(members)}
     found: list[tuple[str, int]] = []
-    kept = 3 * count
+    next_unpacked = 3 * count
     for place, name in enumerate(names):
         if (index := place_of.get(place)) is None:
-            found.append((name, kept))
-            kept += 1
+            found.append((name, next_unpacked))
+            next_unpacked += 1
         else:
             module = name.removesuffix(".weight")
             found += [(module + part, which * count + index) for which, part in enumerate((PACKED, SCALE, SHAPE))]

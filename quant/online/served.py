@@ -20,7 +20,7 @@ from quant.formats.packing import CODES_PER_WORD
 from quant.formats.part_names import INT4_ENDINGS, PACKED, packed_in, unpacked_name
 from quant.formats.scheme import QuantScheme
 from quant.selection.readers import compressed_tensors
-from quant.selection.spelling import spell
+from quant.selection.spelling import ignore_options, spell
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,20 +35,14 @@ _SIBLINGS = (LATENT_DOWN, QKV, GATE_UP)
 
 @dataclass(frozen=True)
 class Served:
-    """The parameters that a trainer may send; `N.weight` stands for the engine's `N.weight_packed`.
+    """The parameters that a trainer may send; `N.weight` stands for the engine's `N.weight_packed`."""
 
-    `bucket`: parameter -> key of its bucket (for packed experts, the layer's `….experts`).
-    `sizes`: bucket key -> number of parameters. `packed`: parameters that are quantized.
-    `shapes`: shapes of weight matrices, where known. `whole`: whether every parameter is known, or only matrices.
-    `namesakes`: name without its namespace -> the checkpoint's names.
-    """
-
-    bucket: Mapping[str, str]
-    sizes: Mapping[str, int]
-    packed: frozenset[str]
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    whole: bool = True
-    namesakes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    bucket: Mapping[str, str]  # parameter -> key of its bucket (for packed experts, the layer's `….experts`)
+    sizes: Mapping[str, int]  # bucket key -> number of parameters
+    packed: frozenset[str]  # parameters that are quantized
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of weight matrices, where known
+    whole: bool = True  # every parameter is known, not only matrices
+    namesakes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name without its namespace -> full names
 
     def name(self, name: str, tensor: Tensor) -> str:
         """Returns the name in the checkpoint. Raises CkptkitError if none or several match, or if shapes differ."""
@@ -72,8 +66,7 @@ class Served:
                 f"{name} may be any of {summarize(found)} of the engine's checkpoint", "send it under its name there"
             )
         raise CkptkitError(
-            f"{name} {list(tensor.shape)} is no tensor of the engine's checkpoint, "
-            "so SGLang would drop it without a word",
+            f"{name} {list(tensor.shape)} is not a tensor of the engine's checkpoint, so SGLang would drop it silently",
             "send parameters under their names there, one tensor an expert"
             + ("" if self.whole else ", and give those names as `reference`"),
         )
@@ -135,8 +128,8 @@ def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[
         modules = set(packed_in(names))
         return {unpacked_name(name): name.endswith(PACKED) for name in names if not _is_part(name, modules)}, True
     # Imported here because they import transformers, which takes seconds.
-    from quant.planner import packed_modules
     from quant.selection.class_tree import class_tree
+    from quant.selection.decision import packed_modules
 
     tree, packed = class_tree(config), packed_modules((), config)
     return {f"{module}.weight": module in packed for module in (*sorted(tree.linears), *tree.others)}, False
@@ -149,12 +142,10 @@ def _is_part(name: str, modules: Collection[str]) -> bool:
 def _check_reloadable(packed: Iterable[str], scheme: QuantScheme) -> None:
     linears = [name for name in packed if not _EXPERT.fullmatch(_module(name))]
     if linears:
-        entries = dict.fromkeys(spell(_module(name)) for name in sorted(linears))
         raise CkptkitError(
             "SGLang cannot take INT4 Linear layers a second time, since it repacks them for Marlin "
             f"and keeps no way back: {summarize(sorted(linears))}",
-            "quantize the checkpoint that the engine serves again with "
-            + " ".join(f"--ignore '{entry}'" for entry in entries),
+            f"quantize the checkpoint that the engine serves again with {ignore_options(sorted(linears))}",
         )
     if not scheme.symmetric:
         raise CkptkitError(
@@ -188,10 +179,10 @@ def _check_ignore(names: Iterable[str], is_packed: bool, ignore: Collection[str]
     for name in names:
         covering = [pattern for pattern in ignore if compressed_tensors(_module(name), pattern)]
         if is_packed == bool(covering):
-            said = f"covers it with {covering[0]!r}" if covering else "does not cover it"
+            reading = f"covers it with {covering[0]!r}" if covering else "does not cover it"
             raise CkptkitError(
                 f"{name} is {'' if is_packed else 'not '}packed in the engine's checkpoint, "
-                f"but `ignore` in its config {said}",
+                f"but `ignore` in its config {reading}",
                 "config and weights belong to different checkpoints; `ckptkit lint` names the entries",
             )
 

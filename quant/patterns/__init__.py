@@ -1,1 +1,1 @@
-"""Regular expressions that a checkpoint or a command line brings: Python's own verdict, in bounded time."""
+"""Regular expressions from a checkpoint or a command line: matched by Python, refused where they could run for long."""

@@ -1,93 +1,113 @@
-"""How many steps Python's `re` may need for a regular expression: counted from the expression, for any name."""
+"""Bounds the steps that Python's `re` may need for a regular expression, counted from its text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
-from re import IGNORECASE, _compiler  # type: ignore[attr-defined]
-from re import _constants as op  # type: ignore[attr-defined]
-from typing import Any
+import re
+from dataclasses import dataclass
 
-LONGEST_NAME = 200  # characters for which steps are counted; no released module's name has as many
-CEILING = 1 << 40  # counts end here: what is larger is refused alike
+MAX_NAME = 200  # characters; no released module's name has as many
+CEILING = 1 << 60  # counts end here
 
-# An operation of Python's parser and what belongs to it; a sequence of them is what has to match one after the other.
-Item = tuple[Any, Any]
-_REPEATS = (op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT)
-_SINGLE = (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN)
+_QUANTIFIER = re.compile(r"(?:([*+?])|\{(?!\})(\d*)(,?)(\d*)\})([?+]?)")
+_CLASS = re.compile(r"\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
+_GROUP = re.compile(r"\((?:(\?(?:<?[=!]|>))|\?P<\w+>|\?[aimsLu-]*:|(?!\?))")
+_FLAGS = re.compile(r"\(\?[aimsLu]+\)")
+_REFERENCE = re.compile(r"\\[1-9]\d?|\(\?P=\w+\)")
+_SINGLE = re.compile(r"\\.|.", re.DOTALL)
 
 
-def steps(items: Iterable[Item]) -> int:
-    """An upper bound for the steps of `re.match` on a name of at most `LONGEST_NAME` characters.
+class UnknownSyntaxError(Exception):
+    """An expression with a construct whose cost is not known. The argument is its text from there on."""
 
-    `re` tries the ways of each item, and for each of them all of those behind it. A repetition at the end that may be
-    empty is entered once, since whatever it takes is a match.
+
+@dataclass(frozen=True)
+class _Cost:
+    """The ways in which a part matches from one position, at most, and the steps that try all of them."""
+
+    ways: int
+    steps: int
+    single: bool = False  # matches exactly one character
+    optional: bool = False  # a repetition that may match nothing
+
+
+def steps(text: str, longest: int = MAX_NAME) -> int:
+    """An upper bound for the steps of `re.match` on a name of at most `longest` characters.
+
+    `re` tries the ways of each part, and for each of them all of those after it. A repetition at the end that may be
+    empty is entered once, since whatever it takes is a match. `text` must compile. Raises UnknownSyntaxError for
+    constructs that names of modules do not need, such as comments and conditions on groups.
     """
-    left = list(items)
-    while left and left[-1][0] in _REPEATS and left[-1][1][0] == 0:
-        left.pop()
-    return _sequence(left)[1]
+    return _Counter(text, longest).alternatives(at_the_end=True).steps
 
 
-def _sequence(items: Iterable[Item]) -> tuple[int, int]:
-    """In how many ways the items match from one position, at most, and the steps that try all of them."""
-    ways, total, behind = 1, 0, list(items)
-    for item, after in zip_longest(behind, behind[1:]):
-        more, each = _item(*item)
-        if after is not None and _ends_before(item, after):
-            more = 1
-        total = min(CEILING, total + ways * each)
-        ways = min(CEILING, ways * more)
-    return ways, total
+class _Counter:
+    """Reads an expression from left to right."""
+
+    def __init__(self, text: str, longest: int) -> None:
+        self._text, self._longest, self._position = text, longest, 0
+
+    def alternatives(self, at_the_end: bool = False) -> _Cost:
+        """Reads up to the end of the expression or of the group. `at_the_end`: a match of this part is the verdict."""
+        found = [self._sequence(at_the_end)]
+        while self._text.startswith("|", self._position):
+            self._position += 1
+            found.append(self._sequence(at_the_end))
+        if len(found) == 1:
+            return found[0]
+        return _Cost(_capped(sum(cost.ways for cost in found)), _capped(sum(cost.steps + 1 for cost in found) + 1))
+
+    def _sequence(self, at_the_end: bool) -> _Cost:
+        parts: list[_Cost] = []
+        while self._position < len(self._text) and self._text[self._position] not in "|)":
+            if not self._take(_FLAGS):
+                parts.append(self._repeated(self._part()))
+        while at_the_end and parts and parts[-1].optional:
+            parts.pop()
+        ways, total = 1, 0
+        for part in parts:
+            total = _capped(total + ways * part.steps)
+            ways = _capped(ways * part.ways)
+        return _Cost(ways, total)
+
+    def _part(self) -> _Cost:
+        if self._take(_REFERENCE):
+            return _Cost(1, self._longest)
+        if self._text[self._position] == "(":
+            return self._group()
+        if not (self._take(_CLASS) or self._take(_SINGLE)):
+            raise UnknownSyntaxError(self._text[self._position :])
+        return _Cost(1, 1, single=True)
+
+    def _group(self) -> _Cost:
+        opening = self._take(_GROUP)
+        if opening is None:
+            raise UnknownSyntaxError(self._text[self._position :])
+        inner = self.alternatives()
+        self._position += 1  # the closing parenthesis
+        decided_once = opening[1] is not None  # a lookaround or an atomic group
+        return _Cost(1 if decided_once else inner.ways, inner.steps + 1)
+
+    def _repeated(self, body: _Cost) -> _Cost:
+        found = self._take(_QUANTIFIER)
+        if found is None:
+            return body
+        sign, low, comma, high, mode = found.groups()
+        least = int(low or 0) if sign is None else int(sign == "+")
+        most = 1 if sign == "?" else int(high or 0) if comma and high else least if low and not comma else CEILING
+        # An iteration that takes nothing is the last one, once there are enough of them.
+        limit = min(most, self._longest + (0 if body.single else least + 1))
+        if body.ways > 1 and limit > 40:
+            return _Cost(CEILING, CEILING)
+        ways = _capped(limit + 1 if body.ways == 1 else sum(body.ways**count for count in range(limit + 1)))
+        total = 2 * limit + 1 if body.single else _capped(ways * (body.steps + 1))
+        return _Cost(1 if mode == "+" else ways, total, optional=least == 0)
+
+    def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        found = pattern.match(self._text, self._position)
+        if found is not None:
+            self._position = found.end()
+        return found
 
 
-def _item(kind: Any, value: Any) -> tuple[int, int]:
-    if kind in _REPEATS:
-        ways, total = _repeated(*value)
-        return (1 if kind is op.POSSESSIVE_REPEAT else ways), total
-    if kind is op.BRANCH:
-        return _branch(value[1])
-    if kind is op.SUBPATTERN:
-        return _with_one_more(_sequence(value[-1]))
-    if kind in (op.ASSERT, op.ASSERT_NOT):
-        return 1, _sequence(value[1])[1] + 1
-    if kind is op.ATOMIC_GROUP:
-        return 1, _sequence(value)[1] + 1
-    if kind is op.GROUPREF:
-        return 1, LONGEST_NAME
-    if kind is op.GROUPREF_EXISTS:
-        return _branch([part for part in value[1:] if part is not None])
-    return 1, 1
-
-
-def _ends_before(item: Item, after: Item) -> bool:
-    r"""Whether only the longest run of a repetition can be followed by `after`, as in `\d+\.`: none of it is a dot."""
-    if item[0] not in _REPEATS or after[0] is not op.LITERAL:
-        return False
-    body, code = item[1][2], after[1]
-    if len(body) != 1 or body[0][0] not in _SINGLE or not 31 < code < 128:
-        return False
-    kinds = (body.state.flags, body.state.flags | IGNORECASE)
-    return not any(_compiler.compile(body, flags).match(chr(code)) for flags in kinds)
-
-
-def _with_one_more(counted: tuple[int, int]) -> tuple[int, int]:
-    return counted[0], counted[1] + 1
-
-
-def _branch(alternatives: Sequence[Iterable[Item]]) -> tuple[int, int]:
-    counted = [_sequence(alternative) for alternative in alternatives]
-    return min(CEILING, sum(ways for ways, _ in counted) + 1), 1 + sum(total + 1 for _, total in counted)
-
-
-def _repeated(least: int, most: int, body: Sequence[Item]) -> tuple[int, int]:
-    # An iteration that takes nothing is the last one, once there are enough of them.
-    limit = min(int(most), LONGEST_NAME + int(least) + 1)
-    if len(body) == 1 and body[0][0] in _SINGLE:
-        limit = min(limit, LONGEST_NAME)
-        return limit + 1, 2 * limit + 1
-    ways, each = _sequence(body)
-    if ways > 1 and limit > 40:
-        return CEILING, CEILING
-    paths = min(CEILING, limit + 1 if ways == 1 else sum(ways**count for count in range(limit + 1)))
-    return paths, min(CEILING, paths * (each + 1))
+def _capped(count: int) -> int:
+    return min(CEILING, count)

@@ -1,4 +1,4 @@
-"""Which modules of a model are Linear layers, as its family says: names alone cannot tell a Linear from a router."""
+"""Sorts the modules of a model by the rules of its family: names alone cannot tell a Linear from a router."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def family_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]
         dict(sorted(others.items(), key=lambda item: -1 if (layer := layer_of(item[0])) is None else layer)),
         release.drafts(release.text(config), release.root),
         outside,
-        family.sglang.dense,
+        family.engine("sglang").dense,
         frozenset({"lm_head", *map(release.own_name, linears - experts - {release.head}), *beside}),
         known,
     )

@@ -1,27 +1,43 @@
-"""Which tensors become INT4.
+"""Decides which tensors are quantized: what a reference or the model's classes say, less what `ignore` names.
 
-What a reference or the model's classes say, less what `ignore` names, refused when readers would disagree.
+Refused where readers would disagree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from quant.formats.part_names import PACKED
-from quant.formats.scheme import GROUP_SIZES, QuantScheme
+from quant.formats.scheme import GROUP_SIZES, read_scheme
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Question, check_portable, packed_by
-from quant.selection.readers import ALL_READERS, RULES, readers_of
+from quant.selection.readers import ALL_READERS, RULES, compressed_tensors, readers_of
 from quant.selection.reading import Reading, read_all
-from quant.selection.spelling import entries_for, spell
+from quant.selection.spelling import entries_for, ignore_options
 from quant.selection.tiles import check_tiles
 from quant.selection.tree import ClassTree
+
+
+class Grouping(Protocol):
+    """What a scheme says about weights here."""
+
+    @property
+    def ignore(self) -> tuple[str, ...]:
+        """Entries for modules that are not quantized."""
+
+    @property
+    def group_size(self) -> int | None:
+        """Neighbours in a row that share a scale; None: a whole row."""
+
+    @property
+    def divisor(self) -> int:
+        """The number that must divide the input features."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ _KEPT_BY_ALL: Mapping[str, bool] = dict.fromkeys(RULES, False)
 def resolve(
     specs: Mapping[str, TensorSpec],
     config: Mapping[str, Any],
-    scheme: QuantScheme,
+    scheme: Grouping,
     *,
     like: Collection[str] | None = None,
     tp: int | None = None,
@@ -52,8 +68,8 @@ def resolve(
     `readers`, as `--reader` takes them, are those that must agree; each tensor's verdict has all of them.
 
     Raises CkptkitError, naming tensors and the next move, when one of the readers takes an entry otherwise, when a
-    tensor to quantize is no float matrix or does not divide into groups or tiles, and when `like` packs what can not
-    be, or is of another model.
+    tensor to quantize is no float matrix or does not divide into groups or tiles, and when `like` packs what cannot
+    be packed, or is of another model.
     """
     tree = class_tree(config)
     matrices = matrices_of(specs, tree, config)
@@ -75,16 +91,16 @@ def resolve(
 
 def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool]:
     packed = [matrix.module + PACKED in like for matrix in matrices]
-    if wrong := [matrix for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.kept]:
+    if wrong := [matrix for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.reason]:
         raise CkptkitError(
             f"--like has {summarize(matrix.module + PACKED for matrix in wrong)}, "
-            f"which can not be INT4: {wrong[0].kept}",
+            f"which cannot be INT4: {wrong[0].reason}",
             "give the INT4 release that your engine serves",
         )
     if missing := [
         matrix.tensor
         for matrix, packs in zip(matrices, packed, strict=True)
-        if not packs and matrix.kept is None and matrix.tensor not in like
+        if not packs and matrix.reason is None and matrix.tensor not in like
     ]:
         raise CkptkitError(
             f"--like has neither {summarize(missing)} nor its packed form",
@@ -96,8 +112,8 @@ def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool
 def _reason(matrix: Matrix, packed: bool, index: int, base: Reading, like: bool) -> str:
     if packed:
         return "packed in the reference" if like else "Linear"
-    if matrix.kept:
-        return matrix.kept
+    if matrix.reason:
+        return matrix.reason
     if like:
         return "not packed in the reference"
     pattern = next(pattern for pattern in base.covers if base.covered(pattern, index))
@@ -105,9 +121,7 @@ def _reason(matrix: Matrix, packed: bool, index: int, base: Reading, like: bool)
 
 
 def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = None) -> tuple[str, ...]:
-    """Entries, read alike by every reader, for all that must not be packed.
-
-    Embeddings, routers, the output embedding, draft layers.
+    """Entries for embeddings, routers, the output embedding and draft layers, which must not be packed.
 
     With `like`, the names of an INT4 checkpoint, also for all that it leaves unpacked. Readers that know classes would
     spare embeddings and routers anyway; slime packs whatever is not named.
@@ -132,15 +146,15 @@ def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = Non
 
 def default_entries(tree: ClassTree, config: Mapping[str, Any]) -> tuple[str, ...]:
     """`default_ignore` of a model whose classes are known."""
-    kept = [*tree.others, *sorted(name for name in tree.linears - tree.packable if name != tree.head), tree.head]
-    entries = [matrix.entry for matrix in matrices_named((f"{name}.weight" for name in kept), tree, config)]
+    excluded = [*tree.others, *sorted(name for name in tree.linears - tree.packable if name != tree.head), tree.head]
+    entries = [matrix.entry for matrix in matrices_named((f"{name}.weight" for name in excluded), tree, config)]
     outside = [
         matrix.entry for matrix in matrices_named((f"{prefix}x.weight" for prefix in tree.outside), tree, config)
     ]
     return tuple(dict.fromkeys([*entries, *outside, *(draft.entry for draft in tree.drafts)]))
 
 
-def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
+def _check_quantizable(chosen: list[TensorSpec], scheme: Grouping) -> None:
     if odd := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in COMPUTED]:
         raise CkptkitError(
             f"{odd[0]} cannot be quantized" + (f", nor can {len(odd) - 1} more" if odd[1:] else ""),
@@ -149,11 +163,21 @@ def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
     if ragged := [spec for spec in chosen if spec.shape[1] % scheme.divisor]:
         sizes = sorted({spec.shape[1] for spec in ragged})
         fitting = [size for size in GROUP_SIZES if not any(columns % size for columns in sizes)]
-        entries = dict.fromkeys(spell(spec.name.removesuffix(".weight")) for spec in ragged)
         raise CkptkitError(
             f"groups of {scheme.divisor} do not divide the {', '.join(map(str, sizes))} input features of "
             f"{summarize(spec.name for spec in ragged)}",
             (f"use --group-size {fitting[-1]}, or " if fitting else "")
-            + "leave them out: "
-            + " ".join(f"--ignore '{entry}'" for entry in entries),
+            + f"leave them out: {ignore_options(spec.name for spec in ragged)}",
         )
+
+
+def packed_modules(specs: Collection[str], config: Mapping[str, Any]) -> set[str]:
+    """Returns the modules that an INT4 checkpoint must hold packed: every Linear that its `ignore` does not cover.
+
+    `specs`: the checkpoint's names. A tied output embedding, which is not stored, is not expected.
+    Raises CkptkitError as `read_scheme` and `class_tree` do.
+    """
+    ignore = read_scheme(config).ignore
+    tree = class_tree(config)
+    stored = tree.linears if any(name.startswith(f"{tree.head}.") for name in specs) else tree.linears - {tree.head}
+    return {module for module in stored if not any(compressed_tensors(module, pattern) for pattern in ignore)}

@@ -1,4 +1,4 @@
-"""Whether the installed transformers takes the experts of a model packed: one that holds them fused does not.
+"""Checks that the installed transformers can load packed experts: one that holds them fused cannot.
 
 transformers 5 builds the routed experts of a layer as one parameter of three axes, so that targets of Linear modules
 never reach them. It then initializes them anew, and only logs the names that it found and did not know.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
-from converters.family import SglangClass
+from converters.family import EngineClass
 from converters.hf_names import FUSED, GATE_UP_DOWN, tail
 from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
@@ -29,22 +29,16 @@ _FUSED_REASON = "experts fused in one tensor"
 
 @dataclass(frozen=True)
 class Matrix:
-    """A `….weight` with two or more axes, or the fused experts of a layer.
-
-    `linear`: whether readers that know classes take it for a Linear. `kept`: why it is never INT4, or None. `sglang`:
-    its layer in SGLang, the fused one where there is one and an expert's container for experts; None where SGLang never
-    asks about it. `vllm`: the same in vLLM, in the names of the release. `entry`: the entry of `ignore` that leaves it
-    out for every reader. `unfused`: whether SGLang's class may take its fused layer apart.
-    """
+    """A `….weight` with two or more axes, or the fused experts of a layer."""
 
     tensor: str
-    linear: bool
-    kept: str | None
-    sglang: str | None
-    vllm: str | None
-    entry: str
+    linear: bool  # readers that know classes take it for a Linear
+    reason: str | None  # why it is never INT4; None: it may be
+    sglang: str | None  # its layer in SGLang: the fused one, or the container of experts; None: SGLang never asks
+    vllm: str | None  # the same in vLLM, in the names of the release
+    entry: str  # the entry of `ignore` that leaves it out for every reader
     expert: bool = False
-    unfused: bool = True
+    unfused: bool = True  # SGLang's class may take its fused layer apart
 
     @property
     def module(self) -> str:
@@ -68,14 +62,14 @@ def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mappin
 
 def fused_experts(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
     """The tensors among `names` that hold all experts of a layer, which engines ask about as about single ones."""
-    known = FAMILIES[str(config.get("model_type"))].sglang
+    known = FAMILIES[str(config.get("model_type"))].engine("sglang")
     found = {name: match[1] for name in names if (match := _FUSED_EXPERTS.fullmatch(name))}
     return [
         replace(
             matrix := _matrix(f"{block}.{FIRST_EXPERT[0]}", tree, known),
             tensor=name,
             linear=False,
-            kept=matrix.kept or _FUSED_REASON,
+            reason=matrix.reason or _FUSED_REASON,
         )
         for name, block in found.items()
     ]
@@ -92,12 +86,12 @@ def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, A
 
 
 def _matrices(modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    known = FAMILIES[str(config.get("model_type"))].sglang
+    known = FAMILIES[str(config.get("model_type"))].engine("sglang")
     return [_matrix(module, tree, known) for module in dict.fromkeys(modules)]
 
 
-def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
-    tensor, kept = f"{module}.weight", tree.reason_to_keep(module)
+def _matrix(module: str, tree: ClassTree, known: EngineClass) -> Matrix:
+    tensor, reason = f"{module}.weight", tree.reason_to_keep(module)
     if draft := tree.draft_of(module):
         rest = module.removeprefix(draft.prefix)
         asked = tail(rest) in tree.tails
@@ -105,12 +99,12 @@ def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
         in_vllm = asked or (draft.vllm_joint and module == draft.joint)
         prefix = draft.prefix if draft.vllm is None else draft.vllm
         vllm = fused_layer(f"{prefix}{rest}", None) if in_vllm else None
-        return Matrix(tensor, False, kept, layer, vllm, draft.entry, ".experts." in rest, draft.unfuses)
+        return Matrix(tensor, False, reason, layer, vllm, draft.entry, ".experts." in rest, draft.unfuses)
     if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
         linear = _NO_LINEAR.fullmatch(module.rpartition(".")[2]) is None
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
         layer = known.layer_outside(fused_layer(module, None)) if linear else None
-        return Matrix(tensor, linear, kept, layer, module if linear else None, entry)
+        return Matrix(tensor, linear, reason, layer, module if linear else None, entry)
     asked = module in tree.linears and module not in tree.gates and module != tree.head
     fused = fused_layer(module, tree) if asked else None
     sglang = known.layer(fused) if fused and not module.endswith(_DENSE_IN_SGLANG) else None
@@ -118,7 +112,7 @@ def _matrix(module: str, tree: ClassTree, known: SglangClass) -> Matrix:
     return Matrix(
         tensor,
         module in tree.linears,
-        kept,
+        reason,
         sglang,
         fused,
         dense.entry if dense else spell(module),

@@ -28,7 +28,7 @@ _SIZE, _SIZES, _SWITCH = (
     "a list of whole numbers that are not negative",
     "true or false",
 )
-_LARGEST = 2**31
+_MAX_SIZE = 2**31
 _ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish")
 _ATTENTION = (
     "full_attention",
@@ -42,65 +42,29 @@ _ATTENTION = (
 Kind = str | tuple[str, ...] | list[str]
 
 
-def _each(kind: Kind, *keys: str) -> dict[str, Kind]:
-    return dict.fromkeys(keys, kind)
+def _each(kind: Kind, keys: str) -> dict[str, Kind]:
+    return dict.fromkeys(keys.split(), kind)
 
 
 _LANGUAGE: Mapping[str, Kind] = MappingProxyType(
     _each(
         _SIZE,
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+        "n_routed_experts num_experts num_local_experts num_experts_per_tok n_shared_experts moe_intermediate_size "
+        "shared_expert_intermediate_size first_k_dense_replace decoder_sparse_step "
+        "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+        "index_head_dim index_n_heads index_topk index_topk_freq index_skip_topk_offset "
+        "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+        "full_attention_interval sliding_window_pattern",
     )
-    | _each(
-        _SIZE,
-        "n_routed_experts",
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "n_shared_experts",
-        "moe_intermediate_size",
-    )
-    | _each(_SIZE, "shared_expert_intermediate_size", "first_k_dense_replace", "decoder_sparse_step")
-    | _each(_SIZE, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    | _each(_SIZE, "index_head_dim", "index_n_heads", "index_topk", "index_topk_freq", "index_skip_topk_offset")
-    | _each(
-        _SIZE,
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-    )
-    | _each(_SIZE, "full_attention_interval", "sliding_window_pattern")
     | {"mlp_only_layers": _SIZES, "hidden_act": _ACTIVATIONS, "hidden_activation": _ACTIVATIONS}
     | {"layer_types": list(_ATTENTION), "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]}
 )
 _VISION: Mapping[str, Kind] = MappingProxyType(
     _each(
         _SIZE,
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_channels",
-        "image_size",
-        "patch_size",
-    )
-    | _each(
-        _SIZE,
-        "depth",
-        "num_heads",
-        "in_channels",
-        "spatial_merge_size",
-        "temporal_patch_size",
-        "out_hidden_size",
-        "num_position_embeddings",
+        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_channels image_size patch_size "
+        "depth num_heads in_channels spatial_merge_size temporal_patch_size out_hidden_size num_position_embeddings",
     )
     | {"deepstack_visual_indexes": _SIZES, "vision_use_head": _SWITCH, "hidden_act": _ACTIVATIONS}
 )
@@ -126,9 +90,7 @@ def text_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def whole_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel | None:
-    """The language model (its `language_model`) with all that stands beside it.
-
-    None where transformers or the config has no such model.
+    """The language model (its `language_model`) with all that stands beside it; None: there is no such model.
 
     Raises as `text_model`.
     """
@@ -163,13 +125,13 @@ def _checked(
     fields = {key: part[key] for key in known if key in part}
     for key, value in fields.items():
         if value is not None and not _fits(value, known[key]):
-            raise _refused(config, f"{where}{key} is {value!r:.80}, not {_in_words(known[key])}")
+            raise _refused(config, f"{where}{key} is {value!r:.80}, not {_describe(known[key])}")
     return fields
 
 
 def _fits(value: Any, kind: Kind) -> bool:
     if kind == _SIZE:
-        return type(value) is int and 0 <= value < _LARGEST
+        return type(value) is int and 0 <= value < _MAX_SIZE
     if kind == _SWITCH:
         return type(value) is bool
     if kind == _SIZES:
@@ -179,7 +141,7 @@ def _fits(value: Any, kind: Kind) -> bool:
     return type(value) is str and value in kind
 
 
-def _in_words(kind: Kind) -> str:
+def _describe(kind: Kind) -> str:
     if isinstance(kind, str):
         return kind
     return ("a list of " if isinstance(kind, list) else "one of ") + ", ".join(kind)

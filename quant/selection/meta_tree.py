@@ -1,4 +1,4 @@
-"""Which modules of a model are Linear layers, as transformers' classes on the meta device have it.
+"""Sorts the modules of a model by transformers' classes on the meta device.
 
 Tests hold the families against this; at run time it is asked only about configs that a family does not convert.
 """
@@ -46,7 +46,7 @@ def meta_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]) 
         others,
         release.drafts(release.text(config), release.root),
         outside,
-        family.sglang.dense,
+        family.engine("sglang").dense,
         frozenset(spelled | (_linears_outside(outside, whole) if whole is not None else set())),
         whole is not None or not outside,
     )

@@ -1,4 +1,4 @@
-"""Whether all readers of an `ignore` list agree on what is packed, and the spelling that makes them."""
+"""Finds where readers of an `ignore` list disagree about what is packed, and a spelling on which they agree."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _VERBS: Mapping[Answer, str] = {
 def packed_by(matrices: Iterable[Matrix], base: Reading) -> list[bool]:
     """Whether each matrix is to be packed: what the model's classes and compressed-tensors' reading `base` allow."""
     pairs = zip(matrices, base.answers, strict=True)
-    return [matrix.kept is None and answer == "packs" for matrix, answer in pairs]
+    return [matrix.reason is None and answer == "packs" for matrix, answer in pairs]
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ def divergences(
     readers: Iterable[str],
     others: Collection[str] = (),
 ) -> list[Divergence]:
-    """Every matrix that one of `readers` takes otherwise than `packed`.
+    """Every matrix where one of `readers` contradicts `packed`.
 
-    `readings`: as `read_all` returns them; entries are held against compressed-tensors' reading. `others`: modules that
-    are quantized in another format.
+    `readings`: as `read_all` returns them; entries are compared with the reading of compressed-tensors. `others`:
+    modules quantized in another format.
     """
     found, base = [], readings["compressed-tensors"]
     wanted: list[Answer] = [
@@ -76,17 +76,14 @@ def _differs(reading: Reading, base: Reading, pattern: str, index: int) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """What must be agreed on: which matrices are packed (`packed`), among which readers, for the model of `config`.
-
-    `targets` as in `read`, `others` as in `divergences`.
-    """
+    """What readers must agree on."""
 
     matrices: Sequence[Matrix]
-    packed: Sequence[bool]
+    packed: Sequence[bool]  # for each matrix
     config: Mapping[str, Any]
     readers: Sequence[str]
     targets: Sequence[Target] = LINEAR
-    others: Collection[str] = ()
+    others: Collection[str] = ()  # modules quantized in another format
 
     def divergences(self, ignore: Sequence[str]) -> list[Divergence]:
         """Every disagreement over `ignore`."""
@@ -95,19 +92,16 @@ class Question:
 
 
 def check_portable(question: Question, ignore: Sequence[str]) -> None:
-    """Raises CkptkitError naming tensors, readers and entries when a reader takes `ignore` differently.
-
-    The hint spells it portably.
-    """
+    """Raises CkptkitError naming tensors, readers and entries when a reader takes `ignore` differently."""
     found = question.divergences(ignore)
     if found:
         raise CkptkitError(
-            "the ignore list is not read alike by every reader", advice(found, question, ignore), list(said(found))
+            "readers do not agree on the ignore list", advice(found, question, ignore), list(described(found))
         )
 
 
-def said(found: Iterable[Divergence]) -> Iterator[str]:
-    """Divergences in words, those of one kind in one line."""
+def described(found: Iterable[Divergence]) -> Iterator[str]:
+    """Describes divergences, with one line for those of one kind."""
     tensors: dict[tuple[str, Answer, tuple[str, ...]], list[str]] = defaultdict(list)
     for one in found:
         tensors[one.reader, one.answer, one.patterns].append(one.tensor)
@@ -130,7 +124,7 @@ def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str
     Draft layers are left out by one entry for the whole layer, since engines give its modules other names.
     """
     moves = []
-    drafts = {matrix.tensor for matrix in question.matrices if matrix.kept == DRAFT_LAYER}
+    drafts = {matrix.tensor for matrix in question.matrices if matrix.reason == DRAFT_LAYER}
     suspects = list(dict.fromkeys(pattern for one in found if one.tensor not in drafts for pattern in one.patterns))
     for pattern in suspects[:_MAX_ADVICE]:
         better = _respell(pattern, question, ignore)
@@ -140,7 +134,7 @@ def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str
             else f"remove '{pattern}' and name whole layers: {_TOGETHER}"
         )
     if rest := suspects[_MAX_ADVICE:]:
-        moves.append(f"treat {len(rest)} more entries alike")
+        moves.append(f"do the same for {len(rest)} more entries")
     bare = {one.tensor for one in found if not one.patterns or one.tensor in drafts}
     alone = [matrix for matrix in question.matrices if matrix.tensor in bare]
     if missing := dict.fromkeys(one.entry for one in alone if one.module not in question.others):
@@ -151,11 +145,8 @@ def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str
 
 
 def _respell(pattern: str, question: Question, ignore: Sequence[str]) -> str | None:
-    """The first rewriting of one entry that removes every disagreement over it, makes no other and covers something.
-
-    Else None.
-    """
-    basis = [matrix.entry for matrix in question.matrices if matrix.kept]
+    """The first spelling of an entry that covers something and on which readers agree; None: there is none."""
+    basis = [matrix.entry for matrix in question.matrices if matrix.reason]
     others = {
         (one.tensor, one.reader) for one in question.divergences(_unique(ignore, basis)) if pattern not in one.patterns
     }

@@ -1,7 +1,4 @@
-"""`ignore` lists as releases have them.
-
-Made for engines, and not for a trainer that packs by the names of parameters.
-"""
+"""Recognizes `ignore` lists of releases, which are made for engines and not for trainers that pack by name."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def severities(
     *,
     updated: bool | None = False,
 ) -> dict[str, Literal["error", "warning"]]:
-    """What it is when each reader takes this list otherwise than the weights are packed: see `severity_of`.
+    """The severity, for each reader, of a list that contradicts the packed weights: see `severity_of`.
 
     A config of several groups is made for engines too: trainers read the first alone. `updated` None: the trainer packs
     what is stored packed, so that slime's reading of the list does not matter.

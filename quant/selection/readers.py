@@ -1,4 +1,4 @@
-"""How each reader decides by name whether an `ignore` entry covers a tensor. They agree on less than one would think.
+"""Decides by name, as each reader does, whether an `ignore` entry covers a tensor.
 
 compressed-tensors (and transformers, which calls it), vLLM and SGLang look at module names, slime at parameter names; a
 plain entry is the whole name, any part of it, a dotted ending or a prefix. Which names a reader looks up is in
@@ -20,7 +20,7 @@ _LINEAR_CLASSES = ("Linear", "Module")
 
 
 def _or_regex(plain: Rule) -> Rule:
-    """A rule that takes `re:` entries as a regular expression from the start of a name, and the others by `plain`."""
+    """Adds `re:` entries to a rule for plain ones: they match from the start of a name."""
 
     @wraps(plain)
     def rule(name: str, pattern: str) -> bool:
@@ -32,10 +32,9 @@ def _or_regex(plain: Rule) -> Rule:
 
 
 def compressed_tensors(module: str, pattern: str) -> bool:
-    """A Linear module, as compressed-tensors and transformers read it.
+    """Whether an entry covers a Linear module for compressed-tensors and transformers.
 
     `re:` from the start, else the whole name or a class name.
-
     Source: compressed-tensors `utils/match.py`, `is_match`.
     """
     return pattern in _LINEAR_CLASSES or vllm(module, pattern)
@@ -43,7 +42,7 @@ def compressed_tensors(module: str, pattern: str) -> bool:
 
 @_or_regex
 def vllm(layer: str, pattern: str) -> bool:
-    """A layer, as vLLM reads it: `re:` from the start, else the whole name.
+    """Whether an entry covers a layer for vLLM: `re:` from the start, else the whole name.
 
     Source: vLLM `compressed_tensors/utils.py`, `check_equal_or_regex_match`; read, not run.
     """
@@ -52,8 +51,9 @@ def vllm(layer: str, pattern: str) -> bool:
 
 @_or_regex
 def sglang(layer: str, pattern: str) -> bool:
-    """A layer, as SGLang up to at least 0.5.16 reads it: `re:` from the start, else any part of the name, in any case.
+    """Whether an entry covers a layer for SGLang up to at least 0.5.16.
 
+    `re:` from the start, else any part of the name, in any case.
     Source: SGLang `layers/quantization/compressed_tensors/utils.py`, `check_equal_or_regex_match`.
     """
     return pattern.lower() in layer.lower()
@@ -61,13 +61,13 @@ def sglang(layer: str, pattern: str) -> bool:
 
 @_or_regex
 def sglang_suffix(layer: str, pattern: str) -> bool:
-    """A layer, as SGLang 0.5.23 reads it: `re:` from the start, else the whole name or a dotted ending of it."""
+    """Whether an entry covers a layer for SGLang 0.5.23: `re:` from the start, else the name or a dotted ending."""
     return pattern == layer or layer.endswith("." + pattern)
 
 
 @_or_regex
 def slime(parameter: str, pattern: str) -> bool:
-    """A parameter (`….weight`), as slime, miles and Relax read it: `re:` from the start, or any prefix.
+    """Whether an entry covers a parameter (`….weight`) for slime, miles and Relax: `re:` from the start, or a prefix.
 
     What is not covered is quantized when it ends in `.weight` and has two or more axes, whatever its class: `targets`
     is not read. Source: slime `quantizer_compressed_tensors.py`, `quantize_params_compressed_tensors`; read, not run.
@@ -105,10 +105,10 @@ RL_READERS = ("sglang", "slime", "miles")
 def severity_of(
     reader: str, asked: Iterable[str] | None, *, published: bool = False, updated: bool = False
 ) -> Literal["error", "warning"]:
-    """What it is when `reader` (of `RULES`) would take an `ignore` list otherwise than the weights are packed.
+    """The severity where `reader` (of `RULES`) reads an `ignore` list that contradicts the packed weights.
 
     `asked`: names of `--reader`, whose readings then are the ones that count; None: `RL_READERS`. `published`: the list
-    is one that releases have, which are made for engines; what only a trainer would take otherwise is then a warning,
+    is one that releases have, which are made for engines; a contradiction for a trainer alone is then a warning,
     unless `updated`: a launch quantizes by this list. Raises CkptkitError as `readers_of`.
     """
     if asked is not None:
@@ -118,19 +118,19 @@ def severity_of(
 
 
 def worst(severities: Iterable[Literal["error", "warning"]]) -> Literal["error", "warning"]:
-    """An error where any of these is one."""
+    """The worst of some severities."""
     return "error" if "error" in set(severities) else "warning"
 
 
 def readers_of(names: Iterable[str]) -> tuple[str, ...]:
     """The readers behind some names of `--reader`, in a fixed order.
 
-    Raises CkptkitError for a name that is none, or when there is none.
+    Raises CkptkitError for an unknown name, or without any.
     """
     chosen = set(names)
     if unknown := sorted(chosen - READERS.keys()):
-        raise CkptkitError(f"unknown reader {unknown[0]!r}", f"choose of {', '.join(READERS)}")
+        raise CkptkitError(f"unknown reader {unknown[0]!r}", f"choose from {', '.join(READERS)}")
     if not chosen:
-        raise CkptkitError("no reader is named", f"choose of {', '.join(READERS)}")
+        raise CkptkitError("no reader is named", f"choose from {', '.join(READERS)}")
     wanted = {reader for name in chosen for reader in READERS[name]}
     return tuple(reader for reader in RULES if reader in wanted)

@@ -1,4 +1,4 @@
-"""What each reader makes of an `ignore` list and of targets: which modules it takes for packed."""
+"""Predicts which modules each reader takes for packed, from an `ignore` list and targets."""
 
 from __future__ import annotations
 
@@ -22,17 +22,13 @@ _LAST = "\U0010ffff"
 
 @dataclass(frozen=True)
 class Reading:
-    """One reader and one `ignore` list.
-
-    The names that it looks up for every matrix, and what each entry covers of them.
-
-    `answers[i]`: whether it `packs` or `keeps` matrix i (or takes it for packed or not), takes it for quantized in
-    the `other` format of another config group, or `refuses` a fused layer that is covered in part.
-    """
+    """What one reader makes of one `ignore` list."""
 
     reader: str
-    asked: tuple[tuple[str, ...], ...]
-    covers: Mapping[str, frozenset[str]]
+    asked: tuple[tuple[str, ...], ...]  # the names that it looks up for each matrix
+    covers: Mapping[str, frozenset[str]]  # what each entry covers of them
+    # For each matrix: packed or not, quantized in the `other` format of another config group, or a fused layer that is
+    # covered in part, which it `refuses`.
     answers: tuple[Answer, ...]
 
     @cached_property
@@ -59,8 +55,8 @@ def read(
     config: Mapping[str, Any],
     targets: Sequence[Target] = LINEAR,
 ) -> Reading:
-    """What `reader` makes of `ignore`. `targets` are those of config.json: modules of these classes or names."""
-    entry = FAMILIES[str(config.get("model_type"))].sglang.entry if reader.startswith("SGLang") else str
+    """Predicts what `reader` takes for packed. `targets`: classes and names of modules, as config.json has them."""
+    entry = FAMILIES[str(config.get("model_type"))].engine("sglang").entry if reader.startswith("SGLang") else str
     asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
     names = sorted({name for several in asked for name in several})
     check_lookups(ignore, len(names))
@@ -87,7 +83,7 @@ def read_all(
     config: Mapping[str, Any],
     targets: Sequence[Target] = LINEAR,
 ) -> dict[str, Reading]:
-    """What each of `readers` makes of `ignore`; compressed-tensors in any case, since transformers reads as it does."""
+    """As `read` for each of `readers`, and for compressed-tensors, since transformers reads as it does."""
     base = read("compressed-tensors", matrices, ignore, config, targets)
     found = {
         reader: replace(base, reader=reader) if reader in _BY_CLASS else read(reader, matrices, ignore, config, targets)
@@ -106,7 +102,7 @@ def _asked(
     if reader in _BY_CLASS:
         yield from ((matrix.module,) for matrix in matrices)
         return
-    packed_modules = FAMILIES[str(config.get("model_type"))].sglang.packed_modules
+    packed_modules = FAMILIES[str(config.get("model_type"))].engine("sglang").packed_modules
     known: dict[str | None, tuple[str, ...]] = {None: ()}  # an engine asks once about all experts of a layer
     for matrix in matrices:
         layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm
@@ -131,9 +127,9 @@ def covered(reader: str, pattern: str, names: Sequence[str]) -> frozenset[str]:
 
 
 def _layer(reader: str, matrix: Matrix) -> str:
-    """What a reader holds against targets before the names that it looks up in `ignore`: the fused layer's own name.
+    """The fused layer's own name, which a reader compares with targets before the names that it looks up in `ignore`.
 
-    Empty where it is one of those names, as of routed experts.
+    Empty for routed experts, whose name is one of those.
     """
     layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm if reader == "vLLM" else None
     return "" if layer is None or layer.endswith(".experts") else layer
@@ -147,7 +143,7 @@ class _Targeted:
     by_class: Answer | None
 
     def of(self, layer: str, names: Sequence[str]) -> set[Answer | None]:
-        """Of a layer: by its own name, then its class, then the names of its parts."""
+        """The answers for a layer: by its own name, then its class, then the names of its parts."""
         if layer in self.by_name:
             return {self.by_name[layer]}
         parts = {self.by_name.get(name, self.by_class) for name in names}

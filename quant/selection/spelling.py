@@ -1,7 +1,4 @@
-"""Entries of `ignore` that every reader takes alike.
-
-For a module, for a set of modules, and instead of an entry that is not.
-"""
+"""Spells entries of `ignore` that mean the same to every reader."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _ENDING = re.compile(r"(?:\$|\(\\\.weight\)\?|\\?\.weight|\\?\.\.\*|\\\.\*|\\\.)
 
 
 def spell(module: str) -> str:
-    """An entry for this module, in every layer: a regular expression for module and parameter names.
+    """Returns an entry for this module in every layer: a regular expression for module and parameter names.
 
     Shards that engines fuse, routed experts, and parts that stay as a whole come together; a module outside the layers
     is its plain name.
@@ -39,6 +36,12 @@ def _spell_tail(tail: str) -> str:
     if whole := _WHOLE.fullmatch(tail):
         return rf"{re.escape(whole[1] or '')}{whole[2]}\..*"
     return rf"{with_fused(re.escape(tail))}(\.weight)?$"
+
+
+def ignore_options(names: Iterable[str]) -> str:
+    """The options that leave these weights out, for a message."""
+    entries = dict.fromkeys(spell(name.removesuffix(".weight")) for name in names)
+    return " ".join(f"--ignore '{entry}'" for entry in entries)
 
 
 def with_fused(pattern: str) -> str:
@@ -56,13 +59,13 @@ def _all_shards(match: re.Match[str]) -> str:
     return f"({'|'.join(names)})_proj"
 
 
-def entries_for(kept: Mapping[str, str], packed: Collection[str]) -> list[str]:
-    """Entries that leave out every module of `kept`, given with its own entry, and no module of `packed`.
+def entries_for(excluded: Mapping[str, str], packed: Collection[str]) -> list[str]:
+    """Entries that leave out every module of `excluded`, given with its own entry, and no module of `packed`.
 
     Where a module's entry for all layers would cover a packed one, the entries are for single layers.
     """
     groups: dict[str, list[str]] = {}
-    for module, entry in kept.items():
+    for module, entry in excluded.items():
         groups.setdefault(entry, []).append(module)
     found: list[str] = []
     for entry, modules in groups.items():
@@ -85,10 +88,7 @@ def _by_layer(modules: Iterable[str]) -> list[str]:
 
 
 def candidates(pattern: str) -> Iterator[str]:
-    """Spellings that may say portably what an entry means.
-
-    Without what ties it to one kind of name, with fused shards, for all experts.
-    """
+    """Spellings that may mean to every reader what an entry means to one."""
     if pattern.startswith("re:"):
         cores, ending = [_ENDING.sub("", pattern.removeprefix("re:"))], r"(\.weight)?$"
     else:

@@ -1,4 +1,4 @@
-"""Whether the INT4 kernels of SGLang can load a layer when it is cut for tensor parallelism, and can run it at all.
+"""Checks that the INT4 kernels of SGLang can load a layer cut for tensor parallelism, and can run it at all.
 
 Source: SGLang `layers/quantization/marlin_utils.py`, `verify_marlin_supports_shape` and
 `check_moe_marlin_supports_layer`. For compressed-tensors SGLang 0.5.16 asks the first and drops the answer, and asks
@@ -15,7 +15,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from quant.selection.class_tree import release_of
 from quant.selection.matrices import fused_layer
-from quant.selection.spelling import spell
+from quant.selection.spelling import ignore_options
 from quant.selection.tree import ClassTree
 
 _ROWS, _COLUMNS = 64, 128  # a tile of a layer
@@ -46,23 +46,21 @@ def check_tiles(
     )
     raise CkptkitError(
         f"SGLang's INT4 kernels cannot load at tensor parallel size {tp}",
-        (f"serve with tensor parallel size {fitting}, or " if fitting else "") + f"leave them out: {_ignored(faults)}",
-        _in_words(faults),
+        (f"serve with tensor parallel size {fitting}, or " if fitting else "")
+        + f"leave them out: {ignore_options(faults)}",
+        _describe(faults),
     )
 
 
 def unrunnable(
     chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None
 ) -> tuple[str, list[str]] | None:
-    """The next move and a line a fault, where no kernel of SGLang runs some of `chosen` however they are cut.
-
-    None where each has one.
-    """
+    """The next move and a line a fault, where some of `chosen` have no kernel in SGLang at any cut; None: all have."""
     faults: dict[str, str] = {}
     for specs in _by_layer(chosen, tree).values():
         if fault := _kernel_fault(specs, specs[0].name.removesuffix(".weight") in tree.experts, group_size):
             faults.update(dict.fromkeys((spec.name for spec in specs), fault))
-    return (f"leave them out: {_ignored(faults)}", _in_words(faults)) if faults else None
+    return (f"leave them out: {ignore_options(faults)}", _describe(faults)) if faults else None
 
 
 def _kernel_fault(specs: Sequence[TensorSpec], expert: bool, group_size: int | None) -> str | None:
@@ -82,12 +80,7 @@ def _by_layer(chosen: Sequence[TensorSpec], tree: ClassTree) -> dict[str, list[T
     return layers
 
 
-def _ignored(faults: Mapping[str, str]) -> str:
-    entries = dict.fromkeys(spell(name.removesuffix(".weight")) for name in faults)
-    return " ".join(f"--ignore '{entry}'" for entry in entries)
-
-
-def _in_words(faults: Mapping[str, str]) -> list[str]:
+def _describe(faults: Mapping[str, str]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for name, fault in faults.items():
         kinds.setdefault(fault, []).append(name)

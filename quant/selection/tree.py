@@ -1,4 +1,4 @@
-"""The modules of a model, sorted by what INT4 may do with them."""
+"""The modules of a model, sorted by whether they may be quantized."""
 
 from __future__ import annotations
 
@@ -17,25 +17,19 @@ DRAFT_LAYER = "draft layer"  # why a module of one is never INT4
 class ClassTree:
     """Modules of a model by the names of its release, with one name an expert and projection.
 
-    `linears`: every Linear layer of the language model. Among them: `head`, the output embedding; `experts`, the
-    projections of routed experts; and `gates`, which stand directly beside the experts to choose or weigh them. No INT4
-    reader packs head or gates. `others`: modules of another class whose `weight` has two or more axes, with that class.
-    `drafts`: multi-token prediction layers, for which transformers has no classes. `outside`: how modules that are no
-    part of the language model begin. `dense`: what SGLang's class cannot hold as INT4. `spelled`: every Linear of the
-    whole model, by each name that transformers has for it and lists may use. `whole`: whether all modules are known,
-    but for draft layers; False where those outside the language model are not.
+    No INT4 reader packs head or gates.
     """
 
-    linears: frozenset[str]
-    head: str
-    gates: frozenset[str]
-    experts: frozenset[str]
-    others: Mapping[str, str]
-    drafts: tuple[Draft, ...] = ()
-    outside: tuple[str, ...] = ()
-    dense: tuple[Dense, ...] = ()
-    spelled: frozenset[str] = frozenset()
-    whole: bool = True
+    linears: frozenset[str]  # every Linear layer of the language model, the next three included
+    head: str  # the output embedding
+    gates: frozenset[str]  # directly beside the experts, to choose or weigh them
+    experts: frozenset[str]  # projections of routed experts
+    others: Mapping[str, str]  # modules of another class whose `weight` has two or more axes, with that class
+    drafts: tuple[Draft, ...] = ()  # multi-token prediction layers, for which transformers has no classes
+    outside: tuple[str, ...] = ()  # prefixes of modules outside the language model
+    dense: tuple[Dense, ...] = ()  # what SGLang's class cannot hold as INT4
+    spelled: frozenset[str] = frozenset()  # every Linear of the whole model, by each name that lists may use
+    whole: bool = True  # all modules but those of draft layers are known, also outside the language model
 
     @cached_property
     def packable(self) -> frozenset[str]:
@@ -57,7 +51,7 @@ class ClassTree:
     def reason_to_keep(self, module: str) -> str | None:
         """Why this module is never INT4; None when it may be."""
         if module in self.others:
-            return f"{self.others[module]} is no Linear"
+            return f"{self.others[module]} is not a Linear"
         if module == self.head:
             return "output embedding"
         if module in self.gates:
@@ -67,7 +61,7 @@ class ClassTree:
         if module.startswith(self.outside or ("\0",)):
             return "outside the language model"
         if module not in self.linears:
-            return "no module of the model"
+            return "not a module of the model"
         dense = self.dense_for(module)
         return dense.reason if dense else None
 

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import Qwen3MoeConfig
 
-from ckptkit.app.api import convert, int4_scheme, make_manifest, quantize
+from ckptkit.app.api import convert, make_manifest, quantize
+from quant.schemes.w4a16 import int4_scheme
 
 _SIZES = {
     "vocab_size": 128,

@@ -9,9 +9,10 @@ import pytest
 from support import models
 
 import ckptkit
-from ckptkit.app.api import convert, int4_scheme
+from ckptkit.app.api import convert
 from interop.scripts import Outcome, Script, run_scripts
 from interop.slime_runs import changed, export, megatron, quantize, release
+from quant.schemes.w4a16 import int4_scheme
 
 WHOLE = ("qwen2-tied", "llama", "qwen3_moe", "glm4_moe", "qwen3_next")
 LOST = ["model.layers.12.embed_tokens.weight", "model.layers.12.shared_head.head.weight"]

@@ -13,9 +13,10 @@ import torch
 from support import models
 
 import ckptkit
-from ckptkit.app.api import convert, int4_scheme
+from ckptkit.app.api import convert
 from interop.scripts import Outcome, run_scripts
 from interop.slime_runs import changed, export, load, megatron, quantize, release
+from quant.schemes.w4a16 import int4_scheme
 
 WHOLE = ("qwen2-tied", "llama", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2")
 EXPORTED = (*WHOLE, "glm4_moe-mtp", "qwen3_next", "deepseek_v3")

@@ -10,9 +10,10 @@ from click.testing import CliRunner
 from support import models
 from support.fixture_types import PathOf
 
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
+from quant.schemes.w4a16 import int4_scheme
 from verify.launch.preflight import preflight
 
 SCHEME = int4_scheme(group_size=32)

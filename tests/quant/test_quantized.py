@@ -17,9 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Plan, View, identity
+from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.scheme import QuantScheme, read_scheme
-from quant.planner import packed_modules, quantized, quantized_layout
+from quant.planner import quantize_step, quantized, quantized_layout
+from quant.schemes.interface import Request
+from quant.schemes.w4a16 import PackedWeights
+from quant.selection.decision import packed_modules
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
@@ -131,16 +136,18 @@ def test_shards_are_cut_as_in_the_source(releases: Callable[[str], Path], int4: 
         } == set(names)
 
 
-def test_quantized_layout_keeps_parts_in_the_shard_of_their_weight() -> None:
+def test_quantized_layout_keeps_parts_in_the_shard_of_their_weight(releases: Callable[[str], Path]) -> None:
+    specs = {name: TensorSpec(name, (8, 32), "bfloat16") for name in ("x.weight", "x.bias", "norm.weight")}
+    packing = PackedWeights(QuantScheme(32, "qmax7"), frozenset(["x.weight"]))
+    steps = (quantize_step(specs["x.weight"], packing), identity(specs["x.bias"]), identity(specs["norm.weight"]))
     layout = {"a": ["x.weight", "x.bias"], "b": ["norm.weight"]}
-    after = ["x.weight_packed", "x.weight_scale", "x.weight_shape", "x.bias", "norm.weight"]
     expected = {"a": ["x.weight_packed", "x.weight_scale", "x.weight_shape", "x.bias"], "b": ["norm.weight"]}
-    assert quantized_layout(layout, ["x.weight", "x.bias", "norm.weight"], after) == expected
+    assert quantized_layout(layout, View(HfCheckpoint(releases("qwen2-untied")), Plan(steps, specs))) == expected
 
 
 def test_own_entries_are_added_to_the_default_list(releases: Callable[[str], Path]) -> None:
     source = HfCheckpoint(releases("glm4_moe"))
-    view = quantized(source, "here", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", "lm_head")))
+    view, _ = quantized(source, QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", "lm_head")), Request("here"))
     assert view.config["quantization_config"]["ignore"] == [
         "model.embed_tokens",
         r"re:.*\.mlp\.gate(\.weight)?$",
@@ -161,7 +168,7 @@ def test_a_missing_linear_is_refused(releases: Callable[[str], Path]) -> None:
     with pytest.raises(
         CkptkitError, match=r"here lacks 1 tensor\(s\).*model\.layers\.3\.mlp\.experts\.7\.down_proj\.weight"
     ):
-        quantized(source, "here", QuantScheme(32, "qmax7"))
+        quantized(source, QuantScheme(32, "qmax7"), Request("here"))
 
 
 def test_broken_weights_are_named_and_nothing_is_left(
@@ -196,4 +203,4 @@ def test_fused_experts_give_the_same_bytes(releases: Any, int4: Callable[[str, s
 def test_an_ignore_entry_that_covers_nothing_is_refused(releases: Callable[..., Path]) -> None:
     source = HfCheckpoint(releases("qwen2-untied"))
     with pytest.raises(CkptkitError, match="ignore entry 'q_proj' covers no module of here"):
-        quantized(source, "here", QuantScheme(32, "qmax7", ("q_proj",)))
+        quantized(source, QuantScheme(32, "qmax7", ("q_proj",)), Request("here"))

@@ -155,7 +155,7 @@ def _decision(plan: ConversionPlan) -> Iterator[str]:
     without = read_all(RULES, matrices, (), config)
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
-        why = "INT4" if packed[index] else f"kept: {matrix.kept or 'left out by this preset'}"
+        why = "INT4" if packed[index] else f"kept: {matrix.reason or 'left out by this preset'}"
         eager = [reader for reader, reading in without.items() if reading.answers[index] == "packs"]
         rows[why, ", ".join(eager) or "none"].append(matrix.tensor)
     yield from ("", "| matrices | decision | who would pack them without the list |", "| --- | --- | --- |")

@@ -20,8 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.transfer.journal import JOURNAL
+from quant.schemes.w4a16 import int4_scheme
 from support import models
 
 FILE_BYTES = 300_000

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ckptkit.app.api import int4_scheme, quantize
+from ckptkit.app.api import quantize
+from quant.schemes.w4a16 import int4_scheme
 from support import models
 from support.quantized import fp8_blocks, small_groups_allowed, write
 from support.sglang_families import CLEAN

@@ -16,7 +16,7 @@ from quant.formats.part_names import PACKED, packed_in
 from quant.formats.scheme import listed
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
-from quant.selection.portable import Divergence, Question, advice, said
+from quant.selection.portable import Divergence, Question, advice, described
 from quant.selection.published import severities
 from quant.selection.readers import RULES
 from quant.selection.tree import ClassTree
@@ -57,7 +57,7 @@ def agreement(
     found = question.divergences(ignore)
     everybody = _for_everybody(found)
     forbidden = {
-        matrix.module: matrix.kept for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.kept
+        matrix.module: matrix.reason for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.reason
     }
     reported = everybody | {f"{module}.weight" for module in forbidden}
     others = [one for one in found if one.tensor not in reported]
@@ -103,7 +103,7 @@ def _issues(
     found = [one for one in found if one.reader in severity_of]
     hint = advice(found, question, ignore) if found else ""
     for reader in dict.fromkeys(one.reader for one in found):
-        actual = "; ".join(said(one for one in found if one.reader == reader))
+        actual = "; ".join(described(one for one in found if one.reader == reader))
         yield Issue(
             "an ignore list that every reader interprets in the same way", actual, hint, severity=severity_of[reader]
         )

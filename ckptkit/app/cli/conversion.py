@@ -13,14 +13,14 @@ from ckptkit.app.cli import options as common
 from ckptkit.app.cli.ending import end
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
-from ckptkit.core.dtypes import torch_dtype
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.storage.url import is_url
+from quant.schemes.registry import DEFAULT, NAMES, scheme_module
 
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
     from ckptkit.app.run_options import RunOptions
-    from quant.formats.scheme import QuantScheme
+    from quant.schemes.interface import Scheme
 
 
 @click.command(cls=Verb, short_help="Convert HF to Megatron, or Megatron to HF.")
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     type=click.Choice(["mcore", "slime"]),
     help="Names of Megatron's tensors: megatron-core's own (the default) or slime's modules.",
 )
-@click.option("--quantize", "quantization", type=click.Choice(["w4a16"]), help="Megatron -> INT4 HF in one pass.")
-@common.int4
+@click.option("--quantize", "quantization", type=click.Choice(NAMES), help="Megatron -> quantized HF in one pass.")
+@common.quantizing
 @common.writing
 @common.as_json
 def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json: bool, **options: Any) -> None:
@@ -53,14 +53,14 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     with phase("loading ckptkit and torch"):
         from ckptkit.app.run_options import run_options
 
-        scheme = _scheme(options, options["like"])
+        scheme = _scheme(quantization or DEFAULT, options, options["like"])
     _run(run_options("convert", src, dst, scheme if quantization else None, **options), as_json)
 
 
 @click.command(cls=Verb, short_help="Quantize HF to INT4 W4A16.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
-@common.int4
+@common.quantizing
 @common.writing
 @common.as_json
 def quantize(src: str | Path, dst: str | Path, as_json: bool, **options: Any) -> None:
@@ -72,24 +72,13 @@ def quantize(src: str | Path, dst: str | Path, as_json: bool, **options: Any) ->
     with phase("loading ckptkit and torch"):
         from ckptkit.app.run_options import run_options
 
-        scheme = _scheme(options, options["like"] or src)
+        scheme = _scheme(DEFAULT, options, options["like"] or src)
     _run(run_options("quantize", src, dst, scheme, **options), as_json)
 
 
-def _scheme(options: dict[str, Any], reference: str | Path | None) -> QuantScheme:
-    """Takes the options of a scheme out. Options not given default to those of the INT4 checkpoint at `reference`."""
-    from ckptkit.app.api import int4_scheme
-
-    group, scale_dtype = options.pop("group_size"), options.pop("scale_dtype")
-    return int4_scheme(
-        reference,
-        group_size=int(group) if group and group != "channel" else group,
-        grid=options.pop("grid"),
-        symmetric=False if options.pop("asymmetric") else None,
-        ignore=options.pop("ignore"),
-        search=options.pop("search"),
-        scale_dtype=None if scale_dtype == "auto" else torch_dtype(scale_dtype),
-    )
+def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) -> Scheme:
+    """Takes the options of a scheme out. Options not given default to those of the checkpoint at `reference`."""
+    return scheme_module(name).from_options(options, reference)
 
 
 def _run(options: RunOptions, as_json: bool) -> None:

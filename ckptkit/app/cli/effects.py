@@ -25,7 +25,7 @@ class Excludes:
 
 Rule = Needs | Excludes
 
-INT4 = (
+QUANTIZING = (
     *("group_size", "grid", "asymmetric", "search", "scale_dtype", "like", "preset", "tp", "readers", "device"),
     "ignore",
 )
@@ -46,10 +46,10 @@ RULES: Mapping[str, Sequence[Rule]] = {
         *_GLOBAL,
         *_WRITING,
         Needs(
-            tuple(name for name in INT4 if name != "tp"),
+            tuple(name for name in QUANTIZING if name != "tp"),
             ("quantization",),
             "leave it out, or add --quantize w4a16 on the way from Megatron to HF; "
-            "`ckptkit quantize` makes INT4 of an HF checkpoint",
+            "`ckptkit quantize` quantizes an HF checkpoint",
         ),
         Needs(
             ("tp",),

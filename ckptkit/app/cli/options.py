@@ -176,7 +176,7 @@ megatron = _together(
         help="Megatron: load with Megatron-LM's own load_checkpoint, by the tracker in the root, as a trainer does.",
     ),
 )
-int4 = _together(
+quantizing = _together(
     click.option(
         "--group-size",
         type=click.Choice(["32", "64", "128", "channel"]),

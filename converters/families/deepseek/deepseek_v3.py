@@ -21,7 +21,7 @@ from converters.blocks.latent_attention import SGLANG_DENSE, mla_attention, read
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer
-from converters.family import ModelFamily, Release, SglangClass, these
+from converters.family import EngineClass, ModelFamily, Release, these
 from converters.rules import ParamMapping
 
 
@@ -62,7 +62,7 @@ RELEASE = Release(
     model_type="deepseek_v3",
     classes={"Router": "DeepseekV3TopkRouter"},
 )
-SGLANG = SglangClass(
+SGLANG = EngineClass(
     ("fused_qkv_a_proj_with_mqa",),
     dense=SGLANG_DENSE,
     keys=these(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1),
@@ -75,6 +75,6 @@ FAMILIES = (
         mappings,
         carried_ends=ROTARY_FREQUENCIES,
         release=RELEASE,
-        sglang=SGLANG,
+        engines={"sglang": SGLANG},
     ),
 )

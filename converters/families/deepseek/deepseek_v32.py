@@ -93,6 +93,6 @@ FAMILIES = (
         {"slime": slime_mappings},
         carried_ends=ROTARY_FREQUENCIES,
         release=Release(drafts=appended_drafts, classes={"Router": "DeepseekV32TopkRouter"}),
-        sglang=deepseek_v3.SGLANG,
+        engines={"sglang": deepseek_v3.SGLANG},
     ),
 )

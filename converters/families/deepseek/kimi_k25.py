@@ -52,10 +52,12 @@ FAMILIES = (
         # transformers runs the code that comes with the release; vLLM's class never ties.
         tie=TieFlag(top=(), text=("transformers", "SGLang")),
         release=_RELEASE,
-        sglang=replace(
-            deepseek_v3.SGLANG,
-            root=("language_model.", ""),
-            entries=(("language_model.layers.", "language_model.model.layers."),),
-        ),
+        engines={
+            "sglang": replace(
+                deepseek_v3.SGLANG,
+                root=("language_model.", ""),
+                entries=(("language_model.layers.", "language_model.model.layers."),),
+            )
+        },
     ),
 )

@@ -21,7 +21,7 @@ from converters.blocks.decoder import (
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import flag, integer
-from converters.family import ModelFamily, Release, SglangClass
+from converters.family import EngineClass, ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -58,6 +58,6 @@ FAMILIES = (
         read_dims,
         mappings,
         release=Release(drafts=appended_drafts, classes={"Router": "Glm4MoeTopkRouter"}),
-        sglang=SglangClass(joins_shared_expert=True),
+        engines={"sglang": EngineClass(joins_shared_expert=True)},
     ),
 )

@@ -12,7 +12,7 @@ from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer
 from converters.families.deepseek import deepseek_v3
-from converters.family import ModelFamily, Release, SglangClass
+from converters.family import EngineClass, ModelFamily, Release
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -64,6 +64,10 @@ FAMILIES = (
         read_dims,
         deepseek_v3.mappings,
         release=Release(drafts=appended_drafts, classes={"Router": "Glm4MoeLiteTopkRouter"}),
-        sglang=SglangClass(dense=SGLANG_DENSE, keys=lambda text: {"first_k_dense_replace": len(_dense_layers(text))}),
+        engines={
+            "sglang": EngineClass(
+                dense=SGLANG_DENSE, keys=lambda text: {"first_k_dense_replace": len(_dense_layers(text))}
+            )
+        },
     ),
 )

@@ -43,7 +43,7 @@ FAMILIES = (
         deepseek_v32.mappings,
         {"slime": deepseek_v32.slime_mappings},
         release=Release(drafts=appended_drafts, classes={"Router": "GlmMoeDsaTopkRouter"}),
-        sglang=deepseek_v3.SGLANG,
+        engines={"sglang": deepseek_v3.SGLANG},
         unlike_transformers=_unlike_transformers,
     ),
 )

@@ -13,7 +13,7 @@ from converters.blocks.decoder import attention, dense_mlp, embeddings
 from converters.config.dims import ModelDims, base_dims
 from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, flag, integer, rope_of, without_windows
-from converters.family import ModelFamily, Release, SglangClass
+from converters.family import EngineClass, ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -52,15 +52,17 @@ FAMILIES = (
         carried=("visual.",),
         tie=TieFlag(older=("transformers 4",)),
         release=_RELEASE,
-        sglang=SglangClass(
-            ("gate_up_proj",),
-            entries=(
-                (NESTED_ROOT, "language_model.model."),
-                ("model.visual.", "visual."),
-                ("lm_head.", "language_model.lm_head."),
-                ("model.", "language_model.model."),
-            ),
-            outside=((".attn.qkv", ".attn.qkv_proj"),),
-        ),
+        engines={
+            "sglang": EngineClass(
+                ("gate_up_proj",),
+                entries=(
+                    (NESTED_ROOT, "language_model.model."),
+                    ("model.visual.", "visual."),
+                    ("lm_head.", "language_model.lm_head."),
+                    ("model.", "language_model.model."),
+                ),
+                outside=((".attn.qkv", ".attn.qkv_proj"),),
+            )
+        },
     ),
 )

@@ -28,7 +28,7 @@ from converters.blocks.vision import qwen_vision
 from converters.config.dims import ModelDims, base_dims
 from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, integer, text_part
-from converters.family import QKV_GATE_UP, ModelFamily, Release, SglangClass
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -113,7 +113,9 @@ def _family(model_type: str, release: Release, language_models: Mapping[str, str
         tie=TieFlag(("transformers", "SGLang"), ("vLLM",)),
         language_models=language_models,
         release=release,
-        sglang=SglangClass((*QKV_GATE_UP, "in_proj_qkvz", "in_proj_ba"), dense=SGLANG_DENSE, keys=sglang_keys),
+        engines={
+            "sglang": EngineClass((*QKV_GATE_UP, "in_proj_qkvz", "in_proj_ba"), dense=SGLANG_DENSE, keys=sglang_keys)
+        },
     )
 
 

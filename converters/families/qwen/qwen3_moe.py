@@ -12,7 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims, layers_without_experts
 from converters.config.values import flag, integer, without_windows
-from converters.family import QKV_GATE_UP, ModelFamily, Release, SglangClass
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -45,6 +45,6 @@ FAMILIES = (
         read_dims,
         mappings,
         release=Release(classes={"Router": "Qwen3MoeTopKRouter"}),
-        sglang=SglangClass(QKV_GATE_UP),
+        engines={"sglang": EngineClass(QKV_GATE_UP)},
     ),
 )

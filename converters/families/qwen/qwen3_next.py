@@ -19,7 +19,7 @@ from converters.blocks.linear_attention import (
 )
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer
-from converters.family import QKV_GATE_UP, ModelFamily, Release, SglangClass
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -74,6 +74,6 @@ FAMILIES = (
         mappings,
         {"slime": slime_mappings},
         release=Release(drafts=qwen_next_drafts, classes={"Router": "Qwen3NextTopKRouter"}),
-        sglang=SglangClass(QKV_GATE_UP, dense=SGLANG_DENSE, keys=sglang_keys),
+        engines={"sglang": EngineClass(QKV_GATE_UP, dense=SGLANG_DENSE, keys=sglang_keys)},
     ),
 )

@@ -16,7 +16,7 @@ from converters.blocks.vision import qwen_vision
 from converters.config.dims import ModelDims, base_dims, layers_without_experts
 from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, flag, integer, text_part
-from converters.family import FusedExperts, ModelFamily, Release, SglangClass
+from converters.family import EngineClass, FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -64,14 +64,16 @@ _DENSE = ModelFamily(
     tie=TieFlag(older=("transformers 4",)),
     fused=FusedExperts(transposed=True),
     release=_RELEASE,
-    sglang=SglangClass(
-        entries=(
-            (NESTED_ROOT, "language_model.model."),
-            ("model.visual.", "visual."),
-            ("lm_head.", "language_model.lm_head."),
-            ("model.", "language_model.model."),
+    engines={
+        "sglang": EngineClass(
+            entries=(
+                (NESTED_ROOT, "language_model.model."),
+                ("model.visual.", "visual."),
+                ("lm_head.", "language_model.lm_head."),
+                ("model.", "language_model.model."),
+            )
         )
-    ),
+    },
 )
 _CLASSES = {"Router": "Qwen3VLMoeTextTopKRouter"}
 FAMILIES = (

@@ -117,7 +117,7 @@ def test_seconds_are_those_of_the_disk(tmp_path: Path) -> None:
 
 
 def test_seconds_of_a_search_are_those_of_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("ckptkit.app.forecast.search_rate", lambda scheme: MIB)
+    monkeypatch.setattr("ckptkit.app.forecast.quantizing_rate", lambda scheme: MIB)
     monkeypatch.setattr("ckptkit.app.forecast.cores", lambda: 2)
     scheme = QuantScheme(32, "minmax", search="mse")
     seconds = [

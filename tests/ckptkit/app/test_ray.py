@@ -22,7 +22,7 @@ from support.fixture_types import PathOf
 from support.processes import environment
 
 from ckptkit.app import on_ray
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import main
 from ckptkit.app.on_ray import TaskInput, batches_of, digest_of, write_batch
 from ckptkit.app.plan import make_plan
@@ -31,6 +31,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.ray import tasks as ray_tasks
+from quant.schemes.w4a16 import int4_scheme
 from verify.evidence import on_ray as values_on_ray
 from verify.run import verify
 

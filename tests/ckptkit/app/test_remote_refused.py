@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from support.remote_servers import KEYS, Bucket, Request, breaking, refusing, serving, use_s3
 
-from ckptkit.app.api import convert, int4_scheme, make_manifest, quantize
+from ckptkit.app.api import convert, make_manifest, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer import files
 from quant.lint.lint import lint
+from quant.schemes.w4a16 import int4_scheme
 from verify.launch.preflight import preflight
 
 

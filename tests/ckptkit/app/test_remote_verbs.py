@@ -13,12 +13,13 @@ from support.fake_hub import fake_hub
 from support.processes import ckptkit
 from support.remote_servers import Bucket
 
-from ckptkit.app.api import convert, inspect, int4_scheme, model_arguments, quantize
+from ckptkit.app.api import convert, inspect, model_arguments, quantize
 from ckptkit.app.cli import conversion
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer import files
 from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.upload import Upload
+from quant.schemes.w4a16 import int4_scheme
 
 MANIFEST = "ckptkit.json"
 

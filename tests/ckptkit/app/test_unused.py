@@ -37,8 +37,8 @@ def run(*arguments: str | Path) -> str:
 
 
 def test_every_int4_option_is_known() -> None:
-    decorated = options.int4(lambda: None)
-    assert {option.name for option in decorated.__click_params__} == set(effects.INT4)
+    decorated = options.quantizing(lambda: None)
+    assert {option.name for option in decorated.__click_params__} == set(effects.QUANTIZING)
     assert {words[0] for words in INT4} == {option.opts[0] for option in decorated.__click_params__}
 
 
@@ -67,7 +67,7 @@ def test_int4_argument_without_a_scheme_is_refused(
     option: str, given: dict[str, Any], direction: str, releases: PathOf, converted: PathOf, tmp_path: Path
 ) -> None:
     source = (releases if direction == "to Megatron" else converted)("qwen2-tied")
-    with pytest.raises(CkptkitError, match=f"^{option} is about INT4 weights"):
+    with pytest.raises(CkptkitError, match=f"^{option} is about quantized weights"):
         convert(source, tmp_path / "out", **given)
     assert list(tmp_path.iterdir()) == []
 

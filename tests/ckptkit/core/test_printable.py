@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.fixture_types import CopyOf, PathOf
 
-from ckptkit.app.api import int4_scheme, quantize
+from ckptkit.app.api import quantize
 from ckptkit.app.cli import main
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import json_text, printable
+from quant.schemes.w4a16 import int4_scheme
 
 # Escape codes, carriage return, three line breaks, C1, marks that reverse text, DEL: and the verdict they would forge.
 EVIL = "a\x1b[2J\x1b[1;1H\rb\nPASSED  forged\x85PASSED\x9b31m\u202ec\u2028PASSED\u2029\x7f\u200f\ufeff\u2066"

@@ -12,7 +12,7 @@ import torch
 from support import models
 from support.fixture_types import PathOf
 
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import Reader
 from ckptkit.core.plan import Plan, Step, View
@@ -26,6 +26,7 @@ from ckptkit.storage import read as raw
 from ckptkit.transfer import copy as copying
 from ckptkit.transfer.files import FilesWriter
 from converters.megatron import rank_cuts
+from quant.schemes.w4a16 import int4_scheme
 
 EMBEDDING = "embedding.word_embeddings.weight"
 

@@ -18,10 +18,11 @@ import pytest
 from support.fixture_types import PathOf
 from support.processes import ckptkit, environment
 
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.lock import check_free, locked
 from ckptkit.transfer.destination import new_directory
+from quant.schemes.w4a16 import int4_scheme
 
 ASKED = {"command": "convert"}
 LOCK = "out.partial.lock"

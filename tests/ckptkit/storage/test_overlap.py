@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from support.fixture_types import CopyOf, PathOf
 
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.destination import check_destination
+from quant.schemes.w4a16 import int4_scheme
 
 
 def content(root: Path) -> dict[str, bytes]:

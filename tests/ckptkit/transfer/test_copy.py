@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions
 from ckptkit.core.errors import CkptkitError, FinalError
 from ckptkit.core.plan import Plan, Step, View, identity, read_and_held
 from ckptkit.core.specs import TensorSpec
 from ckptkit.transfer.copy import IN_FLIGHT, copy, threads
+from quant.schemes.w4a16 import int4_scheme
 
 NAMES = [f"w{index}" for index in range(40)]
 

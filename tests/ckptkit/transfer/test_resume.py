@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer import files as module
+from quant.schemes.w4a16 import int4_scheme
 
 FILE_BYTES = 1_000_000
 Run = Callable[..., None]

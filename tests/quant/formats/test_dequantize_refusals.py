@@ -92,7 +92,7 @@ def read_all(quantization: Any, tensors: Tensors) -> Tensors:
             ),
             "symmetric False",
         ),
-        (compressed({}, config_groups={}), "config_groups that do not all quantize weights alike"),
+        (compressed({}, config_groups={}), "config_groups that quantize weights in several ways"),
         (
             compressed(
                 {},
@@ -101,7 +101,7 @@ def read_all(quantization: Any, tensors: Tensors) -> Tensors:
                     for size in (32, 64)
                 },
             ),
-            "config_groups that do not all quantize weights alike",
+            "config_groups that quantize weights in several ways",
         ),
         (compressed({"nonsense": 1}), "compressed-tensors refuses this quantization_config"),
     ],
@@ -161,18 +161,18 @@ def at(name: str, index: Any, value: float) -> Change:
             r"x\.weight_scale_inv \[2, 2\] uint8 must be",
         ),
         (BLOCK | {"weight_block_size": [1, 4]}, fp8, lambda tensors: None, r"must be \[3, 1\]"),
-        (BLOCK, fp8, put("v", torch.ones(4).to(torch.float8_e4m3fn)), r"v \[4\] float8_e4m3fn is FP8 and no matrix"),
+        (BLOCK, fp8, put("v", torch.ones(4).to(torch.float8_e4m3fn)), r"v \[4\] float8_e4m3fn is FP8 and not a matrix"),
         (
             BLOCK,
             fp8,
             put("y.weight", torch.ones(4, 4).to(torch.float8_e5m2)),
-            r"y\.weight \[4, 4\] float8_e5m2 is no part of FP8",
+            r"y\.weight \[4, 4\] float8_e5m2 is not a part of FP8",
         ),
         (
             BLOCK,
             fp8,
             put("experts.w", torch.ones(4, 4, dtype=torch.int8)),
-            r"experts\.w \[4, 4\] int8 is no part of FP8",
+            r"experts\.w \[4, 4\] int8 is not a part of FP8",
         ),
         (
             BLOCK,
@@ -264,7 +264,12 @@ def at(name: str, index: Any, value: float) -> Change:
             put("x.weight_packed", torch.zeros(16, 8, dtype=torch.int64)),
             r"x\.weight_packed \[16, 8\] int64 must be",
         ),
-        (compressed({}), int4, put("x.weight_packed", torch.zeros(2, 16, 8, dtype=torch.int32)), "is no packed matrix"),
+        (
+            compressed({}),
+            int4,
+            put("x.weight_packed", torch.zeros(2, 16, 8, dtype=torch.int32)),
+            "is not a packed matrix",
+        ),
         (
             compressed({}),
             int4,

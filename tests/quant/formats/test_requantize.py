@@ -13,7 +13,7 @@ from support import models, quantized
 from support.fixture_types import PathOf
 from support.quant_weights import DTYPES, hard_weights
 
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.grids import dequantize
@@ -23,6 +23,8 @@ from quant.formats.scheme import QuantScheme, quantization_config
 from quant.kernels.dispatch import Packed, quantize_pack
 from quant.planner import quantized as as_int4
 from quant.requantize import StoredScheme, requantize, stored_parts, stored_scheme
+from quant.schemes.interface import Request
+from quant.schemes.w4a16 import int4_scheme
 from verify.run import verify
 
 SCHEMES = [
@@ -147,7 +149,7 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable
     def packed(name: str, **arguments: Any) -> Path:
         path = root / "-".join([name, *map(str, arguments.values())])
         if not path.exists():
-            view = as_int4(HfCheckpoint(releases(name)), "here", QuantScheme(32, "qmax7"))
+            view, _ = as_int4(HfCheckpoint(releases(name)), QuantScheme(32, "qmax7"), Request("here"))
             modules = {key.removesuffix("_packed") for key in view.specs if key.endswith("_packed")}
             content = quantized.compressed_config("pack-quantized", **arguments) | {
                 "ignore": view.config["quantization_config"]["ignore"]

@@ -16,6 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from quant.formats.scheme import QuantScheme, quantization_config, read_scheme
 from quant.planner import quantize_step
+from quant.schemes.w4a16 import PackedWeights
 
 # As published with Kimi K2 Thinking.
 KIMI: dict[str, Any] = {
@@ -52,7 +53,7 @@ KIMI: dict[str, Any] = {
         ((16, "qmax7"), "group size 16"),
         ((-1, "qmax7"), "group size -1"),
         ((32, "qmax8"), "unknown grid 'qmax8'"),
-        ((32, "qmax7", ("re:(",)), "no regular expression"),
+        ((32, "qmax7", ("re:(",)), "not a regular expression"),
         ((32, "qmax7", ("",)), "is empty"),
         ((32, "qmax7", ("re:",)), "is empty"),
         ((32, "qmax7", (), False), "the qmax7 grid is symmetric"),
@@ -130,7 +131,7 @@ def test_the_names_of_the_parts_are_those_that_compressed_tensors_expects(scheme
     parsed = QuantizationConfig.model_validate(quantization_config(scheme)).config_groups["group_0"]
     weight = torch.randn(24, 256).bfloat16()
     spec = TensorSpec("x.weight", (24, 256), "bfloat16")
-    step = quantize_step(spec, scheme)
+    step = quantize_step(spec, PackedWeights(scheme, frozenset([spec.name])))
     made = {one.name.removeprefix("x."): tensor for one, tensor in zip(step.outputs, step.run([weight]), strict=True)}
     assert list(step.outputs) == [TensorSpec.of(f"x.{name}", part) for name, part in made.items()]
     assert set(made) == set(PackedQuantizationCompressor.compression_param_names(parsed))

@@ -185,7 +185,7 @@ def test_without_a_reference_the_classes_decide(releases: Callable[[str], Path],
     )
     with pytest.raises(
         CkptkitError,
-        match=r"model\.layers\.0\.mlp\.experts\.0\.w1\.weight \[8, 32\] is no tensor of the engine's checkpoint",
+        match=r"model\.layers\.0\.mlp\.experts\.0\.w1\.weight \[8, 32\] is not a tensor of the engine's checkpoint",
     ):
         OnlineQuantizer(config).quantize([("model.layers.0.mlp.experts.0.w1.weight", torch.zeros(8, 32))])
 

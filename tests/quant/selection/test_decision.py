@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2MoeConfig
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from quant.formats.scheme import QuantScheme, quantization_config
-from quant.planner import packed_modules
 from quant.selection.class_tree import class_tree
-from quant.selection.decision import default_ignore, resolve
+from quant.selection.decision import default_ignore, packed_modules, resolve
 
 FAMILIES = sorted(models.configs())
 # Names written by hand from the releases of these families.
@@ -94,9 +93,9 @@ def test_resolve_gives_the_reason_for_each_tensor(specs: Mapping[str, dict[str, 
     config = config_of("glm4_moe")
     verdicts = resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), "re:.*self_attn.*"))
     reasons = {
-        "model.layers.2.mlp.gate.weight": "Glm4MoeTopkRouter is no Linear",
+        "model.layers.2.mlp.gate.weight": "Glm4MoeTopkRouter is not a Linear",
         "model.layers.2.mlp.gate.e_score_correction_bias": "no weight matrix",
-        "model.embed_tokens.weight": "Embedding is no Linear",
+        "model.embed_tokens.weight": "Embedding is not a Linear",
         "lm_head.weight": "output embedding",
         "model.norm.weight": "no weight matrix",
         "model.layers.0.self_attn.q_proj.bias": "no weight matrix",
@@ -263,7 +262,7 @@ def test_advice_is_given_for_a_few_entries_at_a_time(specs: Mapping[str, dict[st
         resolve(specs["qwen2-untied"], config_of("qwen2-untied"), scheme(*NAMED_ALWAYS, *shards))
     hint = caught.value.hint or ""
     assert hint.count("instead of") == 3
-    assert hint.endswith("treat 9 more entries alike")
+    assert hint.endswith("do the same for 9 more entries")
 
 
 def test_qwen3_moe_may_name_all_shards_of_a_fused_layer(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
@@ -304,7 +303,7 @@ def test_a_tensor_outside_the_model_is_kept_only_when_named(specs: Mapping[str, 
         resolve(more, config, scheme(*default_ignore(config)))
     assert (
         resolve(more, config, scheme(*default_ignore(config), "extra.proj"))["extra.proj.weight"].reason
-        == "no module of the model"
+        == "not a module of the model"
     )
 
 

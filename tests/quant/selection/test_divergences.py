@@ -70,7 +70,7 @@ def accepted(config: dict[str, Any], ignore: list[str], *more: str) -> None:
     ],
 )
 def test_d1_module_names_and_parameter_names(entry: str, expected: str) -> None:
-    """The router is no Linear, so only slime needs an entry, and only slime sees `.weight` behind the name."""
+    """The router is not a Linear, so only slime needs an entry, and only slime sees `.weight` behind the name."""
     assert verdicts(QWEN, ["lm_head", "model.embed_tokens", entry], f"{L3}.mlp.gate") == expected
 
 
@@ -220,7 +220,7 @@ def test_convolution_with_three_axes_is_packed_by_slime_only() -> None:
     assert r"re:.*\.linear_attn\..*" in ignore
     more = {"model.layers.0.linear_attn.A_log": TensorSpec("model.layers.0.linear_attn.A_log", (4,), "float32")}
     found = resolve(specs(config) | more, config, QuantScheme(32, "qmax7", ignore))
-    assert found[f"{module}.weight"].reason == "Conv1d is no Linear"
+    assert found[f"{module}.weight"].reason == "Conv1d is not a Linear"
     assert not any(found[f"{module}.weight"].readers.values())
     assert found["model.layers.0.linear_attn.A_log"].reason == "no weight matrix"
 

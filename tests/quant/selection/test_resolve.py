@@ -101,7 +101,7 @@ def test_a_reference_says_what_is_packed() -> None:
     assert verdicts["model.layers.0.mlp.down_proj.weight"] == Verdict(
         False, "not packed in the reference", dict.fromkeys(RULES, False)
     )
-    assert verdicts["model.layers.1.mlp.gate.weight"].reason == "DeepseekV3TopkRouter is no Linear"
+    assert verdicts["model.layers.1.mlp.gate.weight"].reason == "DeepseekV3TopkRouter is not a Linear"
     # The release's own list does as well, with what slime needs.
     assert resolve(specs_of(KIMI), KIMI, scheme(*KIMI_LIST, *default_ignore(KIMI)), like=like) == verdicts
 
@@ -131,12 +131,12 @@ def test_a_reference_of_another_model() -> None:
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        ("model.layers.2.mlp.gate", "DeepseekV3TopkRouter is no Linear"),
+        ("model.layers.2.mlp.gate", "DeepseekV3TopkRouter is not a Linear"),
         ("model.layers.2.self_attn.kv_b_proj", "SGLang's latent attention reads the dense weight"),
     ],
 )
 def test_a_reference_that_packs_what_can_not_be(module: str, reason: str) -> None:
-    with pytest.raises(CkptkitError, match=rf"--like has {module}\.weight_packed, which can not be INT4: {reason}"):
+    with pytest.raises(CkptkitError, match=rf"--like has {module}\.weight_packed, which cannot be INT4: {reason}"):
         resolve(specs_of(KIMI), KIMI, scheme(), like={*kimi_names(), f"{module}.weight_packed"})
 
 
@@ -144,7 +144,7 @@ def test_only_some_readers_must_agree() -> None:
     ignore = ("lm_head", "re:.*mlp.gate$")
     verdicts = resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["sglang", "vllm", "transformers"])
     router = verdicts["model.layers.0.mlp.gate.weight"]
-    assert router == Verdict(False, "Qwen3MoeTopKRouter is no Linear", dict.fromkeys(RULES, False) | {"slime": True})
+    assert router == Verdict(False, "Qwen3MoeTopKRouter is not a Linear", dict.fromkeys(RULES, False) | {"slime": True})
     with pytest.raises(CkptkitError, match="slime would pack"):
         resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["slime"])
     with pytest.raises(CkptkitError, match="unknown reader 'trtllm'"):

@@ -22,7 +22,7 @@ from quant.selection.matrices import matrices_named, names_in_sglang
 
 pytestmark = pytest.mark.sglang
 
-CLASSES = {model_type: family.sglang for model_type, family in FAMILIES.items() if family.release}
+CLASSES = {model_type: family.engine("sglang") for model_type, family in FAMILIES.items() if family.release}
 # Classes that want a GPU: only what they declare is compared.
 DECLARED = {
     "deepseek_v32": ("deepseek_v2", "DeepseekV32ForCausalLM"),
@@ -216,7 +216,7 @@ EXPERTS_IN = {
 def test_choices_of_experts_are_recorded_where_the_router_knows_its_layer(model_type: str) -> None:
     given = topk_keywords(EXPERTS_IN[model_type])
     assert {"top_k", "renormalize"} <= given
-    since = FAMILIES[model_type].sglang.layer_id_since
+    since = FAMILIES[model_type].engine("sglang").layer_id_since
     assert (release("sglang") >= since) == ("layer_id" in given)
 
 

@@ -10,8 +10,8 @@ from transformers import DeepseekV3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ckptkit
-from ckptkit.app.api import int4_scheme
 from ckptkit.core.errors import CkptkitError
+from quant.schemes.w4a16 import int4_scheme
 from quant.selection import fused_experts
 from quant.selection.fused_experts import fused_in_transformers
 

@@ -15,10 +15,12 @@ from support import models, quantized
 from support.fixture_types import CopyOf, PathOf, RunAlone
 from torch import Tensor
 
-from ckptkit.app.api import convert, int4_scheme, quantize
+from ckptkit.app.api import convert, quantize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.scheme import QuantScheme
 from quant.planner import quantized as as_int4
+from quant.schemes.interface import Request
+from quant.schemes.w4a16 import int4_scheme
 from verify.run import verify
 
 MODULE = "model.layers.3.mlp.up_proj"
@@ -57,7 +59,7 @@ def decompressed(parts: Mapping[str, Tensor]) -> Tensor:
 def exported(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`exported(learned, low, high)`: qwen2 as AutoRound writes it for compressed-tensors. Read only."""
     root = tmp_path_factory.mktemp("autoround")
-    view = as_int4(HfCheckpoint(releases("qwen2-tied")), "here", QuantScheme(32, "qmax7"))
+    view, _ = as_int4(HfCheckpoint(releases("qwen2-tied")), QuantScheme(32, "qmax7"), Request("here"))
     packed = {key.removesuffix("_packed") for key in view.specs if key.endswith("_packed")}
     ignore = view.config["quantization_config"]["ignore"]
     content = quantized.compressed_config("pack-quantized", **SYMMETRIC) | {"ignore": ignore}

@@ -23,7 +23,7 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
     family = family_of(config)
     text = family.release.text(config) if family.release else config
     place = "" if text is config else "text_config."
-    keys = family.sglang.keys({**text, "model_type": config["model_type"]})
+    keys = family.engine("sglang").keys({**text, "model_type": config["model_type"]})
     lacking = {f"{place}{key}": value for key, value in keys.items() if text.get(key) is None}
     return {f"{place}{key}": value for key, value in keys.items()}, lacking
 

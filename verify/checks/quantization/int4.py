@@ -34,7 +34,7 @@ _NEVER = {
 
 
 def not_quantized(subject: Subject) -> str | None:
-    """Quantization is of HF checkpoints with a quantization_config."""
+    """Why a checkpoint has no quantized weights to check; None: it has."""
     if subject.kind == "megatron":
         return "Megatron holds no INT4 weights"
     config = usable_config(subject)
@@ -83,7 +83,7 @@ def never_packed(subject: Subject) -> dict[str, str]:
     unless=not_quantized,
 )
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The most common failure first: a name-only quantizer cannot tell a router from a Linear."""
+    """Compares the packed set with the modules of other classes: by name alone a router looks like a Linear."""
     config, specs, _ = _quantized(subject)
     forbidden = subject.once(never_packed)
     wrong: dict[str, list[str]] = defaultdict(list)
@@ -123,7 +123,7 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
     unless=not_quantized,
 )
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not said twice.
+    """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not repeated.
 
     What the readers that count would load or send wrongly is an error (`quant.selection.readers.severity_of`). Where
     the files are as these read the list, and only others take it otherwise, that is a warning with the portable
@@ -153,8 +153,8 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, found.looked_at - len(packed))
     for issue in found.issues:
         yield replace(issue, file=subject.path / "config.json")
-    said = {module for module in subject.once(never_packed) if not _targeted(module, config)}
-    for names in group_by_pattern(sorted(found.forbidden.keys() - said)):
+    by_ck301 = {module for module in subject.once(never_packed) if not _targeted(module, config)}
+    for names in group_by_pattern(sorted(found.forbidden.keys() - by_ck301)):
         expected, hint = f"unquantized: {found.forbidden[names[0]]}", "quantize again with `ckptkit quantize`"
         yield Issue(expected, "packed as INT4", hint, names=[name + PACKED for name in names], file=where)
     yield from _not_for_transformers(subject, config, packed)
@@ -198,7 +198,7 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
             yield Issue("experts that transformers loads", reason, hint, names=names, file=subject.path)
 
 
-def _nothing_packed(config: Mapping[str, Any], said: str) -> Skip:
+def _nothing_packed(config: Mapping[str, Any], actual: str) -> Skip:
     """Releases in FP8 and MXFP4 pack nothing; of an unknown format nobody can say what should be packed."""
     from quant.formats.dequantize import format_of as stored_format
 
@@ -206,7 +206,7 @@ def _nothing_packed(config: Mapping[str, Any], said: str) -> Skip:
         stored_format(config)
     except CkptkitError as error:
         return Unable(f"no decision for this quantization_config: {error.message}")
-    return Skip(f"nothing is packed, and what quantization_config says is not checked here: {said}")
+    return Skip(f"nothing is packed, and what quantization_config says is not checked here: {actual}")
 
 
 @check(

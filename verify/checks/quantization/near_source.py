@@ -42,7 +42,7 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """FP8 and MXFP4."""
+    """Compares FP8 and MXFP4."""
     stored, specs = subject.once(float_weights), subject.checkpoint.specs
     if stored.unread is not None:
         raise Unable(f"no decision for this quantization_config: {stored.unread}")
@@ -63,7 +63,7 @@ def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """INT4, unpacked by compressed-tensors."""
+    """Compares INT4, unpacked by compressed-tensors."""
     config, _, _ = packed_weights(subject)
     if subject.source is None or is_quantized(subject.source.config):
         raise Skip("the source is quantized itself; CK202 compares the two bit for bit")

@@ -1,4 +1,4 @@
-"""What is wrong with a `quantization_config` beside packed weights, so that readers refuse it."""
+"""Finds what readers refuse of a `quantization_config` beside packed weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CK306 to CK309: INT4 weights beside one another: fused layers, tensor parallel cuts, and the size of scales."""
+"""CK306 to CK309: INT4 weights compared with one another: fused layers, tensor parallel cuts, sizes of scales."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _FUSED = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _FUSED_OF: Mapping[str, str] = {part: ", ".join(parts) for parts in _FUSED for part in parts}
 # Scales follow the largest weights of a group. Layers of one kind differ by a factor of a few, lost units by hundreds.
-_FAR = 32.0
+_MAX_FACTOR = 32.0
 
 # Group size (0: one scale a row), dtype of the scales and whether there are zero points; None: not packed.
 Scheme = tuple[int, str, bool] | tuple[()] | None
@@ -51,20 +51,20 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = subject.hf_files.specs
     if not any(packed_in(specs)):
         raise Skip("nothing is packed (CK302)")
-    together: dict[tuple[str, str], dict[Scheme, list[str]]] = defaultdict(lambda: defaultdict(list))
+    parameters: dict[tuple[str, str], dict[Scheme, list[str]]] = defaultdict(lambda: defaultdict(list))
     for module, scheme in _schemes(specs):
-        for key, part in _together(module, scheme):
+        for key, part in _parameters(module, scheme):
             tally.compared(0)
-            together[key][part].append(module)
+            parameters[key][part].append(module)
     odd: dict[tuple[Scheme, Scheme], list[str]] = defaultdict(list)
-    for schemes in together.values():
+    for schemes in parameters.values():
         usual, *others = sorted(schemes, key=lambda scheme: len(schemes[scheme]), reverse=True)
         for scheme in others:
             odd[usual, scheme] += schemes[scheme]
     for (usual, scheme), modules in odd.items():
         hint = "quantize again, so that all parts of a layer are packed alike"
-        expected = f"{_in_words(usual)}, as the parts that engines hold in one with it"
-        yield Issue(expected, _in_words(scheme), hint, names=[name + ".weight" for name in modules], file=subject.path)
+        expected = f"{_describe(usual)}, as the parts that engines hold in one with it"
+        yield Issue(expected, _describe(scheme), hint, names=[name + ".weight" for name in modules], file=subject.path)
 
 
 def _schemes(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Scheme]]:
@@ -80,7 +80,7 @@ def _schemes(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Scheme]]:
             yield name.removesuffix(".weight"), None
 
 
-def _in_words(scheme: Scheme) -> str:
+def _describe(scheme: Scheme) -> str:
     if not scheme:
         return "unquantized" if scheme is None else "INT4"
     group, dtype, zero_points = scheme
@@ -88,7 +88,7 @@ def _in_words(scheme: Scheme) -> str:
     return f"INT4, {size}, scales in {dtype}" + ", zero points" * zero_points
 
 
-def _together(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Scheme]]:
+def _parameters(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Scheme]]:
     """The fused layers that a module is part of. All experts are packed or none, and those of one projection alike."""
     parent, _, projection = module.rpartition(".")
     layer, _, expert = parent.rpartition(".experts.")
@@ -259,8 +259,8 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(scale.nbytes)
     for _, modules in by_pattern(sizes):
         usual = median(sizes[module] for module in modules)
-        large = [module for module in modules if sizes[module] > usual * _FAR]
-        small = [module for module in modules if sizes[module] * _FAR < usual]
+        large = [module for module in modules if sizes[module] > usual * _MAX_FACTOR]
+        small = [module for module in modules if sizes[module] * _MAX_FACTOR < usual]
         yield from _far_off(large, "larger", "error", usual, sizes, str(subject.path))
         yield from _far_off(small, "smaller", "warning", usual, sizes, str(subject.path))
 

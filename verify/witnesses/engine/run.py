@@ -130,9 +130,9 @@ def _routed_layers(config: Mapping[str, Any]) -> int:
 def no_choices(config: Mapping[str, Any]) -> str | None:
     """Why SGLang's class cannot tell which experts a token is sent to; None where it can."""
     family = family_of(config)
-    if package_release("sglang") >= family.sglang.layer_id_since:
+    if package_release("sglang") >= family.engine("sglang").layer_id_since:
         return None
-    since = ".".join(map(str, family.sglang.layer_id_since))
+    since = ".".join(map(str, family.engine("sglang").layer_id_since))
     return (
         f"{family.architectures[0]} has no layer_id in its routers before SGLang {since}, so it cannot report experts"
     )

@@ -1,0 +1,232 @@
+"""INT4 weights in groups, eight to an int32 word (compressed-tensors pack-quantized), as a scheme.
+
+`N.weight` becomes `N.weight_packed`, `N.weight_scale`, `N.weight_shape` and, if asymmetric, `N.weight_zero_point`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import dtype_name, torch_dtype
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import require
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.remote import config_at
+from converters.registry import family_of
+from converters.stored import as_stored
+from quant.formats.packing import CODES_PER_WORD
+from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT
+from quant.formats.scheme import Grid, QuantScheme, Search, quantization_config
+from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
+from quant.kernels.dispatch import quantize_pack
+from quant.requantize import StoredScheme, requantize, stored_parts, stored_scheme
+from quant.schemes.interface import Request
+from quant.selection import tiles
+from quant.selection.class_tree import class_tree
+from quant.selection.decision import default_ignore, resolve
+from quant.selection.fused_experts import refuse_for_transformers
+from quant.selection.readers import compressed_tensors
+
+
+def from_options(given: dict[str, Any], reference: str | Path | None) -> QuantScheme:
+    """As `SchemeModule.from_options`."""
+    group, scale_dtype = given.pop("group_size"), given.pop("scale_dtype")
+    return int4_scheme(
+        reference,
+        group_size=int(group) if group and group != "channel" else group,
+        grid=given.pop("grid"),
+        symmetric=False if given.pop("asymmetric") else None,
+        ignore=given.pop("ignore"),
+        search=given.pop("search"),
+        scale_dtype=None if scale_dtype == "auto" else torch_dtype(scale_dtype),
+    )
+
+
+def int4_scheme(
+    reference: str | Path | None = None,
+    *,
+    group_size: int | Literal["channel"] | None = None,
+    grid: Grid | None = None,
+    symmetric: bool | None = None,
+    ignore: tuple[str, ...] = (),
+    search: Search = "none",
+    scale_dtype: torch.dtype | None = None,
+) -> QuantScheme:
+    """Makes a scheme. Options not given default to those of the INT4 HF checkpoint at `reference`, a path or URL.
+
+    Without one, or where that is not in INT4: groups of 128, symmetric, qmax7. Asymmetric and searched schemes are on
+    the minmax grid, the only one that allows them. Raises CkptkitError as `QuantScheme` does.
+    """
+    config = config_at(reference) if reference else None
+    known = (stored_scheme(config) if config is not None else None) or StoredScheme(128, True)
+    even = known.symmetric if symmetric is None else symmetric
+    chosen = grid or (known.grid if even and search == "none" else "minmax") or "qmax7"
+    size = known.group_size if group_size is None else None if group_size == "channel" else group_size
+    return QuantScheme(size, chosen, ignore, even, search, scale_dtype or known.scale_dtype)
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """The `Packing` of INT4."""
+
+    # With the whole `ignore` list.
+    scheme: QuantScheme
+    names: frozenset[str]
+    device: str = "cpu"
+    # An INT4 checkpoint with the same groups, whose scales are kept where they still give the weight.
+    reference: Checkpoint | None = None
+    # Whether zero points of routed experts are stored in the layout of SGLang (`quant.formats.zero_points`).
+    sglang_experts: bool = False
+    # Whether scales of `reference` may be on another grid than that of the scheme.
+    kept_scales: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """As `Packing.label`."""
+        return f"quantize {self.scheme.grid}"
+
+    def shapes(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """As `Packing.shapes`."""
+        rows, columns = spec.shape
+        groups = self.scheme.groups(columns)
+        packed, scale, shape, zero_point = _part_names(spec.name)
+        stored = self.reference.specs.get(scale) if self.reference is not None else None
+        dtype = dtype_name(self.scheme.scale_dtype) if self.scheme.scale_dtype else (stored or spec).dtype
+        parts = (
+            TensorSpec(packed, (rows, columns // CODES_PER_WORD), "int32"),
+            TensorSpec(scale, (rows, groups), dtype),
+            TensorSpec(shape, (2,), "int64"),
+        )
+        if self.scheme.symmetric:
+            return parts
+        words = -(-rows // CODES_PER_WORD)
+        zeros = (groups, words) if self._is_turned(spec) else (words, groups)
+        return (*parts, TensorSpec(zero_point, zeros, "int32"))
+
+    def pack(self, spec: TensorSpec, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """As `Packing.pack`."""
+        module, scheme = spec.name.removesuffix(".weight"), self.scheme
+        before = stored_parts(self.reference, module, scheme.symmetric) if self.reference is not None else None
+        weight = tensors[0].to(self.device)
+        if before is not None:
+            packed = requantize(weight, before, scheme, spec.name)
+        else:
+            (packed,) = quantize_pack([weight], scheme, [spec.name])
+        parts = [packed.words, packed.scale, torch.tensor(spec.shape)]
+        if (zero_point := packed.zero_point) is not None:
+            turned = self._is_turned(spec)
+            parts.append(for_sglang_experts(zero_point, spec.shape[0], spec.name) if turned else zero_point)
+        return [part.cpu() for part in parts]
+
+    def config(self) -> dict[str, Any]:
+        """As `Packing.config`."""
+        return quantization_config(self.scheme, sglang_experts=self.sglang_experts, kept_scales=self.kept_scales)
+
+    def _is_turned(self, spec: TensorSpec) -> bool:
+        return self.sglang_experts and is_expert(spec.name)
+
+
+def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedWeights:
+    """Decides what becomes INT4. `source` has one tensor an expert; the model's own list is added to `scheme.ignore`.
+
+    Raises CkptkitError, before anything is read, as `resolve` does, and when a Linear of the model is missing or
+    transformers was chosen as a reader and cannot load the packed experts.
+    """
+    reference, like = _reference(source, scheme, request)
+    config = as_stored(source.config, source.specs)
+    whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(config, like), *scheme.ignore])))
+    verdicts = resolve(source.specs, config, whole, like=like, tp=request.tp, readers=request.readers)
+    chosen = [spec for name, spec in source.specs.items() if verdicts[name].quantize]
+    names = frozenset(spec.name for spec in chosen)
+    require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
+    experts = any(map(is_expert, names))
+    if experts:
+        refuse_for_transformers(config, request.where, request.readers)
+    special = check_zero_point_layout(whole, experts, request.readers)
+    if special and family_of(config).engine("sglang").joins_shared_expert:
+        _check_joined([spec.name for spec in chosen if ".shared_experts." in spec.name])
+    notes = _kernel_notes(
+        [source.specs[name] for name in source.specs if name in names], config, whole, request.readers
+    )
+    before = stored_scheme(reference.config) if reference is not None else None
+    if before is None or not before.fits(whole):
+        return PackedWeights(whole, names, request.device, sglang_experts=special, notes=notes)
+    return PackedWeights(whole, names, request.device, reference, special, before.has_others(whole), notes)
+
+
+def quantize_sample(weight: Tensor, scheme: QuantScheme) -> None:
+    """As `SchemeModule.quantize_sample`."""
+    quantize_pack([weight], scheme, ["a sample"])
+
+
+def _reference(
+    source: Checkpoint, scheme: QuantScheme, request: Request
+) -> tuple[Checkpoint | None, Collection[str] | None]:
+    """The checkpoint that gives scales, and the names of one that says what is packed."""
+    stored = request.stored if request.stored is not None and stored_scheme(request.stored.config) else None
+    reference = stored if request.like is None else request.like
+    if request.preset:
+        return reference, _names_for_rl(source)
+    if request.like is not None:
+        return reference, request.like.specs
+    return reference, None if stored is None else _packed_less(stored.specs, scheme.ignore)
+
+
+def _names_for_rl(source: Checkpoint) -> dict[str, None]:
+    """The names of an INT4 checkpoint that an RL engine can be updated with: only routed experts are packed.
+
+    They are in the source's order, from which that of `ignore` follows: a set's would change with every process.
+    SGLang cannot take other INT4 layers a second time, and slime's training rounds nothing else. Raises CkptkitError
+    where the model has no routed experts.
+    """
+    experts = class_tree(as_stored(source.config, source.specs)).experts
+    if not experts:
+        raise CkptkitError(
+            "--preset rl packs routed experts alone, since SGLang cannot be updated with other INT4 layers; this model "
+            "has none",
+            "serve it in BF16, or leave out the preset where the engine is never updated",
+        )
+    packed = {f"{module}.weight" for module in experts}
+    return dict.fromkeys(name.removesuffix(".weight") + PACKED if name in packed else name for name in source.specs)
+
+
+def _packed_less(names: Collection[str], ignore: Sequence[str]) -> list[str]:
+    """Replaces `N.weight_packed` by `N.weight` in these names for every module that an `ignore` entry covers."""
+    found = []
+    for name in names:
+        module = name.removesuffix(PACKED)
+        ignored = module != name and any(compressed_tensors(module, pattern) for pattern in ignore)
+        found.append(f"{module}.weight" if ignored else name)
+    return found
+
+
+def _kernel_notes(
+    chosen: Sequence[TensorSpec], config: Mapping[str, Any], scheme: QuantScheme, readers: Sequence[str]
+) -> tuple[str, ...]:
+    """Layers that none of SGLang's kernels runs; nothing where SGLang is not a reader."""
+    fault = tiles.unrunnable(chosen, class_tree(config), config, scheme.group_size) if "sglang" in readers else None
+    if fault is None:
+        return ()
+    hint, details = fault
+    return (f"no INT4 kernel of SGLang runs {'; '.join(details)}: an engine would end at its first prompt; {hint}",)
+
+
+def _check_joined(packed: Sequence[str]) -> None:
+    """Raises CkptkitError for a packed shared expert that SGLang keeps among the routed ones."""
+    if packed:
+        raise CkptkitError(
+            f"{packed[0]}: SGLang keeps a packed shared expert among the routed ones, and cannot take its zero points",
+            r"leave it out: --ignore 're:.*\.mlp\.shared_experts\..*'; or quantize symmetrically",
+        )
+
+
+def _part_names(name: str) -> tuple[str, ...]:
+    return tuple(name.removesuffix(".weight") + part for part in (PACKED, SCALE, SHAPE, ZERO_POINT))
