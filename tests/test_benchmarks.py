@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,17 +35,41 @@ def test_every_section_is_run_here() -> None:
     assert set(run.SECTIONS) == set(COLUMNS)
 
 
+# Sections whose processes are forked from one, since all of them import the same. Others measure in their own process.
+TOGETHER = (
+    ("offline", "convert", "scale", "verifier", "plan", "launches"),
+    ("witness",),
+    ("megatron", "layouts"),
+)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, object]]]:
+    """`measured(section)`: the rows of a section, which is run with those that are run together with it."""
+    found: dict[str, list[dict[str, object]]] = {}
+
+    def rows(section: str) -> list[dict[str, object]]:
+        if section not in found:
+            group = next((one for one in TOGETHER if section in one), None)
+            folder = tmp_path_factory.mktemp("bench")
+            how = ("-m", "support.forked_benchmarks") if group else (run.__file__,)
+            with contextlib.chdir(folder):
+                done = python("-W", "ignore", *how, *(group or [section]), BENCH_SMALLEST="1", BENCH_DIR=str(folder))
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert [path.name for path in folder.iterdir()] == ["bench.json"]
+            found.update(json.loads((folder / "bench.json").read_text()))
+        return found[section]
+
+    return rows
+
+
 @pytest.mark.parametrize("section", COLUMNS)
-def test_section_measures_its_smallest_model(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_section_measures_its_smallest_model(section: str, measured: Callable[[str], list[dict[str, object]]]) -> None:
     if section in NEEDS and find_spec(NEEDS[section]) is None:
         pytest.skip(f"needs {NEEDS[section]}")
     if section == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA")
-    monkeypatch.chdir(tmp_path)
-    done = python(run.__file__, section, BENCH_SMALLEST="1", BENCH_DIR=str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads((tmp_path / "bench.json").read_text())[section]
+    rows = measured(section)
     assert rows
     for row in rows:
         assert COLUMNS[section] <= row.keys()
-    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
