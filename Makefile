@@ -32,8 +32,8 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-sglang test-interop fuzz lint docs cards failures families mutation-report reports \
-	sglang-matrix bench megatron-layouts dist audit which-python
+.PHONY: help setup demo test test-nightly test-sglang test-interop fuzz lint docs cards failures families \
+	mutation-report reports sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -45,12 +45,15 @@ setup: $(stamp)  ## make the environment (about 4 minutes and 9 GB) or bring it 
 demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OUT
 	@$(python) -m ckptkit.app.demo "$(DEMO_OUT)"
 
-# Two processes already use two cores, and many tests start more, one a rank. In the order of their names, long files
-# are not left for the end. A process that dies ends the run, with the name of its test: pytest-xdist 3.8 would replace
-# it, and then wait for ever.
+# Two processes already use two cores, and many tests start more, one a rank, which compile nothing twice where bytecode
+# may be written. Files run in the order of tests/conftest.py. A process that dies ends the run, with the name of its
+# test: pytest-xdist 3.8 would replace it, and then wait for ever.
 test: $(stamp)  ## run the tests
-	@OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		--max-worker-restart 0 $(PYTEST_ARGS)
+
+test-nightly: $(stamp)  ## run the tests that take minutes or much memory, which `make test` leaves out
+	@$(MAKE) test PYTEST_ARGS='-m nightly $(PYTEST_ARGS)'
 
 # With the newest of everything else, as somebody has it who installs that release.
 test-sglang:  ## run the tests that run SGLang against another release: make test-sglang VERSION=0.5.23

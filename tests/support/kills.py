@@ -1,7 +1,7 @@
 """Kills conversions and quantizations at random moments (kill -9) and resumes each: the result must be as undisturbed.
 
-`python tests/support/kills.py --runs 100` prints where the kills fell, as JSON. Exit code 1 when a result differs, when
-something is left beside it, and when fewer than a third of the kills fell among the files.
+`PYTHONPATH=.:tests python -m support.kills --runs 100` prints where the kills fell, as JSON. Exit code 1 when a result
+differs, when something is left beside it, and when fewer than a third of the kills fell among the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from ckptkit.app.api import convert, quantize
 from ckptkit.transfer.journal import JOURNAL
 from quant.schemes.w4a16 import int4_scheme
-from support import models
+from support import models  # it brings transformers with it, so that no run has to import them
 
 FILE_BYTES = 300_000
 PATIENCE_S = 300

@@ -66,9 +66,9 @@ def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def megatron_server() -> Iterator[Start]:
-    """A process that forks Megatron's ranks for all the tests of a module."""
+    """A process that forks Megatron's ranks for all the tests."""
     if megatron_run.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     with serving() as start:
