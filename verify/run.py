@@ -27,6 +27,7 @@ from verify.report import Finding, Report
 from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
 from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.megatron.run import sizes_of
+from verify.witnesses.registry import programs_not_asked, with_implied
 from verify.witnesses.rollouts.run import recording_of
 
 
@@ -112,7 +113,7 @@ def verify(
             trainer_loader,
         ),
     )
-    subject = replace(subject, against=_implied(subject))
+    subject = replace(subject, against=with_implied(subject.against))
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
     chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
@@ -144,12 +145,8 @@ def _with_left_out(facts: Mapping[str, list[str]], left_out: list[str]) -> dict[
 
 def _not_asked(subject: Subject) -> list[str]:
     """What could have been given or asked, as the verdict names it; a live engine is SGLang too."""
-    asked = {
-        "source": subject.source_path is not None,
-        "Megatron": "megatron" in subject.against,
-        "SGLang": not subject.against.isdisjoint({"sglang", "engine"}),
-    }
-    return [name for name, given in asked.items() if not given]
+    source = ["source"] if subject.source_path is None else []
+    return source + programs_not_asked(subject.against)
 
 
 def model_of(subject: Subject) -> str | None:
@@ -163,11 +160,6 @@ def model_of(subject: Subject) -> str | None:
 def now() -> str:
     """The time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _implied(subject: Subject) -> frozenset[str]:
-    """What is asked for, with what that implies: an engine for updates. Logits alone are transformers'."""
-    return subject.against | ({"engine"} if subject.against & {"update", "release-resume"} else frozenset())
 
 
 def _check_hf(hf: str | Path) -> None:

@@ -66,7 +66,7 @@ def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
     """Tensors that hold no other tensor's values: those together of which the same can be told."""
     by_words: dict[str, list[Seen]] = defaultdict(list)
     for rank, tensor in seen:
-        by_words[tensor.told].append((rank, tensor))
+        by_words[tensor.diagnosis].append((rank, tensor))
     for told, pairs in by_words.items():
         by_name = _by_name(pairs)
         for names in alike(by_name):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
-from verify.witnesses.engine.run import run_process
+from verify.witnesses.loading.run import require
+from verify.witnesses.process.run import ask, time_limit
 from verify.witnesses.rollouts.job import (
     Part,
     Prompt,
@@ -18,12 +17,15 @@ from verify.witnesses.rollouts.job import (
     Recomputed,
     RecomputeJob,
     Rendering,
-    load_renderings,
+    Renderings,
 )
 from verify.witnesses.rollouts.recorded import RecordedSample, Recording, read_recording
+from verify.witnesses.sglang.facts import SGLANG
 
 _SAMPLES, _TOKENS, _LONGEST = 16, 16384, 4096  # at most: samples, tokens of all together, tokens of one
 _PROMPTS = 64
+_START_S, _PASSES = 1200, 8  # importing transformers or SGLang; over the weights, at most
+_RECOMPUTE = "verify.witnesses.rollouts.recompute"
 _FLOPS = 2e10  # a second, slower than any processor worth waiting for
 
 
@@ -81,15 +83,12 @@ def run_recompute(subject: Subject) -> tuple[Sequence[Part], Recomputed]:
     parts = subject.once(parts_of)
     parameters = sum(spec.nbytes for spec in subject.checkpoint.specs.values()) / 2
     more_s = 2 * 2 * parameters * sum(len(part.tokens) for part in parts) / _FLOPS
-    with TemporaryDirectory(prefix="ckptkit-rollout-") as scratch:
-        root = Path(scratch)
-        report = root / "report-0.json"
-        hf = str(subject.hf_path) if subject.hf_path else None
-        RecomputeJob(str(subject.path), hf, str(report), parts).save(root / "job-0.json")
-        failed = run_process(root, subject, "verify.witnesses.rollouts.recompute", report, more_s)
-        if failed or not report.exists():
-            raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
-        return parts, Recomputed.load(report)
+    hf = str(subject.hf_path) if subject.hf_path else None
+    limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES) + more_s
+    found, failed = ask(RecomputeJob(str(subject.path), hf, parts), _RECOMPUTE, Recomputed, limit_s)
+    if failed or found is None:
+        raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
+    return parts, found
 
 
 def prompts_of(subject: Subject) -> Sequence[Prompt]:
@@ -112,17 +111,15 @@ def run_templates(subject: Subject) -> Sequence[Rendering]:
 def run_sglang_templates(subject: Subject) -> Sequence[Rendering]:
     """What SGLang's chat endpoint makes of those that are messages. Raises Unable where it cannot say."""
     messages = [one for one in subject.once(prompts_of) if not isinstance(one.prompt, str)]
-    if messages and find_spec("sglang") is None:
-        raise Unable("SGLang is not installed here: pip install sglang")
+    if messages:
+        require(SGLANG)
     return _render(subject, "verify.witnesses.rollouts.sglang_template", messages) if messages else []
 
 
 def _render(subject: Subject, module: str, prompts: Sequence[Prompt]) -> Sequence[Rendering]:
-    with TemporaryDirectory(prefix="ckptkit-prompts-") as scratch:
-        root = Path(scratch)
-        report = root / "report-0.json"
-        PromptJob(str(home_of(subject)), str(report), prompts).save(root / "job-0.json")
-        failed = run_process(root, subject, module, report)
-        if failed or not report.exists():
-            raise Unable(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
-        return load_renderings(report)
+    job = PromptJob(str(home_of(subject)), prompts)
+    limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES)
+    found, failed = ask(job, module, Renderings, limit_s, SGLANG.hidden)
+    if failed or found is None:
+        raise Unable(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
+    return found.found
