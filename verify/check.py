@@ -155,11 +155,12 @@ def looked_at(results: Sequence[CheckResult]) -> list[str]:
 
 @dataclass
 class Outcome:
-    """What some checks came to. `unlooked` says why, and which, could not look at what they were asked to look at."""
+    """What some checks came to."""
 
     checks: list[CheckResult] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, list[str]] = field(default_factory=dict)
+    # Why what was asked for could not be looked at, and the codes of the checks.
     unlooked: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -251,5 +252,5 @@ def _collect(
 
 def _own_fault(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    said, where = words_of(error, with_class=True), f"{Path(frame.filename).name}:{frame.lineno}"
-    return f"an error inside this check, which says nothing of the checkpoint: {said} ({where}); please report it"
+    message, where = words_of(error, with_class=True), f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"an error inside this check, which says nothing of the checkpoint: {message} ({where}); please report it"

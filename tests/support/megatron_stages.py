@@ -135,7 +135,7 @@ def _stages(name: str, root: Path, dtype: torch.dtype) -> dict[str, Any]:
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
     from verify.witnesses.megatron.forward import forward, recorded
-    from verify.witnesses.reference.float64 import widened
+    from verify.witnesses.reference.float64 import in_float64
     from verify.witnesses.reference.process import as_hf, model_of
     from verify.witnesses.reference.residuals import OUTPUT
     from verify.witnesses.reference.teacher_forced import compare, decoder_of, guided
@@ -158,7 +158,7 @@ def _stages(name: str, root: Path, dtype: torch.dtype) -> dict[str, Any]:
         }
 
     if dtype == torch.float32:
-        with widened(model, decoder.layers):
+        with in_float64(model, decoder.layers):
             exact = all_guided()
     else:
         exact = all_guided()

@@ -107,7 +107,7 @@ def test_tokens_that_are_no_text_are_counted_but_for_the_end(tmp_path: Path) -> 
 
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
-    with pytest.raises(Unable, match=r"tokenizer\.json is no tokenizer \(.*\): take it from the release"):
+    with pytest.raises(Unable, match=r"tokenizer\.json is not a tokenizer \(.*\): take it from the release"):
         tokenizer_of(tmp_path)
 
 

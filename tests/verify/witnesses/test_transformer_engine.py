@@ -36,7 +36,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_engine(*args: Any) -> Any:
         return replace(job(*args), transformer_engine=True)
 
-    tests = str(Path(models.__file__).parent)
+    tests = str(Path(models.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")])))
     monkeypatch.setattr(megatron_run, "_job", with_engine)
     monkeypatch.setattr(megatron_run, "_WITNESS", "support.engine_runs")

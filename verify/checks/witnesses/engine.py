@@ -103,7 +103,7 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
         raise Unable(why)
     subject.once(run_engine).require_report()
     runs = {"": subject.once(run_engine), DECODING: subject.once(run_draft_engine)}
-    said: dict[str, Reload] = {}
+    earlier: dict[str, Reload] = {}
     for decoding, run in runs.items():
         if run is None or run.report is None:
             continue
@@ -111,8 +111,8 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
         for step in _steps(run.report, kind):
             if not step.refused:
                 tally.compared(run.report.held_bytes, run.report.held - len(run.report.volatile))
-            yield from _differences(step, said.get(step.name), subject)
-            said.setdefault(step.name, step)
+            yield from _differences(step, earlier.get(step.name), subject)
+            earlier.setdefault(step.name, step)
     reasons = [_unseen(decoding, run, kind) for decoding, run in runs.items() if run is not None]
     if any(reasons):
         raise Unable("; ".join(filter(None, reasons)))
@@ -145,23 +145,23 @@ def _refused(step: Reload, subject: Subject) -> Issue:
     )
 
 
-def _differences(step: Reload, said: Reload | None, subject: Subject) -> Iterator[Issue]:
-    """What a step shows, without what is `said` of the same step of another engine."""
-    said = said or Reload(step.name)
+def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterator[Issue]:
+    """What a step shows, without what `other`, the same step of another engine, shows too."""
+    other = other or Reload(step.name)
     if step.refused:
-        yield from () if step.refused == said.refused else (_refused(step, subject),)
+        yield from () if step.refused == other.refused else (_refused(step, subject),)
         return
     expected = "the bits of the first load"
     hint = "SGLang serves something else after this update than after a start: do not train with updates of this kind"
     by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for held in sorted({*step.changed} - {*said.changed}):
+    for held in sorted({*step.changed} - {*other.changed}):
         rank, _, name = held.partition(" ")
         by_place[rank, " in the draft model" if name.startswith(DRAFT) else ""].append(name)
     for (rank, where), names in by_place.items():
         yield Issue(expected, f"other bits{where} after {step.name}", hint, names=names, rank=rank)
-    named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *said.changed)}
-    unseen = sorted({*step.unequal} - named - {*said.unequal})
-    yield Issue(expected, f"SGLang's weight checker found other bits after {step.name}", hint, names=unseen)
+    named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *other.changed)}
+    by_checker = sorted({*step.unequal} - named - {*other.unequal})
+    yield Issue(expected, f"SGLang's weight checker found other bits after {step.name}", hint, names=by_checker)
 
 
 @check(

@@ -43,8 +43,8 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
         whose = {name: other for name, other in whose.items() if name not in set(layer.names)}
     found, others = moved_within({name: other for name, other in whose.items() if other is not None})
     for text, names in found:
-        said, hint = _experts(text, names, whose, run)
-        yield _together(f"the slice of {where}", said, hint, names, differing)
+        actual, hint = _experts(text, names, whose, run)
+        yield _together(f"the slice of {where}", actual, hint, names, differing)
     for names in alike(others):
         text = f"{names[0]} holds the values of {others[names[0]]}"
         yield _together(f"the slice of {where}", text, _AGAIN, names, differing)
@@ -63,18 +63,18 @@ def _plainly(verdict: str, seen: Sequence[Seen], where: Path) -> Iterator[Issue]
 
 
 def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
-    """Tensors that hold no other tensor's values: those together of which the same can be told."""
+    """Tensors that hold no other tensor's values: those together of which the same can be diagnosis."""
     by_words: dict[str, list[Seen]] = defaultdict(list)
     for rank, tensor in seen:
         by_words[tensor.diagnosis].append((rank, tensor))
-    for told, pairs in by_words.items():
+    for diagnosis, pairs in by_words.items():
         by_name = _by_name(pairs)
         for names in alike(by_name):
             worst = max((by_name[name] for name in names), key=lambda tensor: (tensor.differing, tensor.name))
             count = (
                 f"{worst.differing} of {worst.elements} elements differ in {worst.name}, by up to {worst.largest:.3g}"
             )
-            actual = f"{told} ({count})" if told else count
+            actual = f"{diagnosis} ({count})" if diagnosis else count
             yield Issue(f"the slice of {where}", actual, _AGAIN, names=names, rank=_ranks_of(names, pairs))
 
 

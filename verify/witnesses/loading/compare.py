@@ -127,7 +127,7 @@ class Loaded:
         # The poison may stand in a file.
         for name in equal:
             for piece in self.placement.pieces.get(name, ()):
-                if piece.param in masks and piece.kept is None:
+                if piece.param in masks and piece.surviving is None:
                     piece.into.of(masks[piece.param])[...] = False
         places = {name: place for name in self.promised() if (place := self.place(name)) is not None}
         for name, (param, region) in places.items():

@@ -20,7 +20,7 @@ def merged(reports: Sequence[LoadReport]) -> LoadReport:
     first = reports[0]
     if len(reports) == 1:
         return first
-    differing = _together([report.differing for report in reports])
+    differing = _grouped([report.differing for report in reports])
     wrong = {seen.tensor for seen in differing}
     equal = {name: size for report in reports for name, size in report.equal.items() if name not in wrong}
     repacked = [report.repacked for report in reports if report.repacked is not None]
@@ -28,14 +28,14 @@ def merged(reports: Sequence[LoadReport]) -> LoadReport:
         first,
         equal=equal,
         partial={},
-        unwritten=_together([report.unwritten for report in reports]),
+        unwritten=_grouped([report.unwritten for report in reports]),
         dropped=tuple(_dropped(reports)),
         differing=differing,
-        rounded=_together([report.rounded for report in reports]),
+        rounded=_grouped([report.rounded for report in reports]),
         computed=_all(report.computed for report in reports),
-        routers=_together([report.routers for report in reports]),
+        routers=_grouped([report.routers for report in reports]),
         log=_all(report.log for report in reports),
-        repacked=_together(repacked) if len(repacked) == len(reports) else None,
+        repacked=_grouped(repacked) if len(repacked) == len(reports) else None,
         repacked_seen=sum(report.repacked_seen for report in reports),
         unchecked=_all(report.unchecked for report in reports),
     )
@@ -45,15 +45,15 @@ def _all(lists: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one for several in lists for one in several))
 
 
-def _together(seen: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:
-    """What ranks say of one place in the same words, once: with the first one's numbers, and who says it if not all."""
-    said: dict[tuple[str, str, str], dict[int, Observation]] = defaultdict(dict)
+def _grouped(seen: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:
+    """Observations that ranks share but for numbers, once: with the first one's numbers, and its ranks unless all."""
+    by_words: dict[tuple[str, str, str], dict[int, Observation]] = defaultdict(dict)
     for rank, several in enumerate(seen):
         for one in several:
-            said[one.tensor, one.param, _NUMBER.sub("#", one.what)][rank] = one
+            by_words[one.tensor, one.param, _NUMBER.sub("#", one.what)][rank] = one
     return tuple(
         replace(next(iter(by_rank.values())), rank=None if len(by_rank) == len(seen) else ", ".join(map(str, by_rank)))
-        for by_rank in said.values()
+        for by_rank in by_words.values()
     )
 
 

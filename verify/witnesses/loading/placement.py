@@ -20,22 +20,17 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of parameter `param`, `into` of its block seen as `dtype`, that came from the tensor given as `tensor`.
+    """Elements of a parameter that came from one tensor."""
 
-    `part`: which of its elements, seen as `read_as` (None: in its own dtype). Where they are no regular part of it,
-    `part` is None; `numbers` then has the number of the element that stands at each place of `into`, -1 for one of
-    another tensor. `through`: a dtype that they had on the way. `kept`: which were not overwritten later; None: all.
-    """
-
-    tensor: str
+    tensor: str  # as it was given
     param: str
-    into: Region
+    into: Region  # of the parameter's block, seen as `dtype`
     dtype: torch.dtype
-    part: Region | None
-    read_as: torch.dtype | None = None
-    numbers: Tensor | None = None
-    through: torch.dtype | None = None
-    kept: Tensor | None = None
+    part: Region | None  # of the tensor; None where the elements are not a regular part of it
+    read_as: torch.dtype | None = None  # what `part` is seen as; None: its own dtype
+    numbers: Tensor | None = None  # without `part`: which element stands at each place of `into`, -1: another tensor's
+    through: torch.dtype | None = None  # a dtype that they had on the way
+    surviving: Tensor | None = None  # which were not overwritten later; None: all
 
     def actual(self, parameter: Tensor) -> Tensor:
         """What stands in the parameter there."""
@@ -48,7 +43,7 @@ class Piece:
         if self.part is None:
             return elements[self.numbers[self._mask].to(elements.device)]  # type: ignore[index]
         found = self.part.of(elements if self.read_as is None else elements.view(self.read_as))
-        return found if self.kept is None else found[self.kept.to(found.device)]
+        return found if self.surviving is None else found[self.surviving.to(found.device)]
 
     def cast(self, taken: Tensor) -> Tensor:
         """The same in the dtype of `actual`, which is what must stand there."""
@@ -56,10 +51,10 @@ class Piece:
 
     def parts(self) -> list[Region]:
         """The elements of the given tensor that stand here."""
-        if self.part is not None and self.kept is None:
+        if self.part is not None and self.surviving is None:
             return [self.part]
         if self.part is not None:
-            numbers = self.part.of(torch.arange(self.part.end))[self.kept.cpu()]  # type: ignore[union-attr]
+            numbers = self.part.of(torch.arange(self.part.end))[self.surviving.cpu()]  # type: ignore[union-attr]
         else:
             numbers = self.numbers[self._mask].cpu()  # type: ignore[index]
         numbers = torch.unique(numbers)
@@ -70,27 +65,23 @@ class Piece:
     @property
     def fills_its_place(self) -> bool:
         """Whether every element of `into` is of this tensor."""
-        return self.kept is None and (self.numbers is None or bool((self.numbers >= 0).all()))
+        return self.surviving is None and (self.numbers is None or bool((self.numbers >= 0).all()))
 
     @cached_property
     def _mask(self) -> Tensor | None:
         if self.numbers is None:
-            return self.kept
+            return self.surviving
         own = self.numbers >= 0
-        return own if self.kept is None else own & self.kept.to(own.device)
+        return own if self.surviving is None else own & self.surviving.to(own.device)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Every tensor that was given with its pieces, and what the engine computed instead of copying it.
-
-    `written`: the pieces that were copied as they are, with those that were overwritten later. `computed`: parameters
-    with elements that were computed, and the tensors they were computed of.
-    """
+    """Where every tensor that was given stands."""
 
     pieces: Mapping[str, Sequence[Piece]]
-    written: Mapping[str, Sequence[Piece]]
-    computed: Mapping[str, frozenset[str]]
+    written: Mapping[str, Sequence[Piece]]  # those copied as they are, with those that were overwritten later
+    computed: Mapping[str, frozenset[str]]  # parameters with elements that were computed, and of which tensors
 
     @staticmethod
     def of(trace: Trace, parameters: Mapping[str, Tensor]) -> Placement:
@@ -109,8 +100,8 @@ class Placement:
             for write in writes:
                 if (piece := _copied(name, write)) is not None:
                     written[piece.tensor].append(piece)
-            for write, kept in _surviving(writes):
-                found = [] if write.source is None else list(numbering.pieces(name, write, kept))
+            for write, surviving in _surviving(writes):
+                found = [] if write.source is None else list(numbering.pieces(name, write, surviving))
                 for piece in found:
                     pieces[piece.tensor].append(piece)
                 if of := _computed(write) - {piece.tensor for piece in found}:
@@ -122,7 +113,7 @@ class Placement:
         return [region for piece in self.pieces.get(name, ()) for region in piece.parts()]
 
     @cached_property
-    def _alike(self) -> Mapping[str, list[Piece]]:
+    def _by_pattern(self) -> Mapping[str, list[Piece]]:
         found: dict[str, list[Piece]] = defaultdict(list)
         for name, copied in self.written.items():
             pieces = copied or [piece for piece in self.pieces[name] if piece.fills_its_place]
@@ -135,17 +126,17 @@ class Placement:
 
         None where there are none, or where they say nothing of its numbers.
         """
-        alike = self._alike.get(_NUMBER.sub("#", name))
-        if not alike:
+        similar = self._by_pattern.get(_NUMBER.sub("#", name))
+        if not similar:
             return None
         wanted = _numbers(name)
-        base = max(alike, key=lambda piece: _agreeing(_numbers(piece.tensor), wanted))
+        base = max(similar, key=lambda piece: _agreeing(_numbers(piece.tensor), wanted))
         numbers = _numbers(base.tensor)
         offset, param = base.into.offset, _numbers(base.param)
         for at, (have, want) in enumerate(zip(numbers, wanted, strict=True)):
             if have == want:
                 continue
-            step = self._step(alike, base, at)
+            step = self._step(similar, base, at)
             if step is None:
                 return None
             offset += step[0] * (want - have)
@@ -154,10 +145,10 @@ class Placement:
         return _NUMBER.sub(lambda _: str(next(values)), base.param), Region(offset, base.into.sizes, base.into.strides)
 
     @staticmethod
-    def _step(alike: Sequence[Piece], base: Piece, at: int) -> tuple[int, list[int]] | None:
+    def _step(similar: Sequence[Piece], base: Piece, at: int) -> tuple[int, list[int]] | None:
         """How the offset, and the numbers in the parameter's name, change with one number of the tensor's name."""
         numbers = _numbers(base.tensor)
-        for piece in alike:
+        for piece in similar:
             other = _numbers(piece.tensor)
             differs = [one != two for one, two in zip(numbers, other, strict=True)]
             if differs[at] and sum(differs) == 1:
@@ -249,11 +240,11 @@ def _of_group(writes: Sequence[Write]) -> Iterator[tuple[Write, Tensor | None]]:
     for number, region in enumerate(shifted):
         region.of(canvas).fill_(number)
     for number, (write, region) in enumerate(zip(writes, shifted, strict=True)):
-        kept = region.of(canvas) == number
-        if bool(kept.all()):
+        surviving = region.of(canvas) == number
+        if bool(surviving.all()):
             yield write, None
-        elif bool(kept.any()):
-            yield write, kept
+        elif bool(surviving.any()):
+            yield write, surviving
 
 
 def _copied(param: str, write: Write) -> Piece | None:
@@ -272,10 +263,10 @@ class _Numbering:
         ends = accumulate(block.numel for block in given.values())
         self._spans = {name: (end - block.numel, end) for (name, block), end in zip(given.items(), ends, strict=True)}
 
-    def pieces(self, param: str, write: Write, kept: Tensor | None) -> Iterator[Piece]:
+    def pieces(self, param: str, write: Write, surviving: Tensor | None) -> Iterator[Piece]:
         """The pieces of a write into a parameter."""
         if (copied := _copied(param, write)) is not None:
-            yield replace(copied, kept=kept)
+            yield replace(copied, surviving=surviving)
             return
         source = write.source
         assert source is not None
@@ -285,7 +276,7 @@ class _Numbering:
             own = torch.where((numbers >= start) & (numbers < end), numbers - start, -1)
             if bool((own >= 0).any()):
                 piece = Piece(name, param, write.into, write.dtype, None, numbers=own, through=source.block.dtype)
-                yield replace(piece, kept=kept)
+                yield replace(piece, surviving=surviving)
 
     def _of(self, source: Source) -> Tensor:
         return source.region.of(self._block(source.block, source.writes))

@@ -1,4 +1,4 @@
-"""Sees where a loader puts what it is given: every write into a parameter, and which part of which tensor it was.
+"""Records every write into a parameter while a loader runs, and which part of which tensor was written.
 
 All torch operations of the loading thread pass through `Trace`. A copy into a parameter is a write; a tensor that an
 operation makes remembers how, so that a later copy of it can be followed back. Tensors are told apart by where they lie
@@ -57,18 +57,15 @@ class Region:
 
 @dataclass(eq=False)
 class Block:
-    """What lies in one piece of memory: a parameter, a tensor that was given, or one that was made of such.
-
-    `numel` elements of `dtype`. `given`: its name, of a tensor that was given. `made`: the operation that made it, and
-    where in the block its result stands; it takes a function from sources to the numbers of their elements. `origins`:
-    every given tensor that went into it.
-    """
+    """What lies in one piece of memory: a parameter, a tensor that was given, or one that was made of such."""
 
     dtype: torch.dtype
     numel: int
-    given: str | None = None
+    given: str | None = None  # the name of a tensor that was given
+    # The operation that made it, and where in the block its result stands. It takes a function from sources to the
+    # numbers of their elements.
     made: tuple[Callable[[Callable[[Source], Tensor]], Tensor], Region] | None = None
-    origins: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()  # every given tensor that went into it
     writes: list[Write] = field(default_factory=list)
 
 
@@ -84,15 +81,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Write:
-    """What became of a part of a block, seen as `dtype`.
-
-    It holds the elements of `source`; or, where that is None, a constant, or what was computed of `computed`.
-    """
+    """What became of a part of a block."""
 
     into: Region
-    dtype: torch.dtype
-    source: Source | None
-    computed: frozenset[str] = frozenset()
+    dtype: torch.dtype  # what the part is seen as
+    source: Source | None  # whose elements it holds; None: a constant, or what was computed
+    computed: frozenset[str] = frozenset()  # of these tensors
 
 
 class _Memory:
@@ -261,9 +255,9 @@ def _again(
 ) -> Callable[[Callable[[Source], Tensor]], Tensor]:
     """The same operation, to be run on the numbers of elements."""
     name = _name_of(func)
-    kept = {key: tree_map(_on_cpu, arguments[key]) if key in _CHOOSERS else value for key, value in sources.items()}
+    replayed = {key: tree_map(_on_cpu, arguments[key]) if key in _CHOOSERS else value for key, value in sources.items()}
     if name == "constant_pad_nd":
-        kept["value"] = -1
+        replayed["value"] = -1
 
     def run(numbers: Callable[[Source], Tensor]) -> Tensor:
         def element(value: Any) -> Any:
@@ -271,7 +265,7 @@ def _again(
                 return numbers(value)
             return torch.full_like(value, -1, dtype=torch.int64) if isinstance(value, Tensor) else value
 
-        values = {key: value if key in _CHOOSERS else tree_map(element, value) for key, value in kept.items()}
+        values = {key: value if key in _CHOOSERS else tree_map(element, value) for key, value in replayed.items()}
         if name == "_to_copy":
             return values["self"]  # type: ignore[no-any-return]
         result: Tensor = func(**values)

@@ -68,7 +68,7 @@ class Failure:
 def sizes_of(subject: Subject) -> ParallelSizes:
     """The parallel sizes asked for, known to be possible; costs nothing, so it can be called before anything is read.
 
-    Raises Unable where Megatron is not installed or the checkpoint is no Megatron one, CkptkitError where the model
+    Raises Unable where Megatron is not installed or the checkpoint is not a Megatron one, CkptkitError where the model
     does not divide into these sizes.
     """
     if subject.kind == "hf":
@@ -127,8 +127,8 @@ def run_megatron(subject: Subject) -> MegatronRun:
     at_once = 0 if gpu else _at_once(subject, sizes)
     if trainer:
         _check_trainer(subject, sizes, at_once)
-        if said := not_found(subject.location.path.absolute()):
-            return MegatronRun(sizes, _TRAINER, [], {}, not_found=said)
+        if reason := not_found(subject.location.path.absolute()):
+            return MegatronRun(sizes, _TRAINER, [], {}, not_found=reason)
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [replace(_job(subject, sizes, rank, Path(scratch), gpu), at_once=at_once) for rank in ranks]
         if trainer:
@@ -199,16 +199,13 @@ def _check_release(subject: Subject) -> None:
 
 @dataclass(frozen=True)
 class Computed:
-    """What Megatron computed in a layout, and what transformers makes of the same prompts.
-
-    `answers`: by rank of the last pipeline stage. `reference`: None where some of them are no numbers.
-    """
+    """What Megatron computed in a layout, and what transformers makes of the same prompts."""
 
     version: str
     sizes: ParallelSizes
     device: str
-    answers: Mapping[int, Sequence[Judged]]
-    reference: Reference | None
+    answers: Mapping[int, Sequence[Judged]]  # by rank of the last pipeline stage
+    reference: Reference | None  # None: some of the answers are not numbers
 
 
 def computes_in(subject: Subject, prompts: Ids) -> Sequence[str]:
@@ -227,7 +224,7 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     """What Megatron makes of prompts (token ids) in the sizes asked for, computing in `dtype`, beside transformers.
 
     Its layers are those of Megatron's own spec in float32, else Transformer Engine's where that is installed. Raises
-    Unable where either cannot say, which is no verdict on the checkpoint, and as `run_megatron`.
+    Unable where either cannot say, which is not a verdict on the checkpoint, and as `run_megatron`.
     """
     from verify.witnesses.reference.distance import not_finite
 
@@ -321,8 +318,8 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
             for rank, code in codes.items()
         }
 
-    said = causes(words(first)) or causes(words(soon_after)) or words(first)
-    return {rank: Failure(words, exit_report_of(reports[rank])) for rank, words in said.items()}
+    failed = causes(words(first)) or causes(words(soon_after)) or words(first)
+    return {rank: Failure(message, exit_report_of(reports[rank])) for rank, message in failed.items()}
 
 
 def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Popen[bytes]:
@@ -337,12 +334,12 @@ def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Pope
 def _last_words(errors: Path, report: Path, code: int) -> str:
     """The exception that ended a rank, or the last lines of its stderr that say something where it left none."""
     if ending := exit_report_of(report).message:
-        said = [line.strip() for line in ending.splitlines()]
+        found = [line.strip() for line in ending.splitlines()]
     else:
         lines = [
             line.removeprefix(f"[rank{errors.name.partition('-')[2]}]:").strip()
             for line in errors.read_text(errors="replace").splitlines()
         ]
-        said = [line for line in lines if line and set(line) - set("^~ ")][-2:]
+        found = [line for line in lines if line and set(line) - set("^~ ")][-2:]
     end = how_it_ended(code)
-    return f"{one_line(' | '.join(said))[-1000:]} ({end})" if said else str(end)
+    return f"{one_line(' | '.join(found))[-1000:]} ({end})" if found else str(end)

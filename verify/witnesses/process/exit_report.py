@@ -160,13 +160,13 @@ def _is_of_the_machine(error: BaseException) -> bool:
 def _beyond_ours(error: BaseException) -> Sequence[FrameType]:
     """The frames below the last one of ckptkit, outermost first; none where ckptkit raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    kept = [
+    relevant = [
         frame
         for at, frame in enumerate(frames)
         if not (_is_ours(frame) and frame.f_code.co_name in _AROUND_CALLS and at + 1 < len(frames))
     ]
-    last = max((at for at, frame in enumerate(kept) if _is_ours(frame)), default=-1)
-    return kept[last + 1 :]
+    last = max((at for at, frame in enumerate(relevant) if _is_ours(frame)), default=-1)
+    return relevant[last + 1 :]
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -21,9 +21,9 @@ _LOST = re.compile(
 )
 
 
-def causes(words: Mapping[int, str]) -> dict[int, str]:
-    """What ranks say that failed by themselves: those that only lost another one are left out."""
-    return {rank: said for rank, said in words.items() if not _LOST.search(said)}
+def causes(messages: Mapping[int, str]) -> dict[int, str]:
+    """The messages of ranks that failed by themselves: those that only lost another one are left out."""
+    return {rank: message for rank, message in messages.items() if not _LOST.search(message)}
 
 
 Codes = dict[int, int | None]

@@ -36,7 +36,7 @@ _SECRET = re.compile(
 
 def environment(**more: str) -> dict[str, str]:
     """This process's variables without secrets, with `more`: offline, on the loopback interface, and without TF32."""
-    kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    public = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     here = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
@@ -44,7 +44,7 @@ def environment(**more: str) -> dict[str, str]:
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
     # Some containers turn on TF32, which rounds the factors of float32 to 10 bits of mantissa.
     exact = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
-    return kept | loopback | offline | exact | {"PYTHONPATH": path} | more
+    return public | loopback | offline | exact | {"PYTHONPATH": path} | more
 
 
 def start(

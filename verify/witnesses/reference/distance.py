@@ -14,19 +14,15 @@ from verify.witnesses.reference.job import Judged, Routed
 
 @dataclass(frozen=True)
 class Distance:
-    """Of answers to the same prompts, all positions together; log-probabilities are natural logarithms.
+    """Of answers to the same prompts, all positions together; log-probabilities are natural logarithms."""
 
-    `mean` and `largest`: of the absolute differences for the prompts' own tokens. `divergence`: the mean
-    Kullback-Leibler divergence from the first to the second, over the first's TOP tokens and one event for all others,
-    so a lower bound of that over the vocabulary. `overlap`: the mean share of the second's best tokens among the
-    first's. `parted`: prompt and position of the first token for which their best tokens differ.
-    """
-
-    mean: float
-    largest: float
+    mean: float  # of the absolute differences for the prompts' own tokens
+    largest: float  # of the same
+    # The mean Kullback-Leibler divergence from the first to the second, over the first's TOP tokens and one event for
+    # all others, so a lower bound of that over the vocabulary.
     divergence: float
-    overlap: float
-    parted: tuple[int, int] | None
+    overlap: float  # the mean share of the second's best tokens among the first's
+    parted: tuple[int, int] | None  # prompt and position of the first token for which their best tokens differ
 
     def __str__(self) -> str:
         where = f"best tokens differ from token {self.parted[1]} of prompt {self.parted[0]} on" if self.parted else ""

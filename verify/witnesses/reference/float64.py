@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-class _Wide(TorchFunctionMode):
+class _Float64Mode(TorchFunctionMode):
     """Computes in float64 what code asks for in float32: norms, softmax and routers do."""
 
     def __torch_function__(
@@ -19,16 +19,16 @@ class _Wide(TorchFunctionMode):
     ) -> Any:
         if function is Tensor.float:
             function = Tensor.double
-        named = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        return function(*map(_wide, args), **named)
+        named = {name: _as_float64(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_as_float64, args), **named)
 
 
-def _wide(value: Any) -> Any:
+def _as_float64(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
 @contextmanager
-def widened(model: Any, layers: Sequence[nn.Module] = ()) -> Iterator[None]:
+def in_float64(model: Any, layers: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Has a float32 model compute in float64; afterwards it is what it was.
 
     Each of `layers` is float64 only while it runs, so that memory grows by the largest of them and by what is outside.
@@ -44,7 +44,7 @@ def widened(model: Any, layers: Sequence[nn.Module] = ()) -> Iterator[None]:
             if not inside & {id(parameter) for parameter in module.parameters()}:
                 _cast(module, torch.float64)
         stack.callback(_cast, model, torch.float32)
-        stack.enter_context(_Wide())
+        stack.enter_context(_Float64Mode())
         yield
 
 

@@ -30,7 +30,7 @@ from converters.planner import to_hf
 from verify.evidence.plain import plain
 from verify.witnesses.process.entry import run_job
 from verify.witnesses.process.exit_report import Phase, PhaseLog
-from verify.witnesses.reference.float64 import widened
+from verify.witnesses.reference.float64 import in_float64
 from verify.witnesses.reference.job import SHORT, Answers, Continuation, Ids, Judged, Reference, ReferenceJob, Routed
 from verify.witnesses.reference.logprobs import judged
 from verify.witnesses.reference.prediction import predicted
@@ -57,7 +57,7 @@ def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
     model = model_of(checkpoint, home, torch.float32)
     decoder, unseen = _decoder(model) if job.streams else (None, None)
     phases.enter(COMPUTE)
-    with widened(model, decoder.layers if decoder else ()) if dtype == torch.float32 else nullcontext():
+    with in_float64(model, decoder.layers if decoder else ()) if dtype == torch.float32 else nullcontext():
         exact, sharp = _asked(model, job), _guided(model, decoder, job, given)
     texts = predicted(model, job.texts) if job.texts else None
     if dtype != torch.float32:

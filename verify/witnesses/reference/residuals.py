@@ -38,13 +38,12 @@ UNLUCKY = 3.0  # times as many tokens as rounding sends elsewhere in transformer
 class Stage:
     """What Megatron computes at a stage against what transformers computes there from Megatron's own previous stage.
 
-    So no difference of an earlier layer counts here. `apart`: for every token of all prompts the largest absolute
-    difference from transformers in the more exact dtype; `noise`: that of transformers in the dtype that Megatron
-    computes in, and at least half the spacing of that dtype's numbers there.
+    So no difference of an earlier layer counts here. Of both there is a number for every token of all prompts.
     """
 
     name: str
-    apart: Sequence[float]
+    apart: Sequence[float]  # the largest absolute difference from transformers in the more exact dtype
+    # The same of transformers in the dtype that Megatron computes in; at least half the spacing of its numbers there.
     noise: Sequence[float]
 
     @property

@@ -25,16 +25,11 @@ _REPLACED = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Figures:
-    """Of all continuations of a model together.
+    """Of all continuations of a model together."""
 
-    `loss`: the mean of -ln p over the tokens, in nats, so that exp(loss) is the perplexity. `repeated`: the share of
-    runs of four tokens that came before in the same continuation. `odd`: the share of tokens that are no text (special
-    ones, unknown ids, bytes that are no UTF-8), None without a tokenizer.
-    """
-
-    loss: float
-    repeated: float
-    odd: float | None
+    loss: float  # the mean of -ln p over the tokens, in nats; exp(loss) is the perplexity
+    repeated: float  # the share of runs of four tokens that came before in the same continuation
+    odd: float | None  # the share of special tokens, unknown ids and bytes that are not UTF-8; None: no tokenizer
 
     def __str__(self) -> str:
         odd = "" if self.odd is None else f", {self.odd:.1%} of the tokens no text"
@@ -69,17 +64,17 @@ def _odd(texts: Sequence[Sequence[int]], tokenizer: Any) -> float:
     special = set(tokenizer.all_special_ids)
     count = total = 0
     for ids in texts:
-        kept = ids[:-1] if ids and ids[-1] in special else ids
-        plain = [token for token in kept if token not in special and token < len(tokenizer)]
-        count += len(kept) - len(plain) + tokenizer.decode(plain).rstrip(_REPLACED).count(_REPLACED)
-        total += len(kept)
+        tokens = ids[:-1] if ids and ids[-1] in special else ids
+        plain = [token for token in tokens if token not in special and token < len(tokenizer)]
+        count += len(tokens) - len(plain) + tokenizer.decode(plain).rstrip(_REPLACED).count(_REPLACED)
+        total += len(tokens)
     return min(1.0, count / total) if total else 0.0
 
 
 def tokenizer_of(path: Path) -> Any | None:
     """The tokenizer of an HF directory by its tokenizer.json alone, so that no code runs; None without that file.
 
-    Raises Unable for a file that is no tokenizer.
+    Raises Unable for a file that is not a tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -91,14 +86,14 @@ def tokenizer_of(path: Path) -> Any | None:
     except Exception as error:
         if type(error) is not Exception:  # the only class that tokenizers' own code raises for a file
             raise
-        raise Unable(f"{file} is no tokenizer ({words_of(error)}): take it from the release") from error
+        raise Unable(f"{file} is not a tokenizer ({words_of(error)}): take it from the release") from error
     named = [token for _, token in tokenizer.added_tokens_decoder.items() if token.special]
     tokenizer.add_special_tokens({"additional_special_tokens": [str(token) for token in named]})
     return tokenizer
 
 
 def openings_of(tokenizer: Any | None, config: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> Sequence[Any]:
-    """Token ids of OPENINGS; the first `prompts` where there is no tokenizer or it has ids beyond the vocabulary."""
+    """Token ids of OPENINGS; the first `prompts` where there is not a tokenizer or it has ids beyond the vocabulary."""
     if tokenizer is None:
         return list(prompts[: len(OPENINGS)])
     found = [tokenizer.encode(text) for text in OPENINGS]

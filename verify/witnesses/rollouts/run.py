@@ -22,7 +22,7 @@ from verify.witnesses.rollouts.job import (
 from verify.witnesses.rollouts.recorded import RecordedSample, Recording, read_recording
 from verify.witnesses.sglang.facts import SGLANG
 
-_SAMPLES, _TOKENS, _LONGEST = 16, 16384, 4096  # at most: samples, tokens of all together, tokens of one
+_SAMPLES, _TOKENS, _MAX_TOKENS = 16, 16384, 4096  # at most: samples, tokens of all together, tokens of one
 _PROMPTS = 64
 _START_S, _PASSES = 1200, 8  # importing transformers or SGLang; over the weights, at most
 _RECOMPUTE = "verify.witnesses.rollouts.recompute"
@@ -50,11 +50,11 @@ def parts_of(subject: Subject) -> Sequence[Part]:
     recording = subject.once(recording_of)
     config = config_of(subject)
     text = config.get("text_config") or config
-    longest = min(_LONGEST, int(text.get("max_position_embeddings") or _LONGEST))
+    longest = min(_MAX_TOKENS, int(text.get("max_position_embeddings") or _MAX_TOKENS))
     found = [_part(one, longest, subject.rollout_temperature) for one in recording.samples]
     usable = [part for part in found if any(part.mask) and part.recorded]
     if not usable:
-        reasons = dict.fromkeys(filter(None, (one.hindered for one in recording.samples)))
+        reasons = dict.fromkeys(filter(None, (one.skip_reason for one in recording.samples)))
         why = "; ".join(reasons) or f"none has written and recorded tokens among its first {longest}"
         raise Unable(f"no sample of {recording.path} can be computed again: {why}")
     return next(parts for parts in _spread(usable) if sum(len(part.tokens) for part in parts) <= _TOKENS)
@@ -67,7 +67,7 @@ def _part(sample: RecordedSample, longest: int, temperature: float | None) -> Pa
     first = max(begin, 1)
     tokens = sample.tokens[:longest]
     inside = slice(first - begin, max(len(tokens) - begin, first - begin))
-    recorded = {} if sample.hindered else {side: values[inside] for side, values in sample.log_probs.items()}
+    recorded = {} if sample.skip_reason else {side: values[inside] for side, values in sample.log_probs.items()}
     mask = list(sample.mask[inside])
     return Part(sample.index, tokens, first, temperature or sample.temperature or 1.0, recorded, mask)
 
@@ -95,7 +95,7 @@ def prompts_of(subject: Subject) -> Sequence[Prompt]:
     """Different recorded prompts, evenly spread over the file. Empty where it has none."""
     found: dict[str, Prompt] = {}
     for one in subject.once(recording_of).samples:
-        if one.prompt is not None and one.prompt_tokens and not one.hindered:
+        if one.prompt is not None and one.prompt_tokens and not one.skip_reason:
             prompt = Prompt(one.index, one.prompt, one.options or {}, one.prompt_tokens)
             found.setdefault(repr((one.prompt, one.options, one.prompt_tokens)), prompt)
     every = list(found.values())

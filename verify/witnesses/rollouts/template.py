@@ -48,7 +48,9 @@ def _rendering(tokenizer: Any, asked: Prompt, special: frozenset[int]) -> Render
     bare = bool(special) and isinstance(asked.prompt, str) and special.isdisjoint(asked.tokens)
     if plain == list(asked.tokens):
         return Rendering(asked.index, bare=bare)
-    assumed = next((told for told, tokens in _assuming(tokenizer, asked) if tokens == list(asked.tokens)), "")
+    assumed = next(
+        (assumption for assumption, tokens in _assuming(tokenizer, asked) if tokens == list(asked.tokens)), ""
+    )
     if assumed:
         return Rendering(asked.index, assumed=assumed, bare=bare)
     return difference(tokenizer, asked, plain)
