@@ -83,10 +83,11 @@ def main(how: str, hf: Path, scratch: Path) -> None:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     from ckptkit.formats.hf.reader import read_json
-    from verify.witnesses.ending import PhaseLog
-    from verify.witnesses.sglang.examine import Examination
-    from verify.witnesses.sglang.load import load
-    from verify.witnesses.sglang.process import safetensors_of
+    from verify.witnesses.loading.engine import Build
+    from verify.witnesses.loading.examine import Examination
+    from verify.witnesses.loading.material import safetensors_of
+    from verify.witnesses.process.exit_report import PhaseLog
+    from verify.witnesses.sglang import adapter
 
     seconds = 0.0
 
@@ -98,11 +99,11 @@ def main(how: str, hf: Path, scratch: Path) -> None:
             torch.cuda.synchronize()
         seconds = time.monotonic() - began
 
-    with PhaseLog(scratch / "ending") as phases:
+    with PhaseLog(scratch / "report") as phases:
         examination = Examination(
-            read_json(hf / "config.json"), False, lambda: safetensors_of(hf), lambda weights: weights, phases
+            adapter, read_json(hf / "config.json"), False, lambda: safetensors_of(hf), lambda weights: weights, phases
         )
-        model = load(hf, scratch, False, None, timed, phases)
+        model = adapter.build(Build(hf, scratch), timed, phases)
         if how == "witness":
             report = examination.report(model)
             if report.unwritten or report.dropped or report.differing or report.repacked:

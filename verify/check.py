@@ -16,40 +16,36 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import Literal
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError, words_of
 from ckptkit.core.progress import phase
 from verify import checks as packages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.options import WITNESSES
 from verify.report import CheckResult, Finding, Status
 from verify.skip import Inapplicable
 from verify.skip import Skip as Skip
 from verify.skip import Unable as Unable
+from verify.witnesses import registry
 
 NOTES, NOT_APPLICABLE = "notes", "not applicable"
 _LOG = logging.getLogger(__name__)
 
-# What a check looks at. `configuration` is JSON files and training arguments; only preflight knows a `launch`.
-Stage = Literal[
-    "headers", "values", "quantization", "megatron", "sglang", "engine", "behaviour", "configuration", "launch"
-]
-# `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness must be asked for.
-Need = Literal["sound headers", "source", "megatron", "sglang", "engine", "update", "release-resume", "logits"]
-# What the checks of a stage look at, as the verdict names it.
-LOOKS_AT: dict[Stage, str] = {
+WITNESSES = {one.name: one.option for one in registry.WITNESSES}  # and the option that asks for each
+# What a check looks at, its stage, and how the verdict names that. `configuration` is JSON files and training
+# arguments; only preflight knows a `launch`.
+LOOKS_AT: dict[str, str] = {
     "launch": "launch",
     "headers": "files",
     "configuration": "files",
     "values": "values",
     "quantization": "files",
-    "megatron": "Megatron",
-    "sglang": "SGLang",
-    "engine": "engine",
+    **{one.name: one.looks_at for one in registry.WITNESSES if one.looks_at},
     "behaviour": "behaviour",
 }
+# What a check may need. `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness
+# must be asked for.
+NEEDS = frozenset({"sound headers", "source", *WITNESSES})
 
 
 @dataclass
@@ -76,7 +72,8 @@ Run = Callable[[Subject, Tally], Iterator[Finding]]
 Unless = Callable[[Subject], str | None]
 
 
-def _always(subject: Subject) -> str | None:
+def always(subject: Subject) -> str | None:
+    """For a check that applies to every subject."""
     return None
 
 
@@ -93,11 +90,11 @@ class Check:
     rationale: str
     fix: str
     run: Run
-    stage: Stage
-    needs: tuple[Need, ...] = ()
+    stage: str
+    needs: tuple[str, ...] = ()
     gate: bool = False
     preflight: bool = False
-    unless: Unless = _always
+    unless: Unless = always
 
     def left_out(self, subject: Subject) -> str | None:
         """Why it does not apply to this subject; None when it does."""
@@ -116,13 +113,13 @@ def check(
     code: str,
     title: str,
     *,
-    stage: Stage,
+    stage: str,
     rationale: str,
     fix: str,
-    needs: tuple[Need, ...] = (),
+    needs: tuple[str, ...] = (),
     gate: bool = False,
     preflight: bool = False,
-    unless: Unless = _always,
+    unless: Unless = always,
 ) -> Callable[[Callable[[Subject, Tally], Iterator[Issue]]], Run]:
     """Registers a generator function as the check `code` (fields as in `Check`); called, it then gives findings."""
 
@@ -134,6 +131,8 @@ def check(
 
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
+        if stage not in LOOKS_AT or not NEEDS.issuperset(needs):
+            raise ValueError(f"{code} is of the stage {stage} and needs {needs}: one of these is unknown")
         _CHECKS[code] = Check(code, title, rationale, fix, run, stage, needs, gate, preflight, unless)
         return run
 
@@ -156,11 +155,12 @@ def looked_at(results: Sequence[CheckResult]) -> list[str]:
 
 @dataclass
 class Outcome:
-    """What some checks came to. `unlooked` says why, and which, could not look at what they were asked to look at."""
+    """What some checks came to."""
 
     checks: list[CheckResult] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, list[str]] = field(default_factory=dict)
+    # Why what was asked for could not be looked at, and the codes of the checks.
     unlooked: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -252,5 +252,5 @@ def _collect(
 
 def _own_fault(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    said, where = words_of(error, with_class=True), f"{Path(frame.filename).name}:{frame.lineno}"
-    return f"an error inside this check, which says nothing of the checkpoint: {said} ({where}); please report it"
+    message, where = words_of(error, with_class=True), f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"an error inside this check, which says nothing of the checkpoint: {message} ({where}); please report it"

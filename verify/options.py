@@ -10,15 +10,7 @@ from typing import Any, TypedDict, Unpack
 from ckptkit.core.errors import CkptkitError
 from quant.selection.readers import readers_of
 from verify.witnesses.megatron.options import MegatronOptions
-
-WITNESSES = {  # what can be asked, and the option that asks for it
-    "megatron": "--against-megatron",
-    "sglang": "--against-sglang",
-    "engine": "--engine",
-    "update": "--update",
-    "release-resume": "--release-resume",
-    "logits": "--logits",
-}
+from verify.witnesses.registry import WITNESSES, with_implied
 
 
 @dataclass(frozen=True)
@@ -30,7 +22,7 @@ class VerifyOptions:
     etp: Megatron's tensor parallel size inside experts; None: tp, or 1 with ep.
     dp_attention: SGLang keeps attention whole on every rank.
     megatron: the rest of Megatron's launch.
-    against: names of WITNESSES to ask.
+    against: names of `verify.witnesses.registry.WITNESSES` to ask.
     readers: who will load or send INT4 weights, as `--reader` has them; None: `quant.selection.readers.RL_READERS`.
         An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
     manifest: a file with a digest of every tensor.
@@ -58,11 +50,11 @@ class VerifyOptions:
     rollout_temperature: float | None = None
 
     def __post_init__(self) -> None:
-        """Adds a live engine to `against` where an update or a resume of one is asked."""
-        if unknown := self.against - WITNESSES.keys():
-            raise CkptkitError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, WITNESSES))}")
-        if self.against & {"update", "release-resume"}:
-            object.__setattr__(self, "against", self.against | {"engine"})
+        """Adds to `against` what its witnesses imply."""
+        names = [one.name for one in WITNESSES]
+        if unknown := self.against.difference(names):
+            raise CkptkitError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, names))}")
+        object.__setattr__(self, "against", with_implied(self.against))
         if "megatron" not in self.against:
             self.megatron.refuse(self.vpp)
         if self.dp_attention and ("sglang" not in self.against or self.tp == 1):

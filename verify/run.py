@@ -27,6 +27,7 @@ from verify.options import GivenVerifyOptions, verify_options
 from verify.report import Finding, Report
 from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
 from verify.witnesses.megatron.run import sizes_of
+from verify.witnesses.registry import programs_not_asked
 from verify.witnesses.rollouts.run import recording_of
 
 
@@ -81,12 +82,8 @@ def _with_left_out(facts: Mapping[str, list[str]], left_out: list[str]) -> dict[
 
 def _not_asked(subject: Subject) -> list[str]:
     """What could have been given or asked, as the verdict names it; a live engine is SGLang too."""
-    asked = {
-        "source": subject.source_path is not None,
-        "Megatron": "megatron" in subject.against,
-        "SGLang": not subject.against.isdisjoint({"sglang", "engine"}),
-    }
-    return [name for name, given in asked.items() if not given]
+    source = ["source"] if subject.source_path is None else []
+    return source + programs_not_asked(subject.against)
 
 
 def model_of(subject: Subject) -> str | None:

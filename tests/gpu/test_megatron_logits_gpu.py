@@ -18,10 +18,10 @@ from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
-from verify.witnesses.engine.distance import distance, mean_gap
-from verify.witnesses.engine.run import prompts_of
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import Computed, run_megatron_logits
+from verify.witnesses.reference.distance import distance, mean_gap
+from verify.witnesses.reference.run import prompts_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -10,7 +10,7 @@ from support import models
 from support.sglang_families import CLEAN
 from support.sglang_runs import Case, run_cases
 
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -24,7 +24,7 @@ NAMES = [*CLEAN, "deepseek_v32", "glm_moe_dsa"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     root = tmp_path_factory.mktemp("models")
     for name in NAMES:
         models.save(name, root / name)
@@ -32,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_tensor_is_where_sglang_keeps_it(name: str, runs: Mapping[str, SglangRun]) -> None:
+def test_every_tensor_is_where_sglang_keeps_it(name: str, runs: Mapping[str, LoadRun]) -> None:
     report = runs[name].report
     assert report is not None, runs[name]
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())

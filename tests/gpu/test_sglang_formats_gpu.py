@@ -14,7 +14,7 @@ import torch
 from support.sglang_formats import IN_INT4, write_all
 from support.sglang_runs import Case, run_cases
 
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -28,13 +28,13 @@ SOUND = [label for label in IN_INT4 if label not in REFUSED]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     cases = {label: Case(path) for label, path in write_all(tmp_path_factory.mktemp("formats"), IN_INT4)}
     return run_cases(cases, tmp_path_factory.mktemp("runs"), gpu=True)
 
 
 @pytest.mark.parametrize("label", SOUND)
-def test_every_part_is_in_the_kernels_layout(label: str, runs: Mapping[str, SglangRun]) -> None:
+def test_every_part_is_in_the_kernels_layout(label: str, runs: Mapping[str, LoadRun]) -> None:
     report = runs[label].report
     assert report is not None, runs[label]
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
@@ -42,5 +42,5 @@ def test_every_part_is_in_the_kernels_layout(label: str, runs: Mapping[str, Sgla
 
 
 @pytest.mark.parametrize("label", REFUSED)
-def test_what_the_kernel_refuses_is_quoted(label: str, runs: Mapping[str, SglangRun]) -> None:
+def test_what_the_kernel_refuses_is_quoted(label: str, runs: Mapping[str, LoadRun]) -> None:
     assert "size_n = 480 is not divisible by tile_n_size = 64" in str(runs[label].crash)

@@ -22,7 +22,8 @@ from verify.checks.witnesses.hints import KEEP_ROUTER
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import choose, verify
-from verify.witnesses.sglang.run import SglangRun, run_sglang
+from verify.witnesses.loading.run import LoadedBy, LoadRun
+from verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -116,17 +117,17 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
 
 
 @pytest.fixture(scope="module")
-def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     runs = run_cases(cases, tmp_path_factory.mktemp("reports"), gpu=True)
     for name, run in runs.items():
         print(f"{name}: {run.crash or run.unable or run.report}")
     return runs
 
 
-def findings(case: Case, run: SglangRun) -> tuple[dict[str, str], set[tuple[str, str | None]]]:
+def findings(case: Case, run: LoadRun) -> tuple[dict[str, str], set[tuple[str, str | None]]]:
     """Status of each check, and (code, tensor) of each finding."""
     subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({"sglang"})))
-    subject._results[run_sglang] = run
+    subject._results[LoadedBy(SGLANG)] = run
     outcome = run_checks(subject, choose(subject, [one for one in all_checks() if one.stage == "sglang"])[0])
     results, found, facts = outcome.checks, outcome.findings, outcome.facts
     for line in (*found, *facts.get("SGLang", ())):
@@ -137,7 +138,7 @@ def findings(case: Case, run: SglangRun) -> tuple[dict[str, str], set[tuple[str,
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("kind", ["bf16", "qmax7", "minmax", "online", "megatron"])
 def test_sound_checkpoints_pass_through_repacking(
-    kind: str, family: str, cases: dict[str, Case], runs: dict[str, SglangRun]
+    kind: str, family: str, cases: dict[str, Case], runs: dict[str, LoadRun]
 ) -> None:
     name = f"{kind} {family}"
     status, found = findings(cases[name], runs[name])
@@ -147,7 +148,7 @@ def test_sound_checkpoints_pass_through_repacking(
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
 def test_zero_points_and_fp8_blocks_pass_through_repacking(
-    name: str, cases: dict[str, Case], runs: dict[str, SglangRun]
+    name: str, cases: dict[str, Case], runs: dict[str, LoadRun]
 ) -> None:
     """Experts' zero points come in AWQ's order, Linear layers' in compressed-tensors'; both end in Marlin's."""
     status, found = findings(cases[name], runs[name])
@@ -164,7 +165,7 @@ def test_zero_points_and_fp8_blocks_pass_through_repacking(
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("kind", ["bf16", "qmax7", "minmax", "online", "megatron"])
 def test_it_ran_on_the_gpu_and_repacked(
-    kind: str, family: str, cases: dict[str, Case], runs: dict[str, SglangRun]
+    kind: str, family: str, cases: dict[str, Case], runs: dict[str, LoadRun]
 ) -> None:
     report = runs[f"{kind} {family}"].report
     assert report is not None
@@ -175,7 +176,7 @@ def test_it_ran_on_the_gpu_and_repacked(
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_quantized_router_is_named(family: str, cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+def test_the_quantized_router_is_named(family: str, cases: dict[str, Case], runs: dict[str, LoadRun]) -> None:
     name = f"router {family}"
     status, found = findings(cases[name], runs[name])
     router = ROUTERS[family]

@@ -121,7 +121,7 @@ def _rank(training: Training, folder: Path, rank: int) -> None:
     from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
     from converters.planner import dims_of
-    from verify.witnesses.bits import poison
+    from verify.witnesses.loading.bits import poison
     from verify.witnesses.megatron.model import Build, build_chunks, connect
     from verify.witnesses.megatron.process import held_by
 

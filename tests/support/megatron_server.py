@@ -17,6 +17,7 @@ from pathlib import Path
 
 from support.processes import environment
 from verify.witnesses.megatron.job import RankJob
+from verify.witnesses.process.codec import save
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def serving() -> Iterator[Start]:
 
     def start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> Forked:
         for job in jobs:
-            job.save(scratch / f"job-{job.rank}.json")
+            save(job, scratch / f"job-{job.rank}.json")
         orders.write(" ".join([str(scratch), *(str(job.rank) for job in jobs)]) + "\n")
         orders.flush()
         return Forked(scratch)

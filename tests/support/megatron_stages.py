@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from support.processes import run_module
-from verify.witnesses.stages import Stage
+from verify.witnesses.reference.residuals import Stage
 
 SOUND, PLANTED, ROPE = "sound", "planted faults", "rope base wrong"
 PROMPTS = [[(7 * position) % 349 + 3 for position in range(40)]]  # token ids
@@ -134,11 +134,11 @@ def _stages(name: str, root: Path, dtype: torch.dtype) -> dict[str, Any]:
     from ckptkit.formats.detect import locate
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
-    from verify.witnesses.engine.guided import compare, decoder_of, guided
-    from verify.witnesses.engine.reference import as_hf, model_of
-    from verify.witnesses.engine.wide import widened
     from verify.witnesses.megatron.forward import forward, recorded
-    from verify.witnesses.stages import OUTPUT
+    from verify.witnesses.reference.float64 import in_float64
+    from verify.witnesses.reference.process import as_hf, model_of
+    from verify.witnesses.reference.residuals import OUTPUT
+    from verify.witnesses.reference.teacher_forced import compare, decoder_of, guided
 
     save(name, CASES[name], root / "hf", torch.bfloat16)
     convert(root / "hf", root / "megatron")
@@ -158,7 +158,7 @@ def _stages(name: str, root: Path, dtype: torch.dtype) -> dict[str, Any]:
         }
 
     if dtype == torch.float32:
-        with widened(model, decoder.layers):
+        with in_float64(model, decoder.layers):
             exact = all_guided()
     else:
         exact = all_guided()

@@ -2,7 +2,7 @@
 
 Writes report.json beside the orders. An order is {"int4": the directory that is served, "bf16": the weights of the
 trainer}, and "broken" where that is tried. The model and its `load_weights` are SGLang's own; of the repacking for
-Marlin only the CUDA kernels are replaced, by `verify.witnesses.sglang.marlin`. `run` starts that.
+Marlin only the CUDA kernels are replaced, by `verify.witnesses.loading.marlin`. `run` starts that.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quant.online import sglang_reload
 from quant.online.quantizer import OnlineQuantizer
 from support.sglang_server import ran
 from verify.evidence.extremes import as_integers
-from verify.witnesses.bits import poison
-from verify.witnesses.sglang.marlin import marlin_weight
+from verify.witnesses.loading.bits import poison
+from verify.witnesses.loading.marlin import marlin_weight
 
 State = Mapping[str, Tensor]
 
@@ -150,8 +150,9 @@ def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[
 
 
 def main() -> None:
-    from verify.witnesses.ending import PhaseLog
-    from verify.witnesses.sglang.load import load
+    from verify.witnesses.loading.engine import Build
+    from verify.witnesses.process.exit_report import PhaseLog
+    from verify.witnesses.sglang.adapter import build
 
     path = Path(sys.argv[1])
     without_cuda()
@@ -159,14 +160,8 @@ def main() -> None:
     for name, order in json.loads(path.read_text()).items():
         (scratch := path.parent / f"scratch-{name}").mkdir()
         reports[name] = {}
-        load(
-            Path(order["int4"]),
-            scratch,
-            False,
-            None,
-            partial(examine, order, reports[name]),
-            PhaseLog(scratch / "ending"),
-        )
+        examined = partial(examine, order, reports[name])
+        build(Build(Path(order["int4"]), scratch), examined, PhaseLog(scratch / "report"))
     (path.parent / "report.json").write_text(json.dumps(reports))
 
 

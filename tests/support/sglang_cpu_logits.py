@@ -18,8 +18,9 @@ from families.case import tokens
 from torch import Tensor, nn
 
 from support.sglang_server import ran
-from verify.witnesses.ending import PhaseLog, described
-from verify.witnesses.sglang.load import load
+from verify.witnesses.loading.engine import Build
+from verify.witnesses.process.exit_report import PhaseLog, described
+from verify.witnesses.sglang.adapter import build
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -104,7 +105,7 @@ def main() -> None:
             model.load_weights(weights)
 
         try:
-            model = load(path, out, False, None, loading, PhaseLog(out / "ending"))
+            model = build(Build(path, out), loading, PhaseLog(out / "report"))
             torch.save(logits_of(model, tokens()), out / f"{path.name}.pt")
         except Exception as error:  # noqa: BLE001 - it is the answer
             (out / f"{path.name}.txt").write_text(described(error))

@@ -7,7 +7,7 @@ import re
 from families import CASES
 
 from support.installed import release
-from verify.witnesses.sglang.job import EngineSizes
+from verify.witnesses.loading.job import EngineSizes
 
 # What SGLang says where it does not build a model on a machine without a GPU, or at all.
 SAID = {

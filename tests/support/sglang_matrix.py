@@ -23,8 +23,8 @@ import torch
 from ckptkit.core.errors import CkptkitError
 from support.sglang_cells import BF16, FP8, INT4, Cell, checkpoint, every_cell, values
 from support.sglang_runs import Case, run_cases
-from verify.witnesses.sglang.job import SglangReport
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading.job import LoadReport
+from verify.witnesses.loading.run import LoadRun
 
 AT_ONCE = 80  # checkpoints in a process: starting it takes ten seconds, and they stay on disk until it ends
 CLEAN, BY_CKPTKIT, BY_SGLANG, LIMIT, FALSE = "clean", "ckptkit refuses", "SGLang refuses", "left out", "FALSE FAILURE"
@@ -45,7 +45,7 @@ class Outcome:
     why: str = ""
 
 
-def judged(cell: Cell, run: SglangRun, sizes: Mapping[str, int]) -> Outcome:
+def judged(cell: Cell, run: LoadRun, sizes: Mapping[str, int]) -> Outcome:
     """The outcome of a cell that was loaded; `sizes`: the bytes of its tensors."""
     if run.report is None:
         said = (run.crash or run.unable or "").partition("; ")[2]
@@ -58,7 +58,7 @@ def judged(cell: Cell, run: SglangRun, sizes: Mapping[str, int]) -> Outcome:
     return Outcome(LIMIT if known else FALSE, f"{wrong[0][0]}: {wrong[0][1]}, and {len(wrong) - 1} more")
 
 
-def troubles(report: SglangReport, sizes: Mapping[str, int], streamed: bool) -> Iterator[tuple[str, str]]:
+def troubles(report: LoadReport, sizes: Mapping[str, int], streamed: bool) -> Iterator[tuple[str, str]]:
     """Names, and what is wrong with them."""
     for seen in (*report.unwritten, *report.dropped, *report.differing, *report.routers, *(report.repacked or ())):
         yield seen.tensor, seen.what

@@ -1,6 +1,6 @@
 """Loads many checkpoints into real SGLang in one process, since starting SGLang is what takes time.
 
-`python -m support.sglang_runs CASES.json RANK`, where CASES is a list of {"job": SglangJob as a dict, "alter": a name
+`python -m support.sglang_runs CASES.json RANK`, where CASES is a list of {"job": LoadJob as a dict, "alter": a name
 of ALTER}. `run_cases` starts that. Also what the tests quantize with: a formula that shares nothing with the code under
 test.
 """
@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding
 from verify.run import choose
-from verify.witnesses.sglang.job import ONE_RANK, EngineSizes, SglangJob
-from verify.witnesses.sglang.run import SglangRun, outcome, run_sglang
+from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob
+from verify.witnesses.loading.run import LoadedBy, LoadRun, outcome
+from verify.witnesses.process.codec import decoded
+from verify.witnesses.sglang.facts import SGLANG
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -223,7 +225,7 @@ def written(root: Path, name: str, release: Path, tensors: Mapping[str, Tensor],
 
 def run_cases(
     cases: Mapping[str, Case], root: Path, *, gpu: bool = False, sizes: EngineSizes = ONE_RANK
-) -> dict[str, SglangRun]:
+) -> dict[str, LoadRun]:
     """What SGLang made of every case, on the CPU unless `gpu`, in a process a rank.
 
     After a crash new processes go on with the next.
@@ -231,16 +233,16 @@ def run_cases(
     orders: dict[str, dict[str, Any]] = {}
     for number, (name, case) in enumerate(cases.items()):
         (scratch := root / f"scratch-{number}").mkdir()
-        job = SglangJob(
+        job = LoadJob(
+            SGLANG.adapter,
             str(case.checkpoint),
-            None,
-            str(case.source) if case.source else None,
-            str(scratch),
-            str(root / f"{number}"),
-            sizes,
+            source=str(case.source) if case.source else None,
+            scratch=str(scratch),
+            report=str(root / f"{number}"),
+            sizes=sizes,
         )
         orders[name] = {"job": asdict(job), "alter": case.alter}
-    runs: dict[str, SglangRun] = {}
+    runs: dict[str, LoadRun] = {}
     while left := {name: order for name, order in orders.items() if name not in runs}:
         (root / "cases.json").write_text(json.dumps(list(left.values())))
         logs = [root / f"log-{rank}" for rank in range(sizes.tp)]
@@ -260,10 +262,10 @@ def run_cases(
     return runs
 
 
-def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
+def checked(case: Case, run: LoadRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
     """The CK5xx checks over a run of the witness that has been made already."""
     subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({"sglang"})))
-    subject._results[run_sglang] = run
+    subject._results[LoadedBy(SGLANG)] = run
     chosen, _ = choose(subject, [one for one in all_checks() if one.stage == "sglang"])
     outcome = run_checks(subject, chosen)
     results, findings, facts = outcome.checks, outcome.findings, outcome.facts
@@ -271,17 +273,17 @@ def checked(case: Case, run: SglangRun) -> tuple[dict[str, CheckResult], list[Fi
 
 
 def main() -> None:
-    from verify.witnesses.sglang.process import run
+    from verify.witnesses.loading.process import run
 
     for case in json.loads(Path(sys.argv[1]).read_text()):
         content = case["job"]
         rank = int(sys.argv[2])
         report = f"{content['report']}-{rank}.json"
-        job = SglangJob(**content | {"sizes": EngineSizes(**content["sizes"]), "rank": rank, "report": report})
+        job = replace(decoded(LoadJob, content), rank=rank, report=report)
         try:
             run(job, ALTER[case["alter"]])
         except Exception:  # noqa: BLE001
-            traceback.print_exc()  # what was raised stands in the job's `Ending`; the next case is not concerned
+            traceback.print_exc()  # what was raised stands in the job's `ExitReport`; the next case is not concerned
 
 
 if __name__ == "__main__":

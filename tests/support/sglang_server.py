@@ -1,8 +1,8 @@
 """One process that has imported SGLang and forks, one after the other, what would be processes that import it.
 
 Importing takes ten seconds of a processor, and to load a small model less than one. `started` and `ran` stand in the
-place of `verify.witnesses.confined.start` and of `processes.run_logged`; what runs, and how it is waited for and ended,
-is the same. Tests of how the witness itself is started and ends start it for real.
+place of `verify.witnesses.process.sandbox.start` and of `processes.run_logged`; what runs, and how it is waited for and
+ended, is the same. Tests of how the witness itself is started and ends start it for real.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _become(order: Mapping[str, object]) -> None:
     import faulthandler
     import runpy
 
-    from verify.witnesses.confined import DUMP
+    from verify.witnesses.process.sandbox import DUMP
 
     os.setsid()
     with Path(str(order["log"])).open("wb") as output:
@@ -173,7 +173,7 @@ def main() -> None:
 
     import torch
 
-    import verify.witnesses.sglang.process  # noqa: F401
+    import verify.witnesses.loading.process  # noqa: F401
 
     # Once torch has looked for a GPU, it refuses to do so again in what is forked, with another message than it has.
     with (

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-import verify.witnesses.sglang.process as process
-from verify.witnesses.sglang import examine
+import verify.witnesses.loading.process as process
+from verify.witnesses.loading import examine
 
 
 def main() -> None:

@@ -21,9 +21,10 @@ from torch import Tensor
 from support import models
 from support.installed import release
 from support.sglang_server import ran
-from verify.witnesses.ending import PhaseLog
-from verify.witnesses.sglang.job import EngineSizes
-from verify.witnesses.sglang.load import load
+from verify.witnesses.loading.engine import Build
+from verify.witnesses.loading.job import EngineSizes
+from verify.witnesses.process.exit_report import PhaseLog
+from verify.witnesses.sglang.adapter import build
 
 LAYER = 4
 SAMPLE = torch.arange(100.0).reshape(10, 10).T  # not contiguous
@@ -65,7 +66,8 @@ def _answers(path: Path, out: Path, tp: int, rank: int) -> list[Any]:
     def loading(model: Any, weights: Any, device: torch.device) -> None:
         model.load_weights(weights)
 
-    model: Any = load(path, out, False, None, loading, PhaseLog(out / f"ending-{rank}"), EngineSizes(tp), rank)
+    wanted = Build(path, out, sizes=EngineSizes(tp), rank=rank)
+    model: Any = build(wanted, loading, PhaseLog(out / f"report-{rank}"))
     place = SimpleNamespace(tp_rank=rank, dp_rank=None, attn_dp_size=1, pp_rank=0, pp_size=1, tp_size=tp)
     # SGLang 0.5.23 finds its ranks by itself, and asks which of an engine's models it is.
     newer = release("sglang") >= (0, 5, 23)

@@ -18,7 +18,7 @@ from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding, Report
 from verify.run import choose
 from verify.witnesses.megatron import run as megatron_run
-from verify.witnesses.sglang import run as sglang_run
+from verify.witnesses.process import run as process_run
 
 _OPTIONS = {one.name for one in fields(VerifyOptions)}
 
@@ -85,4 +85,4 @@ def served(megatron_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
 def served_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the SGLang witness take its ranks from `sglang_server`, without a GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(sglang_run, "run_module", started)
+    monkeypatch.setattr(process_run, "start", started)

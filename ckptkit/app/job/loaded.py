@@ -224,8 +224,8 @@ def _compared(
 def _how(seen: TensorSeen) -> str:
     if seen.origins:
         return f": it is {' or '.join(seen.origins)}"
-    if seen.told:
-        return f": {seen.told}"
+    if seen.diagnosis:
+        return f": {seen.diagnosis}"
     return f": {seen.differing} of {seen.elements} elements differ, by up to {seen.largest:.3g}"
 
 

@@ -516,7 +516,7 @@ def test_one_module_alone_hands_configs_to_transformers() -> None:
             )
             if any(name.partition(".")[0] == "transformers" for name in names):
                 found.add(str(file.relative_to(root)))
-    witnesses = ("engine/reference.py", "engine/text.py", "rollouts/template.py")
+    witnesses = ("reference/process.py", "reference/text.py", "rollouts/template.py")
     others = {f"verify/witnesses/{file}" for file in witnesses}
     assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py", *others}
     assert importlib.import_module("quant.selection.meta_model")

@@ -24,7 +24,7 @@ from verify.evidence.plausible.siblings import UNTRAINED, fresh, odd_norms, odd_
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.report import Finding
-from verify.witnesses.sglang.names import routers
+from verify.witnesses.loading.names import routers
 
 MISTAKES = structured.mistakes(
     3,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,7 @@ from support import models, rollout_files
 from support.rollout_files import Sample
 
 from ckptkit.core.errors import CkptkitError
-from verify.evidence.subject import Subject
-from verify.witnesses.ending import Ending, ending_path
-from verify.witnesses.rollouts import run
+from verify.witnesses.process import run as process_run
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs what would be processes of their own in this one; a test of the command line starts them."""
 
-    def run_process(root: Path, subject: Subject, module: str, report: Path, more_s: float = 0) -> str | None:
+    def run_ranks(root: Path, ranks: int, module: str, *_: object) -> dict[int, str]:
         monkeypatch.setattr(sys, "argv", [module, str(root / "job-0.json")])
         try:
-            importlib.import_module(module).main()
+            runpy.run_module(module, run_name="__main__")
         except CkptkitError:
-            ending = Ending.load(ending_path(report))
-            return f"while {ending.phase}: {ending.said}"
-        return None
+            return {0: "exit code 1"}
+        return {}
 
-    monkeypatch.setattr(run, "run_process", run_process)
+    monkeypatch.setattr(process_run, "run_ranks", run_ranks)

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from support.processes import environment as of_tests
 
-from verify.witnesses import ranks
-from verify.witnesses.confined import environment
-from verify.witnesses.sglang.run import outcome, start
+from verify.witnesses.loading.run import outcome
+from verify.witnesses.process import ranks
+from verify.witnesses.process.run import run_ranks
+from verify.witnesses.process.sandbox import environment
 
 WITNESS = "support.confined_witness"
 
@@ -30,7 +31,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder: Path, do: str, limit_s: float = 100, count: int = 1) -> dict[int, str]:
     for rank in range(count):
         (folder / f"job-{rank}.json").write_text(json.dumps({"do": do, "rank": rank}))
-    return start(folder, count, limit_s, WITNESS)
+    return run_ranks(folder, count, WITNESS, limit_s)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -80,7 +81,7 @@ def test_what_a_witness_started_ends_with_it(tmp_path: Path) -> None:
 def test_a_witness_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "job-0.json").write_text(json.dumps({"do": "hang"}))
     code = (
-        "import sys; from pathlib import Path; from verify.witnesses.confined import environment, start\n"
+        "import sys; from pathlib import Path; from verify.witnesses.process.sandbox import environment, start\n"
         "folder = Path(sys.argv[1])\n"
         f"process = start({WITNESS!r}, [folder / 'job-0.json'], folder / 'log', environment())\n"
         "(folder / 'part').write_text(str(process.pid)); (folder / 'part').rename(folder / 'pid')\n"

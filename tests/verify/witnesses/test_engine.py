@@ -26,26 +26,19 @@ from verify.checks.witnesses import engine as engine_checks
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
-from verify.witnesses.ending import PhaseLog
-from verify.witnesses.engine import process, readback
-from verify.witnesses.engine import run as engine_run
-from verify.witnesses.engine.distance import best_tokens, distance, not_finite
-from verify.witnesses.engine.job import (
-    AGAIN,
-    FIRST,
-    RESUMED,
-    Answers,
-    Continuation,
-    EngineJob,
-    EngineReport,
-    Judged,
-    Reference,
-    ReferenceJob,
-    Reload,
-)
-from verify.witnesses.engine.reference import run as run_reference
-from verify.witnesses.engine.run import EngineRun, last_error, prompts_of
-from verify.witnesses.sglang.job import ONE_RANK
+from verify.witnesses.loading.job import ONE_RANK
+from verify.witnesses.process import run as process_run
+from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.exit_report import PhaseLog
+from verify.witnesses.process.run import last_error
+from verify.witnesses.reference.distance import best_tokens, distance, not_finite
+from verify.witnesses.reference.job import Answers, Continuation, Judged, Reference, ReferenceJob
+from verify.witnesses.reference.process import run as run_reference
+from verify.witnesses.reference.run import prompts_of
+from verify.witnesses.sglang.live import process, readback
+from verify.witnesses.sglang.live import run as engine_run
+from verify.witnesses.sglang.live.job import AGAIN, FIRST, RESUMED, EngineJob, EngineReport, Reload
+from verify.witnesses.sglang.live.run import EngineRun
 
 ASKED = frozenset({"engine", "update", "release-resume", "logits"})
 CODES = ("CK511", "CK512", "CK513", "CK601")
@@ -156,9 +149,8 @@ def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(release: P
 
 def reference(path: Path, root: Path, prompts: Any, ids: Any, **asked: Any) -> Reference:
     job = ReferenceJob(str(path), str(root / "reference.json"), prompts, ids, **asked)
-    with PhaseLog(root / "ending") as phases:
-        run_reference(job, phases)
-    return Reference.load(root / "reference.json")
+    with PhaseLog(root / "reference.json") as phases:
+        return run_reference(job, phases)
 
 
 class FakeServer:
@@ -212,7 +204,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reports(server: Any, root: Path, **asked: bool) -> EngineReport:
-    job = EngineJob("", str(root), "", [[1, 2]], **asked)
+    job = EngineJob("", [[1, 2]], str(root / "report"), **asked)
     with PhaseLog(root / "ending") as phases:
         *_, last = process._reports(job, server, phases)
     return last
@@ -243,13 +235,13 @@ def test_a_refused_update_ends_the_steps(tmp_path: Path) -> None:
 
 
 def test_job_and_report_are_read_as_written(tmp_path: Path) -> None:
-    job = EngineJob("model", "scratch", "report", [[1, 2]], update=True, openings=[[3]])
-    job.save(tmp_path / "job")
-    assert EngineJob.load(tmp_path / "job") == job
+    job = EngineJob("model", [[1, 2]], "report", update=True, openings=[[3]])
+    save(job, tmp_path / "job")
+    assert load(EngineJob, tmp_path / "job") == job
     written = [Continuation([7, 8], [-0.5, -1.0])]
     report = replace(sound(), reloads=[Reload("a step", "", ["0 a"], [])], written=written, routed=[[[[], [4, 5]]]])
-    report.save(tmp_path / "report")
-    loaded = EngineReport.load(tmp_path / "report")
+    save(report, tmp_path / "report")
+    loaded = load(EngineReport, tmp_path / "report")
     assert (loaded.reloads, loaded.passes.keys()) == (report.reloads, report.passes.keys())
     assert (loaded.written, loaded.routed) == (written, report.routed)
     assert list(loaded.passes[FIRST][0].tokens) == [-1.0, -2.0]
@@ -287,7 +279,7 @@ def verdict(
 ) -> Outcome:
     monkeypatch.setattr(engine_checks, "run_engine", lambda subject: run)
     monkeypatch.setattr(engine_checks, "run_draft_engine", lambda subject: draft)
-    monkeypatch.setattr(engine_checks, "run_reference", lambda subject: reference)
+    monkeypatch.setattr(engine_checks, "run_engine_reference", lambda subject: reference)
     checks = [one for one in all_checks() if one.code in CODES]
     (root / "config.json").write_text(json.dumps(config))
     return run_checks(Subject(root, options=VerifyOptions(against=ASKED)), checks)
@@ -469,7 +461,7 @@ class Ended:
         self._log = log
         self.job: dict[str, Any] = {}
 
-    def __call__(self, root: Path, ranks: int, limit_s: float, module: str) -> dict[int, str]:
+    def __call__(self, root: Path, *_: object) -> dict[int, str]:
         self.job = json.loads((root / "job-0.json").read_text())
         (root / "log-0").write_text(self._log)
         return {0: "exit code 1"}
@@ -498,7 +490,7 @@ def served(monkeypatch: pytest.MonkeyPatch, path: Path, log: str, *asked: str) -
     """CK511 to CK513 where an engine ends with this log."""
     ended = Ended(log)
     monkeypatch.setattr(engine_run, "_sizes", lambda subject: ONE_RANK)
-    monkeypatch.setattr(engine_run, "start", ended)
+    monkeypatch.setattr(process_run, "run_ranks", ended)
     checks = [one for one in all_checks() if one.code in ("CK511", "CK512", "CK513") and set(one.needs) <= {*asked}]
     return run_checks(Subject(path, options=VerifyOptions(against=frozenset(asked))), checks), ended
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,14 @@ from verify.checks.witnesses import behaviour
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.skip import Unable
-from verify.witnesses.ending import PhaseLog
-from verify.witnesses.engine.distance import rerouted
-from verify.witnesses.engine.job import (
-    AGAIN,
-    FIRST,
-    Answers,
-    Continuation,
-    EngineReport,
-    Judged,
-    Reference,
-    ReferenceJob,
-)
-from verify.witnesses.engine.reference import run as run_job
-from verify.witnesses.engine.run import EngineRun
-from verify.witnesses.engine.text import figures, openings_of, tokenizer_of
+from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.exit_report import PhaseLog
+from verify.witnesses.reference.distance import rerouted
+from verify.witnesses.reference.job import Answers, Continuation, Judged, Reference, ReferenceJob
+from verify.witnesses.reference.process import run as run_job
+from verify.witnesses.reference.text import figures, openings_of, tokenizer_of
+from verify.witnesses.sglang.live.job import AGAIN, FIRST, EngineReport
+from verify.witnesses.sglang.live.run import EngineRun
 
 OPENING = [5, 9, 2, 40]
 FINITE = Judged([-1.0, -2.0], [[7, 1], [8, 1]], [[-0.7, -1.4]] * 2)
@@ -60,9 +52,8 @@ def answers(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Referenc
         length=6,
         routing=True,
     )
-    with PhaseLog(root / "ending") as phases:
-        run_job(job, phases)
-    return Reference.load(root / "report")
+    with PhaseLog(root / "report") as phases:
+        return run_job(job, phases)
 
 
 def test_the_reference_writes_scores_and_routes_as_transformers_does(release: Path, answers: Reference) -> None:
@@ -117,7 +108,7 @@ def test_tokens_that_are_no_text_are_counted_but_for_the_end(tmp_path: Path) -> 
 
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
-    with pytest.raises(Unable, match=r"tokenizer\.json is no tokenizer \(.*\): take it from the release"):
+    with pytest.raises(Unable, match=r"tokenizer\.json is not a tokenizer \(.*\): take it from the release"):
         tokenizer_of(tmp_path)
 
 
@@ -150,7 +141,7 @@ def verdict(
     )
     run = EngineRun(report, [OPENING], None, [OPENING], routed_layers)
     monkeypatch.setattr(behaviour, "run_engine", lambda subject: run)
-    monkeypatch.setattr(behaviour, "run_reference", lambda subject: reference)
+    monkeypatch.setattr(behaviour, "run_engine_reference", lambda subject: reference)
     checks = [one for one in all_checks() if one.code in ("CK604", "CK605")]
     return run_checks(Subject(release, source, options=VerifyOptions(against=frozenset({"engine", "logits"}))), checks)
 
@@ -247,7 +238,7 @@ def test_choices_are_not_asked_of_a_class_that_cannot_tell_them(
 ) -> None:
     """Nothing that was asked for is then missing: the rest of --logits is judged."""
     models.save("mixtral", tmp_path / "mixtral")
-    monkeypatch.setattr("verify.witnesses.engine.run.package_release", lambda package: (0, 5, 16))
+    monkeypatch.setattr("verify.witnesses.sglang.live.run.package_release", lambda package: (0, 5, 16))
     (routing,) = (one for one in all_checks() if one.code == "CK605")
     reason = routing.left_out(
         Subject(tmp_path / "mixtral", options=VerifyOptions(against=frozenset({"engine", "logits"})))
@@ -255,7 +246,7 @@ def test_choices_are_not_asked_of_a_class_that_cannot_tell_them(
     assert (
         reason == "MixtralForCausalLM has no layer_id in its routers before SGLang 0.5.23, so it cannot report experts"
     )
-    monkeypatch.setattr("verify.witnesses.engine.run.package_release", lambda package: (0, 5, 23))
+    monkeypatch.setattr("verify.witnesses.sglang.live.run.package_release", lambda package: (0, 5, 23))
     assert (
         routing.left_out(Subject(tmp_path / "mixtral", options=VerifyOptions(against=frozenset({"engine", "logits"}))))
         is None
@@ -273,7 +264,5 @@ def test_answers_that_are_no_numbers_leave_behaviour_out(release: Path, monkeypa
 
 def test_a_job_of_the_reference_is_read_as_written(tmp_path: Path) -> None:
     job = ReferenceJob("model", "report", [[1, 2]], [[[3]]], [[4]], [[5, 6]], 7, True, streams=["a"])
-    job.save(tmp_path / "job")
-    assert ReferenceJob(**json.loads((tmp_path / "job").read_text())) == ReferenceJob(
-        "model", "report", [[1, 2]], [[[3]]], [[4]], [[5, 6]], 7, True, streams=["a"]
-    )
+    save(job, tmp_path / "job")
+    assert load(ReferenceJob, tmp_path / "job") == job

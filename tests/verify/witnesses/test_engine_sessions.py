@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError
 from quant.online import sglang_reload
-from verify.witnesses.engine import server as server_module
-from verify.witnesses.engine.job import EngineJob
-from verify.witnesses.engine.readback import POISON, RECORD
-from verify.witnesses.engine.server import Server, start
-from verify.witnesses.engine.sessions import BEGIN, END, Refused
+from verify.witnesses.process.codec import load, save
+from verify.witnesses.sglang.live import server as server_module
+from verify.witnesses.sglang.live.job import EngineJob
+from verify.witnesses.sglang.live.readback import POISON, RECORD
+from verify.witnesses.sglang.live.server import Server, start
+from verify.witnesses.sglang.live.sessions import BEGIN, END, Refused
 
 Answer = tuple[bool, str]
 
@@ -127,7 +128,7 @@ CHECKPOINT: Any = SimpleNamespace(
 
 
 def server(engine: Engine, root: Path, **job: Any) -> Server:
-    return Server(EngineJob("model", str(root), "", [], **job), CHECKPOINT, engine, device="cpu")
+    return Server(EngineJob("model", [], str(root / "report"), **job), CHECKPOINT, engine, device="cpu")
 
 
 def test_an_engine_without_sessions_is_sent_weights_at_any_time(tmp_path: Path) -> None:
@@ -221,9 +222,9 @@ def test_these_engines_take_what_sglangs_own_takes() -> None:
 
 
 def test_the_job_of_a_draft_engine_is_read_as_written(tmp_path: Path) -> None:
-    EngineJob("model", "scratch", "report", [], draft=True).save(tmp_path / "job")
+    save(EngineJob("model", [], draft=True), tmp_path / "job")
     assert json.loads((tmp_path / "job").read_text())["draft"] is True
-    assert EngineJob.load(tmp_path / "job").draft
+    assert load(EngineJob, tmp_path / "job").draft
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_an_engine_is_not_started_for_a_draft_model_that_cannot_be_read_back(
     config = models.configs()["glm4_moe"].to_dict()
     named = {"num_nextn_predict_layers": 1, "architectures": ["Glm4MoeForCausalLM"]}
     checkpoint: Any = SimpleNamespace(config=config | named, specs=[f"model.layers.12.eh_proj.{leaf}"])
-    job = EngineJob("model", "", "", [], draft=True)
+    job = EngineJob("model", [], draft=True)
     if refused is None:
         start(job, checkpoint)
         (asked,) = started

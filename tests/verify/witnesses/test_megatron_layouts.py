@@ -26,11 +26,12 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.report import Finding
 from verify.run import verify
+from verify.witnesses.megatron import concurrency
 from verify.witnesses.megatron import run as megatron_run
-from verify.witnesses.megatron import waves
 from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.megatron.run import run_megatron, sizes_of
+from verify.witnesses.process import codec
 
 in_megatron = pytest.mark.usefixtures("served")
 
@@ -163,9 +164,9 @@ def test_four_dimensional_layout_in_waves(name: str, tmp_path: Path, monkeypatch
 def test_ranks_that_run_at_once_fit_cores_and_memory(
     monkeypatch: pytest.MonkeyPatch, world: int, each: int, free: int, together: bool, at_once: int
 ) -> None:
-    monkeypatch.setattr(waves, "cores", lambda: 3)
-    monkeypatch.setattr(waves, "free_memory", lambda: free)
-    assert (waves.fits_together(world, each), waves.ranks_at_once(each)) == (together, at_once)
+    monkeypatch.setattr(concurrency, "cores", lambda: 3)
+    monkeypatch.setattr(concurrency, "free_memory", lambda: free)
+    assert (concurrency.fits_together(world, each), concurrency.ranks_at_once(each)) == (together, at_once)
 
 
 def test_memory_of_a_rank_is_that_of_its_share(model: tuple[Path, Path]) -> None:
@@ -179,7 +180,7 @@ def test_memory_of_a_rank_is_that_of_its_share(model: tuple[Path, Path]) -> None
     )
     others = sum(spec.nbytes for spec in specs.values()) - sum(layers.values()) - predicting
     held = experts / 8 + (sum(layers.values()) - experts) / 2 + predicting / 4 + others
-    assert waves.bytes_a_rank(subject.checkpoint, dims_of(subject.checkpoint.config), sizes_of(subject)) == (
+    assert concurrency.bytes_a_rank(subject.checkpoint, dims_of(subject.checkpoint.config), sizes_of(subject)) == (
         int(2 * held) + 2 * max(spec.nbytes for spec in specs.values()) + (700 << 20)
     )
 
@@ -363,6 +364,6 @@ def test_router_bias_stays_float32_through_the_cast_of_training(model: tuple[Pat
 
 def test_report_of_a_rank_survives_its_file(model: tuple[Path, Path], tmp_path: Path) -> None:
     _, report = seen(model)
-    report.save(tmp_path / "report.json")
-    assert RankReport.load(tmp_path / "report.json") == report
+    codec.save(report, tmp_path / "report.json")
+    assert codec.load(RankReport, tmp_path / "report.json") == report
     assert json.loads((tmp_path / "report.json").read_text())["asked"][EMBEDDING] == [[[0, 0], [352, 128], True]]

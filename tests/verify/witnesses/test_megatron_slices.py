@@ -7,7 +7,7 @@ import torch
 from support import models
 
 from converters.planner import Rule, rules_of
-from verify.witnesses.bits import poison
+from verify.witnesses.loading.bits import poison
 from verify.witnesses.megatron.slices import Position, compare
 
 RULES: dict[str, Rule] = {rule.megatron: rule for rule in rules_of(models.configs()["glm4_moe"].to_dict())}

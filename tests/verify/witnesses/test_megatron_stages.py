@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.megatron_stages import PLANTED, ROPE, SOUND, stages_of
 
-from verify.witnesses.engine.guided import Unseen, decoder_of
-from verify.witnesses.stages import Stage
+from verify.witnesses.reference.residuals import Stage
+from verify.witnesses.reference.teacher_forced import Unseen, decoder_of
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 

@@ -23,20 +23,13 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
 from verify.skip import Unable
-from verify.witnesses.engine import run as engine_run
-from verify.witnesses.engine.job import (
-    AGAIN,
-    FIRST,
-    Answers,
-    Continuation,
-    EngineReport,
-    Judged,
-    Predicted,
-    Reference,
-)
-from verify.witnesses.engine.predict import TEXTS, bits_a_byte, predicted, texts_of
-from verify.witnesses.engine.run import EngineRun
-from verify.witnesses.engine.text import tokenizer_of
+from verify.witnesses.reference import run as reference_run
+from verify.witnesses.reference.job import Answers, Continuation, Judged, Predicted, Reference
+from verify.witnesses.reference.prediction import TEXTS, bits_a_byte, predicted, texts_of
+from verify.witnesses.reference.text import tokenizer_of
+from verify.witnesses.registry import with_implied
+from verify.witnesses.sglang.live.job import AGAIN, FIRST, EngineReport
+from verify.witnesses.sglang.live.run import EngineRun
 
 LOGITS = frozenset({"logits"})
 # As SmolLM2-135M-Instruct measures, and the same with the first norm of every layer less one.
@@ -135,7 +128,7 @@ def test_what_logits_ask_alone_and_beside_others() -> None:
         ({"logits", "update"}, {"logits", "update", "engine"}),
         ({"release-resume"}, {"release-resume", "engine"}),
     ):
-        assert Subject(Path(), options=VerifyOptions(against=frozenset(asked))).against == implied
+        assert with_implied(frozenset(asked)) == implied
 
 
 def test_beside_an_engine_its_text_is_judged_instead(tmp_path: Path) -> None:
@@ -167,7 +160,7 @@ def test_real_transformers_do_not_judge_random_weights(tmp_path: Path) -> None:
 
 
 def test_a_model_beyond_memory_is_inconclusive_with_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_run, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(reference_run, "free_memory", lambda: 1 << 20)
     path = structured.save(structured.structured(), tmp_path, tokenizer=True)
     report = verify(path, against=LOGITS)
     assert (report.status, report.findings) == ("inconclusive", [])
@@ -186,7 +179,7 @@ def engine_text(reference: Reference, monkeypatch: pytest.MonkeyPatch, path: Pat
     answers = Answers([FINITE], scored=[[-1.0] * 4], written=written)
     whole = Reference("bfloat16", answers, answers, predicted=reference.predicted)
     monkeypatch.setattr(behaviour, "run_engine", lambda subject: EngineRun(report, [[1, 2, 3]], openings=[[1]]))
-    monkeypatch.setattr(behaviour, "run_reference", lambda subject: whole)
+    monkeypatch.setattr(behaviour, "run_engine_reference", lambda subject: whole)
     subject = Subject(path, options=VerifyOptions(against=LOGITS | {"engine"}))
     return run_checks(subject, [one for one in all_checks() if one.code == "CK604"])
 

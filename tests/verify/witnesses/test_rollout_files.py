@@ -113,11 +113,11 @@ def test_other_classes_and_functions_are_refused_and_never_run(
         ({"loss_mask": [1, 1, 1]}, "sample 0 has 3 of loss_mask for a response of 2 tokens"),
         ({"response_length": 4}, "sample 0 has 3 tokens and a response of 4"),
         ({"response_length": "2"}, "sample 0 has 3 tokens and a response of '2'"),
-        ({"tokens": [5, 6, 7.5]}, "sample 0: tokens is no list of whole numbers, but has 7.5"),
-        ({"tokens": [5, 6, True]}, "sample 0: tokens is no list of whole numbers, but has True"),
-        ({"tokens": None}, "sample 0: tokens is no list of whole numbers, but has None"),
-        ({"rollout_log_probs": [None, -1.0]}, "sample 0: rollout_log_probs is no list of numbers, but has None"),
-        ({"tokens": torch.zeros(1, 3, dtype=torch.long)}, "tokens is no list of whole numbers"),
+        ({"tokens": [5, 6, 7.5]}, "sample 0: tokens is not a list of whole numbers, but has 7.5"),
+        ({"tokens": [5, 6, True]}, "sample 0: tokens is not a list of whole numbers, but has True"),
+        ({"tokens": None}, "sample 0: tokens is not a list of whole numbers, but has None"),
+        ({"rollout_log_probs": [None, -1.0]}, "sample 0: rollout_log_probs is not a list of numbers, but has None"),
+        ({"tokens": torch.zeros(1, 3, dtype=torch.long)}, "tokens is not a list of whole numbers"),
     ],
 )
 def test_samples_whose_lists_do_not_match_are_errors(tmp_path: Path, fields: Any, message: str) -> None:

@@ -27,9 +27,10 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.report import Finding
 from verify.run import verify
-from verify.witnesses.sglang import run as sglang_run
-from verify.witnesses.sglang.job import SglangReport
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading import run as sglang_run
+from verify.witnesses.loading.job import LoadReport
+from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.process import run as process_run
 
 pytestmark = pytest.mark.sglang
 
@@ -183,12 +184,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     return run_cases(cases, tmp_path_factory.mktemp("reports"))
 
 
 @pytest.fixture(scope="module")
-def reports(runs: dict[str, SglangRun]) -> dict[str, SglangReport]:
+def reports(runs: dict[str, LoadRun]) -> dict[str, LoadReport]:
     """What SGLang made of every case; only one of them stops it."""
     assert {
         name: run.crash or run.unable for name, run in runs.items() if run.report is None and name != "fp8 uneven"
@@ -213,7 +214,7 @@ SOUND = (
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], runs: dict[str, LoadRun]) -> None:
     results, findings, facts = checked(cases[name], runs[name])
     assert findings == []
     status = {code: result.status for code, result in results.items()}
@@ -228,7 +229,7 @@ def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], runs: dict[st
 
 @pytest.mark.parametrize("name", SOUND)
 def test_every_tensor_of_a_sound_checkpoint_is_compared(
-    name: str, cases: dict[str, Case], reports: dict[str, SglangReport]
+    name: str, cases: dict[str, Case], reports: dict[str, LoadReport]
 ) -> None:
     tensors = models.tensors(cases[name].source or cases[name].checkpoint)
     compared = {
@@ -237,7 +238,7 @@ def test_every_tensor_of_a_sound_checkpoint_is_compared(
         if not key.endswith("weight_shape") and not key.startswith("model.layers.12.")
     }
     report = reports[name]
-    assert (report.fed, report.tensors, report.bytes) == (
+    assert (report.loaded_names, report.tensors, report.bytes) == (
         len(tensors),
         len(compared),
         sum(tensor.nbytes for tensor in compared.values()),
@@ -247,7 +248,7 @@ def test_every_tensor_of_a_sound_checkpoint_is_compared(
     )
 
 
-def test_the_model_is_sglangs_own(reports: dict[str, SglangReport]) -> None:
+def test_the_model_is_sglangs_own(reports: dict[str, LoadReport]) -> None:
     assert [reports[name].model for name in ("qwen2-tied", "qwen3_moe", "glm4_moe")] == [
         "Qwen2ForCausalLM",
         "Qwen3MoeForCausalLM",
@@ -257,11 +258,11 @@ def test_the_model_is_sglangs_own(reports: dict[str, SglangReport]) -> None:
 
 
 def test_a_packed_shared_expert_is_loaded_as_a_routed_one(
-    cases: dict[str, Case], reports: dict[str, SglangReport]
+    cases: dict[str, Case], reports: dict[str, LoadReport]
 ) -> None:
     """SGLang 0.5.16 cannot build it otherwise; one in BF16 needs a place of its own."""
     facts = {
-        name: checked(cases[name], SglangRun(reports[name]))[2]["SGLang"][-1]
+        name: checked(cases[name], LoadRun(reports[name]))[2]["SGLang"][-1]
         for name in ("int4 glm4_moe", "online int4 glm4_moe")
     }
     assert (reports["int4 glm4_moe"].fused_shared, reports["online int4 glm4_moe"].fused_shared) == (True, False)
@@ -269,7 +270,7 @@ def test_a_packed_shared_expert_is_loaded_as_a_routed_one(
     assert "as with --disable-shared-experts-fusion" in facts["online int4 glm4_moe"]
 
 
-def test_draft_layers_are_a_model_of_their_own(cases: dict[str, Case], runs: dict[str, SglangRun]) -> None:
+def test_draft_layers_are_a_model_of_their_own(cases: dict[str, Case], runs: dict[str, LoadRun]) -> None:
     _, _, facts = checked(cases["draft layers"], runs["draft layers"])
     assert not [line for line in facts["SGLang"] if "layers.12." in line]
     assert facts["SGLang's draft model"][0].endswith("layer are those of Glm4MoeForCausalLM")
@@ -345,17 +346,17 @@ BROKEN: dict[str, set[tuple[str, str, int]]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_checkpoints_are_found(name: str, cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
-    results, findings, _ = checked(cases[name], SglangRun(reports[name]))
+def test_broken_checkpoints_are_found(name: str, cases: dict[str, Case], reports: dict[str, LoadReport]) -> None:
+    results, findings, _ = checked(cases[name], LoadRun(reports[name]))
     assert {(finding.code, finding.tensor, finding.count) for finding in findings} == BROKEN[name]
     assert {code for code, result in results.items() if result.status == "failed"} == {
         code for code, _, _ in BROKEN[name]
     }
 
 
-def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
+def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, LoadReport]) -> None:
     def first(name: str, code: str) -> Finding:
-        return next(finding for finding in checked(cases[name], SglangRun(reports[name]))[1] if finding.code == code)
+        return next(finding for finding in checked(cases[name], LoadRun(reports[name]))[1] if finding.code == code)
 
     assert KEEP_ROUTER in first("packed router qwen3_moe", "CK503").hint
     assert KEEP_ROUTER in first("packed router qwen3_moe", "CK505").hint
@@ -363,7 +364,7 @@ def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, Sgla
         "the tensor is missing from the checkpoint, or CK503 says under which name"
     )
     assert "1536 of 1536 elements were never written" in first("packed router qwen3_moe", "CK505").actual
-    assert [finding.actual for finding in checked(cases["dead routers"], SglangRun(reports["dead routers"]))[1]] == [
+    assert [finding.actual for finding in checked(cases["dead routers"], LoadRun(reports["dead routers"]))[1]] == [
         "all zero",
         "every element is 0.5",
     ]
@@ -379,10 +380,10 @@ def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, Sgla
 
 
 def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing(
-    cases: dict[str, Case], reports: dict[str, SglangReport]
+    cases: dict[str, Case], reports: dict[str, LoadReport]
 ) -> None:
     """SGLang's class of Qwen3-MoE does not read `mlp_only_layers`."""
-    _, findings, _ = checked(cases["mlp_only_layers"], SglangRun(reports["mlp_only_layers"]))
+    _, findings, _ = checked(cases["mlp_only_layers"], LoadRun(reports["mlp_only_layers"]))
     hints = {finding.tensor: finding.hint for finding in findings}
     assert not [hint for hint in hints.values() if "pack" in hint or "quantize" in hint]
     assert hints["model.layers.5.mlp.up_proj.weight"].startswith(
@@ -392,15 +393,15 @@ def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing
 
 
 def test_blocks_that_do_not_divide_an_experts_rows_are_refused_by_sglang(
-    cases: dict[str, Case], runs: dict[str, SglangRun]
+    cases: dict[str, Case], runs: dict[str, LoadRun]
 ) -> None:
     (finding,) = checked(cases["fp8 uneven"], runs["fp8 uneven"])[1]
     assert finding.code == "CK501"
     assert "is not divisible by weight quantization block_n = 64" in finding.actual
 
 
-def test_a_smaller_dtype_is_a_warning(cases: dict[str, Case], reports: dict[str, SglangReport]) -> None:
-    results, findings, _ = checked(cases["float32"], SglangRun(reports["float32"]))
+def test_a_smaller_dtype_is_a_warning(cases: dict[str, Case], reports: dict[str, LoadReport]) -> None:
+    results, findings, _ = checked(cases["float32"], LoadRun(reports["float32"]))
     assert {result.status for result in results.values()} <= {"passed", "skipped"}
     assert {(finding.code, finding.severity) for finding in findings} == {("CK504", "warning")}
     assert all(finding.actual.startswith(f"float32 rounded to {reports['float32'].dtype}") for finding in findings)
@@ -451,7 +452,7 @@ def test_an_sglang_that_cannot_be_asked_is_inconclusive(
     (tmp_path / "sglang" / "__init__.py").write_text(statement)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(sglang_run, "_START_S", 5 if "sleep" in statement else 300)
-    monkeypatch.setattr(sglang_run, "_BYTES_A_SECOND", 1e12)
+    monkeypatch.setattr(process_run, "_BYTES_A_SECOND", 1e12)
     report = verify(releases("qwen2-tied"), against=frozenset({"sglang"}))
     assert (report.status, report.findings) == ("inconclusive", [])
     (reason,) = report.reasons

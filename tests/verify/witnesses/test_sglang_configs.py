@@ -18,7 +18,8 @@ from support.sglang_runs import Case, run_cases
 
 from verify.checks.config.engine_keys import keys_of
 from verify.checks.witnesses.hints import why_refused
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [
     pytest.mark.sglang,
@@ -97,13 +98,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in STOPS.items() for key in keys])
 def test_sglang_stops_without_a_key_and_the_hint_names_it(
-    name: str, key: str, runs: Mapping[str, SglangRun], cases: Mapping[str, Case]
+    name: str, key: str, runs: Mapping[str, LoadRun], cases: Mapping[str, Case]
 ) -> None:
     if key == "swiglu_limit" and release("sglang") >= (0, 5, 23):
         pytest.skip("SGLang 0.5.23 has a default for it")
@@ -112,17 +113,17 @@ def test_sglang_stops_without_a_key_and_the_hint_names_it(
     config = json.loads((Path(cases[f"{name} {key}"].checkpoint) / "config.json").read_text())
     _, lacking = keys_of(config)
     assert set(lacking) == {key}
-    assert f'add "{key}": ' in why_refused(said, lacking)
+    assert f'add "{key}": ' in why_refused(SGLANG, said, lacking)
 
 
 @pytest.mark.parametrize("key", LEAVES_OUT)
-def test_sglang_silently_builds_another_model_without_a_key(key: str, runs: Mapping[str, SglangRun]) -> None:
+def test_sglang_silently_builds_another_model_without_a_key(key: str, runs: Mapping[str, LoadRun]) -> None:
     report = runs[f"minimax_m2 {key}"].report
     assert report is not None
     assert any(one.tensor.endswith(LEAVES_OUT[key]) for one in report.dropped)
 
 
-def test_sglang_looks_for_the_tie_flag_at_the_top(runs: Mapping[str, SglangRun]) -> None:
+def test_sglang_looks_for_the_tie_flag_at_the_top(runs: Mapping[str, LoadRun]) -> None:
     inside, top = runs["tie inside"].report, runs["tie at the top"].report
     assert inside is not None
     assert top is not None
@@ -131,7 +132,7 @@ def test_sglang_looks_for_the_tie_flag_at_the_top(runs: Mapping[str, SglangRun])
 
 
 @pytest.mark.parametrize("label", ["no tower", "no tower of Gemma"])
-def test_sglang_builds_a_vision_tower_that_is_not_stored(label: str, runs: Mapping[str, SglangRun]) -> None:
+def test_sglang_builds_a_vision_tower_that_is_not_stored(label: str, runs: Mapping[str, LoadRun]) -> None:
     """And loads without an error: its parameters keep what memory held."""
     report = runs[label].report
     assert report is not None, runs[label]
@@ -139,12 +140,12 @@ def test_sglang_builds_a_vision_tower_that_is_not_stored(label: str, runs: Mappi
     assert all(one.tensor.startswith(("visual.", "vision_tower.", "multi_modal")) for one in report.unwritten)
 
 
-def test_a_multimodal_class_over_a_config_of_text_alone_is_refused(runs: Mapping[str, SglangRun]) -> None:
+def test_a_multimodal_class_over_a_config_of_text_alone_is_refused(runs: Mapping[str, LoadRun]) -> None:
     """`verify` warns of it (CK104): its layers are named as the multimodal class has them."""
     assert "object has no attribute 'vision_config'" in str(runs["text under a multimodal class"].crash)
 
 
 def test_the_hint_for_a_key_that_no_table_has() -> None:
     said = "exit code 1; AttributeError: 'NewConfig' object has no attribute 'new_key'"
-    assert why_refused(said, {}).startswith("SGLang reads new_key of config.json, which does not have it")
-    assert why_refused("KeyError: 'x'", {"new_key": 1}).startswith("compare config.json with the release")
+    assert why_refused(SGLANG, said, {}).startswith("SGLang reads new_key of config.json, which does not have it")
+    assert why_refused(SGLANG, "KeyError: 'x'", {"new_key": 1}).startswith("compare config.json with the release")

@@ -17,8 +17,8 @@ from torch import Tensor
 from quant.lint.lint import lint
 from verify.checks.witnesses.hints import KEEP_ROUTER
 from verify.run import verify
-from verify.witnesses.sglang.job import Observation, SglangReport
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading.job import LoadReport, Observation
+from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -105,11 +105,11 @@ def without(tensors: Mapping[str, Tensor], *names: str) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
-def draft(run: SglangRun) -> SglangReport:
+def draft(run: LoadRun) -> LoadReport:
     assert run.draft is not None, run
     return run.draft
 
@@ -119,7 +119,7 @@ def said(observations: tuple[Observation, ...]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["megatron", "int4", "no copies"])
-def test_a_sound_draft_model_passes(name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]) -> None:
+def test_a_sound_draft_model_passes(name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> None:
     results, findings, facts = checked(cases[name], runs[name])
     assert findings == []
     assert {results[code].status for code in ("CK501", "CK502", "CK503", "CK504", "CK505", "CK508")} == {"passed"}
@@ -135,7 +135,7 @@ def test_a_sound_draft_model_passes(name: str, cases: Mapping[str, Case], runs: 
 
 
 def test_a_lost_part_of_a_fused_parameter_and_a_dead_router_are_named(
-    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     param = "model.decoder.self_attn.qkv_proj.weight"
     assert said(draft(runs["query and router"]).unwritten) == {(QUERY, param)}
@@ -145,12 +145,12 @@ def test_a_lost_part_of_a_fused_parameter_and_a_dead_router_are_named(
     assert findings[0].actual == f"{never}, at {param} in SGLang's draft model"
 
 
-def test_a_lost_tensor_that_sglang_calls_otherwise_is_named(runs: Mapping[str, SglangRun]) -> None:
+def test_a_lost_tensor_that_sglang_calls_otherwise_is_named(runs: Mapping[str, LoadRun]) -> None:
     """SGLang's class for Qwen3.5 has no `self_attn`."""
     assert said(draft(runs["norm of qwen"]).unwritten) == {(NORM, "model.layers.0.q_norm.weight")}
 
 
-def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs: Mapping[str, SglangRun]) -> None:
+def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs: Mapping[str, LoadRun]) -> None:
     """It waits for both parts of a fused parameter."""
     report = draft(runs["compressed query"])
     assert [(one.tensor, one.param, one.what.partition(": ")[2]) for one in report.unwritten] == [
@@ -160,7 +160,7 @@ def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs: Mappi
     assert {one.tensor for one in report.dropped} == {COMPRESSED[1]}
 
 
-def test_lost_and_exchanged_parts_in_int4_are_named(runs: Mapping[str, SglangRun]) -> None:
+def test_lost_and_exchanged_parts_in_int4_are_named(runs: Mapping[str, LoadRun]) -> None:
     report = draft(runs["int4 broken"])
     expert = L + "mlp.experts.7.up_proj.weight_packed"
     assert said(report.unwritten) == {
@@ -177,7 +177,7 @@ def test_lost_and_exchanged_parts_in_int4_are_named(runs: Mapping[str, SglangRun
 
 
 def test_a_copy_that_differs_from_what_sglang_takes_is_a_finding(
-    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     _, findings, _ = checked(cases["copy"], runs["copy"])
     assert [(one.code, one.tensor) for one in findings] == [("CK503", EMBEDDING)]
@@ -188,7 +188,7 @@ def test_a_copy_that_differs_from_what_sglang_takes_is_a_finding(
 
 
 def test_a_draft_that_sglang_refuses_is_a_finding_in_its_words(
-    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     results, findings, facts = checked(cases["two layers"], runs["two layers"])
     stored = models.tensors(cases["two layers"].checkpoint)
@@ -201,7 +201,7 @@ def test_a_draft_that_sglang_refuses_is_a_finding_in_its_words(
 
 
 def test_without_a_draft_class_it_is_inconclusive_in_sglangs_words(
-    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     results, findings, facts = checked(cases["no class"], runs["no class"])
     assert findings == []
@@ -215,7 +215,7 @@ def test_without_a_draft_class_it_is_inconclusive_in_sglangs_words(
 
 @before("sglang", (0, 5, 23), "Qwen3.5's draft class takes qkv_proj apart")
 def test_names_of_shards_do_not_leave_out_the_fused_layer_of_a_draft(
-    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     """SGLang's class of the model takes qkv_proj apart before it looks at `ignore`, and the draft class does not."""
     _, findings, _ = checked(cases["qwen by names"], runs["qwen by names"])
@@ -231,7 +231,7 @@ def test_names_of_shards_do_not_leave_out_the_fused_layer_of_a_draft(
 
 
 def test_fused_experts_of_a_draft_that_no_entry_covers_are_found(
-    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     _, findings, _ = checked(cases["fused by names"], runs["fused by names"])
     assert [one.code for one in findings if one.severity == "error"] == ["CK508"]
@@ -246,7 +246,7 @@ def test_fused_experts_of_a_draft_that_no_entry_covers_are_found(
 
 @pytest.mark.parametrize("name", ["qwen by one entry", "fused by one entry"])
 def test_one_entry_for_the_draft_is_read_alike(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     results, findings, _ = checked(cases[name], runs[name])
     assert [one for one in findings if one.severity == "error"] == []
@@ -256,7 +256,7 @@ def test_one_entry_for_the_draft_is_read_alike(
 
 
 def test_without_such_layers_nothing_is_asked_of_draft_models(
-    releases: Callable[..., Path], tmp_path: Path, runs: Mapping[str, SglangRun]
+    releases: Callable[..., Path], tmp_path: Path, runs: Mapping[str, LoadRun]
 ) -> None:
     tensors = models.tensors(releases("glm4_moe-mtp"))
     path = written(
@@ -266,5 +266,5 @@ def test_without_such_layers_nothing_is_asked_of_draft_models(
         {name: one for name, one in tensors.items() if not name.startswith(L)},
         num_nextn_predict_layers=0,
     )
-    results, _, _ = checked(Case(path), SglangRun(runs["no copies"].report))
+    results, _, _ = checked(Case(path), LoadRun(runs["no copies"].report))
     assert "CK508" not in results

@@ -12,7 +12,7 @@ from support import models
 from support.sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, LEFT_OUT, OF_DRAFT, SAID
 from support.sglang_runs import CUT, LOST, LOST_OF_DRAFT, Case, run_cases
 
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [
     pytest.mark.sglang,
@@ -40,25 +40,25 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", CLEAN)
 def test_every_tensor_is_where_sglang_keeps_it(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     report = runs[name].report
     assert report is not None, runs[name]
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
     tensors = models.tensors(Path(cases[name].checkpoint))
     left = {one for one in tensors if one in report.draft or "rotary_emb.inv_freq" in one}
-    assert report.fed == len(tensors)
+    assert report.loaded_names == len(tensors)
     assert report.bytes == sum(tensor.nbytes for one, tensor in tensors.items() if one not in left)
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Mapping[str, SglangRun]) -> None:
+def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Mapping[str, LoadRun]) -> None:
     report = runs[name].report
     assert report is not None, runs[name]
     tensor, what, count = LEFT_OUT[name]
@@ -67,7 +67,7 @@ def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Mapping[str, Sg
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_what_sglang_refuses_is_quoted(name: str, runs: Mapping[str, SglangRun]) -> None:
+def test_what_sglang_refuses_is_quoted(name: str, runs: Mapping[str, LoadRun]) -> None:
     run = runs[name]
     assert run.report is None
     assert SAID[name] in f"{run.crash}{run.unable}"
@@ -75,7 +75,7 @@ def test_what_sglang_refuses_is_quoted(name: str, runs: Mapping[str, SglangRun])
 
 @pytest.mark.parametrize("name", CLEAN)
 def test_lost_and_exchanged_tensors_are_named(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
     report = runs[f"{name} lost_and_exchanged"].report
@@ -89,7 +89,7 @@ def test_lost_and_exchanged_tensors_are_named(
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.mtp and name in CLEAN])
 def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     report = runs[name].draft
     assert report is not None, runs[name]
@@ -97,12 +97,12 @@ def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
     tensors = models.tensors(cases[name].checkpoint)
     assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
-    assert report.fed == len(report.equal)
+    assert report.loaded_names == len(report.equal)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     """The projection of both inputs, a norm and up of one expert are missing; two experts have each other's names."""
     report = runs[f"{name} lost_and_exchanged"].draft
@@ -119,13 +119,13 @@ def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(
 
 
 @pytest.mark.parametrize("name", [name for name in CLEAN if not CASES[name].mtp])
-def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, SglangRun]) -> None:
-    assert (runs[name].draft, runs[name].undrafted) == (None, None)
+def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, LoadRun]) -> None:
+    assert (runs[name].draft, runs[name].draft_error) == (None, None)
 
 
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_matrix_with_half_of_its_rows_is_named_with_what_sglang_says(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     """Up of an expert, or the output of attention. No loader of SGLang takes it; some collect all tensors first."""
     crash = str(runs[f"{name} cut"].crash)
@@ -143,7 +143,7 @@ def test_a_matrix_with_half_of_its_rows_is_named_with_what_sglang_says(
 
 @pytest.mark.parametrize("name", ROUTED)
 def test_the_half_of_each_expert_that_a_loader_leaves_out_is_named(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     report = runs[f"{name} half_written"].report
     assert report is not None, runs[f"{name} half_written"]

@@ -14,7 +14,8 @@ from support.sglang_matrix import CLEAN, judged
 from support.sglang_runs import LOST_PARTS, Case, run_cases
 
 from verify.checks.witnesses.hints import why_no_scale
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -47,13 +48,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("label", LABELS)
 def test_every_part_is_where_sglang_keeps_it(
-    label: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    label: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     report = runs[label].report
     assert report is not None, runs[label]
@@ -65,15 +66,13 @@ def test_every_part_is_where_sglang_keeps_it(
 
 
 @pytest.mark.parametrize("label", CELLS)
-def test_a_cell_of_the_matrix_is_clean(label: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]) -> None:
+def test_a_cell_of_the_matrix_is_clean(label: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> None:
     outcome = judged(CELLS[label], runs[label], values(cases[label]))
     assert (outcome.word, outcome.why) == (CLEAN, "")
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_lost_and_exchanged_parts_are_named(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
-) -> None:
+def test_lost_and_exchanged_parts_are_named(name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> None:
     """A norm and the packed weight of one expert's up are missing; two experts of another layer are exchanged."""
     report = runs[f"broken {name}"].report
     assert report is not None, runs[f"broken {name}"]
@@ -87,16 +86,16 @@ def test_lost_and_exchanged_parts_are_named(
 
 
 @pytest.mark.parametrize("name", NOT_IN_FP8)
-def test_scales_that_a_class_drops_are_named(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
-) -> None:
+def test_scales_that_a_class_drops_are_named(name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> None:
     """SGLang's Llama class gives scales of blocks the name of scales of tensors, and then finds no parameter."""
     report = runs[f"fp8 {name}"].report
     assert report is not None, runs[f"fp8 {name}"]
     tensors = models.tensors(Path(cases[f"fp8 {name}"].checkpoint))
     assert {one.tensor for one in report.dropped} == {one for one in tensors if one.endswith("_scale_inv")}
-    assert "cannot serve the model in FP8: dequantize it" in why_no_scale(report.dropped[0].tensor, report)
+    assert "cannot serve the model in FP8: dequantize it" in why_no_scale(SGLANG, report.dropped[0].tensor, report)
     sound = runs["fp8 qwen3_moe"].report
     assert sound is not None
     gate = "model.layers.3.mlp.gate"
-    assert why_no_scale(f"{gate}.weight_scale_inv", sound).startswith(f"SGLang builds {gate} without FP8: store it")
+    assert why_no_scale(SGLANG, f"{gate}.weight_scale_inv", sound).startswith(
+        f"SGLang builds {gate} without FP8: store it"
+    )

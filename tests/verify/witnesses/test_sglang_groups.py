@@ -21,7 +21,7 @@ from ckptkit.core.errors import CkptkitError
 from quant.lint.lint import lint
 from verify.checks.witnesses.hints import keep_router
 from verify.run import verify
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -127,7 +127,7 @@ def cases(releases: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, SglangRun]:
+def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
@@ -144,7 +144,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", SOUND)
 def test_groups_that_sglang_loads_pass_without_it_too(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     results, findings, _ = checked(cases[name], runs[name])
     assert {code for code, result in results.items() if result.status == "passed"} >= {"CK501", "CK502", "CK504"}
@@ -160,7 +160,7 @@ def test_groups_that_sglang_loads_pass_without_it_too(
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_sglang_refuses_is_an_error_without_it_too(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     if name == "actorder" and release("compressed-tensors") < (0, 19):
         assert runs[name].crash is None
@@ -179,7 +179,7 @@ def test_what_sglang_refuses_is_an_error_without_it_too(
 
 
 def test_a_layer_without_a_target_is_named_and_not_to_be_quantized_again(
-    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     assert "Unable to find matching target for model.layers.0.self_attn.qkv_proj" in str(runs["no target"].crash)
     linted = lint(cases["no target"].checkpoint)
@@ -190,9 +190,7 @@ def test_a_layer_without_a_target_is_named_and_not_to_be_quantized_again(
     assert all("targets" in hint and "quantize again" not in hint for hint in hints)
 
 
-def test_dropped_scales_of_a_vision_tower_are_a_finding(
-    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
-) -> None:
+def test_dropped_scales_of_a_vision_tower_are_a_finding(cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> None:
     """SGLang builds the tower in BF16, and its codes are then weights up to 448."""
     results, findings, _ = checked(cases["fp8 tower"], runs["fp8 tower"])
     assert results["CK503"].status == "failed"
@@ -204,7 +202,7 @@ def test_dropped_scales_of_a_vision_tower_are_a_finding(
 
 
 def test_packed_routers_are_left_out_by_their_familys_name(
-    cases: Mapping[str, Case], runs: Mapping[str, SglangRun]
+    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
     """MiniMax-M2's router is `block_sparse_moe.gate`."""
     _, findings, _ = checked(cases["packed routers"], runs["packed routers"])

@@ -15,19 +15,20 @@ from support.check_examples import hold_example
 from torch import nn
 
 from verify.check import Tally
-from verify.checks.witnesses.sglang import repacked
+from verify.checks.witnesses.loading import repacked
 from verify.evidence.subject import Subject
-from verify.witnesses.sglang.job import ONE_RANK, SglangReport
-from verify.witnesses.sglang.marlin import (
+from verify.witnesses.loading.job import ONE_RANK, LoadReport
+from verify.witnesses.loading.marlin import (
     after_repacking,
     before_repacking,
     free_to_change,
     marlin_scales,
     marlin_weight,
     marlin_zero_points,
-    other_layout,
 )
-from verify.witnesses.sglang.run import SglangRun, run_sglang
+from verify.witnesses.loading.run import LoadedBy, LoadRun
+from verify.witnesses.sglang.adapter import unknown_layout
+from verify.witnesses.sglang.facts import SGLANG
 
 
 def functions(file: str, names: Sequence[str], **known: Any) -> dict[str, Any]:
@@ -130,13 +131,13 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
     module.w13_weight_zero_point.data = zeros
     found = list(after_repacking(module, "m", before))
     assert [trouble.param for trouble in found] == ["m.w13_weight_zero_point[0]", "m.w13_weight_zero_point[1]"]
-    report = SglangReport(
+    report = LoadReport(
         *("0", "m", "cuda", "bfloat16", ONE_RANK, False, 1, 1, {}, {}, 0),
         *((), (), (), (), (), (), (), (), tuple(found), 2),
     )
     subject = Subject(Path("checkpoint"))
-    subject._results[run_sglang] = SglangRun(report)
-    hold_example("CK506", next(repacked(subject, Tally())))
+    subject._results[LoadedBy(SGLANG)] = LoadRun(report)
+    hold_example("CK506", next(repacked["sglang"](subject, Tally())))
 
 
 class CompressedTensorsWNA16MoE:
@@ -200,26 +201,24 @@ def test_a_repacked_linear_layer() -> None:
 
 def test_another_kernels_layout_is_not_taken_for_marlins() -> None:
     module = Packed()
-    assert other_layout(module) is None
+    assert unknown_layout(module) is None
     module.scheme = nn.Identity()
-    assert other_layout(module) == "Identity"
-    assert before_repacking(module) == {}
-    assert free_to_change(module) == ["w13_weight_packed", "w13_weight_scale"]
-    assert other_layout(nn.Linear(2, 2)) is None
+    assert unknown_layout(module) == "Identity"
+    assert free_to_change(module, known=False) == ["w13_weight_packed", "w13_weight_scale"]
+    assert unknown_layout(nn.Linear(2, 2)) is None
 
 
 def test_layers_in_fp8_blocks_may_be_changed_by_their_kernels() -> None:
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
-    assert free_to_change(module) == []
+    assert free_to_change(module, known=True) == []
     module.weight_scale_inv = nn.Parameter(torch.ones(1, 1), requires_grad=False)
-    assert free_to_change(module) == ["weight", "weight_scale_inv"]
-    assert free_to_change(Packed()) == []
+    assert free_to_change(module, known=True) == ["weight", "weight_scale_inv"]
+    assert free_to_change(Packed(), known=True) == []
 
 
 def test_columns_in_activation_order_are_not_checked() -> None:
     """SGLang sorts them by their groups while it repacks, which `marlin_weight` does not."""
     module = Packed()
     module.scheme.actorder = "group"
-    assert other_layout(module) == "CompressedTensorsWNA16MoE"
-    assert before_repacking(module) == {}
+    assert unknown_layout(module) == "CompressedTensorsWNA16MoE"

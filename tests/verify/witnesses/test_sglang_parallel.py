@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ckptkit.app.api import convert
 from verify.run import verify
-from verify.witnesses.sglang.job import EngineSizes, SglangReport
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading.job import EngineSizes, LoadReport
+from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.process.codec import load
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -30,7 +31,7 @@ EVERY = [(sizes, name) for sizes, name in PARAMS if name not in REFUSED_IN_PARAL
 BROKEN = {*SOME, *DRAFTS, "llama", "qwen3_vl_moe", "qwen3_next", "glm_moe_dsa"}
 ALSO_BROKEN = [(sizes, name) for sizes, name in EVERY if name in BROKEN]
 
-Runs = Mapping[EngineSizes, Mapping[str, SglangRun]]
+Runs = Mapping[EngineSizes, Mapping[str, LoadRun]]
 
 
 @pytest.fixture(scope="module")
@@ -185,16 +186,16 @@ def test_which_part_a_rank_holds(
     number = list(runs[sizes]).index("qwen3_moe")
     tensors = models.tensors(root / "qwen3_moe")
     for rank in range(2):
-        report = SglangReport.load(folders[sizes] / f"{number}-{rank}.json")
+        report = load(LoadReport, folders[sizes] / f"{number}-{rank}.json")
         for name, part in HELD[sizes].items():
             numbers = torch.arange(tensors[name].numel()).view(tensors[name].shape)
             assert torch.equal(seen(report, name, numbers), part(numbers, rank).flatten()), (rank, name)
 
 
-def seen(report: SglangReport, name: str, numbers: Tensor) -> Tensor:
+def seen(report: LoadReport, name: str, numbers: Tensor) -> Tensor:
     """The numbers of the elements that a rank holds."""
-    if name in report.held:
-        parts = [numbers.as_strided(tuple(sizes), tuple(steps), at) for at, sizes, steps in report.held[name].parts]
+    if name in report.partial:
+        parts = [numbers.as_strided(tuple(sizes), tuple(steps), at) for at, sizes, steps in report.partial[name].parts]
         return torch.cat([part.flatten() for part in parts])
     return numbers[:0].flatten() if any(one.tensor == name for one in report.dropped) else numbers.flatten()
 
@@ -213,11 +214,11 @@ def test_verify_streams_a_megatron_checkpoint_to_a_process_a_rank(root: Path, tm
 def test_sizes_that_no_engine_has_are_not_taken_for_loaded(
     sizes: Mapping[str, int], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = SglangReport(
+    loaded = LoadReport(
         *("0", "m", "cpu", "bfloat16", EngineSizes(), False, 1, 1, {"a": 1}, {}, 1),
         *((), (), (), (), (), (), (), (), None, 0),
     )
-    monkeypatch.setattr("verify.checks.witnesses.sglang.run_sglang", lambda subject: SglangRun(loaded))
+    monkeypatch.setattr("verify.checks.witnesses.loading.LoadedBy.__call__", lambda loaded_by, subject: LoadRun(loaded))
     report = verify(root / "qwen3_moe", against=frozenset({"sglang"}), **sizes)  # type: ignore[arg-type]
     (check,) = (one for one in report.checks if one.code == "CK507")
     assert check.status == "skipped"

@@ -14,15 +14,18 @@ from support.sglang_runs import int4_config
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
 from verify.check import Tally, Unable, all_checks, run_checks
-from verify.checks.witnesses.sglang import none_dropped
+from verify.checks.witnesses.loading import none_dropped
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
-from verify.witnesses.bits import difference, poison, poisoned
-from verify.witnesses.sglang import run as sglang_run
-from verify.witnesses.sglang.compare import NOWHERE
-from verify.witnesses.sglang.job import ONE_RANK, Observation, SglangReport
-from verify.witnesses.sglang.names import fuses_shared, left_empty, of_draft, promised_names
-from verify.witnesses.sglang.run import SglangRun, last_words, start
+from verify.witnesses.loading import run as sglang_run
+from verify.witnesses.loading.bits import difference, poison, poisoned
+from verify.witnesses.loading.compare import DROPPED
+from verify.witnesses.loading.job import ONE_RANK, LoadReport, Observation
+from verify.witnesses.loading.names import of_draft, promised_names
+from verify.witnesses.loading.run import LoadedBy, LoadRun
+from verify.witnesses.process.run import last_words, run_ranks
+from verify.witnesses.sglang.facts import SGLANG
+from verify.witnesses.sglang.names import fuses_shared, left_empty
 
 GLM = models.configs()["glm4_moe"].to_dict()
 L = "model.layers.4."
@@ -105,7 +108,7 @@ def test_last_words_without_an_exception(tmp_path: Path) -> None:
 
 def test_a_hanging_witness_is_ended(tmp_path: Path) -> None:
     (tmp_path / "job-0.json").write_text("{}")
-    (said,) = start(tmp_path, 1, 0.05).values()
+    (said,) = run_ranks(tmp_path, 1, "verify.witnesses.loading.process", 0.05).values()
     assert str(said).startswith("it did not end within 0 s")  # and where it was, if it had come that far
 
 
@@ -129,7 +132,7 @@ def test_without_sglang_the_report_is_inconclusive(tmp_path: Path, monkeypatch: 
 def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GLM | {"model_type": "llama"}))
     with pytest.raises(CkptkitError, match="llama"):
-        sglang_run.run_sglang(Subject(tmp_path, options=VerifyOptions(against=frozenset({"sglang"}))))
+        LoadedBy(SGLANG)(Subject(tmp_path, options=VerifyOptions(against=frozenset({"sglang"}))))
 
 
 @pytest.mark.parametrize(
@@ -156,11 +159,11 @@ def test_config_that_names_another_class_never_reaches_sglang(
     )
     (release / "evil.py").write_text("raise SystemExit('run')\n")
     monkeypatch.setattr(sglang_run, "find_spec", lambda name: name)
-    monkeypatch.setattr(sglang_run, "start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(sglang_run, "run_ranks", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(
         (Unable, CkptkitError), match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model)"
     ):
-        sglang_run.run_sglang(Subject(release, options=VerifyOptions(against=frozenset({"sglang"}))))
+        LoadedBy(SGLANG)(Subject(release, options=VerifyOptions(against=frozenset({"sglang"}))))
 
 
 def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,30 +173,28 @@ def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, mon
     convert(release, megatron)
     monkeypatch.setattr(sglang_run, "find_spec", lambda name: name)
 
-    def start(root: Path, *_: object) -> dict[int, str]:
+    def run_ranks(root: Path, *_: object) -> dict[int, str]:
         (root / "log-0").touch()
         return {0: "it was started"}
 
-    monkeypatch.setattr(sglang_run, "start", start)
+    monkeypatch.setattr(sglang_run, "run_ranks", run_ranks)
     against = frozenset({"sglang"})
-    assert "it was started" in str(
-        sglang_run.run_sglang(Subject(megatron, options=VerifyOptions(against=against))).unable
-    )
+    assert "it was started" in str(LoadedBy(SGLANG)(Subject(megatron, options=VerifyOptions(against=against))).unable)
     shutil.rmtree(megatron / "carried")
     with pytest.raises(Unable, match=r"Megatron holds no visual\.\*, and .*: give --hf the release with its weights"):
-        sglang_run.run_sglang(Subject(megatron, options=VerifyOptions(against=against)))
-    run = sglang_run.run_sglang(Subject(megatron, hf_path=release, options=VerifyOptions(against=against)))
+        LoadedBy(SGLANG)(Subject(megatron, options=VerifyOptions(against=against)))
+    run = LoadedBy(SGLANG)(Subject(megatron, hf_path=release, options=VerifyOptions(against=against)))
     assert "it was started" in str(run.unable)
 
 
-def dropped(*names: str) -> SglangRun:
+def dropped(*names: str) -> LoadRun:
     """What the witness reports where SGLang has no place for these tensors."""
-    seen = tuple(Observation(name, name, NOWHERE) for name in names)
-    report = SglangReport(
+    seen = tuple(Observation(name, name, DROPPED) for name in names)
+    report = LoadReport(
         *("0", "SomeMoe", "cpu", "bfloat16", ONE_RANK, False, 1, len(names), {"a": 1}, {}, 1),
         *((), seen, (), (), (), (), (), (), None, 0),
     )
-    return SglangRun(report)
+    return LoadRun(report)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["BF16", "INT4"])
@@ -210,8 +211,8 @@ def test_a_dense_layer_that_sglangs_class_does_not_build_is_its_limit(packed: bo
     by_list, by_step, sparse, attention = (
         f"model.layers.{name}.weight" for name in ("2.mlp.up_proj", "3.mlp.gate_proj", "5.mlp.x", "5.self_attn.q_proj")
     )
-    subject._results[sglang_run.run_sglang] = dropped(by_list, by_step, sparse, attention)
-    hints = {finding.tensor: finding.hint for finding in none_dropped(subject, Tally())}
+    subject._results[LoadedBy(SGLANG)] = dropped(by_list, by_step, sparse, attention)
+    hints = {finding.tensor: finding.hint for finding in none_dropped["sglang"](subject, Tally())}
     assert hints[by_list].endswith(
         "it does not read mlp_only_layers of config.json and builds experts in layer 2, so it cannot serve this model"
     )

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from verify.witnesses.bits import difference, poison
-from verify.witnesses.sglang.placement import Placement, covered
-from verify.witnesses.sglang.trace import Region, Trace
+from verify.witnesses.loading.bits import difference, poison
+from verify.witnesses.loading.placement import Placement, covered
+from verify.witnesses.loading.trace import Region, Trace
 
 Weights = Iterator[tuple[str, Tensor]]
 Loader = Callable[[dict[str, Tensor], Weights], None]

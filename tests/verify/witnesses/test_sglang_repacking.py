@@ -10,9 +10,10 @@ import torch
 from support import models
 from torch import Tensor, nn
 
-from verify.witnesses.ending import PhaseLog
-from verify.witnesses.sglang.examine import Examination
-from verify.witnesses.sglang.job import Observation
+from verify.witnesses.loading.examine import Examination
+from verify.witnesses.loading.job import Observation
+from verify.witnesses.process.exit_report import PhaseLog
+from verify.witnesses.sglang import adapter
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -49,10 +50,9 @@ def examined(
     tmp_path: Path, process: Callable[[nn.Module], None], of_head: Callable[[nn.Module], None] = nothing
 ) -> Examination:
     tensors = {"one.weight": torch.randn(4, 6), "two.weight": torch.randn(4, 6), "norm.weight": torch.randn(6)}
-    with PhaseLog(tmp_path / "ending") as phases:
-        examination = Examination(
-            models.configs()["qwen2-tied"].to_dict(), False, lambda: tensors.items(), lambda weights: weights, phases
-        )
+    with PhaseLog(tmp_path / "report") as phases:
+        config = models.configs()["qwen2-tied"].to_dict()
+        examination = Examination(adapter, config, False, tensors.items, lambda weights: weights, phases)
         examination(Model(process, of_head), iter(tensors.items()), torch.device("cuda"))
     assert list(examination.comparison.equal) == list(tensors)
     return examination

@@ -11,8 +11,9 @@ from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
 from verify.report import Report
 from verify.run import verify
-from verify.witnesses.sglang import run as sglang_run
-from verify.witnesses.sglang.run import SglangRun
+from verify.witnesses.loading import run as sglang_run
+from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.usefixtures("served_sglang")]
 
@@ -71,8 +72,8 @@ def test_what_it_refuses_without_a_gpu_is_inconclusive(
 
 
 def test_what_it_refuses_on_a_gpu_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = SglangRun(None, crash="ValueError: no")
-    assert sglang_run._of_untested(refused, "0.5.16") is refused
-    assert sglang_run._of_untested(refused, "9.9.9").unable is not None
+    refused = LoadRun(None, crash="ValueError: no")
+    assert sglang_run._of_untested(SGLANG, refused, "0.5.16") is refused
+    assert sglang_run._of_untested(SGLANG, refused, "9.9.9").unable is not None
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert sglang_run._of_untested(refused, "9.9.9") is refused
+    assert sglang_run._of_untested(SGLANG, refused, "9.9.9") is refused

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from verify.witnesses.ending import Ending, Phase, PhaseLog, ending_path, how_it_ended, is_verdict
-from verify.witnesses.sglang.load import BUILD, LOAD, REPACK, SET_UP
+from verify.witnesses.process.exit_report import ExitReport, Phase, PhaseLog, exit_report_of, how_it_ended, is_verdict
+from verify.witnesses.sglang.adapter import BUILD, LOAD, REPACK, SET_UP
 
 MEGATRON_LOAD = Phase("loading the weights", ("megatron", "torch"))
 Call = Callable[..., Any]
@@ -172,42 +172,42 @@ def test_a_checkpoint_exception_is_read_with_what_the_ranks_raised() -> None:
 
 
 def test_phase_log_keeps_phase_and_exception(tmp_path: Path) -> None:
-    path = ending_path(tmp_path / "report.json")
-    assert Ending.load(path) == Ending("importing what it needs")
+    path = tmp_path / "report.json"
+    assert exit_report_of(path) == ExitReport("importing what it needs")
     with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
         phases.enter(BUILD)
-        assert Ending.load(path) == Ending("building the model")
+        assert exit_report_of(path) == ExitReport("building the model")
         chain(OURS, MODEL)()
-    ending = Ending.load(path)
+    ending = exit_report_of(path)
     assert (ending.phase, ending.verdict) == ("building the model", True)
-    assert ending.said == "ValueError: no (at <string>, line 2, in f)"
+    assert ending.message == "ValueError: no (at <string>, line 2, in f)"
 
 
 def test_an_exception_of_a_library_is_told_on_one_line_without_where_it_is_installed(tmp_path: Path) -> None:
-    path, layer = ending_path(tmp_path / "report.json"), torch.nn.Linear(2, 3)
+    path, layer = tmp_path / "report.json", torch.nn.Linear(2, 3)
     with pytest.raises(RuntimeError), PhaseLog(path) as phases:
         phases.enter(LOAD)
         layer.load_state_dict({"bias": torch.ones(4)})
-    assert Ending.load(path).said.startswith(
+    assert exit_report_of(path).message.startswith(
         'RuntimeError: Error(s) in loading state_dict for Linear: Missing key(s) in state_dict: "weight". size mismatch'
     )
-    assert " (at torch/nn/modules/module.py, line " in Ending.load(path).said
-    assert "\n" not in Ending.load(path).said
+    assert " (at torch/nn/modules/module.py, line " in exit_report_of(path).message
+    assert "\n" not in exit_report_of(path).message
 
 
 def test_an_exception_is_told_with_the_step_that_it_came_in(tmp_path: Path) -> None:
-    path = ending_path(tmp_path / "report.json")
+    path = tmp_path / "report.json"
     with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
         phases.enter(BUILD)
         phases.step("of another phase")
         phases.enter(LOAD)
         chain(OURS, MODEL)()
-    assert Ending.load(path).said.endswith("in f)")
+    assert exit_report_of(path).message.endswith("in f)")
     with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
         phases.enter(LOAD)
         phases.step("the last tensor it was given: a")
         chain(OURS, MODEL)()
-    assert Ending.load(path).said.endswith("in f); the last tensor it was given: a")
+    assert exit_report_of(path).message.endswith("in f); the last tensor it was given: a")
 
 
 def test_the_end_of_a_process_in_words() -> None:

@@ -15,7 +15,7 @@ from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.skip import Inapplicable
-from verify.witnesses.sglang.names import routers
+from verify.witnesses.loading.names import routers
 
 
 def _named_otherwise(subject: Subject) -> str | None:

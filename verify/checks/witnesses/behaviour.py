@@ -9,24 +9,19 @@ from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import quantization_of
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.witnesses.engine import FURTHEST, rounds_activations
-from verify.checks.witnesses.sglang import no_routers
+from verify.checks.witnesses.loading import no_routers
 from verify.evidence.expected import config_of, usable_config
 from verify.evidence.folding import LAYER
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.engine.job import FIRST, EngineReport, Predicted
-from verify.witnesses.engine.run import (
-    NO_COUNT,
-    no_choices,
-    run_engine,
-    run_prediction,
-    run_reference,
-    run_source,
-)
-from verify.witnesses.sglang.names import routers
+from verify.witnesses.loading.names import routers
+from verify.witnesses.reference.job import Predicted
+from verify.witnesses.reference.run import run_prediction
+from verify.witnesses.sglang.live.job import FIRST, EngineReport
+from verify.witnesses.sglang.live.run import NO_COUNT, no_choices, run_engine, run_engine_reference, run_source
 
 if TYPE_CHECKING:
-    from verify.witnesses.engine.text import Figures
+    from verify.witnesses.reference.text import Figures
 
 APART_NATS = 0.5  # a token; engines and transformers are within 0.01 on sound models (docs/gpu-results.md)
 MORE = 0.3  # of repeated runs, or of tokens that are no text, than the reference has
@@ -35,9 +30,9 @@ FEW = 0.02  # of the choices of experts: near ties flip by rounding alone
 
 def _engine(subject: Subject) -> EngineReport:
     """What the engine said. Raises Unable where it said nothing, Skip where that is no numbers."""
-    from verify.witnesses.engine.distance import not_finite
+    from verify.witnesses.reference.distance import not_finite
 
-    report = subject.once(run_engine).said()
+    report = subject.once(run_engine).require_report()
     if not_finite(report.passes[FIRST])[0]:
         raise Skip("not run because the engine's answers are no numbers (CK511)")
     return report
@@ -54,13 +49,13 @@ def _engine(subject: Subject) -> EngineReport:
 )
 def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Greedy continuations of fixed openings: what transformers, and the source's weights in it, make of them."""
-    from verify.witnesses.engine.text import figures, loss, perplexity, tokenizer_of
+    from verify.witnesses.reference.text import figures, loss, perplexity, tokenizer_of
 
     report = _engine(subject)
     count = sum(len(one.ids) for one in report.written)
     if not count:
         raise Unable("the engine wrote nothing")
-    reference = subject.once(run_reference)
+    reference = subject.once(run_engine_reference)
     exact, dtype, rounded = reference.exact, reference.dtype, reference.rounded
     tokenizer = tokenizer_of(subject.path)
     ours, judged = figures(report.written, tokenizer), loss(exact.scored)
@@ -113,7 +108,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Needs no GPU and no engine. Weights that look untrained are not judged.
     """
-    from verify.witnesses.engine.predict import looks_trained
+    from verify.witnesses.reference.prediction import looks_trained
 
     reference = subject.once(run_prediction)
     predicted = reference.predicted
@@ -127,7 +122,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _predicts(predicted: Predicted, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Whether the text that is predicted best is predicted as text; nothing of weights that look untrained."""
-    from verify.witnesses.engine.predict import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
+    from verify.witnesses.reference.prediction import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
 
     bits, trained = bits_a_byte(predicted), looks_trained(predicted)
     tally.compared(0, len(bits))
@@ -190,14 +185,14 @@ def _no_choices(subject: Subject) -> str | None:
 )
 def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The experts of every token of the short prompts, layer by layer, in units of the format's noise."""
-    from verify.witnesses.engine.distance import rerouted
+    from verify.witnesses.reference.distance import rerouted
 
     report = _engine(subject)
     if rounds_activations(_quantization(subject)):
         raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     if not subject.once(run_engine).routed_layers:
         raise Unable(NO_COUNT)
-    reference = subject.once(run_reference)
+    reference = subject.once(run_engine_reference)
     dtype, exact = reference.dtype, reference.exact.routed
     ours, noise = rerouted(report.routed, exact), rerouted(reference.rounded.routed, exact)
     if not ours:

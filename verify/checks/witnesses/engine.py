@@ -12,8 +12,14 @@ from verify.check import Skip, Tally, Unable, check
 from verify.evidence.folding import by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.engine.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
-from verify.witnesses.engine.run import EngineRun, no_second_load, run_draft_engine, run_engine, run_reference
+from verify.witnesses.sglang.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
+from verify.witnesses.sglang.live.run import (
+    EngineRun,
+    no_second_load,
+    run_draft_engine,
+    run_engine,
+    run_engine_reference,
+)
 
 DECODING = "with speculative decoding"
 FURTHEST = 3.0  # times the noise of the format; docs/gpu-results.md has what sound and broken models measure
@@ -29,7 +35,7 @@ FURTHEST = 3.0  # times the noise of the format; docs/gpu-results.md has what so
 )
 def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
-    from verify.witnesses.engine.distance import not_finite
+    from verify.witnesses.reference.distance import not_finite
 
     run = subject.once(run_engine)
     if run.refused:
@@ -41,7 +47,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             file=subject.path,
         )
         return
-    report = run.said()
+    report = run.require_report()
     tally.facts["SGLang engine"] = [f"SGLang {report.version}, on {report.device}", *_held(report)]
     for name, given in report.passes.items():
         broken, count = not_finite(given)
@@ -95,9 +101,9 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
     """What steps of a kind left, of the plain engine and, where there are draft layers, of one that holds them too."""
     if (why := subject.once(no_second_load)) is not None:
         raise Unable(why)
-    subject.once(run_engine).said()
+    subject.once(run_engine).require_report()
     runs = {"": subject.once(run_engine), DECODING: subject.once(run_draft_engine)}
-    said: dict[str, Reload] = {}
+    earlier: dict[str, Reload] = {}
     for decoding, run in runs.items():
         if run is None or run.report is None:
             continue
@@ -105,8 +111,8 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
         for step in _steps(run.report, kind):
             if not step.refused:
                 tally.compared(run.report.held_bytes, run.report.held - len(run.report.volatile))
-            yield from _differences(step, said.get(step.name), subject)
-            said.setdefault(step.name, step)
+            yield from _differences(step, earlier.get(step.name), subject)
+            earlier.setdefault(step.name, step)
     reasons = [_unseen(decoding, run, kind) for decoding, run in runs.items() if run is not None]
     if any(reasons):
         raise Unable("; ".join(filter(None, reasons)))
@@ -139,23 +145,23 @@ def _refused(step: Reload, subject: Subject) -> Issue:
     )
 
 
-def _differences(step: Reload, said: Reload | None, subject: Subject) -> Iterator[Issue]:
-    """What a step shows, without what is `said` of the same step of another engine."""
-    said = said or Reload(step.name)
+def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterator[Issue]:
+    """What a step shows, without what `other`, the same step of another engine, shows too."""
+    other = other or Reload(step.name)
     if step.refused:
-        yield from () if step.refused == said.refused else (_refused(step, subject),)
+        yield from () if step.refused == other.refused else (_refused(step, subject),)
         return
     expected = "the bits of the first load"
     hint = "SGLang serves something else after this update than after a start: do not train with updates of this kind"
     by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for held in sorted({*step.changed} - {*said.changed}):
+    for held in sorted({*step.changed} - {*other.changed}):
         rank, _, name = held.partition(" ")
         by_place[rank, " in the draft model" if name.startswith(DRAFT) else ""].append(name)
     for (rank, where), names in by_place.items():
         yield Issue(expected, f"other bits{where} after {step.name}", hint, names=names, rank=rank)
-    named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *said.changed)}
-    unseen = sorted({*step.unequal} - named - {*said.unequal})
-    yield Issue(expected, f"SGLang's weight checker found other bits after {step.name}", hint, names=unseen)
+    named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *other.changed)}
+    by_checker = sorted({*step.unequal} - named - {*other.unequal})
+    yield Issue(expected, f"SGLang's weight checker found other bits after {step.name}", hint, names=by_checker)
 
 
 @check(
@@ -168,14 +174,14 @@ def _differences(step: Reload, said: Reload | None, subject: Subject) -> Iterato
 )
 def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
-    from verify.witnesses.engine.distance import best_tokens, distance, not_finite
+    from verify.witnesses.reference.distance import best_tokens, distance, not_finite
 
     if rounds_activations(quantization_of(read_json(subject.path / "config.json")) or {}):
         raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
-    passes = subject.once(run_engine).said().passes
+    passes = subject.once(run_engine).require_report().passes
     if not_finite(passes[FIRST])[0]:
         raise Skip("not run because the engine's answers are no numbers (CK511)")
-    reference = subject.once(run_reference)
+    reference = subject.once(run_engine_reference)
     dtype, exact = reference.dtype, reference.exact.judged
     found, noise = distance(passes[FIRST], exact), distance(reference.rounded.judged, exact)
     between = distance(passes[FIRST], passes[AGAIN])

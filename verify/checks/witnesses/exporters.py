@@ -63,11 +63,11 @@ def _by_values(reports: Sequence[RankReport]) -> Iterator[str]:
                 origins = {int(other[1]) for name in tensor.origins if (other := LAYER.match(name))}
                 found[layer] |= {layer} if tensor.verdict == "equal" else origins if len(origins) == 1 else {None}
         # Norms and biases may be equal in two layers: what differs tells.
-        told = {layer: held - {layer} or held for layer, held in found.items()}
+        others = {layer: held - {layer} or held for layer, held in found.items()}
         text = ", ".join(
-            str(next(iter(held))) if len(held) == 1 and None not in held else "?" for held in told.values()
+            str(next(iter(held))) if len(held) == 1 and None not in held else "?" for held in others.values()
         )
-        same = all(held == {layer} for layer, held in told.items())
+        same = all(held == {layer} for layer, held in others.items())
         yield f"pp rank {stage}: {'its own' if same else f'those of layers {text}'}"
 
 

@@ -11,10 +11,10 @@ from verify.checks.witnesses.slices import ranks_named
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.engine.job import Reference
-from verify.witnesses.engine.run import prompts_of
 from verify.witnesses.megatron.run import Computed, computes_in, run_megatron_logits
-from verify.witnesses.stages import EMBEDDING, FINAL_NORM, FURTHEST, OUTPUT, Stage
+from verify.witnesses.reference.job import Reference
+from verify.witnesses.reference.residuals import EMBEDDING, FINAL_NORM, FURTHEST, OUTPUT, Stage
+from verify.witnesses.reference.run import prompts_of
 
 _NAMED = 4  # parts that a finding names
 _HINTS = {
@@ -53,7 +53,7 @@ def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def judge(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What one run shows."""
-    from verify.witnesses.engine.distance import distance, mean_gap, not_finite, spacing
+    from verify.witnesses.reference.distance import distance, mean_gap, not_finite, spacing
 
     answers = [answer for judged in run.answers.values() for answer in judged]
     broken, count = not_finite(answers)

@@ -48,10 +48,10 @@ def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for found, region in ((left, unread(shape, asked[key])), (twice, doubly_owned(shape, asked[key]))):
             if region is not None:
                 found[_said(shape, region)].append(key)
-    for said, keys in left.items():
-        yield Issue("read by some rank", f"no rank reads {said}", "these weights would not be trained", names=keys)
-    for said, keys in twice.items():
-        yield Issue("one rank that saves it", f"two ranks would save {said}", "Megatron refuses this", names=keys)
+    for words, keys in left.items():
+        yield Issue("read by some rank", f"no rank reads {words}", "these weights would not be trained", names=keys)
+    for words, keys in twice.items():
+        yield Issue("one rank that saves it", f"two ranks would save {words}", "Megatron refuses this", names=keys)
 
 
 def _shapes(subject: Subject) -> Mapping[str, tuple[int, ...]]:

@@ -81,8 +81,8 @@ def _in_sglang(subject: Subject, tally: Tally) -> Mapping[int, Rendering]:
 
 
 def _assumed(renderings: Sequence[Rendering]) -> list[str]:
-    told = {one.assumed: one.index for one in reversed(renderings) if one.assumed}
-    lines = [f"equal with {what}, which the file does not record (sample {index})" for what, index in told.items()]
+    assumed = {one.assumed: one.index for one in reversed(renderings) if one.assumed}
+    lines = [f"equal with {what}, which the file does not record (sample {index})" for what, index in assumed.items()]
     if bare := [one.index for one in renderings if one.bare]:
         lines.append(
             f"{len(bare)} are text without any of the template's special tokens (first sample {bare[0]}): "

@@ -227,10 +227,10 @@ def _shifted(side: _Side) -> tuple[str, str] | None:
 
 def _at_other_temperature(subject: Subject, recording: Recording, side: _Side) -> tuple[str, str] | None:
     """As `_shifted`, where they fit at another temperature than is stated. Raises Unable where none is stated."""
-    told = {part.temperature for part in side.parts}
+    stated_temperatures = {part.temperature for part in side.parts}
     # At a lower temperature logits are larger, and so is their noise.
-    unit = side.unit * min(max(1.0, max(told) / side.best.temperature), 2.0)
-    near = all(abs(side.best.temperature / one - 1) < _SAME_TEMPERATURE for one in told)
+    unit = side.unit * min(max(1.0, max(stated_temperatures) / side.best.temperature), 2.0)
+    near = all(abs(side.best.temperature / one - 1) < _SAME_TEMPERATURE for one in stated_temperatures)
     if near or not side.best.mean <= FURTHEST * unit:
         return None
     if subject.options.rollout_temperature is None and all(one.temperature is None for one in recording.samples):
@@ -239,7 +239,7 @@ def _at_other_temperature(subject: Subject, recording: Recording, side: _Side) -
             "divides logits before it records, or logits are scaled wrongly; the file has no temperature: give "
             "--rollout-temperature"
         )
-    stated = ", ".join(f"{one:g}" for one in sorted(told))
+    stated = ", ".join(f"{one:g}" for one in sorted(stated_temperatures))
     return (
         f"they fit at a temperature of {side.best.temperature:.3g}, and {stated} is stated",
         "give the trainer and the engine the same temperature (slime's --rollout-temperature)",

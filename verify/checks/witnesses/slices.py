@@ -56,18 +56,18 @@ def _plainly(verdict: str, seen: Sequence[Seen], where: Path) -> Iterator[Issue]
 
 
 def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
-    """Tensors that hold no other tensor's values: those together of which the same can be told."""
+    """Tensors that hold no other tensor's values: those together that share a diagnosis."""
     by_words: dict[str, list[Seen]] = defaultdict(list)
     for rank, tensor in seen:
-        by_words[tensor.told].append((rank, tensor))
-    for told, pairs in by_words.items():
+        by_words[tensor.diagnosis].append((rank, tensor))
+    for diagnosis, pairs in by_words.items():
         by_name = _by_name(pairs)
         for names in group_by_pattern(by_name):
             worst = max((by_name[name] for name in names), key=lambda tensor: (tensor.differing, tensor.name))
             count = (
                 f"{worst.differing} of {worst.elements} elements differ in {worst.name}, by up to {worst.largest:.3g}"
             )
-            actual = f"{told} ({count})" if told else count
+            actual = f"{diagnosis} ({count})" if diagnosis else count
             yield Issue(f"the slice of {where}", actual, AGAIN, names=names, rank=_ranks_of(names, pairs))
 
 

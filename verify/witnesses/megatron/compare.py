@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
 from converters.planner import Rule
-from verify.witnesses.megatron.diagnosis import Siblings, told
+from verify.witnesses.megatron.diagnosis import Siblings, diagnose
 from verify.witnesses.megatron.job import TensorSeen
 from verify.witnesses.megatron.slices import Position, compare
 
@@ -37,6 +37,6 @@ def compare_all(
                 here = held[local].cpu()
                 seen = compare(local, rules[name], whole, here, at)
                 if seen.verdict == "differs":
-                    said = told(rules[name], whole, here, at)
-                    seen = replace(seen, told=said, origins=siblings.whose(name, here))
+                    diagnosis = diagnose(rules[name], whole, here, at)
+                    seen = replace(seen, diagnosis=diagnosis, origins=siblings.whose(name, here))
                 yield seen

@@ -15,7 +15,7 @@ from verify.evidence.extremes import digest_of
 from verify.evidence.folding import pattern_of
 from verify.evidence.moved.moves import siblings_of
 from verify.evidence.values import rows_named
-from verify.witnesses.bits import poisoned, unequal
+from verify.witnesses.loading.bits import poisoned, unequal
 from verify.witnesses.megatron.slices import Position, expected_slice, ranks_of
 
 _READ_BYTES = 4 << 30  # of the reference, in search of the tensor whose values stand in the wrong place
@@ -30,7 +30,7 @@ class Section:
     numbers: Tensor
 
 
-def told(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> str:
+def diagnose(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> str:
     """Which part of `local` is not its slice of `whole`, and what stands there where that can be told.
 
     Both have the shapes of `expected_slice`. Rows are numbered as in the whole Megatron tensor.

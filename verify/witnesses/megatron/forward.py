@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from converters.megatron.parallel import ParallelSizes
-from verify.witnesses import stages
 from verify.witnesses.megatron.imports import importing_megatron
+from verify.witnesses.reference import residuals as stages
 
 with importing_megatron():
     from megatron.core import parallel_state

@@ -18,7 +18,7 @@ from ckptkit.core.errors import words_of
 
 # What a package raises that finds no driver, no GPU or a library of another CUDA.
 _WITHOUT_CUDA = (ImportError, OSError, RuntimeError, AssertionError)
-# What fails in these is told as it is.
+# What fails in these is reported as it is.
 _OURS = frozenset({"megatron", "torch", "ckptkit", "converters", "quant", "verify"})
 
 
@@ -57,8 +57,8 @@ class _BrokenIsAbsent(MetaPathFinder):
             except _WITHOUT_CUDA as error:
                 if self._inside > 1:
                     raise
-                said = f"{name} is installed and cannot be imported here: {words_of(error, with_class=True)}"
-                raise ModuleNotFoundError(said, name=name) from error
+                message = f"{name} is installed and cannot be imported here: {words_of(error, with_class=True)}"
+                raise ModuleNotFoundError(message, name=name) from error
             finally:
                 self._inside -= 1
 

@@ -29,17 +29,18 @@ from converters.open import open_megatron
 from converters.planner import dims_of, rules_of, to_megatron
 from converters.stored import as_stored
 from verify.evidence.plain import plain
-from verify.witnesses.bits import poison
-from verify.witnesses.confined import end_with_parent
-from verify.witnesses.ending import Phase, PhaseLog, ending_path
-from verify.witnesses.engine.guided import saved
-from verify.witnesses.engine.job import Judged
-from verify.witnesses.engine.judge import judged
+from verify.witnesses.loading.bits import poison
 from verify.witnesses.megatron.compare import compare_all
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
 from verify.witnesses.megatron.slices import Position
-from verify.witnesses.stages import OUTPUT
+from verify.witnesses.process import codec
+from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.process.sandbox import end_with_parent
+from verify.witnesses.reference.job import Judged
+from verify.witnesses.reference.logprobs import judged
+from verify.witnesses.reference.residuals import OUTPUT
+from verify.witnesses.reference.teacher_forced import saved
 
 with importing_megatron():
     from megatron.core import dist_checkpointing, parallel_state
@@ -47,10 +48,10 @@ with importing_megatron():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.package_info import __version__
 
-    from verify.witnesses.megatron.alone import connect_alone
     from verify.witnesses.megatron.forward import forward, multiply_plainly, recorded
     from verify.witnesses.megatron.model import Build, build_chunks, connect
-    from verify.witnesses.megatron.watched import WatchedLoad
+    from verify.witnesses.megatron.recording_loader import WatchedLoad
+    from verify.witnesses.megatron.single_rank import connect_alone
 
 
 def reference_of(source: str, hf: str | None) -> Checkpoint:
@@ -227,9 +228,15 @@ def _answers(chunks: list[GPTModel], job: RankJob, vocabulary: int, stream: str 
     return tuple(answers)
 
 
+def read_job(folder: Path, rank: int) -> RankJob:
+    """The job that was written for a rank."""
+    return codec.load(RankJob, folder / f"job-{rank}.json")
+
+
 def _run(job: RankJob) -> None:
-    with PhaseLog(ending_path(Path(job.report))) as phases:
-        witness(job, phases.enter).save(Path(job.report))
+    report = Path(job.report)
+    with PhaseLog(report) as phases:
+        codec.save(witness(job, phases.enter), report)
     torch.distributed.destroy_process_group()
 
 
@@ -238,7 +245,7 @@ def _forked(folder: Path, rank: int, parent: int) -> None:
     end_with_parent(parent)
     with (folder / f"stderr-{rank}").open("ab") as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())
-    _run(RankJob.load(folder / f"job-{rank}.json"))
+    _run(read_job(folder, rank))
 
 
 def _fork(folder: Path, ranks: Sequence[int]) -> None:
@@ -248,7 +255,7 @@ def _fork(folder: Path, ranks: Sequence[int]) -> None:
     """
     context = multiprocessing.get_context("fork")
     processes = {rank: context.Process(target=_forked, args=(folder, rank, os.getpid()), daemon=True) for rank in ranks}
-    first = RankJob.load(folder / f"job-{ranks[0]}.json")
+    first = read_job(folder, ranks[0])
     at_once = first.at_once or len(ranks)
     if first.trainer:
         from verify.witnesses.megatron.trainer import import_loader
@@ -272,7 +279,7 @@ def main() -> None:
     """Entry point of a rank, or of the process that forks several."""
     folder, ranks = Path(sys.argv[1]), [int(rank) for rank in sys.argv[2:]]
     if len(ranks) == 1:
-        _run(RankJob.load(folder / f"job-{ranks[0]}.json"))
+        _run(read_job(folder, ranks[0]))
     else:
         _fork(folder, ranks)
 

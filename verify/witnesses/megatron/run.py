@@ -24,13 +24,15 @@ from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp
 from converters.planner import MCORE, dialect_of, dims_of, to_megatron
 from verify.evidence.expected import config_of
 from verify.skip import Unable
-from verify.witnesses.confined import end, environment, start, stuck_at
-from verify.witnesses.ending import Ending, ending_path, how_it_ended
-from verify.witnesses.engine.job import Ids, Judged, Reference
-from verify.witnesses.engine.run import check_reference, judged_by_transformers
+from verify.witnesses.megatron.concurrency import bytes_a_rank, fits_together, ranks_at_once
 from verify.witnesses.megatron.job import RankJob, RankReport
-from verify.witnesses.megatron.waves import bytes_a_rank, fits_together, ranks_at_once
-from verify.witnesses.ranks import causes, wait
+from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.exit_report import ExitReport, exit_report_of, how_it_ended
+from verify.witnesses.process.ranks import causes, wait
+from verify.witnesses.process.run import time_limit
+from verify.witnesses.process.sandbox import end, environment, start, stuck_at
+from verify.witnesses.reference.job import Ids, Judged, Reference
+from verify.witnesses.reference.run import check_reference, judged_by_transformers
 
 if TYPE_CHECKING:
     from verify.evidence.subject import Subject
@@ -38,42 +40,35 @@ if TYPE_CHECKING:
 _TRAINER = "Megatron-LM's load_checkpoint"
 _WITNESS = "verify.witnesses.megatron.process"  # the module that ranks run
 _START_SECONDS = 600  # imports, process groups, building the model
-_BYTES_A_SECOND = 20_000_000  # slower than any disk that still works
 _INDEXER_SINCE = (0, 19)  # the megatron-core whose indexer turns the dimensions that the releases mean
-_QUERY_NORM_SINCE = (
-    0,
-    19,
-)  # the megatron-core whose latent attention normalizes queries that are not compressed (`mla_qk_norm_config.py`)
+# The megatron-core whose latent attention normalizes queries that are not compressed (`mla_qk_norm_config.py`).
+_QUERY_NORM_SINCE = (0, 19)
 
 
 @dataclass(frozen=True)
 class MegatronRun:
-    """The outcome of one launch. `failures`: what Megatron raised of the checkpoint, on the ranks that failed first.
-
-    `unable`: why Megatron could not be asked, where that is no verdict on the checkpoint. `not_found`: why a trainer
-    would not load this checkpoint, but another or none.
-    """
+    """The outcome of one launch."""
 
     sizes: ParallelSizes
     device: str
     reports: Sequence[RankReport]
-    failures: Mapping[int, str]
-    unable: str | None = None
-    not_found: str | None = None
+    failures: Mapping[int, str]  # what Megatron raised about the checkpoint, on the ranks that failed first
+    unable: str | None = None  # why Megatron could not be asked, which is not a verdict on the checkpoint
+    not_found: str | None = None  # why a trainer would not load this checkpoint, but another or none
 
 
 @dataclass(frozen=True)
 class Failure:
     """Why a rank gave no report: its own words, and how they are to be read."""
 
-    said: str
-    ending: Ending
+    message: str
+    ending: ExitReport
 
 
 def sizes_of(subject: Subject) -> ParallelSizes:
     """The parallel sizes asked for, known to be possible; costs nothing, so it can be called before anything is read.
 
-    Raises Unable where Megatron is not installed or the checkpoint is no Megatron one, CkptkitError where the model
+    Raises Unable where Megatron is not installed or the checkpoint is not a Megatron one, CkptkitError where the model
     does not divide into these sizes.
     """
     if subject.kind == "hf":
@@ -132,19 +127,19 @@ def run_megatron(subject: Subject) -> MegatronRun:
     at_once = 0 if gpu else _at_once(subject, sizes)
     if trainer:
         _check_trainer(subject, sizes, at_once)
-        if said := not_found(subject.location.path.absolute()):
-            return MegatronRun(sizes, _TRAINER, [], {}, not_found=said)
+        if reason := not_found(subject.location.path.absolute()):
+            return MegatronRun(sizes, _TRAINER, [], {}, not_found=reason)
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [replace(_job(subject, sizes, rank, Path(scratch), gpu), at_once=at_once) for rank in ranks]
         if trainer:
             jobs = [replace(job, trainer=str(Path(job.checkpoint).parent)) for job in jobs]
-        nbytes = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
-        waves = math.ceil(len(jobs) / at_once) if at_once else 1
-        failures = run_ranks(jobs, Path(scratch), gpu, waves * (_START_SECONDS + nbytes / _BYTES_A_SECOND))
-        reports = [] if failures else [RankReport.load(Path(job.report)) for job in jobs]
+        turns = math.ceil(len(jobs) / at_once) if at_once else 1
+        limit_s = turns * time_limit(_START_SECONDS, subject.checkpoint.specs)
+        failures = run_ranks(jobs, Path(scratch), gpu, limit_s)
+        reports = [] if failures else [load(RankReport, Path(job.report)) for job in jobs]
     if (at_once or trainer) and len(jobs) == sizes.world:
         reports = _with_missing(reports, subject)
-    verdicts = {rank: failure.said for rank, failure in failures.items() if failure.ending.verdict}
+    verdicts = {rank: failure.message for rank, failure in failures.items() if failure.ending.verdict}
     return MegatronRun(
         sizes, _device(gpu, jobs[0]), reports, verdicts, _unable(failures) if failures and not verdicts else None
     )
@@ -204,16 +199,13 @@ def _check_release(subject: Subject) -> None:
 
 @dataclass(frozen=True)
 class Computed:
-    """What Megatron computed in a layout, and what transformers makes of the same prompts.
-
-    `answers`: by rank of the last pipeline stage. `reference`: None where some of them are no numbers.
-    """
+    """What Megatron computed in a layout, and what transformers makes of the same prompts."""
 
     version: str
     sizes: ParallelSizes
     device: str
-    answers: Mapping[int, Sequence[Judged]]
-    reference: Reference | None
+    answers: Mapping[int, Sequence[Judged]]  # by rank of the last pipeline stage
+    reference: Reference | None  # None: some of the answers are not numbers
 
 
 def computes_in(subject: Subject, prompts: Ids) -> Sequence[str]:
@@ -232,9 +224,9 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     """What Megatron makes of prompts (token ids) in the sizes asked for, computing in `dtype`, beside transformers.
 
     Its layers are those of Megatron's own spec in float32, else Transformer Engine's where that is installed. Raises
-    Unable where either cannot say, which is no verdict on the checkpoint, and as `run_megatron`.
+    Unable where either cannot say, which is not a verdict on the checkpoint, and as `run_megatron`.
     """
-    from verify.witnesses.engine.distance import not_finite
+    from verify.witnesses.reference.distance import not_finite
 
     sizes = sizes_of(subject)
     _check_release(subject)
@@ -243,11 +235,11 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     gpu = _on_gpus(sizes)
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [_logits_job(subject, sizes, rank, Path(scratch), gpu, prompts, dtype) for rank in range(sizes.world)]
-        nbytes = sum(spec.nbytes for spec in subject.checkpoint.specs.values())
-        failures = run_ranks(jobs, Path(scratch), gpu, _START_SECONDS + 4 * nbytes / _BYTES_A_SECOND)
+        limit_s = time_limit(_START_SECONDS, subject.checkpoint.specs, passes=4)
+        failures = run_ranks(jobs, Path(scratch), gpu, limit_s)
         if failures:
             raise Unable(_unable(failures))
-        reports = [RankReport.load(Path(job.report)) for job in jobs]
+        reports = [load(RankReport, Path(job.report)) for job in jobs]
         answers = {report.rank: report.judged for report in reports if report.judged}
         streams = {report.pp: report.stream for report in reversed(reports) if report.stream}
         reference = None
@@ -282,7 +274,8 @@ def _device(gpu: bool, job: RankJob) -> str:
 
 def _unable(failures: Mapping[int, Failure]) -> str:
     rank, failure = min(failures.items())
-    return f"rank {rank} failed while {failure.ending.phase}, which says nothing about the checkpoint: {failure.said}"
+    phase = failure.ending.phase
+    return f"rank {rank} failed while {phase}, which says nothing about the checkpoint: {failure.message}"
 
 
 def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: bool) -> RankJob:
@@ -325,13 +318,13 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
             for rank, code in codes.items()
         }
 
-    said = causes(words(first)) or causes(words(soon_after)) or words(first)
-    return {rank: Failure(words, Ending.load(ending_path(reports[rank]))) for rank, words in said.items()}
+    failed = causes(words(first)) or causes(words(soon_after)) or words(first)
+    return {rank: Failure(message, exit_report_of(reports[rank])) for rank, message in failed.items()}
 
 
 def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Popen[bytes]:
     for job in jobs:
-        job.save(scratch / f"job-{job.rank}.json")
+        save(job, scratch / f"job-{job.rank}.json")
     # A rank decides by what it sees: without GPUs for all ranks, none may find one.
     variables = environment(OMP_NUM_THREADS="1", **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}))
     words = [scratch, *(job.rank for job in jobs)]
@@ -340,13 +333,13 @@ def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Pope
 
 def _last_words(errors: Path, report: Path, code: int) -> str:
     """The exception that ended a rank, or the last lines of its stderr that say something where it left none."""
-    if ending := Ending.load(ending_path(report)).said:
-        said = [line.strip() for line in ending.splitlines()]
+    if ending := exit_report_of(report).message:
+        found = [line.strip() for line in ending.splitlines()]
     else:
         lines = [
             line.removeprefix(f"[rank{errors.name.partition('-')[2]}]:").strip()
             for line in errors.read_text(errors="replace").splitlines()
         ]
-        said = [line for line in lines if line and set(line) - set("^~ ")][-2:]
+        found = [line for line in lines if line and set(line) - set("^~ ")][-2:]
     end = how_it_ended(code)
-    return f"{one_line(' | '.join(said))[-1000:]} ({end})" if said else str(end)
+    return f"{one_line(' | '.join(found))[-1000:]} ({end})" if found else str(end)

@@ -13,7 +13,7 @@ from converters.megatron.module_names import CUT_IN_LOCAL_SPEC
 from converters.ops.basic import Copy
 from converters.planner import Rule
 from verify.evidence.extremes import same_bytes
-from verify.witnesses.bits import poisoned, unequal
+from verify.witnesses.loading.bits import poisoned, unequal
 from verify.witnesses.megatron.job import TensorSeen
 
 

@@ -25,7 +25,7 @@ from converters.megatron.flags import launch_flags
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob
 from verify.witnesses.megatron.model import pretend_cuda
-from verify.witnesses.megatron.watched import WatchedLoad
+from verify.witnesses.megatron.recording_loader import WatchedLoad
 
 # Megatron-LM reads these of the GPU that it expects.
 _HOPPER = SimpleNamespace(major=9, minor=0, name="cpu", total_memory=0, multi_processor_count=1)

@@ -10,7 +10,7 @@ import numpy as np
 Lists = Sequence[Sequence[float]]
 Masks = Sequence[Sequence[bool]]
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
-_MOST = 700.0  # exp of more is no float64
+_MAX_EXPONENT = 700.0  # exp of more overflows float64
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def gap(sampled: Lists, other: Lists, masks: Masks) -> Gap:
     """Between lists of log-probabilities, where the masks, of which some must be set, say so."""
     pairs = [_masked(p, q, mask) for p, q, mask in zip(sampled, other, masks, strict=True)]
     p, q = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
-    ratio = np.minimum(q - p, _MOST)
+    ratio = np.minimum(q - p, _MAX_EXPONENT)
     return Gap(
         p.size,
         float(np.abs(p - q).mean()),

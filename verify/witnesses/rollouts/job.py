@@ -1,11 +1,9 @@
-"""The tasks and the reports of the processes that look at a recorded rollout, all JSON files."""
+"""The tasks and the reports of the processes that look at a recorded rollout."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 # Ways to make a prompt that are seldom meant, as `Rendering.assumed` says them.
@@ -14,38 +12,24 @@ UNFINISHED, TWICE_SPECIAL = "add_generation_prompt=False", "add_special_tokens=T
 
 @dataclass(frozen=True)
 class Part:
-    """The beginning of a sample, which is `index` in its file.
+    """The beginning of a recorded sample."""
 
-    `tokens` from `first` on are of the response. For each of these: `recorded` log-probabilities by side, and `mask`,
-    whether the model wrote it.
-    """
-
-    index: int
+    index: int  # of the sample in its file
     tokens: Sequence[int]
-    first: int
+    first: int  # from here on they are of the response
     temperature: float
-    recorded: Mapping[str, Sequence[float]]
-    mask: Sequence[bool]
+    recorded: Mapping[str, Sequence[float]]  # log-probabilities of the response's tokens, by side
+    mask: Sequence[bool]  # whether the model wrote each of them
 
 
 @dataclass(frozen=True)
 class RecomputeJob:
-    """`checkpoint`, HF or Megatron, judges the `parts`. `hf` gives the config of a Megatron one that has none."""
+    """A checkpoint computes the log-probabilities of parts."""
 
-    checkpoint: str
-    hf: str | None
-    report: str
+    checkpoint: str  # HF or Megatron
+    hf: str | None  # gives the config of a Megatron one that has none
     parts: Sequence[Part]
-
-    def save(self, path: Path) -> None:
-        """Writes the job as JSON."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def load(path: Path) -> RecomputeJob:
-        """The job written by `save`."""
-        values: dict[str, Any] = json.loads(path.read_text())
-        return RecomputeJob(**values | {"parts": [Part(**one) for one in values["parts"]]})
+    report: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,78 +42,49 @@ class BestTemperature:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Log-probabilities of each part's response tokens in float32 (`exact`) and in the engine's dtype (`rounded`)."""
+    """Log-probabilities of each part's response tokens."""
 
-    dtype: str
-    exact: Sequence[Sequence[float]]
-    rounded: Sequence[Sequence[float]]
-    best: Mapping[str, BestTemperature]
-
-    def save(self, path: Path) -> None:
-        """Writes the report as JSON."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def load(path: Path) -> Recomputed:
-        """The report written by `save`."""
-        values: dict[str, Any] = json.loads(path.read_text())
-        return Recomputed(**values | {"best": {side: BestTemperature(**one) for side, one in values["best"].items()}})
+    dtype: str  # the engine's
+    exact: Sequence[Sequence[float]]  # in float32
+    rounded: Sequence[Sequence[float]]  # in `dtype`
+    best: Mapping[str, BestTemperature]  # by side
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A recorded prompt: text or messages, what else the template was given, and the recorded tokens."""
+    """A recorded prompt."""
 
     index: int
-    prompt: str | Sequence[Mapping[str, Any]]
-    options: Mapping[str, Any]
-    tokens: Sequence[int]
+    prompt: str | Sequence[Mapping[str, Any]]  # text or messages
+    options: Mapping[str, Any]  # what else the template was given
+    tokens: Sequence[int]  # as recorded
 
 
 @dataclass(frozen=True)
 class PromptJob:
-    """`home` is the HF directory that has the tokenizer."""
+    """Prompts to render with a tokenizer."""
 
-    home: str
-    report: str
+    home: str  # the HF directory that has it
     prompts: Sequence[Prompt]
-
-    def save(self, path: Path) -> None:
-        """Writes the job as JSON."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def load(path: Path) -> PromptJob:
-        """The job written by `save`."""
-        values: dict[str, Any] = json.loads(path.read_text())
-        return PromptJob(**values | {"prompts": [Prompt(**one) for one in values["prompts"]]})
+    report: str = ""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """What became of a prompt.
-
-    `at`: the first token that is not the recorded one, None where all are equal; then `rendered` and `recorded` are
-    these two, decoded and with their ids, behind the text `before` them. `assumed`: what had to be assumed beyond the
-    file for equal tokens. `refused`: what the template says where it does not take the messages. `bare`: a text without
-    any of the special tokens that the template writes.
-    """
+    """What became of a prompt."""
 
     index: int
-    at: int | None = None
-    rendered: str = ""
-    recorded: str = ""
-    before: str = ""
-    assumed: str = ""
-    refused: str = ""
-    bare: bool = False
+    at: int | None = None  # the first token that is not the recorded one; None: all are equal
+    rendered: str = ""  # that token, decoded and with its id
+    recorded: str = ""  # the recorded one, likewise
+    before: str = ""  # the text before both
+    assumed: str = ""  # what had to be assumed beyond the file for equal tokens
+    refused: str = ""  # what the template says where it does not take the messages
+    bare: bool = False  # a text without any of the special tokens that the template writes
 
 
-def save_renderings(path: Path, found: Sequence[Rendering]) -> None:
-    """Writes them as JSON."""
-    path.write_text(json.dumps([asdict(one) for one in found]))
+@dataclass(frozen=True)
+class Renderings:
+    """What became of all prompts of a job."""
 
-
-def load_renderings(path: Path) -> Sequence[Rendering]:
-    """The renderings written by `save_renderings`."""
-    return [Rendering(**one) for one in json.loads(path.read_text())]
+    found: Sequence[Rendering]

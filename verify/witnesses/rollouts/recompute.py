@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.core.dtypes import dtype_name
-from verify.witnesses.ending import Phase, PhaseLog, ending_path
-from verify.witnesses.engine.reference import as_hf, dtype_of, model_of
+from verify.witnesses.process.entry import run_job
+from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.reference.process import as_hf, dtype_of, model_of
 from verify.witnesses.rollouts.job import BestTemperature, Part, Recomputed, RecomputeJob
 
 _ROWS = 256  # positions whose softmax over the vocabulary is held at once
@@ -99,12 +99,5 @@ def best_temperature(seen: Sequence[_Seen], side: str) -> BestTemperature:
     return BestTemperature(best, mean(best))
 
 
-def main() -> None:
-    """Runs the job named on the command line."""
-    job = RecomputeJob.load(Path(sys.argv[1]))
-    with PhaseLog(ending_path(Path(job.report))) as phases:
-        run(job, phases).save(Path(job.report))
-
-
 if __name__ == "__main__":
-    main()
+    run_job(RecomputeJob, run)

@@ -32,7 +32,7 @@ _CLASSES = re.compile(
     r"|(slime|miles)\.utils\.types\.(Sample(\.(Status(\.[A-Z]+)?|SpecInfo|PrefixCacheInfo))?|AdapterRef|RewardSpec)"
     r"|copyreg\._reconstructor|builtins\.object"
 )
-_HOTTEST = 2  # what chat endpoints take as a temperature; in metadata more is another one
+_MAX_TEMPERATURE = 2  # what chat endpoints take as a temperature; in metadata more is another one
 _SAME = "record it anew with --save-debug-rollout-data"
 
 
@@ -42,26 +42,19 @@ def _allowed(kind: str) -> bool:
 
 @dataclass(frozen=True)
 class RecordedSample:
-    """A prompt and its response, as the job recorded them.
+    """A prompt and its response, as the job recorded them."""
 
-    `index`: its place in the file. `tokens`: those of the prompt and then `response` ones of the response. `log_probs`:
-    by key of SIDES, natural logarithms, one for each token of the response. `mask`: which of these the model itself
-    wrote, and not a tool. `versions`: the engine's weights, as it counts updates. `temperature`: None where the file
-    does not say. `options`: for the chat template. `hindered`: why its log-probabilities cannot be computed from tokens
-    alone. `clipped`: it was sampled with top-p, and its log-probabilities may be those among the tokens kept.
-    """
-
-    index: int
-    tokens: Sequence[int]
-    response: int
-    log_probs: Mapping[str, Sequence[float]]
-    mask: Sequence[bool]
+    index: int  # its place in the file
+    tokens: Sequence[int]  # of the prompt, then of the response
+    response: int  # how many of them are of the response
+    log_probs: Mapping[str, Sequence[float]]  # natural logarithms of the response's tokens, by key of SIDES
+    mask: Sequence[bool]  # which of these the model itself wrote, and not a tool
     prompt: str | Sequence[Mapping[str, Any]] | None = None
-    options: Mapping[str, Any] | None = None
-    versions: tuple[str, ...] = ()
-    temperature: float | None = None
-    hindered: str = ""
-    clipped: bool = False
+    options: Mapping[str, Any] | None = None  # for the chat template
+    versions: tuple[str, ...] = ()  # of the engine's weights, as it counts updates
+    temperature: float | None = None  # None: the file does not say
+    skip_reason: str = ""  # why its log-probabilities cannot be computed from tokens alone
+    clipped: bool = False  # it was sampled with top-p: its log-probabilities may be those among the tokens left
 
     @property
     def prompt_tokens(self) -> Sequence[int]:
@@ -145,7 +138,7 @@ def _sample(file: SavedFile, index: int, row: Mapping[str, Any]) -> RecordedSamp
         options,
         tuple(map(str, versions)) if isinstance(versions := row.get("weight_versions"), list) else (),
         _temperature(metadata),
-        _hindered(row),
+        _skip_reason(row),
         row.get("rollout_top_p_token_ids") is not None,
     )
 
@@ -158,7 +151,7 @@ def _numbers(file: SavedFile, where: str, name: str, value: Any, kind: type[int]
     if not isinstance(value, list | tuple) or not {*map(type, value)} <= kinds:
         odd = next((one for one in value if type(one) not in kinds), None) if isinstance(value, list | tuple) else value
         wanted = "whole numbers" if kind is int else "numbers"
-        raise CkptkitError(f"{where}: {name} is no list of {wanted}, but has {odd!r:.60}", _SAME)
+        raise CkptkitError(f"{where}: {name} is not a list of {wanted}, but has {odd!r:.60}", _SAME)
     return list(value)
 
 
@@ -188,12 +181,12 @@ def _temperature(metadata: Mapping[str, Any]) -> float | None:
     asked = metadata.get("sampling_params")
     for holder in (metadata, asked if isinstance(asked, dict) else {}):
         value = holder.get("temperature")
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _HOTTEST:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_TEMPERATURE:
             return float(value) or 1.0  # SGLang gives log-probabilities of a greedy choice without scaling
     return None
 
 
-def _hindered(row: Mapping[str, Any]) -> str:
+def _skip_reason(row: Mapping[str, Any]) -> str:
     media = row.get("multimodal_inputs")
     if row.get("multimodal_train_inputs") or (
         isinstance(media, dict) and any(one is not None for one in media.values())

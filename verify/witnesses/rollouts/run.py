@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
-from verify.witnesses.engine.run import run_process
+from verify.witnesses.loading.run import require
+from verify.witnesses.process.run import ask, time_limit
 from verify.witnesses.rollouts.job import (
     Part,
     Prompt,
@@ -18,12 +17,15 @@ from verify.witnesses.rollouts.job import (
     Recomputed,
     RecomputeJob,
     Rendering,
-    load_renderings,
+    Renderings,
 )
 from verify.witnesses.rollouts.recorded import RecordedSample, Recording, read_recording
+from verify.witnesses.sglang.facts import SGLANG
 
-_SAMPLES, _TOKENS, _LONGEST = 16, 16384, 4096  # at most: samples, tokens of all together, tokens of one
+_SAMPLES, _TOKENS, _MAX_TOKENS = 16, 16384, 4096  # at most: samples, tokens of all together, tokens of one
 _PROMPTS = 64
+_START_S, _PASSES = 1200, 8  # importing transformers or SGLang; over the weights, at most
+_RECOMPUTE = "verify.witnesses.rollouts.recompute"
 _FLOPS = 2e10  # a second, slower than any processor worth waiting for
 
 
@@ -48,11 +50,11 @@ def parts_of(subject: Subject) -> Sequence[Part]:
     recording = subject.once(recording_of)
     config = config_of(subject)
     text = config.get("text_config") or config
-    longest = min(_LONGEST, int(text.get("max_position_embeddings") or _LONGEST))
+    longest = min(_MAX_TOKENS, int(text.get("max_position_embeddings") or _MAX_TOKENS))
     found = [_part(one, longest, subject.options.rollout_temperature) for one in recording.samples]
     usable = [part for part in found if any(part.mask) and part.recorded]
     if not usable:
-        reasons = dict.fromkeys(filter(None, (one.hindered for one in recording.samples)))
+        reasons = dict.fromkeys(filter(None, (one.skip_reason for one in recording.samples)))
         why = "; ".join(reasons) or f"none has written and recorded tokens among its first {longest}"
         raise Unable(f"no sample of {recording.path} can be computed again: {why}")
     return next(parts for parts in _spread(usable) if sum(len(part.tokens) for part in parts) <= _TOKENS)
@@ -65,7 +67,7 @@ def _part(sample: RecordedSample, longest: int, temperature: float | None) -> Pa
     first = max(begin, 1)
     tokens = sample.tokens[:longest]
     inside = slice(first - begin, max(len(tokens) - begin, first - begin))
-    recorded = {} if sample.hindered else {side: values[inside] for side, values in sample.log_probs.items()}
+    recorded = {} if sample.skip_reason else {side: values[inside] for side, values in sample.log_probs.items()}
     mask = list(sample.mask[inside])
     return Part(sample.index, tokens, first, temperature or sample.temperature or 1.0, recorded, mask)
 
@@ -81,22 +83,19 @@ def run_recompute(subject: Subject) -> tuple[Sequence[Part], Recomputed]:
     parts = subject.once(parts_of)
     parameters = sum(spec.nbytes for spec in subject.checkpoint.specs.values()) / 2
     more_s = 2 * 2 * parameters * sum(len(part.tokens) for part in parts) / _FLOPS
-    with TemporaryDirectory(prefix="ckptkit-rollout-") as scratch:
-        root = Path(scratch)
-        report = root / "report-0.json"
-        hf = str(subject.hf_path) if subject.hf_path else None
-        RecomputeJob(str(subject.path), hf, str(report), parts).save(root / "job-0.json")
-        failed = run_process(root, subject, "verify.witnesses.rollouts.recompute", report, more_s)
-        if failed or not report.exists():
-            raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
-        return parts, Recomputed.load(report)
+    hf = str(subject.hf_path) if subject.hf_path else None
+    limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES) + more_s
+    found, failed = ask(RecomputeJob(str(subject.path), hf, parts), _RECOMPUTE, Recomputed, limit_s)
+    if failed or found is None:
+        raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
+    return parts, found
 
 
 def prompts_of(subject: Subject) -> Sequence[Prompt]:
     """Different recorded prompts, evenly spread over the file. Empty where it has none."""
     found: dict[str, Prompt] = {}
     for one in subject.once(recording_of).samples:
-        if one.prompt is not None and one.prompt_tokens and not one.hindered:
+        if one.prompt is not None and one.prompt_tokens and not one.skip_reason:
             prompt = Prompt(one.index, one.prompt, one.options or {}, one.prompt_tokens)
             found.setdefault(repr((one.prompt, one.options, one.prompt_tokens)), prompt)
     every = list(found.values())
@@ -112,17 +111,15 @@ def run_templates(subject: Subject) -> Sequence[Rendering]:
 def run_sglang_templates(subject: Subject) -> Sequence[Rendering]:
     """What SGLang's chat endpoint makes of those that are messages. Raises Unable where it cannot say."""
     messages = [one for one in subject.once(prompts_of) if not isinstance(one.prompt, str)]
-    if messages and find_spec("sglang") is None:
-        raise Unable("SGLang is not installed here: pip install sglang")
+    if messages:
+        require(SGLANG)
     return _render(subject, "verify.witnesses.rollouts.sglang_template", messages) if messages else []
 
 
 def _render(subject: Subject, module: str, prompts: Sequence[Prompt]) -> Sequence[Rendering]:
-    with TemporaryDirectory(prefix="ckptkit-prompts-") as scratch:
-        root = Path(scratch)
-        report = root / "report-0.json"
-        PromptJob(str(home_of(subject)), str(report), prompts).save(root / "job-0.json")
-        failed = run_process(root, subject, module, report)
-        if failed or not report.exists():
-            raise Unable(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
-        return load_renderings(report)
+    job = PromptJob(str(home_of(subject)), prompts)
+    limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES)
+    found, failed = ask(job, module, Renderings, limit_s, SGLANG.hidden)
+    if failed or found is None:
+        raise Unable(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
+    return found.found

@@ -6,25 +6,25 @@ nor a GPU. Written for SGLang 0.5.16, which is imported inside the functions alo
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from ckptkit.core.errors import words_of
 from ckptkit.formats.hf.reader import read_json
-from verify.witnesses.ending import Phase, PhaseLog, ending_path
-from verify.witnesses.rollouts.job import Prompt, PromptJob, Rendering, save_renderings
+from verify.witnesses.process.entry import run_job
+from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.rollouts.job import Prompt, PromptJob, Rendering, Renderings
 from verify.witnesses.rollouts.template import difference
 
 
-def run(job: PromptJob, phases: PhaseLog) -> Sequence[Rendering]:
+def run(job: PromptJob, phases: PhaseLog) -> Renderings:
     """Renders every prompt, each of messages. Raises whatever SGLang raises but for what its endpoint refuses."""
     phases.enter(Phase("starting SGLang's chat handler"))
     handler, tokenizer = _handler(Path(job.home))
     phases.enter(Phase("rendering prompts in SGLang"))
-    return [_rendering(handler, tokenizer, one) for one in job.prompts]
+    return Renderings([_rendering(handler, tokenizer, one) for one in job.prompts])
 
 
 def _handler(home: Path) -> tuple[Any, Any]:
@@ -65,12 +65,5 @@ def _rendering(handler: Any, tokenizer: Any, asked: Prompt) -> Rendering:
     return Rendering(asked.index) if rendered == [*asked.tokens] else difference(tokenizer, asked, rendered)
 
 
-def main() -> None:
-    """Runs the job named on the command line."""
-    job = PromptJob.load(Path(sys.argv[1]))
-    with PhaseLog(ending_path(Path(job.report))) as phases:
-        save_renderings(Path(job.report), run(job, phases))
-
-
 if __name__ == "__main__":
-    main()
+    run_job(PromptJob, run)

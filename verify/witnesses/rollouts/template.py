@@ -6,17 +6,16 @@ and miles do it, without further special tokens. No code that comes with the che
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from ckptkit.core.errors import CkptkitError, words_of
-from verify.witnesses.ending import Phase, PhaseLog, ending_path
-from verify.witnesses.rollouts.job import Prompt, PromptJob, Rendering, save_renderings
+from verify.witnesses.process.entry import run_job
+from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.rollouts.job import Prompt, PromptJob, Rendering, Renderings
 
 _BEFORE = 12  # tokens of context in front of the first difference
 # What a launch may have given to the template and no file records (slime's --apply-chat-template-kwargs).
@@ -30,7 +29,7 @@ _UNRECORDED: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def run(job: PromptJob, phases: PhaseLog) -> Sequence[Rendering]:
+def run(job: PromptJob, phases: PhaseLog) -> Renderings:
     """Renders every prompt. Raises CkptkitError for messages where the tokenizer has no chat template."""
     phases.enter(Phase("loading the tokenizer"))
     tokenizer = AutoTokenizer.from_pretrained(job.home, trust_remote_code=False)
@@ -38,7 +37,7 @@ def run(job: PromptJob, phases: PhaseLog) -> Sequence[Rendering]:
         raise CkptkitError(f"{job.home} has no chat template", "copy it from the release")
     phases.enter(Phase("rendering prompts"))
     special = _special_in_template(tokenizer)
-    return [_rendering(tokenizer, one, special) for one in job.prompts]
+    return Renderings([_rendering(tokenizer, one, special) for one in job.prompts])
 
 
 def _rendering(tokenizer: Any, asked: Prompt, special: frozenset[int]) -> Rendering:
@@ -49,7 +48,9 @@ def _rendering(tokenizer: Any, asked: Prompt, special: frozenset[int]) -> Render
     bare = bool(special) and isinstance(asked.prompt, str) and special.isdisjoint(asked.tokens)
     if plain == list(asked.tokens):
         return Rendering(asked.index, bare=bare)
-    assumed = next((told for told, tokens in _assuming(tokenizer, asked) if tokens == list(asked.tokens)), "")
+    assumed = next(
+        (assumption for assumption, tokens in _assuming(tokenizer, asked) if tokens == list(asked.tokens)), ""
+    )
     if assumed:
         return Rendering(asked.index, assumed=assumed, bare=bare)
     return difference(tokenizer, asked, plain)
@@ -103,12 +104,5 @@ def _special_in_template(tokenizer: Any) -> frozenset[int]:
     return frozenset(tokenizer.encode(text, add_special_tokens=False)) & frozenset(tokenizer.added_tokens_decoder)
 
 
-def main() -> None:
-    """Runs the job named on the command line."""
-    job = PromptJob.load(Path(sys.argv[1]))
-    with PhaseLog(ending_path(Path(job.report))) as phases:
-        save_renderings(Path(job.report), run(job, phases))
-
-
 if __name__ == "__main__":
-    main()
+    run_job(PromptJob, run)

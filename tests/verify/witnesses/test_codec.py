@@ -1,0 +1,60 @@
+"""Job and report files of witnesses are read as they were written, and every engine is registered whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verify.check import LOOKS_AT, NEEDS, WITNESSES, all_checks
+from verify.witnesses.process.codec import load, save
+from verify.witnesses.registry import ENGINES, programs_not_asked, with_implied
+
+
+class Place(NamedTuple):
+    at: tuple[int, ...]
+    main: bool
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outer:
+    one: Inner
+    maybe: Inner | None
+    several: tuple[Inner, ...] | None
+    named: Mapping[str, Sequence[Inner]]
+    places: Mapping[str, tuple[Place, ...]]
+    mixed: Sequence[tuple[int, Sequence[int]]]
+    free: str | Sequence[Mapping[str, Any]]
+    ids: Sequence[Sequence[int]] = ()
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    inner = Inner("a", (1.0, 2.5))
+    places = {"p": (Place((1, 2), True), Place((), False))}
+    value = Outer(inner, None, (inner,), {"n": [inner]}, places, [(1, [2, 3])], [{"role": "user"}], [[4]])
+    save(value, tmp_path / "file")
+    assert load(Outer, tmp_path / "file") == value
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_every_engine_has_its_stage_option_and_checks() -> None:
+    for engine in ENGINES:
+        checks = [one for one in all_checks() if one.stage == engine.name]
+        assert [one.code for one in checks] == [f"{engine.codes}{number}" for number in range(1, 9)]
+        assert {one.needs for one in checks} == {(engine.name,)}
+        assert (LOOKS_AT[engine.name], WITNESSES[engine.name]) == (engine.label, f"--against-{engine.name}")
+        assert engine.name in NEEDS
+
+
+def test_updates_imply_a_live_engine_which_is_sglang() -> None:
+    asked = with_implied(frozenset({"update"}))
+    assert asked == {"update", "engine"}
+    assert programs_not_asked(asked) == ["Megatron"]
+    assert programs_not_asked(frozenset({"logits"})) == ["Megatron", "SGLang"]

@@ -1,0 +1,14 @@
+"""What an engine's own loader made of a checkpoint: every write traced, placed, and compared bit for bit.
+
+Knows no engine: each is an adapter behind the protocol in `engine.py`.
+"""
+
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.formats",
+    "converters",
+    "quant.formats",
+    "verify.evidence",
+    "verify.skip",
+    "verify.witnesses.process",
+)

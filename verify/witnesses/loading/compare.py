@@ -1,0 +1,242 @@
+"""Compares what a loaded model holds with the tensors that were loaded, where `placement` saw them go."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.planner import expected_hf
+from converters.registry import family_of
+from quant.formats.part_names import INT4_ENDINGS, WEIGHT_SCALE_INV, WEIGHT_SHAPE
+from verify.witnesses.loading.bits import difference, poisoned
+from verify.witnesses.loading.engine import Engine
+from verify.witnesses.loading.job import Observation
+from verify.witnesses.loading.names import of_draft, promised_names, routers
+from verify.witnesses.loading.placement import Piece, Placement, covered, flat, whole
+from verify.witnesses.loading.trace import Region
+
+_OF_QUANTIZED = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
+DROPPED = "it was given to load_weights and written nowhere"
+
+
+@dataclass
+class Comparison:
+    """What one pass over the reference found; `equal`: tensors whose bits are where they should be, and their bytes."""
+
+    equal: dict[str, int] = field(default_factory=dict)
+    differing: list[Observation] = field(default_factory=list)
+    rounded: list[Observation] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that was loaded, and what went where."""
+
+    engine: Engine
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]  # its parameters and persistent buffers
+    placement: Placement
+    sizes: Mapping[str, int]  # how many elements each tensor had that was given
+    ranks: int = 1  # of how many this is one
+
+    def compare(
+        self, reference: Iterable[tuple[str, Tensor]], wanted: Callable[[str], bool] = lambda param: True
+    ) -> Comparison:
+        """Compares each tensor of the reference with every place it went to in `wanted` parameters, bit for bit.
+
+        Not `weight_shape`: engines never use it, keep only the last of a fused layer's shards, and round those of
+        experts to the model's dtype.
+        """
+        result = Comparison()
+        for name, tensor in reference:
+            if name.endswith(f".{WEIGHT_SHAPE}"):
+                continue
+            pieces = [piece for piece in self.placement.pieces.get(name, ()) if wanted(piece.param)]
+            found = [one for piece in pieces if (one := self.differs(piece, tensor))]
+            if found:
+                result.differing.append(found[0])
+            elif pieces or (wanted(name) and self.is_shared(name, tensor)):
+                result.equal[name] = tensor.nbytes
+                result.rounded += [one for piece in pieces[:1] if (one := _rounded(piece, tensor))]
+        return result
+
+    def promised(self) -> Iterable[str]:
+        """Every HF name that may belong here."""
+        return promised_names(self.config)
+
+    def concerns(self, name: str) -> bool:
+        """Whether a tensor belongs here, and not to a draft model or to what is only carried along.
+
+        Scales and codes of what is carried do: engines load the weight beside them, and without them as other numbers.
+        """
+        carried = family_of(self.config).carries(name) and not name.endswith(_OF_QUANTIZED)
+        return not carried and not name.startswith(self.draft_prefixes)
+
+    @cached_property
+    def draft_prefixes(self) -> tuple[str, ...]:
+        """How the names of multi-token prediction layers begin."""
+        return of_draft(self.config)
+
+    def routers(self) -> Sequence[str]:
+        """The HF names of the routers that belong here."""
+        return routers(self.config)
+
+    def is_shared(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor that was not written stands in the parameter of its own name, which another was written to.
+
+        That is the output layer where the engine's class ties it, whatever the release ships.
+        """
+        if (own := self.tensors.get(name)) is None:
+            return False
+        shared = {param for param, other in self.tensors.items() if other.data_ptr() == own.data_ptr()}
+        pieces = [piece for found in self.placement.pieces.values() for piece in found if piece.param in shared]
+        return bool(pieces) and not any(self.differs(piece, tensor) for piece in pieces)
+
+    def differs(self, piece: Piece, tensor: Tensor) -> Observation | None:
+        """What is wrong in a piece, held against the tensor as the reference has it."""
+        if (parameter := self.tensors.get(piece.param)) is None:
+            return Observation(piece.tensor, piece.param, f"{self.engine.LABEL} has taken it away")
+        if tensor.numel() != self.sizes[piece.tensor]:
+            what = f"{self.sizes[piece.tensor]} elements were given, {tensor.numel()} are in the source"
+            return Observation(piece.tensor, piece.param, what)
+        if piece.into.end > parameter.numel() or parameter.element_size() != piece.dtype.itemsize:
+            what = f"{self.engine.LABEL} has made it {list(parameter.shape)} {_short(parameter.dtype)}"
+            return Observation(piece.tensor, piece.param, what)
+        actual = piece.actual(parameter)
+        wrong = difference(actual, piece.cast(piece.taken(tensor).to(actual.device)))
+        return Observation(piece.tensor, piece.param, wrong) if wrong else None
+
+    def unwritten(self, equal: Mapping[str, int]) -> Iterator[Observation]:
+        """Every place that still holds the poison, by the HF name that belongs there, else by the engine's."""
+        masks: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for param, tensor in self.tensors.items():
+            if tensor.numel() and tensor.data_ptr() not in seen and not self.engine.left_empty(param, self.config):
+                seen.add(tensor.data_ptr())
+                if (mask := poisoned(flat(tensor))).any():
+                    masks[param] = mask
+        if not masks:
+            return
+        # The poison may stand in a file.
+        for name in equal:
+            for piece in self.placement.pieces.get(name, ()):
+                if piece.param in masks and piece.surviving is None:
+                    piece.into.of(masks[piece.param])[...] = False
+        places = {name: place for name in self.promised() if (place := self.place(name)) is not None}
+        for name, (param, region) in places.items():
+            if param not in masks or not (count := int(region.of(masks[param]).sum())):
+                continue
+            why = self.why_absent(name)
+            yield Observation(name, param, f"{count} of {region.count} elements were never written: {why}")
+        # Afterwards, since several may share a place.
+        for param, region in places.values():
+            if param in masks:
+                region.of(masks[param])[...] = False
+        yield from self.unplaced({param: mask for param, mask in masks.items() if mask.any()})
+
+    def why_absent(self, name: str) -> str:
+        """Why a tensor was not written."""
+        gave = f"the checkpoint gave it, {self.engine.LABEL} dropped it"
+        return gave if name in self.sizes else "the checkpoint never gave it"
+
+    def unplaced(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
+        """Unwritten elements of which it was not seen what belongs there.
+
+        Told by the tensors of a module, where all that were not given have as many elements together.
+        """
+        modules: dict[str, list[str]] = defaultdict(list)
+        for param in masks:
+            modules[param.rpartition(".")[0]].append(param)
+        shapes = {name: shape for name, shape in expected_hf(self.config).items() if name not in self.sizes}
+        for module, params in modules.items():
+            absent = {name: math.prod(shape) for name, shape in shapes.items() if name.startswith(f"{module}.")}
+            if absent and sum(absent.values()) == sum(int(masks[param].sum()) for param in params):
+                for name, count in absent.items():
+                    what = f"{count} of {count} elements were never written: the checkpoint never gave it"
+                    yield Observation(name, params[0], what)
+                continue
+            for param in params:
+                in_part = any(piece.param == param for name in self.in_part for piece in self.placement.pieces[name])
+                why = "no HF tensor belongs there"
+                if in_part:  # each tensor is, on one of several ranks
+                    part = "what belongs there was written in part (CK503)"
+                    why = part if self.ranks == 1 else "none that was given was written there"
+                what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {why}"
+                yield Observation(param, param, what)
+
+    @cached_property
+    def in_part(self) -> Mapping[str, int]:
+        """Tensors of which not every element was written into a parameter, with the number of those that were."""
+        counts = ((name, covered(size, self.placement.parts(name)), size) for name, size in self.sizes.items())
+        return {name: count for name, count, size in counts if 0 < count < size}
+
+    def place(self, name: str) -> tuple[str, Region] | None:
+        """Where a tensor stands or, by others like it, belongs; else a parameter of its own name, if there is one."""
+        if len(pieces := self.placement.pieces.get(name, ())) == 1:
+            return pieces[0].param, pieces[0].into
+        predicted = None if pieces else self.placement.predicted(name)
+        if predicted is not None and (own := self.tensors.get(predicted[0])) is not None:
+            return predicted if predicted[1].offset >= 0 and predicted[1].end <= own.numel() else None
+        if pieces or (own := self.tensors.get(name)) is None:
+            return None
+        return name, whole(own)
+
+    def dropped(self, equal: Mapping[str, int], reference: Iterable[str]) -> Iterator[Observation]:
+        """Names that were given and written nowhere, or not as a whole, and names that were never asked for."""
+        computed = frozenset[str]().union(*self.placement.computed.values())
+        for name in dict.fromkeys([*self.sizes, *reference]):
+            if not self.concerns(name):
+                continue
+            place = self.place(name)
+            param = place[0] if place else name
+            if name not in self.sizes:
+                yield Observation(name, param, f"{self.engine.LABEL} never read it")
+            elif name in self.in_part:
+                what = f"only {self.in_part[name]} of its {self.sizes[name]} elements were written"
+                yield Observation(name, param, what)
+            elif not self.placement.pieces[name] and name not in equal and name not in computed and self.sizes[name]:
+                if not self.placement.written[name]:
+                    yield self.nowhere(name, param)
+                elif not name.endswith(f".{WEIGHT_SHAPE}"):
+                    yield Observation(name, param, "another tensor was written over it")
+
+    def nowhere(self, name: str, param: str) -> Observation:
+        """What is wrong with a tensor that was given and written nowhere."""
+        return Observation(name, param, DROPPED)
+
+    def dead_routers(self) -> Iterator[Observation]:
+        """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
+        for name in self.routers():
+            if (place := self.place(name)) is None:
+                yield Observation(name, name, f"{self.engine.LABEL} has no such parameter")
+                continue
+            param, region = place
+            held = region.of(flat(self.tensors[param]))
+            if count := int(poisoned(held).sum()):
+                yield Observation(name, param, f"{count} of {held.numel()} elements were never written")
+            elif not held.isfinite().all():
+                yield Observation(name, param, "not finite")
+            elif held.min() == held.max():
+                what = "all zero" if held.any().logical_not() else f"every element is {held.flatten()[0].item()}"
+                yield Observation(name, param, what)
+
+
+def _rounded(piece: Piece, tensor: Tensor) -> Observation | None:
+    """What a parameter's dtype loses of a tensor."""
+    if piece.dtype == tensor.dtype or piece.read_as is not None:
+        return None
+    taken = piece.taken(tensor)
+    if not difference(piece.cast(taken).to(tensor.dtype), taken):
+        return None
+    return Observation(piece.tensor, piece.param, f"{_short(tensor.dtype)} rounded to {_short(piece.dtype)}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

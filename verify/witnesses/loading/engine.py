@@ -1,0 +1,85 @@
+"""The protocol that every engine stands behind: facts about it, and how it builds and loads a model.
+
+`EngineFacts` need no import of the engine. Its adapter, a module that is an `Engine`, is imported in a witness's
+process alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from verify.witnesses.loading.job import ONE_RANK, EngineSizes
+from verify.witnesses.process.exit_report import Phase, PhaseLog
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+Weights = Iterator[tuple[str, "Tensor"]]
+Loading = Callable[["nn.Module", Weights, "torch.device"], None]
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """An engine, as all but its own witness know it."""
+
+    name: str  # of its package, of the stage of its checks, and in `against`
+    label: str  # in messages
+    codes: str  # what the codes of its checks begin with
+    tested: tuple[str, ...]  # its releases
+    adapter: str  # the module that is its `Engine`
+    server: str  # the command that serves a model
+    unfused_option: str | None = None  # of that command: it keeps shared experts apart from routed ones
+    hidden: tuple[str, ...] = ()  # environment variables that its witness must not see
+
+
+@dataclass(frozen=True)
+class Build:
+    """The model that one rank is to build."""
+
+    path: Path  # the directory that has its config
+    scratch: Path  # shared by all ranks, which may meet there
+    weights: Weights | None = None  # None: the engine reads those in `path`
+    fused_shared: bool = False  # the shared expert is kept as one more routed expert, as `fuses_shared` says
+    sizes: EngineSizes = ONE_RANK
+    rank: int = 0
+    draft: bool = False  # the draft model for speculative decoding instead, of the multi-token prediction layers
+
+
+class Engine(Protocol):
+    """What an adapter offers. Parameters and modules go by the engine's own names, tensors by those of HF."""
+
+    PACKAGE: str  # which is also the name of its logger
+    LABEL: str  # in messages
+    LOAD: Phase  # whose exceptions are the engine's verdict on the weights
+    REPACK: Phase  # and on what its kernels can take
+
+    def build(self, wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
+        """Builds the model with the engine's default loader, which calls `loading` where it would load.
+
+        `loading` gets the model, the weights and the device. Raises CkptkitError where there is no draft model.
+        """
+
+    def load(self, model: nn.Module, weights: Weights) -> None:
+        """Loads weights by the model's own method."""
+
+    def post_process(self, module: nn.Module) -> Callable[[], None] | None:
+        """What the engine runs on a module after all weights are loaded; None: nothing."""
+
+    def unknown_layout(self, module: nn.Module) -> str | None:
+        """The scheme of a packed module that `post_process` turns into another layout than Marlin's; else None."""
+
+    def share(self, target: Any, draft: Any) -> None:
+        """Gives a loaded draft model the embeddings and the output layer of its target, as when serving."""
+
+    def fuses_shared(self, names: Iterable[str]) -> bool:
+        """Whether a checkpoint with these names needs the shared expert as one more routed expert."""
+
+    def has_default(self, param: str) -> bool:
+        """Whether a parameter is made with a value that stands unless a checkpoint gives another."""
+
+    def left_empty(self, param: str, config: Mapping[str, Any]) -> bool:
+        """Whether a parameter is allocated without anything from the checkpoint being wanted in it."""

@@ -1,0 +1,43 @@
+"""Which HF names a checkpoint of a model may hold, by what they are: routers, multi-token prediction layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from converters.planner import expected_hf, rules_of
+from quant.formats.part_names import INT4_PARTS, WEIGHT_SCALE_INV
+
+_DRAFT = re.compile(r".*?\bmtp\.|.*?layers\.\d+\.")
+
+
+def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
+    """Every HF name that a checkpoint of this model may hold: each weight plain, and its quantized parts."""
+    for name in expected_hf(config):
+        yield name
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight":
+            yield from (f"{module}.{part}" for part in (*INT4_PARTS, WEIGHT_SCALE_INV))
+
+
+def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:
+    """The HF names of the routers, without those of multi-token prediction layers; `draft`: those alone."""
+    return [
+        name
+        for rule in rules_of(config)
+        if rule.megatron.endswith("mlp.router.weight") and rule.megatron.startswith("mtp.") == draft
+        for name in rule.hf
+    ]
+
+
+def of_draft(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """How the names begin of multi-token prediction layers, which an engine loads into a draft model."""
+    names = (name for rule in rules_of(config) if rule.megatron.startswith("mtp.") for name in rule.hf)
+    return tuple(dict.fromkeys(match[0] for name in names if (match := _DRAFT.match(name))))
+
+
+def draft_names(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of `names` that belong to multi-token prediction layers."""
+    draft = of_draft(config)
+    return [name for name in names if name.startswith(draft)]

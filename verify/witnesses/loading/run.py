@@ -1,0 +1,181 @@
+"""Has a real engine load a checkpoint, in a process a rank, and turns whatever becomes of it into data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ckptkit.formats.hf.reader import read_json
+from converters.open import open_megatron
+from converters.passthrough import passthrough_beside
+from converters.registry import FAMILIES
+from verify.evidence.expected import config_of, is_quantized
+from verify.evidence.plain import plain
+from verify.evidence.subject import Subject
+from verify.skip import Unable
+from verify.witnesses.loading.engine import EngineFacts
+from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
+from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.exit_report import ExitReport, exit_report_of
+from verify.witnesses.process.ranks import causes
+from verify.witnesses.process.run import last_words, run_ranks, time_limit
+
+_WITNESS = "verify.witnesses.loading.process"  # the module that ranks run
+_START_S = 900  # importing an engine and building its kernels on a cold machine
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """What became of a load, and of that of the draft model where there are multi-token prediction layers."""
+
+    report: LoadReport | None
+    crash: str | None = None  # the engine's refusal
+    unable: str | None = None  # why the engine could not be asked
+    draft: LoadReport | None = None
+    draft_crash: str | None = None  # its refusal to load the draft model
+    draft_error: str | None = None  # why it could not be asked about that
+
+
+@dataclass(frozen=True)
+class LoadedBy:
+    """Loads a subject into a real engine: `subject.once(LoadedBy(engine))`."""
+
+    engine: EngineFacts
+
+    def __call__(self, subject: Subject) -> LoadRun:
+        """On GPUs (NCCL) where there is one for each rank, else on the CPU (gloo).
+
+        Raises Unable where the engine is missing, would take a class or a layout that ckptkit does not know, or would
+        lack tensors that no Megatron model holds; CkptkitError where the config is of no supported family.
+        """
+        require(self.engine)
+        config = config_of(subject)
+        check_class(self.engine, config)
+        check_passthrough(self.engine, subject, config)
+        with TemporaryDirectory(prefix=f"ckptkit-{self.engine.name}-") as scratch:
+            jobs = _jobs(self.engine, subject, Path(scratch))
+            for job in jobs:
+                save(job, Path(scratch, f"job-{job.rank}.json"))
+            limit_s = time_limit(_START_S, subject.checkpoint.specs)
+            failed = run_ranks(Path(scratch), len(jobs), _WITNESS, limit_s, self.engine.hidden)
+            logs = [Path(scratch, f"log-{job.rank}") for job in jobs]
+            run = outcome(failed, [Path(job.report) for job in jobs], logs)
+        return _of_untested(self.engine, run, version(self.engine.name))
+
+
+def require(engine: EngineFacts) -> None:
+    """Raises Unable where an engine is not installed."""
+    if find_spec(engine.name) is None:
+        raise Unable(f"{engine.label} is not installed here: pip install {engine.name}")
+
+
+def _jobs(engine: EngineFacts, subject: Subject, root: Path) -> list[LoadJob]:
+    (root / "scratch").mkdir()
+    first = LoadJob(
+        engine.adapter,
+        str(subject.path.absolute()),
+        hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
+        source=_source(subject),
+        scratch=str(root / "scratch"),
+        sizes=engine_sizes(subject) or ONE_RANK,
+    )
+    return [replace(first, rank=rank, report=str(root / f"report-{rank}.json")) for rank in range(first.sizes.tp)]
+
+
+def _of_untested(engine: EngineFacts, run: LoadRun, found: str) -> LoadRun:
+    """What a release that is not known refuses without a GPU may be how ckptkit builds models there."""
+    import torch
+
+    refusal = run.crash or run.draft_crash
+    if refusal is None or found in engine.tested or torch.cuda.is_available():
+        return run
+    tested = ", ".join(engine.tested)
+    why = f"{engine.label} {found} was not tested without a GPU ({tested} were), and fails: {refusal}"
+    return LoadRun(None, unable=why) if run.crash else LoadRun(run.report, draft_error=why)
+
+
+def engine_sizes(subject: Subject) -> EngineSizes | None:
+    """The sizes asked for, as an engine has them; None where it has no such sizes."""
+    sizes = EngineSizes(subject.tp, subject.ep, subject.options.dp_attention and subject.tp > 1)
+    etp = subject.options.etp or subject.tp // subject.ep
+    possible = subject.options.pp == 1 and subject.tp % subject.ep == 0 and etp == subject.tp // subject.ep
+    return sizes if possible else None
+
+
+def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[Path]) -> LoadRun:
+    """What became of a witness whose ranks were to write `reports`; `failed`: how those ended that did not."""
+    if not all(report.exists() for report in reports):
+        ending, message = _cause(failed, reports, logs)
+        if ending.verdict:
+            return LoadRun(None, crash=message)
+        why = f"the witness failed while {ending.phase}, which says nothing about the checkpoint: {message}"
+        return LoadRun(None, unable=why)
+    report = _merged(reports)
+    drafts = [LoadReport.draft_path(report) for report in reports]
+    if not report.draft:
+        return LoadRun(report)
+    if all(draft.exists() for draft in drafts):
+        return LoadRun(report, draft=_merged(drafts))
+    ending, message = _cause(failed, reports, logs)
+    if ending.verdict:
+        return LoadRun(report, draft_crash=f"while {ending.phase}, {message}")
+    return LoadRun(report, draft_error=f"the draft model was not looked at: while {ending.phase}, {message}")
+
+
+def _merged(reports: Sequence[Path]) -> LoadReport:
+    from verify.witnesses.loading.merge import merged  # needs torch, which header verbs do not import
+
+    return merged([load(LoadReport, report) for report in reports])
+
+
+def _cause(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[Path]) -> tuple[ExitReport, str]:
+    """How the rank ended that is to blame for reports that are missing, and in words."""
+    endings = {rank: exit_report_of(reports[rank]) for rank in failed or range(len(reports))}
+    by_themselves = causes({rank: ending.message for rank, ending in endings.items()}) or endings
+    rank = min(by_themselves, key=lambda one: (not endings[one].verdict, one))
+    ending, how = endings[rank], failed.get(rank, "no report")
+    on = f"rank {rank}: " if len(reports) > 1 else ""
+    return ending, f"{on}{how}; {ending.message or last_words(logs[rank])}"
+
+
+def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
+    """Raises Unable unless the engine has to choose the class that is known here.
+
+    For a name that is no class of its own an engine would take transformers' class, and to find it run the Python files
+    that `auto_map` names, which come with the checkpoint.
+    """
+    wanted, named = FAMILIES[config["model_type"]].architectures, config.get("architectures")
+    if named not in [[one] for one in wanted]:
+        raise Unable(
+            f"config.json has architectures {named!r:.80}, not ['{wanted[0]}']: {engine.label} would run another "
+            "class, or code that comes with the checkpoint"
+        )
+
+
+def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str, Any]) -> None:
+    """Raises Unable for a Megatron checkpoint of a model with a vision tower that is not at hand.
+
+    The engine builds the tower, and a Megatron language model has no weights for it.
+    """
+    carried = FAMILIES[config["model_type"]].carried
+    if subject.kind == "hf" or not carried or "vision_config" not in config:
+        return
+    opened = open_megatron(subject.location, subject.hf_path)
+    if passthrough_beside(opened, opened.hf, subject.location.root, plain) is None:
+        raise Unable(
+            f"Megatron holds no {carried[0]}*, and neither a folder beside it nor {opened.hf_path} has it: give --hf "
+            "the release with its weights"
+        )
+
+
+def _source(subject: Subject) -> str | None:
+    """The unquantized HF directory that a Megatron checkpoint's values are held against, if any."""
+    path = subject.source_path
+    if subject.kind == "hf" or path is None or subject.source_kind != "hf":
+        return None
+    return None if is_quantized(read_json(path / "config.json")) else str(path.absolute())

@@ -1,0 +1,58 @@
+"""Writes dataclasses as JSON files and reads them back: the jobs and reports that processes exchange."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+_PLAIN = (bool, int, float, str, Any)
+
+
+def save(value: Any, path: Path) -> None:
+    """Writes a dataclass as JSON, whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(asdict(value)))
+    part.rename(path)
+
+
+def load(kind: type[T], path: Path) -> T:
+    """Reads the dataclass of type `kind` that `save` wrote."""
+    found: T = decoded(kind, json.loads(path.read_text()))
+    return found
+
+
+def decoded(kind: Any, value: Any) -> Any:
+    """The value of type `kind` for its JSON: dataclasses, named tuples, tuples, sequences and mappings, nested.
+
+    `X | None` is None or an X; of another union nothing is decoded.
+    """
+    if NoneType in get_args(kind):
+        kinds = [one for one in get_args(kind) if one is not NoneType]
+        kind = kinds[0] if len(kinds) == 1 else Any
+    if value is None or kind in _PLAIN:
+        return value
+    if is_dataclass(kind):
+        hints: Mapping[str, Any] = _hints(kind)  # type: ignore[arg-type]
+        return kind(**{name: decoded(hints[name], one) for name, one in value.items()})  # type: ignore[operator]
+    if hasattr(kind, "_fields"):
+        return kind(*map(decoded, _hints(kind).values(), value))
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        items = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(map(decoded, items, value))
+    if origin is Sequence and arguments[0] not in _PLAIN:
+        return [decoded(arguments[0], one) for one in value]
+    if origin is Mapping and arguments[1] not in _PLAIN:
+        return {name: decoded(arguments[1], one) for name, one in value.items()}
+    return value
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)

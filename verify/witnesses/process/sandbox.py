@@ -1,0 +1,110 @@
+"""Starts a witness so that it cannot outlive its parent, see secrets, reach the network, or hang silently.
+
+As a program, `python -m verify.witnesses.process.sandbox PARENT MODULE WORDS...`, it prepares its own process and then
+runs MODULE as `python -m` would. Linux only, as the witnesses are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ckptkit.core.printable import one_line
+from verify.witnesses.process.memory import session_members
+
+DUMP = signal.SIGUSR1  # asks a witness for the Python stacks of its threads
+_DUMP_S = 1.0
+_FRAMES = 3
+# Variables that a witness, which runs code of others, has no use for. A list of what it may see would lack what some
+# driver or cluster needs.
+_SECRET = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY|AUTH)(_|$)"
+    r"|^(AWS|AZURE|GOOGLE|GCP|OPENAI|ANTHROPIC|WANDB|GITHUB|GITLAB|SSH|KUBERNETES|FSSPEC)_|_URL$|_PROXY$|_DSN$",
+    re.IGNORECASE,
+)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's variables without secrets, with `more`: offline, on the loopback interface, and without TF32."""
+    public = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    here = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    # A token may also lie in the user's home directory.
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
+    # Some containers turn on TF32, which rounds the factors of float32 to 10 bits of mantissa.
+    exact = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
+    return public | loopback | offline | exact | {"PYTHONPATH": path} | more
+
+
+def start(
+    module: str, words: Sequence[object], log: Path, variables: Mapping[str, str], *, stdout: bool = True
+) -> subprocess.Popen[bytes]:
+    """Starts `python -m MODULE WORDS...` in a session of its own, with stderr and, if asked, stdout in `log`."""
+    quiet = [] if stdout else ["-W", "ignore"]
+    command = [sys.executable, *quiet, "-m", __name__, str(os.getpid()), module, *map(str, words)]
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output if stdout else subprocess.DEVNULL,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kills what still runs of a process and of those that it started, which may outlive it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def ask_for_stacks(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Has every Python process in these sessions write the stacks of its threads into its log."""
+    for pid in session_members(processes):
+        with suppress(OSError):
+            caught = re.search(r"^SigCgt:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+            if caught and int(caught[1], 16) >> (DUMP - 1) & 1:  # it would kill a compiler
+                os.kill(pid, DUMP)
+    time.sleep(_DUMP_S)
+
+
+def stuck_at(log: Path) -> str:
+    """Where the thread that answered `ask_for_stacks` was, innermost first; empty where none did."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    starts = [index for index, line in enumerate(lines) if line.startswith("Current thread ")]
+    if not starts:
+        return ""
+    frames = [line.strip() for line in lines[starts[-1] + 1 :][:_FRAMES] if line.startswith("  File ")]
+    return f"; it was at {one_line(' | '.join(frames))}"
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent, the process `parent`, ends (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended meanwhile
+        os._exit(1)
+
+
+def main() -> None:
+    """Runs the module that the command line names."""
+    end_with_parent(int(sys.argv[1]))
+    faulthandler.register(DUMP, file=2, all_threads=True)
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""How far an engine's log-probabilities are from a reference's, and how far the noise of its format is."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verify.witnesses.reference.job import Judged, Routed
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of answers to the same prompts, all positions together; log-probabilities are natural logarithms."""
+
+    mean: float  # of the absolute differences for the prompts' own tokens
+    largest: float  # of the same
+    # The mean Kullback-Leibler divergence from the first to the second, over the first's TOP tokens and one event for
+    # all others, so a lower bound of that over the vocabulary.
+    divergence: float
+    overlap: float  # the mean share of the second's best tokens among the first's
+    parted: tuple[int, int] | None  # prompt and position of the first token for which their best tokens differ
+
+    def __str__(self) -> str:
+        where = f"best tokens differ from token {self.parted[1]} of prompt {self.parted[0]} on" if self.parted else ""
+        parts = [
+            f"mean {self.mean:.4f}, largest {self.largest:.3f}",
+            f"KL {self.divergence:.2g}",
+            f"top tokens shared {self.overlap:.1%}",
+            where or "the same best token everywhere",
+        ]
+        return "; ".join(parts)
+
+
+def distance(one: Sequence[Judged], other: Sequence[Judged]) -> Distance:
+    """`other` holds, in `top`, the log-probabilities of the tokens that `one` names in `top_ids`."""
+    gaps = _gaps(one, other)
+    divergences = np.concatenate([_divergence(a, b) for a, b in zip(one, other, strict=True)])
+    shared = [
+        len({*mine} & {*theirs}) / len(theirs)
+        for a, b in zip(one, other, strict=True)
+        for mine, theirs in zip(a.top_ids, b.top_ids, strict=True)
+    ]
+    return Distance(
+        float(gaps.mean()), float(gaps.max()), float(divergences.mean()), float(np.mean(shared)), _parted(one, other)
+    )
+
+
+def mean_gap(one: Sequence[Judged], other: Sequence[Judged]) -> float:
+    """The mean of the absolute differences for the prompts' own tokens."""
+    return float(_gaps(one, other).mean())
+
+
+def spacing(answers: Sequence[Judged]) -> float:
+    """Half the mean spacing of float32, in which log-probabilities are given, at those of the prompts' tokens."""
+    values = np.concatenate([np.abs(np.asarray(answer.tokens, np.float32)) for answer in answers])
+    return float(np.spacing(values).mean()) / 2
+
+
+def _gaps(one: Sequence[Judged], other: Sequence[Judged]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.concatenate([np.abs(np.subtract(a.tokens, b.tokens)) for a, b in zip(one, other, strict=True)])
+
+
+def _divergence(one: Judged, other: Judged) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """By position; probabilities of what is not in `top` are put together."""
+    mine, theirs = np.array(one.top, np.float64), np.array(other.top, np.float64)
+    rest, their_rest = (np.clip(1 - np.exp(part).sum(1), 1e-12, None) for part in (mine, theirs))
+    return np.asarray((np.exp(mine) * (mine - theirs)).sum(1) + rest * np.log(rest / their_rest))
+
+
+def _parted(one: Sequence[Judged], other: Sequence[Judged]) -> tuple[int, int] | None:
+    for number, (a, b) in enumerate(zip(one, other, strict=True)):
+        for position, (mine, theirs) in enumerate(zip(a.top_ids, b.top_ids, strict=True), start=1):
+            if mine[0] != theirs[0]:
+                return number, position
+    return None
+
+
+def not_finite(answers: Sequence[Judged]) -> tuple[int, int]:
+    """How many of the log-probabilities of prompts' tokens are no finite number, and how many there are."""
+    values = [value for answer in answers for value in answer.tokens]
+    return sum(not math.isfinite(value) for value in values), len(values)
+
+
+def best_tokens(answers: Sequence[Judged]) -> int:
+    """How many different tokens are the most probable one somewhere."""
+    return len({ids[0] for answer in answers for ids in answer.top_ids})
+
+
+def rerouted(one: Sequence[Routed], other: Sequence[Routed]) -> Mapping[int, float]:
+    """By layer for which `other` has experts: the share of its choices that `one` does not make for the same token."""
+    missed: dict[int, list[float]] = defaultdict(list)
+    for mine, theirs in zip(one, other, strict=True):
+        for token, wanted in zip(mine, theirs, strict=True):
+            for layer, experts in enumerate(wanted):
+                if experts:
+                    missed[layer].append(len({*experts} - {*token[layer]}) / len(experts))
+    return {layer: sum(shares) / len(shares) for layer, shares in sorted(missed.items())}

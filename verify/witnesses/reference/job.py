@@ -1,0 +1,85 @@
+"""What transformers is asked for, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verify.witnesses.reference.residuals import Stage
+
+Ids = Sequence[Sequence[int]]  # of tokens, a sequence a prompt
+LENGTH = 96  # tokens that a model writes after an opening
+SHORT = 64  # tokens of the longest prompt whose routing is compared
+TOP = 20  # tokens a position whose log-probabilities are compared, besides the prompt's own
+# The experts of a prompt's tokens, by token and layer; of a layer without routed experts none, or anything.
+Routed = Sequence[Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a model makes of a prompt of n tokens; log-probabilities are natural logarithms."""
+
+    tokens: Sequence[float]  # of tokens 1 to n-1
+    top_ids: Sequence[Sequence[int]]  # the most probable tokens at each of these positions
+    top: Sequence[Sequence[float]]  # log-probabilities, as many a position
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model wrote after an opening, the most probable token each time, with the log-probability of each."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True)
+class ReferenceJob:
+    """What transformers is asked to compute with a checkpoint."""
+
+    checkpoint: str
+    report: str = ""
+    prompts: Ids = ()
+    top_ids: Sequence[Ids] = ()  # for each prompt and position but the first: tokens whose log-probability is wanted
+    openings: Ids = ()  # to be continued
+    written: Ids = ()  # what an engine wrote after each opening
+    length: int = LENGTH  # at most, after an opening
+    routing: bool = False  # the experts of short prompts are wanted too
+    hf: str | None = None  # gives the config of a Megatron checkpoint that carries none
+    dtype: str | None = None  # of the witness; None: the one in which an engine computes
+    streams: Sequence[str] = ()  # files with what Megatron computed for the prompts
+    texts: Ids | None = None  # to be predicted
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """How well a model predicts fixed texts."""
+
+    losses: Sequence[float]  # of each text, the sum of -ln p over its tokens but the first
+    structure: float  # of the median matrix (`verify.evidence.plausible.siblings`): trained weights have more
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What transformers makes of a job in one dtype."""
+
+    judged: Sequence[Judged]  # of each prompt; `top_ids` are transformers' own most probable tokens
+    routed: Sequence[Routed] = ()  # of each short prompt
+    scored: Sequence[Sequence[float]] = ()  # log-probabilities of what the engine wrote after each opening
+    written: Sequence[Continuation] = ()  # what transformers writes
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers makes of a job."""
+
+    dtype: str  # of the witness
+    exact: Answers  # in `exact_dtype`
+    rounded: Answers  # in `dtype`
+    stages: Sequence[Stage] = ()  # where Megatron wrote down what it computed, that against transformers
+    unseen: str | None = None  # why there are none
+    predicted: Predicted | None = None  # of the job's texts
+
+    @property
+    def exact_dtype(self) -> str:
+        """The dtype of `exact`."""
+        return "float64" if self.dtype == "float32" else "float32"

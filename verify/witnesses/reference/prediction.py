@@ -1,0 +1,89 @@
+"""Whether a model predicts text: fixed texts that it has not to write, only to find probable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verify.evidence.plausible.profile import profile_of
+from verify.evidence.plausible.siblings import UNTRAINED, structure
+from verify.skip import Unable
+from verify.witnesses.reference.job import Ids, Predicted
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# English, Python, Chinese: a model is judged by the one that it predicts best.
+TEXTS = (
+    "The history of the city begins with a small harbour, where fishermen mended their nets and sold their catch in "
+    "the morning market. Over the years the harbour grew, and with it the town: merchants built houses along the "
+    "water, a church was raised on the hill, and the first school was opened near the old bridge. In winter, when the "
+    "river was frozen, children played on the ice and the boats lay still until the spring.\n",
+    "def binary_search(items, target):\n    low, high = 0, len(items) - 1\n    while low <= high:\n"
+    "        middle = (low + high) // 2\n        if items[middle] == target:\n            return middle\n"
+    "        if items[middle] < target:\n            low = middle + 1\n        else:\n            high = middle - 1\n"
+    "    return -1\n",
+    "从前有一个小村庄，村里住着一位老人和他的孙女。每天早晨，老人到河边打水，孙女在院子里喂鸡。春天来了，山上开满了花，"
+    "孩子们跑到田野里去放风筝，大人们在地里忙着播种。到了晚上，大家坐在大树下面，听老人讲过去的故事。\n",
+)
+# Bits a byte of the text that is predicted best. A model that knows no more than how often tokens occur needs about 2.2
+# for English. Measured (docs/plausibility.md): sound models 0.2 to 1.3, those with a fault in every layer 1.3 to 6.
+NO_TEXT, POOR_TEXT = 2.0, 1.4
+_MATRICES = 64  # whose structure is looked at
+
+
+def texts_of(tokenizer: Any | None, config: Mapping[str, Any]) -> Ids:
+    """Token ids of TEXTS, as the tokenizer begins a text, and once more behind the token that begins one.
+
+    Raises Unable without a tokenizer, and where its ids are beyond the vocabulary.
+    """
+    if tokenizer is None:
+        raise Unable("there is no tokenizer.json, so no text can be given to the model: take it from the release")
+    text_config = config.get("text_config") or config
+    plain = [list(tokenizer.encode(text)) for text in TEXTS]
+    begin = text_config.get("bos_token_id", config.get("bos_token_id"))
+    found = plain + [ids if begin in ids[:1] or not isinstance(begin, int) else [begin, *ids] for ids in plain]
+    if any(len(ids) < 2 or max(ids) >= text_config["vocab_size"] for ids in found):
+        raise Unable("the tokenizer's ids of a plain text are not in the model's vocabulary (CK707)")
+    return found
+
+
+def predicted(model: nn.Module, texts: Ids) -> Predicted:
+    """What a model of transformers makes of texts."""
+    import torch
+
+    device = next(model.parameters()).device
+    losses = []
+    for text in texts:
+        ids = torch.tensor([text], device=device)
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        losses.append(-float(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).double().sum()))
+    found = list(islice(_structures(model), _MATRICES))
+    return Predicted(losses, float(np.median(found)) if found else 0.0)
+
+
+def _structures(model: nn.Module) -> Iterator[float]:
+    named = [(name, one) for name, one in model.named_parameters() if one.dim() == 2 and ".layers." in name]
+    for name, one in named[:: max(1, len(named) // _MATRICES)]:
+        profile = profile_of(name, one.detach().cpu())
+        if profile is not None and (found := structure(profile)) is not None:
+            yield found
+
+
+def bits_a_byte(found: Predicted) -> Sequence[float]:
+    """Of each of TEXTS, with or without a token that begins it, whichever is better; infinite for no number."""
+    sizes = [len(text.encode()) * math.log(2) for text in TEXTS]
+    bits = [
+        loss / size if math.isfinite(loss) else math.inf for loss, size in zip(found.losses, sizes * 2, strict=True)
+    ]
+    return [min(pair) for pair in zip(bits[: len(TEXTS)], bits[len(TEXTS) :], strict=True)]
+
+
+def looks_trained(found: Predicted) -> bool:
+    """Whether the weights have the structure that training leaves."""
+    return found.structure >= UNTRAINED

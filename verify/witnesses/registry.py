@@ -1,0 +1,48 @@
+"""Every witness: what asks for it, what it implies, and which program it asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verify.witnesses.sglang.facts import SGLANG
+
+if TYPE_CHECKING:  # each adapter is held to the protocol
+    from verify.witnesses.loading.engine import Engine
+    from verify.witnesses.sglang import adapter
+
+    _ADAPTERS: tuple[Engine, ...] = (adapter,)
+
+ENGINES = (SGLANG,)  # whose loading is checked; to add one, see docs/architecture.md
+
+
+@dataclass(frozen=True)
+class Witness:
+    """Something that verification asks where it is told to."""
+
+    name: str  # in `against`, and in what a check needs
+    option: str  # of the command line
+    program: str | None = None  # whose absence the verdict mentions
+    looks_at: str | None = None  # the stage of its checks, as the verdict names it; None: it has no stage of its own
+    implies: str | None = None  # another witness
+
+
+WITNESSES = (
+    Witness("megatron", "--against-megatron", "Megatron", "Megatron"),
+    *(Witness(one.name, f"--against-{one.name}", one.label, one.label) for one in ENGINES),
+    Witness("engine", "--engine", SGLANG.label, "engine"),
+    Witness("update", "--update", implies="engine"),
+    Witness("release-resume", "--release-resume", implies="engine"),
+    Witness("logits", "--logits"),
+)
+
+
+def with_implied(against: frozenset[str]) -> frozenset[str]:
+    """The witnesses asked for, with those that they imply."""
+    return against | {one.implies for one in WITNESSES if one.name in against and one.implies}
+
+
+def programs_not_asked(against: frozenset[str]) -> list[str]:
+    """The programs that none of these witnesses asks."""
+    asked = {one.program for one in WITNESSES if one.name in against}
+    return [one for one in dict.fromkeys(one.program for one in WITNESSES) if one is not None and one not in asked]

@@ -1,0 +1,241 @@
+"""SGLang as an `Engine`: builds the real model of an HF config in this process, and loads it by the model's own code.
+
+Without a GPU the model is built on the CPU, and loading stops before the quantization methods repack weights with CUDA
+kernels. Works with the releases in `SGLANG.tested`. SGLang is imported inside the functions alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from ckptkit.core.errors import CkptkitError
+from verify.witnesses.loading.engine import Build, Loading, Weights
+from verify.witnesses.loading.job import ONE_RANK, EngineSizes
+from verify.witnesses.loading.marlin import repacked_parameters
+from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.sglang.facts import SGLANG
+from verify.witnesses.sglang.names import fuses_shared as fuses_shared
+from verify.witnesses.sglang.names import has_default as has_default
+from verify.witnesses.sglang.names import left_empty as left_empty
+
+PACKAGE, LABEL = SGLANG.name, SGLANG.label
+# Where SGLang reads what was set up before.
+_MACHINERY = (
+    *("sglang.srt.distributed", "sglang.srt.environ", "sglang.srt.layers.dp_attention", "sglang.srt.layers.moe.utils"),
+    *("sglang.srt.models.registry", "sglang.srt.runtime_context", "sglang.srt.server_args"),
+)
+# What SGLang raises before a model's constructor runs is about our set-up, except what it says of quantization_config.
+SET_UP = Phase("setting SGLang up")
+BUILD = Phase(
+    "building the model",
+    ("sglang.srt.models", "sglang.srt.layers.quantization"),
+    ("sglang.srt.layers.quantization.compressed_tensors",),  # it says of an unknown format that it cannot be imported
+    _MACHINERY,
+)
+LOAD = Phase("loading the weights", ("sglang",), machinery=_MACHINERY)
+REPACK = Phase("repacking the weights", ("sglang.srt.layers",), machinery=_MACHINERY)
+_MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes whose kernel is Marlin
+
+
+def build(wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
+    """Builds the model that SGLang chooses with its default loader, which calls `loading` where it would load.
+
+    Raises CkptkitError where SGLang has no draft model for this one.
+    """
+    phases.enter(SET_UP)
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    class Loader(DefaultModelLoader):  # type: ignore[misc]
+        def _get_all_weights(self, model_config: Any, model: nn.Module) -> Weights:
+            return super()._get_all_weights(model_config, model) if wanted.weights is None else wanted.weights
+
+        def load_weights_and_postprocess(self, model: nn.Module, weights: Weights, target_device: torch.device) -> None:
+            loading(model, weights, target_device)
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(wanted.rank)
+    args, model_config = configure(wanted.path, wanted.scratch, wanted.fused_shared, wanted.sizes, wanted.rank)
+    if wanted.draft:
+        model_config = _draft_config(args, model_config)
+    loader, device = Loader(LoadConfig(load_format="auto")), DeviceConfig(args.device, wanted.rank)
+    phases.enter(BUILD)
+    model: nn.Module = loader.load_model(model_config=model_config, device_config=device)
+    return model
+
+
+def load(model: nn.Module, weights: Weights) -> None:
+    """Loads weights by the model's own `load_weights`."""
+    model.load_weights(weights)  # type: ignore[operator]
+
+
+def post_process(module: nn.Module) -> Callable[[], None] | None:
+    """The step of the module's quantization method, as SGLang's loader runs it after loading."""
+    method: Any = getattr(module, "quant_method", None)
+    return None if method is None else partial(method.process_weights_after_loading, module)
+
+
+def unknown_layout(module: nn.Module) -> str | None:
+    """The scheme of a packed module whose layout is not checked: no Marlin kernel, or columns in activation order."""
+    scheme = getattr(module, "scheme", None)
+    ordered = getattr(scheme, "has_g_idx", False) or getattr(scheme, "actorder", None) == "group"
+    known = type(scheme).__name__ in _MARLIN and not ordered
+    return None if known or not repacked_parameters(module) else type(scheme).__name__
+
+
+def share(target: Any, draft: Any) -> None:
+    """Gives a loaded draft model the embeddings and the output layer of its target, as SGLang's EAGLE worker does.
+
+    Source: `init_lm_head` in SGLang's `speculative/eagle_worker_v2.py`. Some classes then wait for the GPU, which need
+    not be there.
+    """
+    waits = nullcontext() if torch.cuda.is_available() else patch.object(torch.cuda, "synchronize")
+    with waits:
+        draft.set_embed_and_head(*target.get_embed_and_head())
+    if hasattr(draft, "set_lm_head_from_target") and hasattr(target, "lm_head"):
+        draft.set_lm_head_from_target(target.lm_head)
+
+
+def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> Any:
+    """Makes the arguments of an SGLang server for this model those of this process, and returns them.
+
+    Nothing that only serving needs.
+    `fused_shared`: keep the shared expert as one more routed expert, as `names.fuses_shared` says.
+    """
+    from sglang.srt import runtime_context, server_args
+
+    cuda = torch.cuda.is_available()
+    args = server_args.ServerArgs(
+        model_path=str(model_path),
+        device="cuda" if cuda else "cpu",
+        tp_size=sizes.tp,
+        ep_size=sizes.ep,
+        dp_size=sizes.tp if sizes.dp_attention else 1,
+        enable_dp_attention=sizes.dp_attention,
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        attention_backend="triton",  # gpt-oss takes no other; on a CPU none is ever called
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        disable_radix_cache=True,  # that of linear attention needs a GPU
+        disable_shared_experts_fusion=not fused_shared,
+    )
+    if hasattr(runtime_context, "SpawnRanks"):  # since then the place of the process is published with the arguments
+        runtime_context.publish(
+            args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank if cuda else None)
+        )
+    else:
+        server_args.set_global_server_args_for_scheduler(args)
+    return args
+
+
+def configure(
+    model_path: Path, scratch: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK, rank: int = 0
+) -> tuple[Any, Any]:
+    """Sets SGLang up in this process for one rank. Returns its server arguments and its ModelConfig."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.moe import initialize_moe_config
+
+    args = publish(model_path, fused_shared, sizes, rank)
+    _called(initialize_moe_config, server_args=args)
+    allow_building_on_cpu()
+    start_process_groups(scratch, sizes, rank)
+    model_config = ModelConfig.from_server_args(args)
+    for name in ("initialize_dp_attention", "init_dp_gathered_buffer"):  # one function up to 0.5.16, two in 0.5.23
+        if hasattr(dp_attention, name):
+            _called(getattr(dp_attention, name), server_args=args, model_config=model_config)
+    return args, model_config
+
+
+def _draft_config(args: Any, target: Any) -> Any:
+    """The ModelConfig of a draft model in its target's directory."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    (own,) = target.hf_config.architectures
+    model_config = ModelConfig.from_server_args(args, model_path=args.model_path, is_draft_model=True)
+    if model_config.hf_config.architectures == [own]:
+        raise CkptkitError(f"SGLang has no class for the multi-token prediction layers of {own}", "serve it without")
+    return model_config
+
+
+def draft_class(model_path: Path) -> str | None:
+    """The class that SGLang loads the multi-token prediction layers into; None where it has none for this model."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    (own,), (draft,) = (
+        ModelConfig(str(model_path), trust_remote_code=False, is_draft_model=draft).hf_config.architectures
+        for draft in (False, True)
+    )
+    return None if draft == own else str(draft)
+
+
+def _called(function: Callable[..., Any], **offered: Any) -> Any:
+    """Calls with the arguments that the function's signature has, since that changes with SGLang's releases."""
+    taken = inspect.signature(function).parameters
+    return function(**{name: value for name, value in offered.items() if name in taken})
+
+
+def start_process_groups(scratch: Path, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> None:
+    """SGLang's process groups, met through a file; once a process."""
+    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+
+    if torch.distributed.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    method = f"file://{scratch.absolute() / 'meeting_point'}"
+    init_distributed_environment(
+        world_size=sizes.tp, rank=rank, local_rank=rank, backend=backend, distributed_init_method=method
+    )
+    _called(  # 0.5.23 reads the sizes from what was published
+        initialize_model_parallel,
+        tensor_model_parallel_size=sizes.tp,
+        expert_model_parallel_size=sizes.ep,
+        attention_data_parallel_size=sizes.tp if sizes.dp_attention else 1,
+    )
+
+
+def allow_building_on_cpu() -> None:
+    """Lets SGLang build a model without a GPU, which only the forward pass needs.
+
+    The rotary embedding would import vLLM's kernels, and has a variant for CPUs that knows few models;
+    compressed-tensors and GLM's fusion of shared experts ask for a compute capability, Qwen3-Next for the GPU's number.
+    """
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from sglang.srt.layers.rotary_embedding import base, factory
+    from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+
+    os.environ["SGLANG_NCCL_SO_PATH"] = "none"  # else several ranks would start NCCL
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    base._is_cpu = True
+    for_cpu = factory.get_rope_cpu  # it knows one kind, which get_rope builds on a GPU alone
+    factory.get_rope_cpu = lambda *args: for_cpu(*args) if args[5] else factory.get_rope(*args[:8])
+    CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
+    # Up to 0.5.16 the model decides; in 0.5.23 the loader asks its class.
+    if hasattr(Glm4MoeForCausalLM, "determine_num_fused_shared_experts"):
+        Glm4MoeForCausalLM.determine_num_fused_shared_experts = _fuse_as_told
+    else:
+        Glm4MoeForCausalLM.shared_experts_fusion_disable_reason = classmethod(lambda *_: None)
+
+
+def _fuse_as_told(model: Any) -> None:
+    from sglang.srt.runtime_context import get_server_args
+
+    model.num_fused_shared_experts = (
+        0 if get_server_args().disable_shared_experts_fusion else model.config.n_shared_experts
+    )

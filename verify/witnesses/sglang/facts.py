@@ -1,0 +1,16 @@
+"""What is known of SGLang without importing it."""
+
+from __future__ import annotations
+
+from verify.witnesses.loading.engine import EngineFacts
+
+SGLANG = EngineFacts(
+    name="sglang",
+    label="SGLang",
+    codes="CK50",
+    tested=("0.5.15.post1", "0.5.16", "0.5.23"),  # docs/sglang-versions.md
+    adapter="verify.witnesses.sglang.adapter",
+    server="python -m sglang.launch_server",
+    unfused_option="--disable-shared-experts-fusion",
+    hidden=("SGLANG_USE_CPU_ENGINE",),
+)

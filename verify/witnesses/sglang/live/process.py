@@ -1,0 +1,107 @@
+"""A live engine as a witness: `python -m verify.witnesses.sglang.live.process JOB.json` serves it and reports.
+
+The engine answers the prompts; then, as asked, the whole checkpoint is pushed into it again through the requests that
+trainers use, and everything that it holds is read back and compared with what it held after its first load. SGLang's
+own checker compares too. Parameters are poisoned before the first update of a kind, so what an update leaves out shows.
+
+SGLang is imported inside functions alone. Nothing that an engine does is a verdict by itself: one that dies makes the
+report inconclusive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from ckptkit.core.errors import words_of
+from ckptkit.formats.hf.reader import HfCheckpoint
+from verify.witnesses.process.codec import save
+from verify.witnesses.process.entry import run_job
+from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.sglang.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineJob, EngineReport, Reload
+from verify.witnesses.sglang.live.server import NotTried, Server, start
+from verify.witnesses.sglang.live.sessions import Refused
+
+
+def run(job: EngineJob, phases: PhaseLog) -> None:
+    """Starts the engine and does what the job asks; saves the report after each step. Raises whatever SGLang raises."""
+    phases.enter(Phase("starting the engine"))
+    checkpoint = HfCheckpoint(job.checkpoint)
+    server = Server(job, checkpoint, start(job, checkpoint))
+    try:
+        for report in _reports(job, server, phases):
+            save(report, Path(job.report))
+    finally:
+        server.stop()
+
+
+def _reports(job: EngineJob, server: Server, phases: PhaseLog) -> Iterator[EngineReport]:
+    """The report so far, after the first answers and after each step; the last one is complete."""
+    phases.enter(Phase("reading back what the engine holds"))
+    first = server.held() if job.reloads else {}
+    phases.enter(Phase("answering prompts"))
+    passes = {FIRST: server.answers(), AGAIN: server.answers()}
+    volatile = _changed(first, server.held()) if first else []
+    report = EngineReport(
+        version("sglang"),
+        torch.cuda.get_device_name(),
+        passes,
+        len(first),
+        sum(size for _, size in first.values()),
+        volatile,
+        written=server.written(),
+        routed=server.routed(),
+        draft_held=sum(name.partition(" ")[2].startswith(DRAFT) for name in first),
+    )
+    yield report
+    for name, step in _steps(job):
+        phases.enter(Phase(name))
+        reload = _reload(name, step, server, first, volatile)
+        if not reload.refused:
+            passes = {**passes, name: server.answers()}
+        report = replace(report, passes=passes, reloads=[*report.reloads, reload])
+        yield report
+        if reload.refused:
+            break  # what SGLang holds now is not known
+    yield replace(report, complete=True)
+
+
+def _steps(job: EngineJob) -> Iterator[tuple[str, Sequence[str]]]:
+    """Names of steps, and the methods of Server that each is made of.
+
+    From disk comes last, since that may be refused.
+    """
+    if job.release_resume:
+        yield RESUMED, ("release_and_resume", "update_by_tensor")
+    if job.update:
+        yield "updating by tensor over poison", ("snapshot_and_poison", "update_by_tensor")
+        yield "updating by tensor again", ("update_by_tensor",)
+        yield "updating from disk over poison", ("snapshot_and_poison", "update_from_disk")
+        yield "updating from disk again", ("update_from_disk",)
+
+
+def _reload(
+    name: str, step: Sequence[str], server: Server, first: Mapping[str, tuple[str, int]], volatile: Sequence[str]
+) -> Reload:
+    """Does a step and compares. A reload that is refused leaves nothing to compare."""
+    checked = step[0] == "snapshot_and_poison"
+    try:
+        for method in step:
+            getattr(server, method)()
+    except Refused as refusal:
+        return Reload(name, refused=words_of(refusal), tried=not isinstance(refusal, NotTried))
+    unequal = server.check("compare") if checked else []
+    return Reload(name, "", [one for one in _changed(first, server.held()) if one not in volatile], unequal)
+
+
+def _changed(before: Mapping[str, tuple[str, int]], after: Mapping[str, tuple[str, int]]) -> list[str]:
+    """Names of what is not in both with the same digest."""
+    return sorted({name for name, _ in before.items() ^ after.items()})
+
+
+if __name__ == "__main__":
+    run_job(EngineJob, run)

@@ -1,0 +1,176 @@
+"""Starts a live engine in a process of its own, and turns what becomes of it into data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.installation import package_release
+from ckptkit.core.specs import summarize
+from converters.planner import dims_of
+from converters.registry import family_of
+from quant.formats.part_names import PACKED
+from quant.formats.zero_points import is_expert
+from verify.evidence.expected import config_of
+from verify.evidence.subject import Subject
+from verify.skip import Skip, Unable
+from verify.witnesses.loading.job import EngineSizes
+from verify.witnesses.loading.names import draft_names
+from verify.witnesses.loading.run import check_class, engine_sizes, require
+from verify.witnesses.process.run import ask, time_limit
+from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
+from verify.witnesses.reference.prediction import texts_of
+from verify.witnesses.reference.run import check_reference, prompts_of, run_reference
+from verify.witnesses.reference.text import openings_of, tokenizer_of
+from verify.witnesses.sglang.facts import SGLANG
+from verify.witnesses.sglang.live.job import FIRST, EngineJob, EngineReport
+from verify.witnesses.sglang.names import fuses_shared
+
+_WITNESS = "verify.witnesses.sglang.live.process"
+# What SGLang says of layers that its kernels or ranks cannot cut, and where it looks for tensors of other names.
+_BY_SHAPE = re.compile(
+    r"Invalid thread config|(?:not|must be) divisible by|not evenly divisible|Unsupported shapes"
+    r"|KeyError\b.*in load_weights\b"
+)
+NO_COUNT = "SGLang gives the choices of experts only with num_experts_per_tok in config.json"
+_START_S = 1200  # importing SGLang and compiling its kernels on a cold machine
+_PASSES = 8  # over the weights, at most
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """What a live engine was asked, and what became of it."""
+
+    report: EngineReport | None  # as far as it came
+    prompts: Ids = ()
+    failed: str | None = None  # why the report is missing or not complete
+    openings: Ids = ()
+    routed_layers: int = 0
+    refused: bool = False  # there is no report because of the sizes or names of the checkpoint's own tensors
+
+    def require_report(self) -> EngineReport:
+        """The report. Raises Unable where there is none, Skip where that is a finding of CK511."""
+        if self.refused:
+            raise Skip("not run because the engine cannot serve the checkpoint (CK511)")
+        if self.report is None:
+            raise Unable(self.failed or "the engine gave no report")
+        return self.report
+
+
+def run_engine(subject: Subject) -> EngineRun:
+    """Serves the subject with a real engine and does what was asked. Raises Unable where that cannot be done here."""
+    return _served(subject, draft=False)
+
+
+def run_draft_engine(subject: Subject) -> EngineRun | None:
+    """Loads weights again as asked, with the checkpoint's multi-token prediction layers as draft model.
+
+    None where it holds no such layers. This engine answers no prompts: those are the model's own business. Raises
+    Unable where that cannot be done here.
+    """
+    return _served(subject, draft=True) if draft_names(config_of(subject), subject.checkpoint.specs) else None
+
+
+def _served(subject: Subject, draft: bool) -> EngineRun:
+    sizes = _sizes(subject)
+    config = config_of(subject)
+    check_class(SGLANG, config)
+    logits = "logits" in subject.against and not draft
+    again = subject.once(no_second_load) is None
+    prompts = [] if draft else prompts_of(config, logits)
+    openings = openings_of(tokenizer_of(subject.path), config, prompts) if logits else []
+    layers = _routed_layers(config) if logits else 0
+    job = EngineJob(
+        str(subject.path),
+        prompts,
+        sizes=sizes,
+        update=again and "update" in subject.against,
+        release_resume=again and "release-resume" in subject.against,
+        openings=openings,
+        routed_layers=layers,
+        draft=draft,
+    )
+    limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES)
+    report, failed = ask(job, _WITNESS, EngineReport, limit_s, SGLANG.hidden)
+    if report is not None:
+        return EngineRun(report, prompts, failed, openings, layers)
+    if _BY_SHAPE.search(failed):
+        return EngineRun(None, failed=failed, refused=True)
+    return EngineRun(None, failed=f"the engine failed, which says nothing about the checkpoint: {failed}")
+
+
+def _routed_layers(config: Mapping[str, Any]) -> int:
+    """The layers of a model with experts whose choices SGLang gives; 0 where it gives none."""
+    counted = "num_experts_per_tok" in (config.get("text_config") or config)
+    dims = dims_of(config)
+    return dims.layers if dims.experts and counted and no_choices(config) is None else 0
+
+
+def no_choices(config: Mapping[str, Any]) -> str | None:
+    """Why SGLang's class cannot tell which experts a token is sent to; None where it can."""
+    family = family_of(config)
+    if package_release("sglang") >= family.engine("sglang").layer_id_since:
+        return None
+    since = ".".join(map(str, family.engine("sglang").layer_id_since))
+    return (
+        f"{family.architectures[0]} has no layer_id in its routers before SGLang {since}, so it cannot report experts"
+    )
+
+
+def no_second_load(subject: Subject) -> str | None:
+    """Why SGLang cannot be updated with this checkpoint, known before it starts; None where it may be."""
+    specs = subject.hf_files.specs
+    joined = fuses_shared(specs)
+    packed = (name for name in specs if name.endswith(PACKED) and not is_expert(name))
+    other = [name for name in packed if not (joined and ".shared_experts." in name)]
+    if not other:
+        return None
+    return (
+        f"not tried, since SGLang cannot load INT4 layers other than routed experts a second time: {summarize(other)}; "
+        "leave only experts in INT4 (`ckptkit quantize --preset rl`)"
+    )
+
+
+def run_engine_reference(subject: Subject) -> Reference:
+    """What transformers makes of the checkpoint for what the engine was asked. Raises Unable."""
+    run = subject.once(run_engine)
+    report = run.require_report()
+    check_reference(subject, run.prompts)
+    tokenizer = tokenizer_of(subject.path)
+    job = ReferenceJob(
+        str(subject.path),
+        prompts=run.prompts,
+        top_ids=[answer.top_ids for answer in report.passes[FIRST]],
+        openings=run.openings,
+        written=_written(report),
+        routing=run.routed_layers > 0,
+        texts=texts_of(tokenizer, config_of(subject)) if tokenizer else None,
+    )
+    return run_reference(subject, job)
+
+
+def run_source(subject: Subject) -> Reference:
+    """What transformers makes of the source for the openings alone. Raises Unable."""
+    run = subject.once(run_engine)
+    written = _written(run.require_report())
+    return run_reference(subject, ReferenceJob(str(subject.source_path), openings=run.openings, written=written))
+
+
+def _written(report: EngineReport) -> Ids:
+    return [one.ids for one in report.written]
+
+
+def _sizes(subject: Subject) -> EngineSizes:
+    """The engine's sizes. Raises Unable unless an engine can serve the subject here."""
+    import torch
+
+    require(SGLANG)
+    if subject.kind != "hf":
+        raise Unable("an engine serves HF directories: export it (`ckptkit convert`) and verify the export")
+    if torch.cuda.device_count() < max(1, subject.tp):
+        raise Unable(f"needs CUDA: one GPU a rank for {subject.tp}, and there are {torch.cuda.device_count()} here")
+    if (sizes := engine_sizes(subject)) is None:
+        raise Unable("an engine has no such sizes: --ep divides --tp, and there is no --pp")
+    return sizes

@@ -1,0 +1,260 @@
+"""A running engine, the requests that the witness sends to it, and the read-back of what it holds."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import summarize
+from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE_INV
+from verify.witnesses.loading.names import draft_names
+from verify.witnesses.reference.job import SHORT, TOP, Continuation, Judged, Routed
+from verify.witnesses.sglang.adapter import draft_class
+from verify.witnesses.sglang.live.job import DRAFT, EngineJob
+from verify.witnesses.sglang.live.readback import PACKED, POISON, RECORD
+from verify.witnesses.sglang.live.sessions import LOADERS, Refused, granted, has_sessions, loading, looking
+from verify.witnesses.sglang.names import fuses_shared
+
+RELOADABLE = "CompressedTensorsWNA16MoE"  # the only packed layers that can be opened again
+BUCKET_BYTES = 512 << 20
+_NAMED = re.compile(r"^name=(\S+) ", re.MULTILINE)  # in the checker's message, a line a tensor
+
+
+class NotTried(Refused):
+    """A request that is known to end this SGLang was not sent; the message says why."""
+
+
+class Server:
+    """An engine and the requests that the witness sends. `device`: where tensors are sent from."""
+
+    def __init__(self, job: EngineJob, checkpoint: HfCheckpoint, engine: Any, device: str = "cuda") -> None:
+        self._job = job
+        self._checkpoint = checkpoint
+        self._engine = engine
+        self._device = device
+        self._count = 0
+        self.packed: Mapping[str, str] = {}
+
+    def stop(self) -> None:
+        """Ends the engine."""
+        self._engine.shutdown()
+
+    def answers(self) -> list[Judged]:
+        """What the model makes of each prompt."""
+        asked = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
+        return [
+            _judged(
+                self._engine.generate(
+                    input_ids=list(prompt),
+                    sampling_params=asked,
+                    return_logprob=True,
+                    logprob_start_len=0,
+                    top_logprobs_num=TOP,
+                )["meta_info"]
+            )
+            for prompt in self._job.prompts
+        ]
+
+    def written(self) -> list[Continuation]:
+        """What the model writes after each opening, until it ends the text or has written enough."""
+        asked = {"temperature": 0.0, "max_new_tokens": self._job.length}
+        return [
+            _continued(self._engine.generate(input_ids=list(opening), sampling_params=asked, return_logprob=True))
+            for opening in self._job.openings
+        ]
+
+    def routed(self) -> list[Routed]:
+        """The experts that the tokens of each short prompt are sent to; nothing where the job does not ask."""
+        if not self._job.routed_layers:
+            return []
+        short = [prompt for prompt in self._job.prompts if len(prompt) <= SHORT]
+        return [self._routed(prompt) for prompt in short]
+
+    def _routed(self, prompt: Sequence[int]) -> Routed:
+        asked = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
+        answer = self._engine.generate(input_ids=list(prompt), sampling_params=asked, return_routed_experts=True)
+        ids = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32)
+        return ids.reshape(len(prompt), self._job.routed_layers, -1).tolist()
+
+    def held(self) -> dict[str, tuple[str, int]]:
+        """Digest and bytes of everything that all ranks hold, by rank and name; DRAFT before names of a draft model.
+
+        Raises CkptkitError unless every rank wrote down what it holds, in each of its models.
+        """
+        self._count += 1
+        path = Path(self._job.report).parent / f"held-{self._count}"
+        self._look(str(path), RECORD)
+        found: dict[str, tuple[str, int]] = {}
+        models: set[tuple[str, str]] = set()
+        for file in sorted(path.parent.glob(f"{path.name}.*.json")):
+            rank, kind = file.name.removeprefix(f"{path.name}.").split(".")[:2]
+            prefix = DRAFT if self._job.draft and kind != self._checkpoint.config["architectures"][0] else ""
+            models.add((rank, prefix))
+            record = json.loads(file.read_text())
+            self.packed = {**self.packed, **{prefix + name: scheme for name, scheme in record[PACKED].items()}}
+            found |= {f"{rank} {prefix}{name}": (digest, size) for name, (digest, size) in record["held"].items()}
+        if len(models) != self._job.sizes.tp * (2 if self._job.draft else 1):
+            seen = ", ".join(f"rank {rank}{' (draft)' if prefix else ''}" for rank, prefix in sorted(models))
+            raise CkptkitError(f"of the engine's models only these wrote what they hold: {seen}", "please report this")
+        return found
+
+    def check(self, action: str) -> Sequence[str]:
+        """SGLang's own checker: `snapshot`, or `compare`, which gives the names of unequal tensors."""
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        asked = self._engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action), None)
+        success, message, *_ = self._engine.loop.run_until_complete(asked)
+        if success:
+            return ()
+        names = _NAMED.findall(message)
+        if action != "compare" or not names:
+            raise RuntimeError(f"SGLang's weight checker cannot {action}: {message}")
+        return names
+
+    def update_by_tensor(self) -> None:
+        """The whole checkpoint in buckets, as a trainer sends it. Raises Refused."""
+        with loading(self._engine, self._send, bool(self.packed)):
+            for bucket in buckets(self._checkpoint):
+                self._send([(name, tensor.to(self._device)) for name, tensor in bucket])
+        self._engine.flush_cache()
+
+    def update_from_disk(self) -> None:
+        """The directory again. Raises Refused, for repacked layers before they are touched: that ends an engine."""
+        if self.packed and not has_sessions(self._engine):
+            raise NotTried(
+                "not tried, since SGLang 0.5.16 loads tensors from disk into repacked INT4 layers and ends with an "
+                "error of shapes"
+            )
+        granted(self._engine.update_weights_from_disk(self._job.checkpoint))
+
+    def release_and_resume(self) -> None:
+        """Gives weights, cache and graphs back, and takes memory for them again, which then holds poison."""
+        self._engine.release_memory_occupation()
+        self._engine.resume_memory_occupation()
+        self.poison()
+
+    def snapshot_and_poison(self) -> None:
+        """SGLang's checker remembers every tensor; then every parameter is poisoned, so that none can stay as it was.
+
+        The checker's own `reset_tensors` is not called: it also overwrites buffers that no checkpoint holds.
+        """
+        self.check("snapshot")
+        self.poison()
+
+    def poison(self) -> None:
+        """Poisons every parameter in every rank. Raises CkptkitError for layers that could not be loaded again."""
+        if other := [name for name, scheme in self.packed.items() if scheme != RELOADABLE]:
+            raise CkptkitError(
+                f"ckptkit knows no way to load {summarize(other)} into SGLang again", "leave only experts in INT4"
+            )
+        self._look("", POISON)
+
+    def _look(self, name: str, loader: str) -> None:
+        """Has every model of the engine given to a loader, with one tensor of this name."""
+        with looking(self._engine):
+            self._send([(name, torch.zeros(1, device=self._device))], loader)
+
+    def _send(self, weights: Sequence[tuple[str, Tensor]], loader: str | None = None) -> None:
+        granted(self._engine.update_weights_from_tensor(weights, load_format=loader, flush_cache=False))
+
+
+def start(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
+    """A `sglang.Engine`. Raises CkptkitError where it cannot do what the job asks; SGLang itself ends this process."""
+    import sglang
+
+    if job.draft:
+        _check_draft(job, checkpoint)
+    dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "auto")
+    return sglang.Engine(
+        model_path=job.checkpoint,
+        dtype="bfloat16" if dtype == "float32" else "auto",
+        tp_size=job.sizes.tp,
+        ep_size=job.sizes.ep,
+        dp_size=job.sizes.tp if job.sizes.dp_attention else 1,
+        enable_dp_attention=job.sizes.dp_attention,
+        skip_tokenizer_init=True,
+        attention_backend="triton",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        disable_radix_cache=True,  # every prompt is computed anew
+        disable_shared_experts_fusion=not fuses_shared(checkpoint.specs),
+        enable_memory_saver=job.release_resume,
+        enable_return_routed_experts=job.routed_layers > 0,
+        custom_weight_loader=LOADERS,
+        max_total_tokens=max(map(len, job.prompts), default=0) + 4096,
+        max_running_requests=8,
+        random_seed=0,
+        watchdog_timeout=1500,
+        log_level="info",
+        **(_speculative(job) if job.draft else {}),
+    )
+
+
+def _speculative(job: EngineJob) -> dict[str, Any]:
+    """One draft token a step, by the multi-token prediction layer of the same directory."""
+    return {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": job.checkpoint,
+        "speculative_num_steps": 1,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 2,
+    }
+
+
+def _check_draft(job: EngineJob, checkpoint: HfCheckpoint) -> None:
+    """Raises CkptkitError unless the engine can hold the draft model, and it can be read back."""
+    import sglang
+
+    if draft_class(Path(job.checkpoint)) is None:
+        raise CkptkitError(
+            f"SGLang has no class for the multi-token prediction layers of {checkpoint.config['architectures'][0]}",
+            "serve the model without them",
+        )
+    quantized = (WEIGHT_PACKED, WEIGHT_SCALE_INV)
+    packed = [name for name in draft_names(checkpoint.config, checkpoint.specs) if name.endswith(quantized)]
+    if packed and has_sessions(sglang.Engine):
+        raise CkptkitError(
+            f"reading a draft model back would repack {summarize(packed)} a second time",
+            "leave the multi-token prediction layers unquantized",
+        )
+
+
+def _judged(answer: Mapping[str, Any]) -> Judged:
+    top = [[(found[0], found[1]) for found in position] for position in answer["input_top_logprobs"][1:]]
+    return Judged(
+        [float(found[0]) for found in answer["input_token_logprobs"][1:]],
+        [[int(token) for _, token in position] for position in top],
+        [[float(value) for value, _ in position] for position in top],
+    )
+
+
+def _continued(answer: Mapping[str, Any]) -> Continuation:
+    written = answer["meta_info"]["output_token_logprobs"]
+    return Continuation([int(found[1]) for found in written], [float(found[0]) for found in written])
+
+
+def buckets(checkpoint: HfCheckpoint) -> Iterator[list[tuple[str, Tensor]]]:
+    """Every tensor once, in lists of at least BUCKET_BYTES, the last one less."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in chain.from_iterable(checkpoint.read(names).items() for names in checkpoint.groups):
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
