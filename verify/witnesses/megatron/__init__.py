@@ -1,4 +1,4 @@
 """Real Megatron as a witness: the job, the ranks that load it, and what each parameter should hold.
 
-May import evidence.
+May import evidence, and `loading`, `process` and `reference` beside it.
 """

@@ -1,4 +1,4 @@
 """Real SGLang as a witness: the job, the load, and what each parameter should hold.
 
-May import evidence.
+May import evidence, and `loading`, `process` and `reference` beside it.
 """
