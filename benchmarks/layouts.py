@@ -98,10 +98,12 @@ def look(path: Path, ranks: list[int]) -> None:
     """Runs the checks of Megatron. Raises SystemExit where one does not pass."""
     from verify.check import all_checks, run_checks
     from verify.evidence.subject import Subject
+    from verify.options import VerifyOptions
     from verify.witnesses.megatron.options import MegatronOptions
 
     options = MegatronOptions(ranks=tuple(ranks))
-    subject = Subject(path, tp=8, pp=8, ep=32, against=frozenset({"megatron"}), megatron=options)
+    asked = frozenset({"megatron"})
+    subject = Subject(path, options=VerifyOptions(tp=8, pp=8, ep=32, against=asked, megatron=options))
     outcome = run_checks(subject, [one for one in all_checks() if one.code in ("CK401", "CK402", "CK403")])
     print(*outcome.facts["megatron"], *outcome.facts["pipeline stages"], sep="\n", file=sys.stderr)
     wrong = [*outcome.findings, *(check.reason for check in outcome.checks if check.status != "passed")]

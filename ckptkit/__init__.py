@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
+MAY_IMPORT = ("quant", "verify")
+
 __all__ = [
     "CheckResult",
     "CkptkitError",

@@ -1,4 +1,3 @@
-"""HF <-> Megatron mappings: one declarative file a model family, and the planner that expands them.
+"""HF <-> Megatron mappings: one declarative file a model family, and the planner that expands them."""
 
-May import core, storage, formats and transfer of ckptkit.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats")

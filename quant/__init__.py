@@ -1,4 +1,3 @@
-"""Quantization: which tensors, which scales, which bytes.
+"""Quantization: which tensors, which scales, which bytes."""
 
-May import ckptkit below app, and converters.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.formats", "converters")

@@ -25,7 +25,7 @@ COLUMNS = {
     "megatron": {"what", "seconds", "ratio to the plain load"},
     "layouts": {"ranks", "seconds", "largest process MiB"},
     "plan": {"what", "seconds", "peak MiB"},
-    "launches": {"launch", "seconds", "seconds again"},
+    "launches": {"launch", "seconds"},
     "ray": {"workers", "seconds", "throughput to 1 worker's"},
 }
 

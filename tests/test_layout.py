@@ -71,6 +71,35 @@ def test_layers_import_only_those_before_them() -> None:
     assert upward(ROOT) == []
 
 
+def stated(init: Path) -> list[str] | None:
+    """What a folder's `__init__` says that it may import, besides itself; None where it says nothing."""
+    for node in ast.parse(init.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MAY_IMPORT":
+            return list(ast.literal_eval(node.value))
+    return None
+
+
+def test_folders_import_only_what_they_state() -> None:
+    known = modules(ROOT)
+    wrong, unused = [], []
+    for folder, init in known.items():
+        if init.name != "__init__.py":
+            continue
+        may = stated(init)
+        assert may is not None, f"{folder} states no MAY_IMPORT"
+        found = {
+            name
+            for module, file in known.items()
+            if file.parent == init.parent
+            for name in imported(file, known)
+            if not f"{name}.".startswith(f"{folder}.")
+        }
+        covered = {one: {name for name in found if f"{name}.".startswith(f"{one}.")} for one in may}
+        wrong += [f"{folder} imports {name}" for name in sorted(found.difference(*covered.values()))]
+        unused += [f"{folder} does not import {one}" for one, names in covered.items() if not names]
+    assert (wrong, unused) == ([], [])
+
+
 def test_no_two_files_import_each_other() -> None:
     known = modules(ROOT)
     graph = {module: {name for name in imported(file, known) if name != module} for module, file in known.items()}

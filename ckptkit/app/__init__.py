@@ -1,4 +1,3 @@
-"""The command line, the Python API, jobs and the demo.
+"""The command line, the Python API, jobs and the demo."""
 
-May import everything; only the modules beside this folder (`ckptkit/__init__`, `hooks`, `hooks_verl`) import it.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "ckptkit.transfer", "converters", "quant", "verify")

@@ -1,4 +1,3 @@
-"""What everything stands on: tensor specs, the checkpoint protocols, plans, errors and printable text.
+"""What everything stands on: tensor specs, the checkpoint protocols, plans, errors and printable text."""
 
-Imports nothing else of the project.
-"""
+MAY_IMPORT = ()

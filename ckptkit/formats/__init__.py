@@ -1,4 +1,3 @@
-"""The file formats of checkpoints, one folder each, and what tells them apart.
+"""The file formats of checkpoints, one folder each, and what tells them apart."""
 
-May import core and storage.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage")

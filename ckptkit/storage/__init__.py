@@ -1,4 +1,3 @@
-"""Bytes on disks and at URLs: reading, writing, digests and locks, whatever the bytes mean.
+"""Bytes on disks and at URLs: reading, writing, digests and locks, whatever the bytes mean."""
 
-May import core.
-"""
+MAY_IMPORT = ("ckptkit.core",)

@@ -1,4 +1,3 @@
-"""Carries a plan into a destination: the copy loop, the journal to resume from, the rename at the end, the manifest.
+"""Carries a plan into a destination: the copy loop, the journal to resume from, the rename at the end, the manifest."""
 
-May import core, storage and formats.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats")

@@ -1,4 +1,10 @@
-"""Rules that families share: attention, latent attention, experts, multi-token prediction.
+"""Rules that families share: attention, latent attention, experts, multi-token prediction."""
 
-May import ops and config.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "converters.config",
+    "converters.family",
+    "converters.hf_names",
+    "converters.ops",
+    "converters.rules",
+)

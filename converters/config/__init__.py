@@ -1,4 +1,3 @@
-"""Reads an HF config: values under every spelling, and the dimensions of a model.
+"""Reads an HF config: values under every spelling, and the dimensions of a model."""
 
-May import core.
-"""
+MAY_IMPORT = ("ckptkit.core",)

@@ -2,5 +2,14 @@
 
 The registry finds every file here and in the folders below.
 
-Each file lists its families in `FAMILIES`. May import ops, blocks and config.
+Each file lists its families in `FAMILIES`.
 """
+
+MAY_IMPORT = (
+    "ckptkit.core",
+    "converters.blocks",
+    "converters.config",
+    "converters.family",
+    "converters.ops",
+    "converters.rules",
+)

@@ -1,4 +1,13 @@
-"""What Megatron makes of a model: its arguments, pipelines, tensor-parallel cuts, module names and legacy files.
+"""What Megatron makes of a model: its arguments, pipelines, tensor-parallel cuts, module names and legacy files."""
 
-May import the rest of converters.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.storage",
+    "ckptkit.formats",
+    "converters.blocks",
+    "converters.config",
+    "converters.ops",
+    "converters.planner",
+    "converters.rules",
+    "converters.stored",
+)

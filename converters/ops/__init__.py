@@ -1,4 +1,3 @@
-"""How the tensors of one rule become one another, and which shapes that gives.
+"""How the tensors of one rule become one another, and which shapes that gives."""
 
-May import config.
-"""
+MAY_IMPORT = ("ckptkit.core", "converters.config")

@@ -1,4 +1,3 @@
-"""Formats of quantized weights, to read and to write: INT4, FP8 and MXFP4.
+"""Formats of quantized weights, to read and to write: INT4, FP8 and MXFP4."""
 
-May import converters.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "quant.patterns")

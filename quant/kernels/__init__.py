@@ -1,4 +1,3 @@
-"""Quantizing and packing in one pass, on CPUs and GPUs.
+"""Quantizing and packing in one pass, on CPUs and GPUs."""
 
-May import formats.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.transfer", "quant.formats")

@@ -1,4 +1,11 @@
-"""Finds what is wrong with an `ignore` list, and a list that all readers agree on.
+"""Finds what is wrong with an `ignore` list, and a list that all readers agree on."""
 
-May import selection and formats.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.storage",
+    "ckptkit.formats",
+    "converters",
+    "quant.formats",
+    "quant.patterns",
+    "quant.selection",
+)

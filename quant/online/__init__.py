@@ -1,7 +1,4 @@
-"""Quantizes the weights of a trainer while it streams them to SGLang: `from quant.online import OnlineQuantizer`.
-
-May import the rest of quant.
-"""
+"""Quantizes the weights of a trainer while it streams them to SGLang: `from quant.online import OnlineQuantizer`."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quant.online.quantizer import OnlineQuantizer
+
+MAY_IMPORT = ("ckptkit.core", "ckptkit.formats", "converters", "quant.formats", "quant.kernels", "quant.selection")
 
 __all__ = ["OnlineQuantizer"]
 

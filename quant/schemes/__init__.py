@@ -1,4 +1,11 @@
-"""Schemes that weights can be quantized to, behind one protocol. A scheme is a module here and a row in `registry`.
+"""Schemes that weights can be quantized to, behind one protocol. A scheme is a module here and a row in `registry`."""
 
-May import the rest of quant, but `online`.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.formats",
+    "converters",
+    "quant.formats",
+    "quant.kernels",
+    "quant.requantize",
+    "quant.selection",
+)

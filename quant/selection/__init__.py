@@ -1,4 +1,3 @@
-"""Which tensors are packed: what the model is made of, and how each reader takes `ignore` and `targets`.
+"""Which tensors are packed: what the model is made of, and how each reader takes `ignore` and `targets`."""
 
-May import converters.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.formats", "converters", "quant.formats", "quant.patterns")

@@ -1,4 +1,3 @@
-"""One function a check, by subject.
+"""One function a check, by subject."""
 
-May import evidence, witnesses and launch.
-"""
+MAY_IMPORT = ()

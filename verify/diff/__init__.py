@@ -1,4 +1,6 @@
 """Compares two checkpoints of any formats, tensor by tensor, and measures how far differing ones are apart.
 
-May import `verify.evidence` and everything below it.
+evidence` and everything below it.
 """
+
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "converters", "quant", "verify.evidence")

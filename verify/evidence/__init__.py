@@ -1,4 +1,15 @@
-"""Reads what checks look at, once: files, expected tensors, values.
+"""Reads what checks look at, once: files, expected tensors, values."""
 
-May import quant and converters, and no check.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.storage",
+    "ckptkit.formats",
+    "ckptkit.transfer",
+    "converters",
+    "quant",
+    "verify.issue",
+    "verify.launch",
+    "verify.options",
+    "verify.report",
+    "verify.skip",
+)

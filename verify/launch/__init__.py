@@ -1,4 +1,17 @@
-"""How a training job finds its weights, read from its launch.
+"""How a training job finds its weights, read from its launch."""
 
-May import evidence.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.storage",
+    "ckptkit.formats",
+    "converters",
+    "verify.check",
+    "verify.checks.config",
+    "verify.checks.headers",
+    "verify.checks.launch",
+    "verify.evidence",
+    "verify.issue",
+    "verify.options",
+    "verify.report",
+    "verify.run",
+)

@@ -1,4 +1,6 @@
 """Reads logs of trainers and engines, and names the known symptoms in them with the command that proves each.
 
-May import `ckptkit.core` alone. Each table of symptoms is a file; `scan` goes through the lines.
+core` alone. Each table of symptoms is a file; `scan` goes through the lines.
 """
+
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage")

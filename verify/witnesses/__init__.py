@@ -1,4 +1,3 @@
-"""Real Megatron and real SGLang in processes of their own: how they are asked, and how they end.
+"""Real Megatron and real SGLang in processes of their own: how they are asked, and how they end."""
 
-May import evidence.
-"""
+MAY_IMPORT = ()

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from verify.witnesses.sglang.facts import SGLANG
-
-if TYPE_CHECKING:  # each adapter is held to the protocol
-    from verify.witnesses.loading.engine import Engine
-    from verify.witnesses.sglang import adapter
-
-    _ADAPTERS: tuple[Engine, ...] = (adapter,)
 
 ENGINES = (SGLANG,)  # whose loading is checked; to add one, see docs/architecture.md
 

@@ -26,6 +26,17 @@ from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.installation import program_version, refuse_shadowed
 from ckptkit.core.printable import printable
 
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.storage",
+    "ckptkit.formats",
+    "ckptkit.transfer",
+    "ckptkit.app",
+    "converters",
+    "quant",
+    "verify",
+)
+
 _MODULES = {
     "convert": "conversion",
     "diff": "comparison",

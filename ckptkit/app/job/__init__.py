@@ -1,4 +1,6 @@
 """What hooks look at while a job runs: weight updates of engines, and the model that a rank has loaded.
 
-May import everything before it; only `ckptkit.app.hooks` and `ckptkit.hooks` import it.
+Only `ckptkit.app.hooks` and `ckptkit.hooks` import it.
 """
+
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "ckptkit.transfer", "converters", "verify")

@@ -1,4 +1,3 @@
-"""HF directories: safetensors shards with an index, and the files beside the weights.
+"""HF directories: safetensors shards with an index, and the files beside the weights."""
 
-May import what formats may.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats")

@@ -1,4 +1,3 @@
-"""Megatron's legacy `torch` format: the files of every rank.
+"""Megatron's legacy `torch` format: the files of every rank."""
 
-May import what formats may.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.formats")

@@ -1,4 +1,3 @@
-"""Megatron's torch_dist format: its names, reading it and writing it.
+"""Megatron's torch_dist format: its names, reading it and writing it."""
 
-May import what formats may.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats")

@@ -1,4 +1,3 @@
-"""Files that torch.save wrote: the zip archive, its pickle read without running anything, and its tensors.
+"""Files that torch.save wrote: the zip archive, its pickle read without running anything, and its tensors."""
 
-May import what formats may.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage")

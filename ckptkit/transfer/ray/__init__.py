@@ -1,4 +1,3 @@
-"""Runs pieces of work as tasks on a Ray cluster.
+"""Runs pieces of work as tasks on a Ray cluster."""
 
-May import what transfer may.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.transfer")

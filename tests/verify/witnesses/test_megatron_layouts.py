@@ -133,7 +133,11 @@ def test_four_dimensional_layout_in_waves(name: str, tmp_path: Path, monkeypatch
     save(name, with_heads(CASES[name], 8), tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "megatron")
     monkeypatch.setattr(megatron_run, "fits_together", lambda world, each: False)
-    subject = Subject(tmp_path / "megatron", tmp_path / "hf", options=VerifyOptions(tp=4, pp=2, ep=4, vpp=2))
+    subject = Subject(
+        tmp_path / "megatron",
+        tmp_path / "hf",
+        options=VerifyOptions(tp=4, pp=2, ep=4, vpp=2, against=frozenset({"megatron"})),
+    )
     findings, tallies = judge(subject)
     assert findings == []
     assert tallies["CK403"].facts["pipeline stages"][0] == "pp rank 0: layers 0..2 and 6..8"

@@ -1,4 +1,12 @@
-"""Checks of settings: config, tokenizer and parallel sizes.
+"""Checks of settings: config, tokenizer and parallel sizes."""
 
-May import what checks may.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.formats",
+    "converters",
+    "verify.check",
+    "verify.evidence",
+    "verify.issue",
+    "verify.launch",
+    "verify.report",
+)

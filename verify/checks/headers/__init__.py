@@ -1,4 +1,13 @@
-"""Checks of headers, names and JSON files: no weight is read.
+"""Checks of headers, names and JSON files: no weight is read."""
 
-May import what checks may.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.storage",
+    "ckptkit.formats",
+    "converters",
+    "quant",
+    "verify.check",
+    "verify.evidence",
+    "verify.issue",
+    "verify.report",
+)

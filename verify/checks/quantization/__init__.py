@@ -1,4 +1,14 @@
-"""Checks of INT4 weights and of the config that describes them.
+"""Checks of INT4 weights and of the config that describes them."""
 
-May import what checks may.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.formats",
+    "converters",
+    "quant",
+    "verify.check",
+    "verify.checks.headers",
+    "verify.evidence",
+    "verify.issue",
+    "verify.report",
+    "verify.skip",
+)

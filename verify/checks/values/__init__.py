@@ -1,4 +1,15 @@
-"""Checks of what the weights hold.
+"""Checks of what the weights hold."""
 
-May import what checks may.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.transfer",
+    "converters",
+    "quant",
+    "verify.check",
+    "verify.checks.headers",
+    "verify.evidence",
+    "verify.issue",
+    "verify.report",
+    "verify.skip",
+    "verify.witnesses.loading",
+)

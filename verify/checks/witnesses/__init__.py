@@ -1,4 +1,14 @@
-"""Checks of what real Megatron and real SGLang made of the checkpoint.
+"""Checks of what real Megatron and real SGLang made of the checkpoint."""
 
-May import what checks may.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.formats",
+    "converters",
+    "quant",
+    "verify.check",
+    "verify.checks.config",
+    "verify.evidence",
+    "verify.issue",
+    "verify.report",
+    "verify.witnesses",
+)

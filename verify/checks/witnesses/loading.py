@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, update_wrapper
+from typing import TYPE_CHECKING
 
 from converters.passthrough import lost_towers
 from converters.planner import dims_of, expected_hf
@@ -37,6 +38,12 @@ from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.names import of_draft
 from verify.witnesses.loading.run import LoadedBy, engine_sizes
 from verify.witnesses.registry import ENGINES
+
+if TYPE_CHECKING:  # each adapter is held to the protocol
+    from verify.witnesses.loading.engine import Engine
+    from verify.witnesses.sglang import adapter
+
+    _ADAPTERS: tuple[Engine, ...] = (adapter,)
 
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 

@@ -1,4 +1,3 @@
-"""Explains tensors that hold each other's values: layers, pipeline stages, experts and projections.
+"""Explains tensors that hold each other's values: layers, pipeline stages, experts and projections."""
 
-May import the other modules of `verify/evidence/` and what these may import.
-"""
+MAY_IMPORT = ("ckptkit.core", "converters", "verify.evidence")

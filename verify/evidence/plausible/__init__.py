@@ -1,4 +1,3 @@
-"""Compares weights with their siblings in the same checkpoint.
+"""Compares weights with their siblings in the same checkpoint."""
 
-May import what evidence may.
-"""
+MAY_IMPORT = ("converters", "verify.evidence")

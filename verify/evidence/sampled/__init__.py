@@ -1,4 +1,6 @@
 """Compares samples of two checkpoints that must hold the same weights, without torch and bounded in bytes.
 
-May import what `verify.evidence` may.
+evidence` may.
 """
+
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "converters", "verify.evidence")

@@ -1,4 +1,3 @@
-"""Options of a trainer: which there are, how argparse reads each, and what a misspelled one was meant to be.
+"""Options of a trainer: which there are, how argparse reads each, and what a misspelled one was meant to be."""
 
-May import the words of a launch, and what asks the settings of a job for a value.
-"""
+MAY_IMPORT = ("verify.launch",)

@@ -1,4 +1,6 @@
 """Reads Python files that are data in the form of code: model arguments and launchers of miles. Nothing is run.
 
-What cannot be worked out from constants, f-strings, defaults and simple conditions is not known. May import words.
+What cannot be worked out from constants, f-strings, defaults and simple conditions is not known.
 """
+
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "verify.launch")

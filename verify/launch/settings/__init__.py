@@ -1,4 +1,6 @@
 """Reads settings as verl, NeMo-RL and ROLL write them: YAML files that build on others, Hydra overrides, interpolation.
 
-Nothing is run, no stack is imported, and what cannot be resolved stays unresolved. May import words.
+Nothing is run, no stack is imported, and what cannot be resolved stays unresolved.
 """
+
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "verify.launch")

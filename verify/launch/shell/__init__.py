@@ -1,4 +1,3 @@
-"""Bash, read and never run: enough of the language to tell which words a launch script gives to its trainer.
+"""Bash, read and never run: enough of the language to tell which words a launch script gives to its trainer."""
 
-May import the words of a launch and what verify's evidence may.
-"""
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "verify.issue", "verify.launch")

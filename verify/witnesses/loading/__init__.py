@@ -7,7 +7,7 @@ MAY_IMPORT = (
     "ckptkit.core",
     "ckptkit.formats",
     "converters",
-    "quant.formats",
+    "quant",
     "verify.evidence",
     "verify.skip",
     "verify.witnesses.process",

@@ -1,4 +1,13 @@
-"""Real Megatron as a witness: the job, the ranks that load it, and what each parameter should hold.
+"""Real Megatron as a witness: the job, the ranks that load it, and what each parameter should hold."""
 
-May import evidence, and `loading`, `process` and `reference` beside it.
-"""
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.formats",
+    "ckptkit.transfer",
+    "converters",
+    "verify.evidence",
+    "verify.skip",
+    "verify.witnesses.loading",
+    "verify.witnesses.process",
+    "verify.witnesses.reference",
+)

@@ -1,4 +1,15 @@
 """What slime or miles recorded of a rollout, held against what transformers makes of the checkpoint; needs no GPU.
 
-May import evidence, `verify.witnesses.reference` and what starts a witness.
+witnesses.reference` and what starts a witness.
 """
+
+MAY_IMPORT = (
+    "ckptkit.core",
+    "ckptkit.formats",
+    "verify.evidence",
+    "verify.skip",
+    "verify.witnesses.loading",
+    "verify.witnesses.process",
+    "verify.witnesses.reference",
+    "verify.witnesses.sglang",
+)

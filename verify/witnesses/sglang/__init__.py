@@ -1,4 +1,3 @@
-"""Real SGLang as a witness: the job, the load, and what each parameter should hold.
+"""Real SGLang as a witness: the job, the load, and what each parameter should hold."""
 
-May import evidence, and `loading`, `process` and `reference` beside it.
-"""
+MAY_IMPORT = ("ckptkit.core", "quant", "verify.evidence", "verify.witnesses.loading", "verify.witnesses.process")

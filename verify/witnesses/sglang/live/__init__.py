@@ -2,11 +2,10 @@
 
 MAY_IMPORT = (
     "ckptkit.core",
-    "ckptkit.formats",
     "ckptkit.storage",
+    "ckptkit.formats",
     "converters",
-    "quant.formats",
-    "quant.online",
+    "quant",
     "verify.evidence",
     "verify.skip",
     "verify.witnesses.loading",
