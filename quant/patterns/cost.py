@@ -35,7 +35,7 @@ def steps(text: str, longest: int = MAX_NAME) -> int:
 
     `re` tries the ways of each part, and for each of them all of those after it. A repetition at the end that may be
     empty is entered once, since whatever it takes is a match. `text` must compile. Raises UnknownSyntaxError for
-    constructs that names of modules do not need, such as comments and conditions on groups.
+    constructs that names of modules do not need: references, comments and conditions on groups.
     """
     return _Counter(text, longest).alternatives(at_the_end=True).steps
 
@@ -70,11 +70,9 @@ class _Counter:
         return _Cost(ways, total)
 
     def _part(self) -> _Cost:
-        if self._take(_REFERENCE):
-            return _Cost(1, self._longest)
         if self._text[self._position] == "(":
             return self._group()
-        if not (self._take(_CLASS) or self._take(_SINGLE)):
+        if _REFERENCE.match(self._text, self._position) or not (self._take(_CLASS) or self._take(_SINGLE)):
             raise UnknownSyntaxError(self._text[self._position :])
         return _Cost(1, 1, single=True)
 

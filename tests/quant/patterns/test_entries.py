@@ -42,7 +42,6 @@ RECIPES = [
     r"re:.*\bmlp\b.*\bgate\b.*",
     r"re:model\.(?P<part>layers)\.(?P<number>\d+)\.(.*\.)?o_proj\Z",
     "re:.*layers.*mlp.*experts.*down_proj$",
-    r"re:(a+)\1b",
 ]
 PUBLISHED = sorted(
     {
