@@ -11,7 +11,7 @@ from ckptkit.app.execute import execute
 from ckptkit.app.forecast import Forecast, forecast
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions, Sources
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import UsageError
 from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import Location, locate
@@ -79,23 +79,23 @@ def _check_destination(options: RunOptions, sources: Sources, location: Location
 
 
 def _check_direction(options: RunOptions, location: Location) -> None:
-    """Raises CkptkitError for options of the other direction."""
+    """Raises UsageError for options of the other direction."""
     if location.kind == "megatron":
         if options.verb == "quantize":
-            raise CkptkitError(
+            raise UsageError(
                 f"{options.src} is a Megatron checkpoint",
                 "`ckptkit convert SRC DST --quantize w4a16` exports and quantizes in one pass",
             )
         if options.dialect:
             message = "--dialect is for the way to Megatron"
-            raise CkptkitError(message, "leave it out: on the way back the names tell it")
+            raise UsageError(message, "leave it out: on the way back the names tell it")
     elif options.verb == "convert":
         if options.hf:
             message = "--hf is for the way back, from Megatron to HF"
-            raise CkptkitError(message, "leave it out: the source brings its own config")
+            raise UsageError(message, "leave it out: the source brings its own config")
         if options.scheme:
             message = "Megatron holds no INT4 weights"
-            raise CkptkitError(message, "`ckptkit quantize` makes an INT4 HF checkpoint from an HF one")
+            raise UsageError(message, "`ckptkit quantize` makes an INT4 HF checkpoint from an HF one")
         if is_url(options.dst):
             message = f"{options.dst}: only HF directories are written to URLs, and no Megatron checkpoints"
-            raise CkptkitError(message, "write it to a disk, and copy it there")
+            raise UsageError(message, "write it to a disk, and copy it there")
