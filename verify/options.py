@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import UsageError
 from quant.selection.readers import readers_of
 from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.registry import WITNESSES, with_implied
@@ -31,7 +31,7 @@ class VerifyOptions:
     rollout_data: what slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data.
     rollout_temperature: what the rollout was sampled at; None: as the file says, or 1.
 
-    Raises CkptkitError for options that contradict each other or have no effect.
+    Raises UsageError for options that contradict each other or have no effect.
     """
 
     tp: int = 1
@@ -50,27 +50,26 @@ class VerifyOptions:
     rollout_temperature: float | None = None
 
     def __post_init__(self) -> None:
-        """Adds to `against` what its witnesses imply."""
         names = [one.name for one in WITNESSES]
         if unknown := self.against.difference(names):
-            raise CkptkitError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, names))}")
+            raise UsageError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, names))}")
         object.__setattr__(self, "against", with_implied(self.against))
         if "megatron" not in self.against:
             self.megatron.refuse(self.vpp)
         if self.dp_attention and ("sglang" not in self.against or self.tp == 1):
-            raise CkptkitError("--dp-attention has no effect here", "it goes with --against-sglang and a --tp above 1")
+            raise UsageError("--dp-attention has no effect here", "it goes with --against-sglang and a --tp above 1")
         if self.readers is not None:
             readers_of(self.readers)  # raises for an unknown name
         if self.manifest_key is not None and self.manifest is None:
-            raise CkptkitError("a key without a manifest", "give the manifest too (--manifest)")
+            raise UsageError("a key without a manifest", "give the manifest too (--manifest)")
         if self.rollout_temperature is not None:
             self._check_temperature(self.rollout_temperature)
 
     def _check_temperature(self, temperature: float) -> None:
         if not temperature > 0:
-            raise CkptkitError(f"a temperature of {temperature:g}", "it is above 0; leave it out for greedy")
+            raise UsageError(f"a temperature of {temperature:g}", "it is above 0; leave it out for greedy")
         if self.rollout_data is None:
-            raise CkptkitError("a temperature without a rollout", "give the rollout too (--rollout-data)")
+            raise UsageError("a temperature without a rollout", "give the rollout too (--rollout-data)")
 
 
 class GivenVerifyOptions(TypedDict, total=False):

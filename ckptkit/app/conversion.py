@@ -11,7 +11,7 @@ from ckptkit.app.execute import execute
 from ckptkit.app.forecast import Forecast, forecast
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions, Sources
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import UsageError
 from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import Location, locate
@@ -20,6 +20,7 @@ from ckptkit.storage.url import is_url
 from ckptkit.transfer.destination import check_destination
 from ckptkit.transfer.upload import check_upload
 from converters.passthrough import FOLDER
+from quant.schemes.registry import DEFAULT
 
 
 @dataclass(frozen=True)
@@ -79,25 +80,25 @@ def _check_destination(options: RunOptions, sources: Sources, location: Location
 
 
 def _check_direction(options: RunOptions, location: Location) -> None:
-    """Raises CkptkitError for options of the other direction."""
+    """Raises UsageError for options of the other direction."""
     if location.kind == "megatron":
         if options.verb == "quantize":
-            raise CkptkitError(
+            raise UsageError(
                 f"{options.src} is a Megatron checkpoint",
-                "`ckptkit convert SRC DST --quantize` with the name of a scheme exports and quantizes in one pass",
+                f"`ckptkit convert SRC DST --quantize {DEFAULT}` exports and quantizes in one pass",
             )
         if options.dialect:
             message = "--dialect is for the way to Megatron"
-            raise CkptkitError(message, "leave it out: on the way back the names tell it")
+            raise UsageError(message, "leave it out: on the way back the names tell it")
     elif options.verb == "convert":
         if options.hf:
             message = "--hf is for the way back, from Megatron to HF"
-            raise CkptkitError(message, "leave it out: the source brings its own config")
+            raise UsageError(message, "leave it out: the source brings its own config")
         if options.scheme:
             message = f"Megatron holds no {options.scheme.title} weights"
-            raise CkptkitError(
+            raise UsageError(
                 message, f"`ckptkit quantize` makes an {options.scheme.title} HF checkpoint from an HF one"
             )
         if is_url(options.dst):
             message = f"{options.dst}: only HF directories are written to URLs, and no Megatron checkpoints"
-            raise CkptkitError(message, "write it to a disk, and copy it there")
+            raise UsageError(message, "write it to a disk, and copy it there")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from ckptkit.core.dtypes import COMPUTED
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_quantizing_options
 from ckptkit.storage.directory import Directory
@@ -53,7 +53,7 @@ class RunOptions:
     ray: the address of a Ray cluster; "auto": the one at hand, or a new one on this machine.
     resume: go on with what a run of the same options finished before it was cut off.
 
-    Raises CkptkitError for options that contradict each other.
+    Raises UsageError for options that contradict each other.
     """
 
     verb: Literal["convert", "quantize"]
@@ -78,20 +78,20 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.overwrite and self.resume:
-            raise CkptkitError("--resume goes on with what is there, --overwrite replaces it", "give one of them")
+            raise UsageError("--resume goes on with what is there, --overwrite replaces it", "give one of them")
         if self.resume and is_url(self.dst):
-            message = f"{self.dst}: what was cut off at a URL cannot be gone on with"
-            raise CkptkitError(message, "begin again with --overwrite")
+            message = f"{self.dst}: --resume is not supported for URL destinations"
+            raise UsageError(message, "begin again with --overwrite")
         urls = [path for path in (*self.sources, self.dst) if is_url(path)]
         if self.ray is not None and urls:
-            raise CkptkitError(
+            raise UsageError(
                 f"--ray works on a file system that all nodes share, and {urls[0]} is a URL",
                 "copy to such a file system, or leave out --ray",
             )
         if self.dtype not in DTYPES:
-            raise CkptkitError(f"unknown dtype {self.dtype!r}", f"choose one of {', '.join(DTYPES)}")
+            raise UsageError(f"unknown dtype {self.dtype!r}", f"choose one of {', '.join(DTYPES)}")
         if self.dialect is not None and self.dialect not in DIALECTS:
-            raise CkptkitError(f"unknown dialect {self.dialect!r}", f"choose one of {', '.join(DIALECTS)}")
+            raise UsageError(f"unknown dialect {self.dialect!r}", f"choose one of {', '.join(DIALECTS)}")
         if self.scheme is None:
             spelled = {
                 "like": "--like",
@@ -104,7 +104,7 @@ class RunOptions:
 
         elif self.preset:
             if self.like:
-                raise CkptkitError("--like and --preset both say what is packed", "give one of them")
+                raise UsageError("--like and --preset both say what is packed", "give one of them")
             self.scheme.check_preset()
 
     def _is_given(self, name: str) -> bool:
@@ -189,5 +189,5 @@ def parse_size(text: str) -> int:
     """Bytes of `5GB`, `512MiB` or a plain number. Raises CkptkitError."""
     found = re.fullmatch(r"(\d+) ?([KMG]I?B|)", text.upper())
     if not found or not int(found[1]):
-        raise CkptkitError(f"{text!r} is no size", "write 512MB, 2GB or a number of bytes")
+        raise UsageError(f"{text!r} is no size", "write 512MB, 2GB or a number of bytes")
     return int(found[1]) * _UNITS[found[2]]

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from ckptkit.core.printable import one_line, printable
+
+ErrorCode = Literal[
+    "usage",  # options or arguments are wrong, or contradict one another
+    "unsupported",  # a model or format that ckptkit does not read; the checkpoint may be sound
+    "storage",  # a remote store did not answer, or refused
+    "missing-dependency",  # a library has to be installed first
+    "changed",  # files were written while they were read
+    "mismatch",  # weights were compared, and differ
+    "other",  # none of these: the message says what is wrong
+]
 
 
 class CkptkitError(Exception):
@@ -12,13 +23,18 @@ class CkptkitError(Exception):
 
     The command line exits with code 2. `details`: what is wrong one by one; `message` has all of them, and printed each
     has a line of its own.
+    `code`: what kind of error it is, for programs; codes do not change, messages do.
     `resumable`: whether the same job may end well another time, so that what it has finished is worth keeping.
     """
 
+    code: ErrorCode = "other"
     resumable = True
 
-    def __init__(self, message: str, hint: str | None = None, details: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str, hint: str | None = None, details: Sequence[str] = (), *, code: ErrorCode | None = None
+    ) -> None:
         super().__init__(message)
+        self.code = code or type(self).code
         self.message = f"{message}: {'; '.join(details)}" if details else message
         self.hint = hint
         self.details = tuple(details)
@@ -29,8 +45,22 @@ class CkptkitError(Exception):
         return "\n  ".join(map(printable, [*lines, f"next: {self.hint}"] if self.hint else lines))
 
 
+class UsageError(CkptkitError):
+    """Options or arguments are wrong, or contradict one another."""
+
+    code = "usage"
+
+
+class MissingDependencyError(CkptkitError):
+    """A library has to be installed first."""
+
+    code = "missing-dependency"
+
+
 class UnsupportedError(CkptkitError):
     """A model or a format that ckptkit does not read. The checkpoint may be sound."""
+
+    code = "unsupported"
 
 
 class UnknownModelError(UnsupportedError):
@@ -44,8 +74,8 @@ class FinalError(CkptkitError):
 
     @classmethod
     def of(cls, error: CkptkitError) -> FinalError:
-        """In the same words."""
-        return cls(error.args[0], error.hint, error.details)
+        """The same message, hint, details and code."""
+        return cls(error.args[0], error.hint, error.details, code=error.code)
 
 
 def words_of(error: BaseException, with_class: bool = False) -> str:

@@ -42,6 +42,7 @@ def fingerprint(folders: Iterable[Path | Directory], counts: Counts = _all) -> s
 class ChangedError(CkptkitError):
     """What was being read has been written meanwhile."""
 
+    code = "changed"
     resumable = False
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.errors import CkptkitError, ErrorCode, words_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -66,6 +66,8 @@ def absolute(path: str | Path) -> str:
 
 class StoreError(CkptkitError):
     """A store that does not answer, or not as it should: nothing is known to be wrong with what lies there."""
+
+    code = "storage"
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,8 @@ def _explained(url: str) -> Iterator[None]:
     try:
         yield
     except _raised() as error:
-        raise StoreError(f"{url}: {words_of(error)}", _next(url, error)) from error
+        code: ErrorCode = "missing-dependency" if isinstance(error, ImportError) else "storage"
+        raise StoreError(f"{url}: {words_of(error)}", _next(url, error), code=code) from error
 
 
 def _raised() -> tuple[type[Exception], ...]:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.core import json_text
-from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.errors import CkptkitError, MissingDependencyError, words_of
 from ckptkit.formats.detect import SIGNATURE_ENDING
 from ckptkit.storage.regular import read_regular
 from ckptkit.storage.whole import write_whole
@@ -53,7 +53,7 @@ def _library() -> tuple[Any, Any]:
         from model_signing import signing, verifying
     except ImportError as error:
         missing = f"signatures need the library model-signing, which cannot be imported ({words_of(error)})"
-        raise CkptkitError(missing, "pip install model-signing pyopenssl") from error
+        raise MissingDependencyError(missing, "pip install model-signing pyopenssl") from error
     return signing, verifying
 
 

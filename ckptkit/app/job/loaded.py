@@ -63,6 +63,8 @@ class Looked:
 class DiffersError(CkptkitError):
     """A parameter does not hold what the checkpoint says."""
 
+    code = "mismatch"
+
 
 def source_of(args: Namespace, prefix: str) -> Location:
     """The checkpoint that the model was loaded from, by `--load`, `--ref-load` or `--opd-teacher-load`.

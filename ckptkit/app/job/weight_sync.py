@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ckptkit.app.job.engines import Engine, Setup, State, waiting
 from ckptkit.app.job.judged import Judged, Known, judge
 from ckptkit.app.job.sent import Sent
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, MissingDependencyError
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import summarize
 
@@ -213,7 +213,9 @@ class WeightSyncCheck:
 def sglang_digest() -> Digest:
     """SGLang's own function for the checksum of a tensor, on a GPU where there is one: it gives another on a CPU."""
     if find_spec("sglang") is None:
-        raise CkptkitError("SGLang is not installed here, and its checksums are needed", "install the engines' SGLang")
+        raise MissingDependencyError(
+            "SGLang is not installed here, and its checksums are needed", "install the engines' SGLang"
+        )
     import torch
     from sglang.srt.managers.mm_utils import tensor_hash
 

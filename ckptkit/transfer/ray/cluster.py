@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.errors import CkptkitError, MissingDependencyError, words_of
 from ckptkit.transfer.copy import cores
 
 _REACH_S = 10.0
@@ -29,7 +29,7 @@ def connected(address: str, workers: int | None = None) -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise CkptkitError("Ray is not installed", "pip install ray") from error
+        raise MissingDependencyError("Ray is not installed", "pip install ray") from error
     if ray.is_initialized():
         yield ray
         return

@@ -157,7 +157,7 @@ def refused(message: str, hint: str, **how: Any) -> Any:
     ("how", "message", "hint"),
     [
         refused(
-            "s3://b/out: what was cut off at a URL cannot be gone on with",
+            "s3://b/out: --resume is not supported for URL destinations",
             "begin again with --overwrite",
             dst="s3://b/out",
             resume=True,
