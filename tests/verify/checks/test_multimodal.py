@@ -187,8 +187,8 @@ def test_names_of_another_class_are_one_finding(
     config = config_of(source) if changes is None else text_of(source, **changes)
     finding = only(verify(stored(source, tmp_path / "model", tensors, config)))
     assert (finding.code, finding.severity) == ("CK104", "error")
-    assert finding.expected.startswith(f"{root}*, as {config['architectures'][0]} of config.json")
-    assert finding.actual.startswith(f"{other}*, as ")
+    assert finding.expected.startswith(f"{root}*, the layer names of {config['architectures'][0]} in config.json")
+    assert finding.actual.startswith(f"{other}*, the layer names of ")
     assert f"rename the tensors to {root}*" in finding.hint
 
 
@@ -225,7 +225,7 @@ def test_a_renamed_language_model_of_qwen3_5_is_a_warning(
     assert (set(info["missing_keys"]), set(info["unexpected_keys"])) == (set(), set())
     finding = only(verify(path))
     assert (finding.code, finding.severity) == ("CK104", "warning")
-    assert finding.expected.startswith("model.*, as Qwen3_5ForCausalLM")
+    assert finding.expected.startswith("model.*, the layer names of Qwen3_5ForCausalLM")
     renamed = {key.replace("model.language_model.", "model."): value for key, value in tensors.items()}
     assert verify(stored(source, tmp_path / "sound", renamed, config)).findings == []
 
