@@ -100,12 +100,12 @@ class Journal:
     def intact(self, file: str, files: Files) -> bool:
         """Whether a file was finished and its bytes are what they were.
 
-        A machine that went down may have lost the last of them.
+        A machine that went down may have lost the last of them, or of the record.
         """
-        digests = self.recorded(file)
-        if digests is None:
-            return False
         try:
+            digests = self.recorded(file)
+            if digests is None:
+                return False
             return {name: TensorDigest.of(tensor) for name, tensor in files.read(file, self._root)} == digests
         except CkptkitError:  # it is written anew
             return False

@@ -91,6 +91,20 @@ def test_a_finished_file_that_was_damaged_since_is_written_again(
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
+def test_a_file_whose_record_was_lost_with_the_machine_is_written_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename may outlive a power cut, and the bytes of the renamed file not."""
+    run(tmp_path / "whole")
+    with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
+        run(tmp_path / "out", workers=1)
+    partial = tmp_path / "out.partial"
+    (record,) = [*partial.rglob("*.safetensors.json"), *partial.rglob("*.distcp.json")]
+    record.write_text("")
+    run(tmp_path / "out", resume=True)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
 def test_a_cut_off_run_is_not_replaced_or_resumed_unasked(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
