@@ -52,7 +52,7 @@ def test_wrong_option_is_a_usage_error() -> None:
 
 
 def test_missing_library_of_a_store_is_a_missing_dependency(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setitem(sys.modules, "adlfs", None)  # no other test loads it
     with pytest.raises(StoreError) as caught:
-        Store("s3://bucket/folder").top()
+        Store("az://container/folder").top()
     assert caught.value.code == "missing-dependency"
