@@ -31,6 +31,7 @@ READ = {
     "own arguments counted": '[ $# -gt 5 ] && A=1\npython3 train.py --n "${A:-0}"',
     "own arguments in a loop": "for one; do A+=$one,; done\npython3 train.py $A",
     "slices": 'A=(1 2 3 4)\npython3 train.py "${A[@]:1:2}" ${A[@]:2} "${A[@]: -2}" "${A[*]:0:2}" "${A[@]:7}"',
+    "escaped slash": 'A=a/b/c\nB=(a/b c/d)\npython3 train.py "${A/\\//_}" "${A//\\//_}" "${A/\\/b}" "${B[@]//\\//_}"',
     "slices of arguments": 'set -- a b c d\npython3 train.py "${@:2:2}" ${*:3} "${@:1:1}"',
     "slices of text": "A=abcdef\npython3 train.py ${A:2} ${A: -2} ${A:1+1:2} ${A:9}",
     "let": 'i=1\nlet i=i+2\nlet "j = i * 2" k=4\npython3 train.py $i $j $k',

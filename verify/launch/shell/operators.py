@@ -9,6 +9,8 @@ from verify.launch.shell.values import MOST_CHARACTERS
 
 # Patterns that Python's fnmatch takes in another way than bash.
 _OTHERWISE = re.compile(r"[?*+@!]\(|\[\[?[:.=]|\\")
+# A pattern, up to the first slash without a backslash before it, and what replaces it.
+_SUBSTITUTION = re.compile(r"((?:[^/\\]|\\.)*)(?:/(.*))?", re.DOTALL)
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{1,4}|[0-7]{1,3}|.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
 
@@ -43,7 +45,10 @@ def changed_text(text: str, operator: str, argument: str) -> str | None:
         known = matches("", argument) is not None
         return _trimmed(text, argument.replace("[^", "[!"), operator) if known else None
     if operator in ("/", "//"):
-        pattern, _, new = argument.partition("/")
+        parts = _SUBSTITUTION.fullmatch(argument)
+        if parts is None:
+            return None
+        pattern, new = parts.groups(default="")
         plain = re.sub(r"\\(.)", r"\1", pattern)
         # `#` and `%` hold a pattern to an end, and `&` is what was found.
         known = bool(plain) and not set("*?[$\"'`").intersection(argument) and plain[0] not in "#%" and "&" not in new
