@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 import pytest
 
-
-def release(package: str) -> tuple[int, ...]:
-    """(major, minor, patch) of an installed package; () where it is missing, which is before every release."""
-    try:
-        return tuple(int(part) for part in version(package).split("+")[0].split(".")[:3] if part.isdigit())
-    except PackageNotFoundError:
-        return ()
+from ckptkit.core.installation import package_release as release
 
 
 def before(package: str, first: tuple[int, ...], reason: str) -> pytest.MarkDecorator:
