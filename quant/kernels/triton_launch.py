@@ -78,11 +78,6 @@ def working_on(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device)
 
 
-def idle(device: torch.device) -> bool:
-    """Returns whether the device's current stream has nothing left to do."""
-    return torch.cuda.current_stream(device).query()
-
-
 def done(device: torch.device) -> Callable[[], None]:
     """Returns a function that waits for all work started so far on the device's current stream."""
     event = torch.cuda.current_stream(device).record_event()

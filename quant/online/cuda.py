@@ -20,11 +20,10 @@ from torch import Tensor
 from quant.formats.grids import check, not_finite
 from quant.formats.part_names import PACKED, SCALE, SHAPE
 from quant.formats.scheme import CODES_PER_WORD, QuantScheme
-from quant.kernels.triton_launch import Launcher, done, idle, launcher, working_on
+from quant.kernels.triton_launch import Launcher, done, launcher, working_on
 from quant.online.same_tensors import looks_like
 
 MIN_MATRICES = 16  # packed matrices in a bucket that make a plan worth keeping
-_FIRST = 192 << 20  # weights in the first part: enough to keep the GPU busy while the host prepares the second
 
 Pair = tuple[str, Tensor]
 Made = tuple[Tensor, Tensor]  # words and scales of some matrices, flat
@@ -85,7 +84,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Matrices for one launch, from index `first` of a part's members. `words` and `scales` are counts per matrix."""
+    """Matrices for one launch, from index `first` of a plan's members. `words` and `scales` are counts per matrix."""
 
     launcher: Launcher
     first: int
@@ -123,9 +122,10 @@ def _matrices(flat: Tensor, runs: Sequence[tuple[int, int, _Run]]) -> list[Tenso
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Consecutive tensors of a bucket that go to the GPU together."""
+class BucketPlan:
+    """Quantizes buckets of the names and shapes it was made for."""
 
+    device: torch.device
     sent: tuple[str, ...]  # names as the trainer sends them
     names: tuple[str, ...]  # names in the checkpoint
     fits: Callable[..., bool]  # whether tensors match the plan: class, dtype, device, shape, strides
@@ -137,68 +137,40 @@ class _Part:
     # Of each result, its index in the list of all words, scales and shapes of `members`, then the unpacked tensors.
     order: tuple[int, ...]
 
-    def start(self, tensors: Sequence[Tensor], bad: Tensor, device: torch.device) -> list[Made]:
-        weights = [tensors[place] for place in self.members]
-        return [kind.start(weights, bad, device) for kind in self.kinds]
+    def quantize(self, pairs: Sequence[Pair]) -> QuantizedBucket | None:
+        """Starts the kernels on the current stream. Returns None if names or tensors do not match the plan."""
+        if len(pairs) != len(self.sent):
+            return None
+        names, tensors = zip(*pairs, strict=True)
+        if names != self.sent or not self.fits(*tensors):
+            return None
+        with working_on(self.device):
+            bad = torch.zeros(len(self.members), dtype=torch.int32, device=self.device)
+            weights = [tensors[place] for place in self.members]
+            made = [kind.start(weights, bad, self.device) for kind in self.kinds]
+            shapes = self.shapes.to(self.device, non_blocking=True)
+            wait = done(self.device)
 
-    def check(self, tensors: Sequence[Tensor], bad: Tensor) -> None:
+        def finish() -> list[Pair]:
+            found = list(self._pairs(made, shapes, [tensors[place].detach() for place in self.unpacked]))
+            wait()
+            self._check(tensors, bad)
+            return found
+
+        return QuantizedBucket(len(self.outputs), finish)
+
+    def _check(self, tensors: Sequence[Tensor], bad: Tensor) -> None:
         """Raises CkptkitError naming the first tensor marked in `bad`."""
         if wrong := bad.nonzero().flatten().tolist():
             at, place = min((self.members[place], place) for place in wrong)
             kind = next(kind for kind in reversed(self.kinds) if place >= kind.first)
             raise not_finite(tensors[at], kind.scale_dtype, self.names[at])
 
-    def pairs(self, made: Sequence[Made], shapes: Tensor, unpacked: Sequence[Tensor]) -> Iterator[Pair]:
+    def _pairs(self, made: Sequence[Made], shapes: Tensor, unpacked: Sequence[Tensor]) -> Iterator[Pair]:
         each = [kind.tensors(*parts) for kind, parts in zip(self.kinds, made, strict=True)]
         words, scales = ([tensor for parts in each for tensor in parts[which]] for which in (0, 1))
         found = [*words, *scales, *shapes.view(-1).split_with_sizes([2] * len(self.members)), *unpacked]
         return zip(self.outputs, itemgetter(*self.order)(found), strict=True)
-
-
-class BucketPlan:
-    """Quantizes buckets of the names and shapes it was made for.
-
-    `parts` is used when the GPU is idle: it works on one part while the host prepares the next. `whole` is the same
-    bucket in one part, which costs the host less; it is used when the GPU is still busy with earlier work.
-    """
-
-    def __init__(self, parts: Sequence[_Part], whole: _Part, device: torch.device) -> None:
-        self._parts, self._whole, self._device = parts, whole, device
-
-    def quantize(self, pairs: Sequence[Pair]) -> QuantizedBucket | None:
-        """Starts the kernels on the current stream. Returns None if names or tensors do not match the plan."""
-        return _quantize(self._parts if idle(self._device) else [self._whole], pairs, self._device)
-
-
-def _quantize(parts: Sequence[_Part], pairs: Sequence[Pair], device: torch.device) -> QuantizedBucket | None:
-    if sum(len(part.sent) for part in parts) != len(pairs):
-        return None
-    counts = [len(part.members) for part in parts]
-    made: list[list[Made]] = []
-    tensors: list[tuple[Tensor, ...]] = []
-    with working_on(device):
-        bad = torch.zeros(sum(counts), dtype=torch.int32, device=device)
-        end = 0
-        for part, wrong in zip(parts, bad.split_with_sizes(counts), strict=True):
-            begin, end = end, end + len(part.sent)
-            names, here = zip(*pairs[begin:end], strict=True)
-            if names != part.sent or not part.fits(*here):
-                return None
-            tensors.append(here)
-            made.append(part.start(here, wrong, device))
-        shapes = [part.shapes.to(device, non_blocking=True) for part in parts]
-        wait = done(device)
-
-    def finish() -> list[Pair]:
-        found: list[Pair] = []
-        for part, flat, sizes, here in zip(parts, made, shapes, tensors, strict=True):  # while the GPU works
-            found += part.pairs(flat, sizes, [here[place].detach() for place in part.unpacked])
-        wait()
-        for part, here, wrong in zip(parts, tensors, bad.cpu().split_with_sizes(counts), strict=True):
-            part.check(here, wrong)
-        return found
-
-    return QuantizedBucket(sum(len(part.outputs) for part in parts), finish)
 
 
 def plan_bucket(
@@ -210,7 +182,8 @@ def plan_bucket(
     MIN_MATRICES, empty, not all on one GPU, not contiguous or of a subclass of Tensor other than Parameter.
     Raises CkptkitError, naming the tensor, for what `quant.formats.grids.check` refuses.
     """
-    weights = {place: tensor for place, (_, tensor) in enumerate(named) if known[place] in packed}
+    tensors = [tensor for _, tensor in named]
+    weights = {place: tensor for place, tensor in enumerate(tensors) if known[place] in packed}
     device = next((weight.device for weight in weights.values()), None)
     if len(weights) < MIN_MATRICES or device is None or scheme.search != "none" or not scheme.symmetric:
         return None
@@ -218,39 +191,11 @@ def plan_bucket(
         return None
     for place, weight in weights.items():
         check(weight, scheme, known[place])
-    cuts = list(_cuts(weights, len(named)))
-    parts = [_part(named[begin:end], known[begin:end], packed, scheme) for begin, end in cuts]
-    return BucketPlan(parts, parts[0] if len(cuts) == 1 else _part(named, known, packed, scheme), device)
-
-
-def _is_plain(weight: Tensor, device: torch.device) -> bool:
-    return (
-        weight.is_cuda
-        and type(weight) in (Tensor, torch.nn.Parameter)
-        and weight.device == device
-        and weight.is_contiguous()
-        and weight.numel() > 0
-    )
-
-
-def _cuts(weights: Mapping[int, Tensor], end: int) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of each part of a bucket: each has twice as many packed tensors as the one before."""
-    places = list(weights)
-    begin, count, most = 0, 0, max(MIN_MATRICES, _FIRST // weights[places[0]].numel())
-    while len(places) - count > most:
-        count += most
-        yield begin, places[count]
-        begin, most = places[count], 2 * most
-    yield begin, end
-
-
-def _part(named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], scheme: QuantScheme) -> _Part:
-    tensors = [tensor for _, tensor in named]
-    weights = {place: tensor for place, tensor in enumerate(tensors) if known[place] in packed}
     kinds = list(_kinds(weights, scheme))
     members = tuple(place for _, places in kinds for place in places)
     outputs, order = _outputs(known, members)
-    return _Part(
+    return BucketPlan(
+        device=device,
         sent=tuple(name for name, _ in named),
         names=tuple(known),
         fits=looks_like(tensors),
@@ -260,6 +205,16 @@ def _part(named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], s
         shapes=torch.tensor([tensors[place].shape for place in members], dtype=torch.int64),
         outputs=outputs,
         order=order,
+    )
+
+
+def _is_plain(weight: Tensor, device: torch.device) -> bool:
+    return (
+        weight.is_cuda
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and weight.device == device
+        and weight.is_contiguous()
+        and weight.numel() > 0
     )
 
 
@@ -292,7 +247,7 @@ def _kinds(weights: Mapping[int, Tensor], scheme: QuantScheme) -> Iterator[tuple
 
 
 def _outputs(names: Sequence[str], members: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Returns `outputs` and `order` of a `_Part`."""
+    """Returns `outputs` and `order` of a `BucketPlan`."""
     count, place_of = len(members), {place: index for index, place in enumerate(members)}
     found: list[tuple[str, int]] = []
     next_unpacked = 3 * count

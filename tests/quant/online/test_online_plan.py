@@ -79,10 +79,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from quant.online import cuda as online_cuda
 
     found: list[int] = []
-    monkeypatch.setattr(online_cuda, "_FIRST", 128 * 16 * 64)
     monkeypatch.setattr(online_cuda, "launcher", lambda *_: Formula(found))
     monkeypatch.setattr(online_cuda, "working_on", nullcontext)
-    monkeypatch.setattr(online_cuda, "idle", lambda device: True)
     monkeypatch.setattr(online_cuda, "done", lambda device: lambda: None)
     monkeypatch.setattr(
         online_cuda, "_is_plain", lambda weight, device: weight.is_contiguous() and weight.device == device
@@ -111,19 +109,11 @@ def test_every_call_gives_the_tensors_in_order_with_the_bytes_of_the_formulas() 
         same(dict(bucket), wanted)
 
 
-def test_a_bucket_goes_in_parts_each_twice_as_large_as_the_one_before(launches: list[int]) -> None:
-    """450 matrices of two sizes: parts of 128, 256 and the rest, a launch for each size."""
-    online = quantizer(layer(experts=150))
-    online.quantize(layer(experts=150))
-    assert [one + other for one, other in zip(launches[::2], launches[1::2], strict=True)] == [128, 256, 66]
-
-
-def test_a_bucket_goes_at_once_while_the_gpu_has_work(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.online.cuda.idle", lambda device: False)
+def test_each_size_of_matrix_is_a_launch(launches: list[int]) -> None:
     online = quantizer(layer())
     for seed in range(2):
         same(dict(online.quantize(layer(seed))), expected(layer(seed)))
-    assert [one + other for one, other in zip(launches[::2], launches[1::2], strict=True)] == [300, 300]
+    assert launches == [200, 100, 200, 100]
 
 
 def test_matrices_of_one_size_share_a_launch_whatever_their_shape(
@@ -132,7 +122,7 @@ def test_matrices_of_one_size_share_a_launch_whatever_their_shape(
     monkeypatch.setitem(SHAPES, "down_proj", (32, 32))
     online = quantizer(layer())
     same(dict(online.quantize(layer())), expected(layer()))
-    assert launches == [128, 172]
+    assert launches == [300]
 
 
 @pytest.mark.usefixtures("launches")
