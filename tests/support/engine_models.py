@@ -88,8 +88,15 @@ MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
         ),
     ),
-    # Groups of 32 divide 576 columns, and no tile of a kernel does.
-    "narrow": ("qwen3-untied", partial(Qwen3Config, **SIZES | {"hidden_size": 576}, head_dim=64)),
+    # As SmolLM2-135M: groups of 32 divide its fused q, k and v, 960 rows of 576 columns, and no tile of a kernel does.
+    "narrow": (
+        "qwen3-untied",
+        partial(
+            Qwen3Config,
+            **SIZES | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
+            head_dim=64,
+        ),
+    ),
     "window": ("mistral", partial(MistralConfig, **SIZES, head_dim=64, sliding_window=5)),
 }
 ONLINE = ["lm_head", "model.embed_tokens"]
