@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.parallel import Sizes
 from ckptkit.formats.detect import LEGACY_FILE, LEGACY_RANK
 from ckptkit.formats.torch_save.records import is_bounded
 from ckptkit.formats.torch_save.saved_file import SavedFile, SavedTensor
@@ -21,19 +22,6 @@ from ckptkit.formats.torch_save.saved_file import SavedFile, SavedTensor
 _EXTRA = "_extra_state"
 _MOST = 100_000  # ranks of a kind
 _LEGACY_GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Parallel sizes of the run that saved: tensor, pipeline, expert, and tensor parallel inside experts."""
-
-    tp: int
-    pp: int
-    ep: int
-    etp: int
-
-    def __str__(self) -> str:
-        return f"TP{self.tp} PP{self.pp} EP{self.ep} ETP{self.etp}"
 
 
 @dataclass(frozen=True)
