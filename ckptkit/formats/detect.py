@@ -94,6 +94,9 @@ _OTHER_WEIGHTS = {
 }
 
 
+Kind = Literal["hf", "megatron"]
+
+
 @dataclass(frozen=True)
 class Location:
     """A checkpoint found by `locate`.
@@ -102,7 +105,7 @@ class Location:
     `remote` lists the files of an HF directory at a URL; `path` then has its small files and the headers of its shards.
     """
 
-    kind: Literal["hf", "megatron"]
+    kind: Kind
     path: Path
     root: Path
     remote: Listing | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
@@ -29,7 +28,7 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 
 
 def _no_keys(subject: Subject) -> str | None:
-    if subject.kind != "hf" and "sglang" not in subject.against:
+    if subject.is_megatron and "sglang" not in subject.against:
         return "SGLang reads the config of an HF directory"
     if "sglang" not in subject.against and (reason := subject.not_for_sglang):
         return reason
@@ -54,14 +53,13 @@ def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each key of the family's table; null counts as absent."""
     needed, lacking = keys_of(subject.once(stated_config_of))
     tally.compared(0, len(needed))
-    where: Path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
     if lacking:
         what = "it" if len(lacking) == 1 else "them"
         yield Issue(
             f"{in_words(lacking)}, which SGLang's class reads",
             f"no {', '.join(lacking)}",
             f"add {what}, or take config.json from the release: transformers 5 does not write {what} when it saves",
-            file=where / "config.json",
+            file=subject.config_root / "config.json",
         )
 
 
