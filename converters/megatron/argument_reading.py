@@ -10,7 +10,7 @@ from typing import Any
 from converters.megatron.argument import Args
 
 
-def _get(args: Args, name: str, default: Any) -> Any:
+def get(args: Args, name: str, default: Any) -> Any:
     """An argument; None and absent both mean Megatron's default."""
     value = args.get(name)
     return default if value is None else value
@@ -18,9 +18,9 @@ def _get(args: Args, name: str, default: Any) -> Any:
 
 def groups(args: Args) -> Any:
     """Without --group-query-attention every head has its own keys and values, whatever num_query_groups says."""
-    if not _get(args, "group_query_attention", False):
+    if not get(args, "group_query_attention", False):
         return args.get("num_attention_heads")
-    return _get(args, "num_query_groups", 1)
+    return get(args, "num_query_groups", 1)
 
 
 def head_dim(args: Args) -> Any:
@@ -33,40 +33,25 @@ def head_dim(args: Args) -> Any:
 
 def positions(args: Args) -> Any:
     """The older --use-rotary-position-embeddings means the same."""
-    if _get(args, "use_rotary_position_embeddings", False):
+    if get(args, "use_rotary_position_embeddings", False):
         return "rope"
-    return _get(args, "position_embedding_type", "learned_absolute")
-
-
-def norm_epsilon(args: Args) -> Any:
-    """Older versions call it layernorm_epsilon."""
-    return _get(args, "norm_epsilon", _get(args, "layernorm_epsilon", 1e-5))
-
-
-def qkv_bias(args: Args) -> Any:
-    """Biases everywhere are biases there too."""
-    return _get(args, "add_qkv_bias", False) or _get(args, "add_bias_linear", True)
+    return get(args, "position_embedding_type", "learned_absolute")
 
 
 def latent_rope(args: Args) -> Any:
     """Latent attention takes yarn by default, which with a factor of 1 is plain rotary embedding."""
-    return "rope" if _get(args, "rotary_scaling_factor", 1.0) == 1 else _get(args, "rope_type", "yarn")
+    return "rope" if get(args, "rotary_scaling_factor", 1.0) == 1 else get(args, "rope_type", "yarn")
 
 
 def llama3_factor(args: Args) -> Any:
     """Llama 3's factor: --rotary-scaling-factor is another."""
-    return _get(args, "rope_scaling_factor", 8.0) if _get(args, "use_rope_scaling", False) else None
-
-
-def expert_ffn(args: Args) -> Any:
-    """The size of an expert, else that of a plain MLP."""
-    return _get(args, "moe_ffn_hidden_size", args.get("ffn_hidden_size"))
+    return get(args, "rope_scaling_factor", 8.0) if get(args, "use_rope_scaling", False) else None
 
 
 def moe_layers(args: Args) -> Any:
     """1 for each layer with routed experts, else 0. `moe_layer_freq` is a number n (every n-th) or such a list."""
-    layers, freq = args.get("num_layers"), _get(args, "moe_layer_freq", 1)
-    if not _get(args, "num_experts", 0):
+    layers, freq = args.get("num_layers"), get(args, "moe_layer_freq", 1)
+    if not get(args, "num_experts", 0):
         return [0] * layers if isinstance(layers, int) else None
     if isinstance(freq, int) and isinstance(layers, int) and freq > 0:
         return [int(layer % freq == 0) for layer in range(layers)]
@@ -84,11 +69,6 @@ def linear_layers(args: Args) -> Any:
     return list(freq) if isinstance(freq, (list, tuple)) else freq
 
 
-def window_size(args: Args) -> Any:
-    """As a tuple; None where there is no window."""
-    return tuple(args["window_size"]) if args.get("window_size") else None
-
-
 def windows(args: Args) -> Any:
     """1 for each layer with a sliding window, else 0.
 
@@ -104,15 +84,10 @@ def windows(args: Args) -> Any:
 
 def indexer_first(args: Args) -> Any:
     """The first layers with an indexer of their own, which matter only where not all layers have one."""
-    every = _get(args, "dsa_indexer_topk_freq", 1)
-    return max(_get(args, "dsa_indexer_skip_topk_offset", 0), 1) if every > 1 else 0
+    every = get(args, "dsa_indexer_topk_freq", 1)
+    return max(get(args, "dsa_indexer_skip_topk_offset", 0), 1) if every > 1 else 0
 
 
 def indexer_rope(args: Args) -> Any:
     """Without the argument, Megatron's modules are from before 0.19."""
     return str(args.get("dsa_indexer_rope_interleaved", "nothing, as before 0.19: there it turns other rows"))
-
-
-def indexer_epsilon(args: Args) -> Any:
-    """The epsilon of the model's norms, unless it has its own."""
-    return _get(args, "dsa_indexer_k_norm_epsilon", _get(args, "norm_epsilon", 1e-5))

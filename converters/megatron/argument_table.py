@@ -11,15 +11,19 @@ from collections.abc import Mapping
 from functools import partial
 
 from converters.blocks.latent_attention import WITHOUT_FLAG
+from converters.config.values import flag
 from converters.megatron import argument_reading as reading
 from converters.megatron import argument_values as values
 from converters.megatron.argument import Argument, always, never
+from converters.megatron.argument_reading import get
 from converters.megatron.argument_values import (
     fixed,
     inside_layer,
     latent_scaled,
+    linear,
     llama3,
     not_latent,
+    ones,
     rope_number,
     yarn,
 )
@@ -28,11 +32,17 @@ _latent = partial(Argument, when="mla")
 _linear = partial(Argument, when="linear", own_modules=True)
 _indexer = partial(Argument, when="indexer", own_modules=True)
 _moe = partial(Argument, when="experts")
-# YaRN with latent attention, and without.
+# YaRN with latent attention, without, and either.
 _latent_yarn = partial(Argument, when=latent_scaled)
 _yarn = partial(Argument, when=yarn)
+_any_yarn = partial(Argument, when=lambda dims: latent_scaled(dims) or yarn(dims))
 # What few models have inside a layer; stored where it departs from Megatron's default, and compared in all.
 _layer = partial(Argument, compared=inside_layer)
+_window = partial(_layer, when=lambda dims: dims.window is not None)
+_clamped = partial(_layer, when=lambda dims: dims.activation == "quick_geglu")
+_sandwich = partial(_layer, when=lambda dims: dims.sandwich == "layer")
+# As `not_latent`, but two runs are not compared by it.
+_llama3 = partial(Argument, when=llama3, compared=lambda dims: not_latent(dims))
 
 ARGUMENTS = (
     Argument("num_layers", int, "layers"),
@@ -45,7 +55,7 @@ ARGUMENTS = (
     Argument("kv_channels", int, "head_dim", compared=not_latent, read=reading.head_dim),
     Argument("max_position_embeddings", int, "max_positions", compared=never),
     Argument("seq_length", int, "max_positions", compared=never, printed="never"),
-    Argument("position_embedding_type", str, values.positions, read=reading.positions),
+    Argument("position_embedding_type", str, lambda dims: "yarn" if yarn(dims) else "rope", read=reading.positions),
     Argument(
         "add_position_embedding",
         bool,
@@ -59,7 +69,13 @@ ARGUMENTS = (
     Argument("rotary_percent", float, "rotary_fraction", 1.0),
     _layer("rotary_interleaved", bool, "rope_interleaved"),
     Argument("normalization", str, fixed("RMSNorm"), "LayerNorm"),
-    Argument("norm_epsilon", float, "norm_eps", read=reading.norm_epsilon, config="layernorm_epsilon"),
+    Argument(
+        "norm_epsilon",
+        float,
+        "norm_eps",
+        read=lambda args: get(args, "norm_epsilon", get(args, "layernorm_epsilon", 1e-5)),
+        config="layernorm_epsilon",
+    ),
     _layer("apply_layernorm_1p", bool, "norm_offset", config="layernorm_zero_centered_gamma"),
     Argument("swiglu", bool, lambda dims: dims.activation == "silu", config="gated_linear_unit"),
     Argument("squared_relu", bool, fixed(False), compared=never),
@@ -69,7 +85,13 @@ ARGUMENTS = (
     Argument("hidden_dropout", float, fixed(0.0), compared=never, of_run=True),
     # One switch for attention and MLP; families refuse a model with biases in only one of them.
     Argument("add_bias_linear", bool, "mlp_bias", switches={"--disable-bias-linear": False}),
-    Argument("add_qkv_bias", bool, "qkv_bias", compared=not_latent, read=reading.qkv_bias),
+    Argument(
+        "add_qkv_bias",
+        bool,
+        "qkv_bias",
+        compared=not_latent,
+        read=lambda args: get(args, "add_qkv_bias", False) or get(args, "add_bias_linear", True),
+    ),
     Argument("qk_layernorm", bool, lambda dims: dims.qk_norm or dims.mla is not None),
     Argument("untie_embeddings_and_output_weights", bool, lambda dims: not dims.tied),
     Argument("vocab_size", int, "vocab", compared=never),
@@ -88,19 +110,17 @@ ARGUMENTS = (
     _latent("qk_pos_emb_head_dim", int, "mla.rope", 64),
     _latent("v_head_dim", int, "mla.value", 128),
     _latent("rope_type", str, lambda dims: "yarn" if dims.rope_scaling else "rope", read=reading.latent_rope),
-    Argument("rotary_scaling_factor", float, values.scaling_factor, 1.0, when=values.latent_or_yarn),
-    Argument("use_rope_scaling", bool, fixed(True), when=llama3, compared=values.scaled_by_head),
+    # Megatron's latent attention looks at it whatever the type is, and its own default is 40.
+    Argument("rotary_scaling_factor", float, values.scaling_factor, 1.0, when=lambda dims: dims.mla or yarn(dims)),
+    _llama3("use_rope_scaling", bool, fixed(True)),
+    # No builder of Megatron hands it to the model: `unsaid` has it.
+    _llama3("rope_scaling_factor", float, rope_number("factor"), read=reading.llama3_factor, printed="never"),
     Argument(
-        "rope_scaling_factor",
-        float,
-        rope_number("factor"),
-        when=llama3,
-        compared=values.scaled_by_head,
-        read=reading.llama3_factor,
-        printed="never",  # no builder of Megatron hands it to the model: `unsaid` has it
-    ),
-    Argument(
-        "rotary_seq_len_interpolation_factor", int, values.interpolation, when=values.interpolated, compared=never
+        "rotary_seq_len_interpolation_factor",
+        int,
+        lambda dims: int(values.scaling_factor(dims)),
+        when=linear,
+        compared=never,
     ),
     *(
         _latent_yarn(name, kind, value, WITHOUT_FLAG[name], printed="comment")
@@ -113,23 +133,23 @@ ARGUMENTS = (
     _yarn("yarn_original_max_position_embeddings", int, values.original_positions, 4096),
     _yarn("yarn_beta_fast", float, rope_number("beta_fast", 32.0), 32.0),
     _yarn("yarn_beta_slow", float, rope_number("beta_slow", 1.0), 1.0),
-    Argument("mscale", float, values.mscale, 1.0, when=values.any_yarn),
-    Argument("mscale_all_dim", float, values.mscale_all_dim, 0.0, when=values.any_yarn),
+    _any_yarn("mscale", float, lambda dims: values.mscales(dims)[0], 1.0),
+    _any_yarn("mscale_all_dim", float, lambda dims: values.mscales(dims)[1], 0.0),
     _yarn(
         "yarn_correction_range_round_to_int",
         bool,
-        values.rounds_correction,
+        lambda dims: flag(dims.rope_scaling or {}, "truncate", True),
         switches={"--yarn-correction-range-round-to-int": True, "--no-yarn-correction-range-round-to-int": False},
     ),
-    _layer("window_size", "sizes", values.window_size, when=values.windowed, read=reading.window_size),
-    _layer("window_attn_skip_freq", "frequency", values.window_layers, when=values.windowed, read=reading.windows),
-    _layer("quick_geglu", bool, fixed(True), when=values.clamped),
-    _layer("glu_linear_offset", float, fixed(1.0), 0.0, when=values.clamped),
-    _layer("activation_func_clamp_value", float, fixed(7.0), when=values.clamped),
+    _window("window_size", "sizes", values.window_size, read=lambda args: tuple(args.get("window_size") or ()) or None),
+    _window("window_attn_skip_freq", "frequency", values.window_layers, read=reading.windows),
+    _clamped("quick_geglu", bool, fixed(True)),
+    _clamped("glu_linear_offset", float, fixed(1.0), 0.0),
+    _clamped("activation_func_clamp_value", float, fixed(7.0)),
     _layer("attention_output_gate", bool, fixed(True), when="attention_gate"),
     _layer("softmax_type", str, fixed("learnable"), "vanilla", when="sinks"),
-    _layer("post_self_attn_layernorm", bool, fixed(True), when=values.sandwiched),
-    _layer("post_mlp_layernorm", bool, fixed(True), when=values.sandwiched),
+    _sandwich("post_self_attn_layernorm", bool, fixed(True)),
+    _sandwich("post_mlp_layernorm", bool, fixed(True)),
     Argument(
         "experimental_attention_variant",
         str,
@@ -137,7 +157,12 @@ ARGUMENTS = (
         when=lambda dims: dims.linear or dims.indexer,
         own_modules=True,
     ),
-    _linear("linear_attention_freq", "frequency", values.linear_layers, read=reading.linear_layers),
+    _linear(
+        "linear_attention_freq",
+        "frequency",
+        lambda dims: ones(dims, dims.linear.layers if dims.linear else ()),
+        read=reading.linear_layers,
+    ),
     _linear("linear_conv_kernel_dim", int, "linear.kernel", 4),
     _linear("linear_key_head_dim", int, "linear.key_dim", 128),
     _linear("linear_value_head_dim", int, "linear.value_dim", 128),
@@ -151,24 +176,34 @@ ARGUMENTS = (
     _indexer("dsa_indexer_skip_topk_offset", int, "indexer.first", read=reading.indexer_first),
     _indexer("dsa_indexer_rope_interleaved", bool, "indexer.rope_interleaved", read=reading.indexer_rope),
     # transformers and SGLang norm the keys with this epsilon, whatever rms_norm_eps is.
-    _indexer("dsa_indexer_k_norm_epsilon", float, fixed(1e-6), read=reading.indexer_epsilon),
+    _indexer(
+        "dsa_indexer_k_norm_epsilon",
+        float,
+        fixed(1e-6),
+        read=lambda args: get(args, "dsa_indexer_k_norm_epsilon", get(args, "norm_epsilon", 1e-5)),
+    ),
     _indexer(
         "dsa_indexer_scoring_relu",
         bool,
         switches={"--no-dsa-indexer-scoring-relu": False, "--disable-dsa-indexer-scoring-relu": False},
     ),
-    _moe("moe_layer_freq", "frequency", values.moe_layers, read=reading.moe_layers),
-    _moe("moe_ffn_hidden_size", int, "expert_ffn", read=reading.expert_ffn),
+    _moe("moe_layer_freq", "frequency", lambda dims: ones(dims, dims.moe), read=reading.moe_layers),
+    _moe(
+        "moe_ffn_hidden_size",
+        int,
+        "expert_ffn",
+        read=lambda args: get(args, "moe_ffn_hidden_size", args.get("ffn_hidden_size")),
+    ),
     _moe("moe_shared_expert_intermediate_size", int, lambda dims: dims.shared_ffn or None, 0),
     _moe("moe_shared_expert_gate", bool, "shared_gate"),
     _moe("moe_router_topk", int, "top_k", 2),
-    _moe("moe_router_score_function", str, values.score_function, "softmax"),
+    _moe("moe_router_score_function", str, lambda dims: "sigmoid" if dims.router_sigmoid else "softmax", "softmax"),
     # Softmax before or after top-k: a sigmoid router does not look at it.
     _moe(
         "moe_router_pre_softmax",
         bool,
         lambda dims: not dims.router_normalize or dims.router_sigmoid,
-        compared=values.softmax_routed,
+        compared=lambda dims: dims.experts and not dims.router_sigmoid,
     ),
     _moe("moe_router_enable_expert_bias", bool, "router_bias"),
     _moe("moe_router_topk_scaling_factor", float, "router_scale", 1.0),

@@ -9,7 +9,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.blocks.latent_attention import refuse_scaling
 from converters.config.dims import ModelDims
-from converters.config.values import flag, integer, number
+from converters.config.values import integer, number
 
 
 def inside_layer(dims: ModelDims) -> bool:
@@ -19,11 +19,6 @@ def inside_layer(dims: ModelDims) -> bool:
 
 def not_latent(dims: ModelDims) -> bool:
     """Models without latent attention, in which query groups and a head size mean nothing."""
-    return dims.mla is None
-
-
-def scaled_by_head(dims: ModelDims) -> bool:
-    """As `not_latent`, for a rope scaling; two runs are not compared by it."""
     return dims.mla is None
 
 
@@ -40,47 +35,17 @@ def yarn(dims: ModelDims) -> bool:
     return dims.mla is None and _scaling(dims) == "yarn" and _plain_yarn(dims)
 
 
-def any_yarn(dims: ModelDims) -> bool:
-    """Models with YaRN, with latent attention or without."""
-    return latent_scaled(dims) or yarn(dims)
-
-
-def latent_or_yarn(dims: ModelDims) -> bool:
-    """Models for which Megatron looks at the scaling factor: with latent attention it does whatever the type is."""
-    return dims.mla is not None or yarn(dims)
-
-
 def llama3(dims: ModelDims) -> bool:
     """Models with the rope scaling of Llama 3."""
     return dims.mla is None and _scaling(dims) == "llama3"
 
 
-def interpolated(dims: ModelDims) -> bool:
+def linear(dims: ModelDims) -> bool:
     """Models with linear rope scaling in all layers.
 
     Where it is in some layers only, Megatron-LM has no word for it, but Megatron-Bridge's model provider has.
     """
     return dims.mla is None and _scaling(dims) == "linear" and dims.local_rope_theta is None
-
-
-def windowed(dims: ModelDims) -> bool:
-    """Models with sliding windows."""
-    return dims.window is not None
-
-
-def clamped(dims: ModelDims) -> bool:
-    """Models with GPT-OSS's clamped gate."""
-    return dims.activation == "quick_geglu"
-
-
-def sandwiched(dims: ModelDims) -> bool:
-    """Models whose norms after attention and MLP are modules of the layer."""
-    return dims.sandwich == "layer"
-
-
-def softmax_routed(dims: ModelDims) -> bool:
-    """MoE models with a softmax over router logits."""
-    return bool(dims.experts) and not dims.router_sigmoid
 
 
 def refuse_inexpressible(dims: ModelDims) -> None:
@@ -139,24 +104,14 @@ def rope_number(key: str, default: float | None = None) -> Callable[[ModelDims],
     return lambda dims: number(_rope(dims), key) if default is None else number(_rope(dims), key, default)
 
 
-def positions(dims: ModelDims) -> str:
-    """`position_embedding_type`; latent attention says in `rope_type` that it takes YaRN."""
-    return "yarn" if yarn(dims) else "rope"
-
-
 def rotary_base(dims: ModelDims) -> float | int:
     """Whole where it can be, as Megatron's option is."""
     return int(dims.rope_theta) if float(dims.rope_theta).is_integer() else dims.rope_theta
 
 
 def scaling_factor(dims: ModelDims) -> float:
-    """1 where there is no scaling: Megatron's default for latent attention is 40."""
+    """1 where there is no scaling."""
     return number(_rope(dims), "factor") if dims.rope_scaling is not None else 1.0
-
-
-def interpolation(dims: ModelDims) -> int:
-    """The factor of linear scaling."""
-    return int(number(_rope(dims), "factor"))
 
 
 def original_positions(dims: ModelDims) -> int:
@@ -164,24 +119,10 @@ def original_positions(dims: ModelDims) -> int:
     return integer(_rope(dims), "original_max_position_embeddings")
 
 
-def mscale(dims: ModelDims) -> float:
-    """YaRN's `mscale`; transformers takes it and `mscale_all_dim` only together, and 1 and 0 say neither."""
-    return _mscales(dims)[0]
-
-
-def mscale_all_dim(dims: ModelDims) -> float:
-    """YaRN's `mscale_all_dim`; see `mscale`."""
-    return _mscales(dims)[1]
-
-
-def _mscales(dims: ModelDims) -> tuple[float, float]:
+def mscales(dims: ModelDims) -> tuple[float, float]:
+    """YaRN's `mscale` and `mscale_all_dim`; transformers takes them only together, and 1 and 0 say neither."""
     scales = number(_rope(dims), "mscale", 0.0), number(_rope(dims), "mscale_all_dim", 0.0)
     return scales if all(scales) else (1.0, 0.0)
-
-
-def rounds_correction(dims: ModelDims) -> bool:
-    """YaRN's `truncate`."""
-    return flag(_rope(dims), "truncate", True)
 
 
 def window_size(dims: ModelDims) -> tuple[int, int]:
@@ -191,24 +132,10 @@ def window_size(dims: ModelDims) -> tuple[int, int]:
 
 def window_layers(dims: ModelDims) -> list[int] | None:
     """1 for each layer with a window; None: every layer has one."""
-    pattern = _ones(dims, dims.window_layers)
+    pattern = ones(dims, dims.window_layers)
     return None if all(pattern) else pattern
 
 
-def score_function(dims: ModelDims) -> str:
-    """What a router makes of its logits."""
-    return "sigmoid" if dims.router_sigmoid else "softmax"
-
-
-def moe_layers(dims: ModelDims) -> list[int]:
-    """1 for each layer with routed experts."""
-    return _ones(dims, dims.moe)
-
-
-def linear_layers(dims: ModelDims) -> list[int]:
-    """1 for each layer with linear attention."""
-    return _ones(dims, dims.linear.layers if dims.linear else ())
-
-
-def _ones(dims: ModelDims, layers: Sequence[int]) -> list[int]:
+def ones(dims: ModelDims, layers: Sequence[int]) -> list[int]:
+    """1 for each of these layers, 0 for the others."""
     return [int(layer in layers) for layer in range(dims.layers)]
