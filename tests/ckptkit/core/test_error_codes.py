@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -14,6 +16,7 @@ from ckptkit.app.run_options import parse_size
 from ckptkit.core.errors import (
     CkptkitError,
     DamagedError,
+    ErrorCode,
     FinalError,
     MissingDependencyError,
     MissingError,
@@ -105,3 +108,8 @@ def test_a_path_that_is_no_file_is_neither_missing_nor_damaged(tmp_path: Path) -
 def test_an_option_without_effect_is_a_usage_error(tmp_path: Path) -> None:
     assert code_when(refuse_hf, tmp_path, tmp_path) == "usage"
     assert code_when(MegatronOptions(cp=2).refuse) == "usage"
+
+
+def test_docs_list_every_code() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "concepts.md").read_text().partition("## Errors")[2]
+    assert re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE) == [*get_args(ErrorCode)]
