@@ -20,7 +20,6 @@ from converters.megatron.argument_values import (
     fixed,
     inside_layer,
     latent_scaled,
-    linear,
     llama3,
     not_latent,
     ones,
