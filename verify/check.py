@@ -19,6 +19,7 @@ from pkgutil import walk_packages
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError, words_of
 from ckptkit.core.progress import phase
+from ckptkit.formats.detect import Kind
 from verify import checks as packages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -75,6 +76,11 @@ Unless = Callable[[Subject], str | None]
 def always(subject: Subject) -> str | None:
     """For a check that applies to every subject."""
     return None
+
+
+def only(kind: Kind, otherwise: str) -> Unless:
+    """For a check of one kind of checkpoint; `otherwise` says why it does not apply to the other."""
+    return lambda subject: None if subject.kind == kind else otherwise
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def _refuse_other_formats(subject: Subject) -> None:
     if is_legacy(weights):
         hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
         raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot look into", hint)
-    if subject.kind == "megatron":
+    if subject.is_megatron:
         subject.megatron_files.readable  # noqa: B018 - raises for a distributed checkpoint that is not torch_dist
     else:
         refuse_other_format(subject.path)

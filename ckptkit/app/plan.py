@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.allocator import gc_paused
@@ -12,7 +12,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
-from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.detect import Kind, Location, locate
 from ckptkit.formats.files import FILE_BYTES, Files
 from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
 from ckptkit.formats.hf.side_files import MANIFEST, layout_for, main_dtype, stored_layout
@@ -58,7 +58,7 @@ class ConversionPlan:
     in words. `notes`: what the user should know of the source and, where it is quantized, before it is served.
     """
 
-    kind: Literal["hf", "megatron"]
+    kind: Kind
     source: Location
     outputs: tuple[Output, ...]
     side_files: Directory

@@ -10,6 +10,8 @@ from ckptkit.core.printable import one_line, printable
 ErrorCode = Literal[
     "usage",  # options or arguments are wrong, or contradict one another
     "unsupported",  # a model or format that ckptkit does not read; the checkpoint may be sound
+    "missing",  # a file, a part of a checkpoint, or the checkpoint itself is not there
+    "damaged",  # a file is cut short, is not what its name says, or contradicts another of its checkpoint
     "storage",  # a remote store did not answer, or refused
     "missing-dependency",  # a library has to be installed first
     "changed",  # files were written while they were read
@@ -57,6 +59,18 @@ class MissingDependencyError(CkptkitError):
     code = "missing-dependency"
 
 
+class MissingError(CkptkitError):
+    """A file, a part of a checkpoint, or the checkpoint itself is not there."""
+
+    code = "missing"
+
+
+class DamagedError(CkptkitError):
+    """A file is cut short, is not what its name says, or contradicts another of its checkpoint."""
+
+    code = "damaged"
+
+
 class UnsupportedError(CkptkitError):
     """A model or a format that ckptkit does not read. The checkpoint may be sound."""
 
@@ -76,6 +90,11 @@ class FinalError(CkptkitError):
     def of(cls, error: CkptkitError) -> FinalError:
         """The same message, hint, details and code."""
         return cls(error.args[0], error.hint, error.details, code=error.code)
+
+
+def code_of(error: OSError) -> ErrorCode:
+    """The code of an error that says why a file cannot be read: "missing", or "other" for rights and disks."""
+    return "missing" if isinstance(error, FileNotFoundError) else "other"
 
 
 def words_of(error: BaseException, with_class: bool = False) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import dtype_name
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, MissingError
 from ckptkit.core.extents import ByteRange, Extent, Reader, byte_ranges_of, extents_of, is_streamable, read_with
 from ckptkit.core.specs import TensorSpec, summarize
 
@@ -74,7 +74,7 @@ class Plan:
 def require(where: str, needed: Iterable[str], sources: Collection[str]) -> None:
     """Raises CkptkitError naming the needed tensors that `where` does not have."""
     if missing := [name for name in dict.fromkeys(needed) if name not in sources]:
-        raise CkptkitError(
+        raise MissingError(
             f"{where} lacks {len(missing)} tensor(s) that its config promises: {summarize(missing)}",
             "a shard is missing or config.json describes another model; `ckptkit verify` says which",
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import UsageError
 
 
 def refuse_quantizing_options(given: Sequence[str]) -> None:
-    """Raises CkptkitError when a conversion that does not quantize was `given` options for it (`--group-size`)."""
+    """Raises UsageError when a conversion that does not quantize was `given` options for it (`--group-size`)."""
     if not given:
         return
     hint = (
@@ -18,13 +18,13 @@ def refuse_quantizing_options(given: Sequence[str]) -> None:
     )
     if "--tp" in given:
         hint += "; what is converted to Megatron is not cut, and loads at any parallel size"
-    raise CkptkitError(f"{', '.join(given)} is about quantized weights, and has no effect without --quantize", hint)
+    raise UsageError(f"{', '.join(given)} is about quantized weights, and has no effect without --quantize", hint)
 
 
 def refuse_hf(hf: str | Path | None, path: str | Path) -> None:
-    """Raises CkptkitError when an HF directory is given beside what lies at `path`, which is HF itself."""
+    """Raises UsageError when an HF directory is given beside what lies at `path`, which is HF itself."""
     if hf:
-        raise CkptkitError(
+        raise UsageError(
             "--hf gives the config of a Megatron checkpoint, and has no effect here",
             f"leave it out: {path} is an HF checkpoint",
         )

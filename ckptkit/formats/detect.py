@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError
 from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.regular import read_regular
 
@@ -94,6 +94,9 @@ _OTHER_WEIGHTS = {
 }
 
 
+Kind = Literal["hf", "megatron"]
+
+
 @dataclass(frozen=True)
 class Location:
     """A checkpoint found by `locate`.
@@ -102,7 +105,7 @@ class Location:
     `remote` lists the files of an HF directory at a URL; `path` then has its small files and the headers of its shards.
     """
 
-    kind: Literal["hf", "megatron"]
+    kind: Kind
     path: Path
     root: Path
     remote: Listing | None = None
@@ -125,7 +128,7 @@ def locate(path: str | Path | Directory) -> Location:
     given, root = Path(path), Path(path).absolute()
     refuse_url(path)
     if not root.exists():
-        raise CkptkitError(f"{given} does not exist", _elsewhere(given))
+        raise MissingError(f"{given} does not exist", _elsewhere(given))
     if not root.is_dir():
         raise CkptkitError(
             f"{given} is a file, not a checkpoint directory", "give the directory that holds config.json or .metadata"
@@ -144,7 +147,7 @@ def locate(path: str | Path | Directory) -> Location:
     shards = any(path.name != _ADAPTER_FILE for path in root.glob("*.safetensors"))
     if is_hf or shards or (root / _INDEX).exists():
         return Location("hf", root, root)
-    raise CkptkitError(f"{given} holds no checkpoint", _why_not(root))
+    raise MissingError(f"{given} holds no checkpoint", _why_not(root))
 
 
 def _elsewhere(given: Path) -> str:
@@ -176,10 +179,10 @@ def tracked(root: Path) -> Path:
     """The directory that the tracker of a Megatron root names. Raises CkptkitError where it does not exist."""
     text = tracker_text(root)
     if text != "release" and not (text.isdecimal() and len(text) <= _MOST_DIGITS):
-        raise CkptkitError(f"{root / TRACKER} says {text!r}", "it must say `release` or an iteration number")
+        raise DamagedError(f"{root / TRACKER} says {text!r}", "it must say `release` or an iteration number")
     path = root / ("release" if text == "release" else f"iter_{int(text):07d}")
     if not path.is_dir():
-        raise CkptkitError(
+        raise MissingError(
             f"{root / TRACKER} says {text!r}, but {path.name}/ is not there",
             "the save was cut short, or the directory was moved",
         )

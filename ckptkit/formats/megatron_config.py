@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import MissingError
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import without_quantization
 from ckptkit.storage.directory import Directory, directory
@@ -18,7 +18,7 @@ def hf_home(path: Path, hf: str | Path | Directory | None) -> Directory:
         return Directory(path.parent / "hf")
     home = directory(hf)
     if not (home.path / "config.json").exists():
-        raise CkptkitError(f"{home} has no config.json", "name the HF directory of this model with --hf")
+        raise MissingError(f"{home} has no config.json", "name the HF directory of this model with --hf")
     return home
 
 
@@ -27,7 +27,7 @@ def config_in(home: Path | Directory, path: Path) -> Mapping[str, Any]:
     home = directory(home)
     file = home.path / "config.json"
     if not file.exists():
-        raise CkptkitError(
+        raise MissingError(
             f"{path}: the HF config of this model is not stored beside it", "name its HF directory with --hf"
         )
     # Megatron's weights are not quantized, even when the directory named is the INT4 release of the model.

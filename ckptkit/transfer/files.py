@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 from zlib_ng import zlib_ng
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, DamagedError
 from ckptkit.core.extents import Extent, Reader
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.files import Digests, Files, Piece
@@ -180,6 +180,6 @@ class _Stream:
     def _check(self, extent: Extent) -> None:
         if extent.crc is not None and self._crc != extent.crc:
             hint = "the file was damaged after it was written; copy it again"
-            raise CkptkitError(f"{extent.path}: the bytes of {self._name} do not match their checksum", hint)
+            raise DamagedError(f"{extent.path}: the bytes of {self._name} do not match their checksum", hint)
         self._left.pop()
         self._at, self._crc = 0, 0

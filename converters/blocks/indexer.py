@@ -24,8 +24,6 @@ from converters.rules import NamePrefix, ParamMapping, decoder
 if TYPE_CHECKING:
     from torch import Tensor
 
-# transformers and SGLang norm the keys with this epsilon, whatever rms_norm_eps is.
-_KEY_NORM_EPS = 1e-6
 # Keys that make another indexer of it, and what they mean where they change nothing.
 _ONLY = {
     "index_k_norm_type": "layer",
@@ -198,20 +196,3 @@ def _rules(
         at.rule(f"{prefix}k_norm.bias", {hf + "k_norm.bias": (sizes.head_dim,)}, heads),
         at.rule(f"{prefix}{linear}weights_proj.weight", {hf + "weights_proj.weight": (sizes.heads, dims.hidden)}),
     )
-
-
-def indexer_args(sizes: Indexer) -> dict[str, Any]:
-    """Megatron-LM arguments of sparse attention.
-
-    Its Hadamard transform is left at Megatron's default: it changes no score.
-    """
-    return {
-        "experimental_attention_variant": "dsa",
-        "dsa_indexer_n_heads": sizes.heads,
-        "dsa_indexer_head_dim": sizes.head_dim,
-        "dsa_indexer_topk": sizes.top_k,
-        "dsa_indexer_topk_freq": sizes.every,
-        "dsa_indexer_skip_topk_offset": sizes.first,
-        "dsa_indexer_rope_interleaved": sizes.rope_interleaved,
-        "dsa_indexer_k_norm_epsilon": _KEY_NORM_EPS,
-    }

@@ -111,29 +111,8 @@ def mla_attention(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamM
     )
 
 
-def mla_args(dims: ModelDims) -> dict[str, Any]:
-    """Megatron-LM arguments of latent attention; those of `WITHOUT_FLAG` under their names in Megatron's config.
-
-    Raises CkptkitError for a rope scaling that Megatron's latent attention does not know.
-    """
-    mla = dims.mla
-    if mla is None:
-        return {}
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": mla.q_rank,
-        "kv_lora_rank": mla.kv_rank,
-        "qk_head_dim": mla.nope,
-        "qk_pos_emb_head_dim": mla.rope,
-        "v_head_dim": mla.value,
-        "qk_layernorm": True,
-        # Megatron's softmax scale looks at the scaling factor whatever the type is, and its default for that is 40.
-        **(_yarn_args(dims.rope_scaling) if dims.rope_scaling else {"rope_type": "rope", "rotary_scaling_factor": 1.0}),
-    }
-
-
-def _yarn_args(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Yarn.
+def refuse_scaling(rope: Mapping[str, Any]) -> None:
+    """Raises CkptkitError for a rope scaling that Megatron's latent attention does not know, which is all but yarn.
 
     Sources: transformers `_compute_yarn_parameters` and `DeepseekV3Attention`, megatron-core
     `yarn_rotary_pos_embedding.py`.
@@ -159,12 +138,3 @@ def _yarn_args(rope: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: yarn with mscale {mscale:g} and mscale_all_dim {all_dim:g} is not supported",
             "transformers ignores one without the other, but Megatron and SGLang do not",
         )
-    return {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": number(rope, "factor"),
-        "original_max_position_embeddings": integer(rope, "original_max_position_embeddings"),
-        "beta_fast": number(rope, "beta_fast", 32.0),
-        "beta_slow": number(rope, "beta_slow", 1.0),
-        "mscale": mscale or 1.0,
-        "mscale_all_dim": all_dim,
-    }

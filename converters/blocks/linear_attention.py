@@ -113,19 +113,6 @@ def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default:
     return count
 
 
-def delta_net_args(net: LinearAttention, layers: int) -> dict[str, Any]:
-    """Megatron-LM arguments of a model with `layers` layers, some of them with this linear attention."""
-    return {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": [int(layer in net.layers) for layer in range(layers)],
-        "linear_conv_kernel_dim": net.kernel,
-        "linear_key_head_dim": net.key_dim,
-        "linear_value_head_dim": net.value_dim,
-        "linear_num_key_heads": net.key_heads,
-        "linear_num_value_heads": net.value_heads,
-    }
-
-
 def gated_delta_net(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
     """Pre-norm linear attention in megatron-core's module, which joins all input projections in one.
 

@@ -10,25 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from converters.blocks.latent_attention import WITHOUT_FLAG
+from converters.megatron.argument import Argument
+from converters.megatron.argument_table import ARGUMENTS, BY_NAME
 from converters.megatron.unsaid import UNSAID
-
-# What follows from the others, or is a choice of the run and not of the model.
-_LEFT_OUT = {
-    "add_position_embedding",
-    "group_query_attention",
-    "init_method_std",
-    "num_query_groups",
-    "padded_vocab_size",
-    "rope_scaling_factor",  # no builder of Megatron hands it to the model: `unsaid` has it
-    "seq_length",
-    "tokenizer_type",
-    "use_rotary_position_embeddings",
-}
-_NEGATED = {
-    "add_bias_linear": "--disable-bias-linear",
-    "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
-}
 
 
 def launch_flags(args: Mapping[str, Any]) -> list[str]:
@@ -38,9 +22,9 @@ def launch_flags(args: Mapping[str, Any]) -> list[str]:
     """
     flags = [" ".join([flag, *map(shlex.quote, values)]) for flag, values in _flags(args)]
     lines = [
-        f"set args.{name} = {args[name]} (else {default}) before the model is built"
-        for name, default in WITHOUT_FLAG.items()
-        if args.get(name, default) != default
+        f"set args.{row.name} = {args[row.name]} (else {row.default}) before the model is built"
+        for row in ARGUMENTS
+        if row.printed == "comment" and args.get(row.name, row.default) != row.default
     ]
     return flags + [f"# no flag says this: {line}" for line in (*lines, *args.get(UNSAID, ()))]
 
@@ -50,17 +34,16 @@ def _flags(args: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
         yield "--group-query-attention", []
         yield "--num-query-groups", [str(args["num_query_groups"])]
     for name, value in args.items():
-        flag = "--" + name.replace("_", "-")
-        if name in _LEFT_OUT or name in WITHOUT_FLAG or name == UNSAID or value is None:
+        row = BY_NAME.get(name) or Argument(name)
+        if name == UNSAID or row.printed != "option" or value is None:
             continue
-        if name in _NEGATED:
-            yield from [] if value else [(_NEGATED[name], [])]
-        elif isinstance(value, bool):
-            yield from [(flag, [])] if value else []
+        if isinstance(value, bool):
+            if value != bool(row.starts):
+                yield next(option for option, sets in row.options.items() if sets is value), []
         elif isinstance(value, (list, tuple)):
-            yield flag, [pattern(value) if isinstance(value, list) else ",".join(map(str, value))]
+            yield next(iter(row.options)), [pattern(value) if isinstance(value, list) else ",".join(map(str, value))]
         else:
-            yield flag, [str(value)]
+            yield next(iter(row.options)), [str(value)]
 
 
 def pattern(values: Sequence[int]) -> str:

@@ -7,22 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.parallel import Sizes
 from converters.config.dims import ModelDims
 from converters.megatron.pipeline import Pipeline, count_chunks
 
 
 @dataclass(frozen=True)
-class ParallelSizes:
-    """Tensor, pipeline, expert and virtual pipeline parallel sizes; `etp` is the tensor parallel size inside experts.
+class ParallelSizes(Sizes):
+    """All parallel sizes of a Megatron launch: those by which weights are cut, and the rest of its pipeline.
 
-    `cp`, the context parallel size, cuts no weights: its ranks hold copies. `first`, `last`, `embedding`, `loss` and
-    `layout` distribute the layers over the pipeline as in `Pipeline`; without them every stage has the same number.
+    `vpp` is the number of model chunks a rank. `cp`, the context parallel size, cuts no weights: its ranks hold copies.
+    `first`, `last`, `embedding`, `loss` and `layout` distribute the layers over the pipeline as in `Pipeline`; without
+    them every stage has the same number.
     """
 
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int = 1
     vpp: int = 1
     first: int | None = None
     last: int | None = None

@@ -73,7 +73,7 @@ def spelling_of(subject: Subject) -> OtherSpelling | None:
     None also where there is no usable config.
     """
     try:
-        return other_spelling(subject.once(stated_config_of), subject.once(_names)) if subject.kind == "hf" else None
+        return other_spelling(subject.once(stated_config_of), subject.once(_names)) if subject.is_hf else None
     except (CkptkitError, Skip):
         return None
 
@@ -83,9 +83,9 @@ def _names(subject: Subject) -> Collection[str]:
 
     None where nothing can be read, or where each tensor that the config promises is wanted.
     """
-    if subject.kind == "megatron" and subject.arguments is not None and subject.arguments.mtp:
+    if subject.is_megatron and subject.arguments is not None and subject.arguments.mtp:
         return ()
-    if subject.kind == "megatron":
+    if subject.is_megatron:
         return subject.megatron_files.opened.specs if subject.megatron_files.readable else ()
     specs, index = subject.hf_files.specs, subject.hf_files.index or {}
     return specs if index.keys() <= specs.keys() else {**specs, **index}
@@ -96,7 +96,7 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
 
     Raises Unable where a Megatron checkpoint has none beside it, CkptkitError where it is broken or unsupported.
     """
-    if subject.kind == "hf":
+    if subject.is_hf:
         config = subject.hf_files.config
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
@@ -104,7 +104,7 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
             raise Unable("no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf")
         config = config_in(path, subject.megatron_files.weights)
     try:
-        refuse_foreign(subject.once(_names) if subject.kind == "hf" else (), subject.path)
+        refuse_foreign(subject.once(_names) if subject.is_hf else (), subject.path)
         refuse_stated_format(config, subject.path)
         dims_of(config)
     except (TypeError, ValueError) as error:
@@ -120,8 +120,8 @@ def expected_of(subject: Subject) -> Expected | None:
     if (config := usable_config(subject)) is None:
         return None
     names = _stored(subject)
-    rules = rules_in(config, names) if subject.kind == "megatron" else list(rules_of(config))
-    if subject.kind == "megatron":
+    rules = rules_in(config, names) if subject.is_megatron else list(rules_of(config))
+    if subject.is_megatron:
         vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
         state = frozenset(rule.megatron for rule in rules if rule.mapping.fp32)
         # One shape for all layers and experts of a mapping: running its op a hundred thousand times would take minutes.
@@ -157,8 +157,8 @@ def require_expected(subject: Subject) -> Expected:
 
 def _stored(subject: Subject) -> Mapping[str, Any]:
     """Names that headers or `.metadata` have, and those that an index lists in files that cannot be read."""
-    unknown = subject.hf_files.unknown if subject.kind == "hf" else ()
-    return {**subject.specs, **dict.fromkeys(unknown)} if unknown else subject.specs
+    unread = subject.unread_names
+    return {**subject.specs, **dict.fromkeys(unread)} if unread else subject.specs
 
 
 def _carried(kinds: Iterable[Sequence[str]], config: Mapping[str, Any]) -> frozenset[str]:

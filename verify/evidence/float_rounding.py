@@ -84,7 +84,7 @@ class FloatWeights:
 
 def float_weights(subject: Subject) -> FloatWeights:
     """What is stored in FP8 or MXFP4 here and plain in the source. Raises CkptkitError where one cannot be opened."""
-    if subject.kind == "megatron" or subject.source is None or is_quantized(subject.source.config):
+    if subject.is_megatron or subject.source is None or is_quantized(subject.source.config):
         return FloatWeights()
     checkpoint = subject.checkpoint
     if not is_quantized(checkpoint.config):

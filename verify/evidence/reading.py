@@ -26,14 +26,14 @@ def read_values(subject: Subject) -> Values:
 
 def stored_values(subject: Subject) -> Values:
     """The same of every tensor under its name on disk: from the one pass where that is how it names them."""
-    fused = subject.kind == "hf" and is_fused(subject.checkpoint.specs)
-    if not fused and (subject.kind == "hf" or subject.source_path is None):
+    fused = subject.is_hf and is_fused(subject.checkpoint.specs)
+    if not fused and (subject.is_hf or subject.source_path is None):
         return subject.once(read_values)
     return _pass(subject, stored=True)
 
 
 def _pass(subject: Subject, stored: bool) -> Values:
-    if subject.kind == "hf":
+    if subject.is_hf:
         refuse_foreign(subject.checkpoint.specs, subject.path)
         refuse_stated(subject.checkpoint.config, subject.path)
     checkpoint, source = sides(subject, stored)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.detect import TRACKER, Location, locate
+from ckptkit.formats.detect import TRACKER, Kind, Location, locate
 from ckptkit.formats.hf.side_files import is_quantized
 from converters.open import open_checkpoint
 from verify.evidence.folding import group_by_pattern
@@ -99,7 +99,7 @@ class Subject:
         return "SGLang is none of the readers that were named" if named else None
 
     @cached_property
-    def kind(self) -> Literal["hf", "megatron"]:
+    def kind(self) -> Kind:
         """What lies at `path`, told by any file still there. Raises CkptkitError when it holds no checkpoint at all."""
         if any((self.path / mark).exists() for mark in (TRACKER, ".metadata")) or any(self.path.glob("*.distcp")):
             return "megatron"
@@ -109,6 +109,31 @@ class Subject:
         if any((self.path / mark).exists() for mark in ("metadata.json", "common.pt")):
             return "megatron"
         return locate(self.path).kind
+
+    @property
+    def is_hf(self) -> bool:
+        """Whether it is an HF directory. Raises as `kind`."""
+        return self.kind == "hf"
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether it is a Megatron checkpoint. Raises as `kind`."""
+        return self.kind == "megatron"
+
+    @property
+    def weights_root(self) -> Path:
+        """The directory that holds the weights."""
+        return self.path if self.is_hf else self.megatron_files.weights
+
+    @property
+    def config_root(self) -> Path:
+        """The directory that holds config.json; for Megatron that of the HF directory that belongs to it."""
+        return self.path if self.is_hf else self.megatron_files.opened.hf_path
+
+    @property
+    def unread_names(self) -> Collection[str]:
+        """Names that the index of an HF directory lists in files that cannot be read."""
+        return self.hf_files.unknown if self.is_hf else ()
 
     @cached_property
     def hf_files(self) -> HfFiles:
@@ -158,6 +183,6 @@ class Subject:
         )
 
     @cached_property
-    def source_kind(self) -> Literal["hf", "megatron"]:
+    def source_kind(self) -> Kind:
         """What lies at `source_path`; "hf" when there is no source."""
         return locate(self.source_path).kind if self.source_path else "hf"

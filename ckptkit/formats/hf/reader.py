@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, code_of
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.json_text import MOST_BYTES, MOST_VALUES, parse
 from ckptkit.core.printable import shortened
@@ -36,7 +36,7 @@ def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
         content = read_regular(path, MOST_BYTES)
     except OSError as error:
         hint = next_move(path, "an HF checkpoint directory needs it")
-        raise CkptkitError(f"{shown or path}: {why_unreadable(path, error)}", hint) from error
+        raise CkptkitError(f"{shown or path}: {why_unreadable(path, error)}", hint, code=code_of(error)) from error
     return parse_json(content, shown or str(path))
 
 
@@ -45,9 +45,9 @@ def parse_json(text: bytes, shown: str) -> dict[str, Any]:
     try:
         content = parse(text, _MOST_IN_CONFIG if shown.endswith(_CONFIG) else MOST_VALUES)
     except ValueError as error:
-        raise CkptkitError(f"{shown} is not valid JSON: {error}", "restore it from the release") from error
+        raise DamagedError(f"{shown} is not valid JSON: {error}", "restore it from the release") from error
     if not isinstance(content, dict):
-        raise CkptkitError(f"{shown} does not hold a JSON object", "restore it from the release")
+        raise DamagedError(f"{shown} does not hold a JSON object", "restore it from the release")
     return content
 
 
@@ -69,11 +69,11 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
         or not weight_map
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
-        raise CkptkitError(f"{shown} has no weight_map of names to files", "restore it from the release")
+        raise DamagedError(f"{shown} has no weight_map of names to files", "restore it from the release")
     for file in set(weight_map.values()):
         if not is_file_name(file):
             name = next(name for name, home in weight_map.items() if home == file)
-            raise CkptkitError(
+            raise DamagedError(
                 f"{shown} puts {name} into {shortened(file)}, which is not a file of this directory",
                 "restore the index from the release",
             )
@@ -109,7 +109,7 @@ class HfCheckpoint:
         files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
         refuse_other_format(self.root)
         if weight_map is None and not os.path.lexists(self.root / SINGLE):
-            raise CkptkitError(
+            raise MissingError(
                 f"{self.directory} has neither {INDEX} nor {SINGLE}",
                 other_weights(self.root) or "download its weights, as safetensors",
             )
@@ -131,22 +131,22 @@ class HfCheckpoint:
         if actual == weight_map and stored == len(actual):
             return
         if ghosts := weight_map.keys() - actual.keys():
-            raise CkptkitError(
+            raise DamagedError(
                 f"{index} lists {len(ghosts)} tensor(s) that no shard holds: {summarize(sorted(ghosts))}",
                 "a shard is wrong",
             )
         if extra := actual.keys() - weight_map.keys():
-            raise CkptkitError(
+            raise DamagedError(
                 f"{len(extra)} tensor(s) in the shards are not in {index}: {summarize(sorted(extra))}",
                 "the index is wrong",
             )
         if stored != len(actual):
-            raise CkptkitError(
+            raise DamagedError(
                 f"{self.directory}: a tensor stands in two shards",
                 "two saves are mixed: `ckptkit verify` says in which files, and which of them are newer",
             )
         if moved := [name for name, file in weight_map.items() if actual[name] != file]:
-            raise CkptkitError(f"{index} names the wrong file for {summarize(moved)}", "the index is wrong")
+            raise DamagedError(f"{index} names the wrong file for {summarize(moved)}", "the index is wrong")
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, DamagedError, MissingError
 from ckptkit.core.json_text import MOST_BYTES
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import ITERATION, LEGACY_RANK, LOADED, TRACKER
@@ -94,7 +94,7 @@ def _check_kind(store: Store) -> None:
     """Raises CkptkitError unless this is an HF directory, before anything else in there is listed."""
     top = store.top()
     if not top:
-        raise CkptkitError(f"{store.url} holds nothing", "check the URL; give the directory that holds config.json")
+        raise MissingError(f"{store.url} holds nothing", "check the URL; give the directory that holds config.json")
     if {TRACKER, ".metadata"} & set(top) or any(
         ITERATION.fullmatch(name) or LEGACY_RANK.fullmatch(name) for name in top
     ):
@@ -103,7 +103,7 @@ def _check_kind(store: Store) -> None:
             "copy it to a local disk first",
         )
     if CONFIG not in top:
-        raise CkptkitError(
+        raise MissingError(
             f"{store.url} holds no config.json, but {summarize(top)}", "give the directory of an HF checkpoint"
         )
 
@@ -122,5 +122,5 @@ def _fetch_header(store: Store, name: str, size: int, target: Path) -> None:
 def _read(store: Store, name: str, offset: int, count: int) -> bytes:
     buffer = bytearray(count)
     if store.read_into(name, memoryview(buffer), offset) != count:
-        raise CkptkitError(f"{store.at(name)} ends within its header", "copy it there again")
+        raise DamagedError(f"{store.at(name)} ends within its header", "copy it there again")
     return bytes(buffer)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, DamagedError, code_of
 from ckptkit.core.extents import ByteRange, Reader
 from ckptkit.core.json_text import MOST_VALUES, count_values, require_characters
 from ckptkit.core.printable import shortened
@@ -68,7 +68,7 @@ class Shard:
         """This shard. Raises CkptkitError for the first of its faults."""
         if self.faults:
             what = f"{self.remote or self.path} is not a whole safetensors file: {self.faults[0]}"
-            raise CkptkitError(what, "copy or download it again")
+            raise DamagedError(what, "copy or download it again")
         return self
 
     def read(self, name: str, reader: Reader | None = None) -> Tensor:
@@ -79,7 +79,7 @@ class Shard:
         spec, flat = self.specs[name], self._bytes(name, reader)
         if len(flat) != spec.nbytes:
             hint = "the file is truncated; copy or download it again"
-            raise CkptkitError(f"{self.remote or self.path}: {name} ends before its {spec.nbytes} bytes", hint)
+            raise DamagedError(f"{self.remote or self.path}: {name} ends before its {spec.nbytes} bytes", hint)
         return elements(flat, spec.torch_dtype).view(spec.shape)
 
     def _bytes(self, name: str, reader: Reader | None) -> Tensor:
@@ -112,7 +112,7 @@ def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
         return scan_shard(path, remote).sound()
     except OSError as error:
         hint = next_move(path, "the index names it; is a shard missing?")
-        raise CkptkitError(f"{remote or path}: {why_unreadable(path, error)}", hint) from error
+        raise CkptkitError(f"{remote or path}: {why_unreadable(path, error)}", hint, code=code_of(error)) from error
 
 
 def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:

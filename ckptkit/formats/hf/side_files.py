@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, MissingError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import LOADED, SIGNATURE_ENDING
 from ckptkit.formats.detect import MANIFEST as MANIFEST
@@ -35,7 +35,7 @@ def side_files(root: Path) -> Iterator[Path]:
         relative = path.relative_to(root)
         hidden = is_hidden(str(relative))
         if not hidden and (target := target_of(path)) is not None:
-            raise CkptkitError(f"{path} is a link to nothing: {target}", fetch_again(path.parent))
+            raise MissingError(f"{path} is a link to nothing: {target}", fetch_again(path.parent))
         if not hidden and not path.is_file() and (not path.is_dir() or str(relative) in LOADED):
             raise CkptkitError(f"{path} is no regular file", "put the file of the release in its place")
         if path.is_file() and not hidden and not is_weight(path.name) and relative not in _OWN:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, DamagedError, MissingError
+from ckptkit.core.parallel import Sizes
 from ckptkit.formats.detect import LEGACY_FILE, LEGACY_RANK
 from ckptkit.formats.torch_save.records import is_bounded
 from ckptkit.formats.torch_save.saved_file import SavedFile, SavedTensor
@@ -21,19 +22,6 @@ from ckptkit.formats.torch_save.saved_file import SavedFile, SavedTensor
 _EXTRA = "_extra_state"
 _MOST = 100_000  # ranks of a kind
 _LEGACY_GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Parallel sizes of the run that saved: tensor, pipeline, expert, and tensor parallel inside experts."""
-
-    tp: int
-    pp: int
-    ep: int
-    etp: int
-
-    def __str__(self) -> str:
-        return f"TP{self.tp} PP{self.pp} EP{self.ep} ETP{self.etp}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,7 @@ class LegacyFiles:
         for name, value in _stamp_of(file).items():
             if value != self._stamp[name]:
                 first = sorted(other.name for other in self.path.iterdir() if LEGACY_RANK.fullmatch(other.name))[0]
-                raise CkptkitError(
+                raise DamagedError(
                     f"{file.path} was saved with {name} {value}, {first} with {self._stamp[name]}",
                     "two saves were mixed: copy one of them again",
                 )
@@ -88,7 +76,7 @@ class LegacyFiles:
             ep = numbers[-1] if self.sizes.ep > 1 else 0
             if numbers[0] < self.sizes.tp and pp < self.sizes.pp and ep < self.sizes.ep:
                 return numbers[0], pp, ep
-        raise CkptkitError(
+        raise DamagedError(
             f"{entry} is no rank of {self.sizes}, which the training arguments say",
             "two saves were mixed: copy one of them again",
         )
@@ -106,7 +94,7 @@ class LegacyFiles:
                 if (etp, ep) not in experts
             ]
             if lost:
-                raise CkptkitError(
+                raise MissingError(
                     f"{self.path} lacks {', '.join(lost)}",
                     f"the run was {self.sizes}; copy all of its mp_rank directories",
                 )
@@ -125,11 +113,11 @@ class LegacyFiles:
 def _args_of(file: SavedFile) -> Mapping[str, Any]:
     stored = file.content.get("args") if isinstance(file.content, dict) else None
     if stored is None or not hasattr(stored, "__dict__"):
-        raise CkptkitError(
+        raise DamagedError(
             f"{file.path} holds no training arguments", "they say which layers a rank has; was it saved by Megatron-LM?"
         )
     if not is_bounded(found := dict(vars(stored))):
-        raise CkptkitError(f"{file.path}: its training arguments have no end", "the file is damaged; copy it again")
+        raise DamagedError(f"{file.path}: its training arguments have no end", "the file is damaged; copy it again")
     return found
 
 

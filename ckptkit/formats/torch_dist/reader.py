@@ -22,7 +22,7 @@ import numpy as np
 
 from ckptkit.core.allocator import gc_paused
 from ckptkit.core.dtypes import ITEMSIZE, torch_dtype
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, code_of
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MOST_AXES, TensorSpec
@@ -103,10 +103,12 @@ def read_metadata(path: Path) -> StoredMetadata:
             return _read_metadata(path, file)
     except OSError as error:
         raise CkptkitError(
-            f"{file}: {why_unreadable(file, error)}", "a torch_dist checkpoint needs it; was the save cut short?"
+            f"{file}: {why_unreadable(file, error)}",
+            "a torch_dist checkpoint needs it; was the save cut short?",
+            code=code_of(error),
         ) from error
     except (pickle.UnpicklingError, AttributeError, TypeError, LookupError) as error:
-        raise CkptkitError(f"{file} is no DCP metadata: {error}", _COPY) from error
+        raise DamagedError(f"{file} is no DCP metadata: {error}", _COPY) from error
 
 
 def _read_metadata(path: Path, file: Path) -> StoredMetadata:
@@ -160,7 +162,7 @@ class _Storage:
     def blob(self, key: str, offsets: Shape | None) -> Blob:
         """The bytes of one chunk, or of an object (offsets None)."""
         if (key, offsets) not in self.places:
-            raise CkptkitError(
+            raise DamagedError(
                 f"{self.path / '.metadata'} does not say where {key} at {offsets} is stored",
                 "the checkpoint is incomplete",
             )
@@ -173,7 +175,7 @@ class _Storage:
         name = info.relative_path
         if name not in self.files:
             if Path(name).name != name or "\0" in name:
-                raise CkptkitError(
+                raise DamagedError(
                     f"{self.path / '.metadata'} puts {key} into {name!r}, which is not a file of this directory",
                     "the file is damaged or was made to mislead; copy the checkpoint again",
                 )
@@ -313,7 +315,7 @@ class TorchDistCheckpoint:
         self._logical = self._name_once()
         for stored in {id(part.stored): part.stored for parts in self._logical.values() for part in parts}.values():
             if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
-                raise CkptkitError(
+                raise DamagedError(
                     f"{self.path}: {stored.key}: {problem}",
                     "the save is incomplete; loading it would leave garbage there",
                 )
@@ -323,10 +325,10 @@ class TorchDistCheckpoint:
         named: dict[str, tuple[_Part, ...]] = {}
         for name, parts in self._name_all():
             if len(named) >= _MOST_NAMES:
-                raise CkptkitError(f"{self.path} claims to hold more than {_MOST_NAMES} tensors", _DAMAGED)
+                raise DamagedError(f"{self.path} claims to hold more than {_MOST_NAMES} tensors", _DAMAGED)
             if name in named:
                 keys = f"{named[name][0].stored.key} and {parts[0].stored.key}"
-                raise CkptkitError(
+                raise DamagedError(
                     f"{self.path}: {keys} both hold {name}", "two saves were mixed: save again into an empty directory"
                 )
             named[name] = parts
@@ -342,7 +344,7 @@ class TorchDistCheckpoint:
                 yield name, (part,)
         for (name, suffixes), parts in apart.items():
             if missing := [suffix for suffix in suffixes if suffix not in parts]:
-                raise CkptkitError(
+                raise DamagedError(
                     f"{self.path}: {name} lacks its part {missing[0]}", "the save is incomplete: save again"
                 )
             yield name, tuple(parts[suffix] for suffix in suffixes)
@@ -358,7 +360,7 @@ class TorchDistCheckpoint:
 
     def _check_alias(self, stored: StoredTensor, alias: StoredTensor) -> None:
         if [chunk.blob for chunk in stored.chunks] != [chunk.blob for chunk in alias.chunks]:
-            raise CkptkitError(
+            raise DamagedError(
                 f"{self.path}: {stored.key} and {alias.key} are two names of one norm but are stored apart",
                 "Megatron's specs would load different models: save again with one --transformer-impl, keep this save",
             )
@@ -401,7 +403,7 @@ class TorchDistCheckpoint:
         for key, blob in self.metadata.objects.items():
             if key.startswith("common_state/"):
                 return _mapping(blob)
-        raise CkptkitError(
+        raise MissingError(
             f"{self.path} has neither common.pt nor a common_state object",
             "the save was cut short; Megatron cannot load it",
         )
@@ -411,13 +413,13 @@ class TorchDistCheckpoint:
         """The stored training arguments; empty when there are none. Raises CkptkitError when they are no namespace."""
         stored = self.common.get("args")
         if stored is not None and not hasattr(stored, "__dict__"):
-            raise CkptkitError(
+            raise DamagedError(
                 f"{self.path}: the stored training arguments are {type(stored).__name__}, no namespace",
                 "the checkpoint is damaged",
             )
         found = dict(vars(stored)) if stored is not None else {}
         if not is_bounded(found):
-            raise CkptkitError(f"{self.path}: the stored training arguments have no end", "the checkpoint is damaged")
+            raise DamagedError(f"{self.path}: the stored training arguments have no end", "the checkpoint is damaged")
         return found
 
     def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
@@ -468,7 +470,7 @@ def _mapping(blob: Blob) -> Mapping[str, Any]:
     content = blob.object()
     content = content[0] if isinstance(content, list) and content else content
     if not isinstance(content, dict):
-        raise CkptkitError(f"{blob}: Megatron's common state is no dict", "the checkpoint is damaged")
+        raise DamagedError(f"{blob}: Megatron's common state is no dict", "the checkpoint is damaged")
     return content
 
 
@@ -477,9 +479,9 @@ def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
     stacked, routed = _STACKED.fullmatch(key) is not None, _EXPERTS.fullmatch(key) is not None
     depth = stacked + routed
     if len(stored.shape) < depth:
-        raise CkptkitError(f"{key} has {len(stored.shape)} axes, too few for layers or experts", _COPY)
+        raise DamagedError(f"{key} has {len(stored.shape)} axes, too few for layers or experts", _COPY)
     if math.prod(stored.shape[:depth]) > _MOST_NAMES:
-        raise CkptkitError(f"{key} claims to hold {math.prod(stored.shape[:depth])} tensors", _DAMAGED)
+        raise DamagedError(f"{key} claims to hold {math.prod(stored.shape[:depth])} tensors", _DAMAGED)
     left = _MOST_COMPARED
     chunks: dict[Shape, list[Chunk]] = {index: [] for index in itertools.product(*map(range, stored.shape[:depth]))}
     one = (1,) * depth
@@ -493,7 +495,7 @@ def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
         ]
         left -= math.prod(map(len, box))
         if left < 0:
-            raise CkptkitError(f"{key} has {len(stored.chunks)} chunks, which hold it many times over", _DAMAGED)
+            raise DamagedError(f"{key} has {len(stored.chunks)} chunks, which hold it many times over", _DAMAGED)
         for index in itertools.product(*box):
             if index in chunks:
                 chunks[index].append(chunk)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from zlib_ng import zlib_ng
 
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
-from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.specs import MOST_AXES
 from ckptkit.formats.torch_save import unpickle
@@ -135,17 +135,17 @@ class Blob:
         storage, offset, size, stride = self._tensor_arguments(entries)
         kind = kind_of(storage[1]).rpartition(".")[2]
         if kind != STORAGE_CLASS.get(dtype) or size != shape:
-            raise CkptkitError(
+            raise DamagedError(
                 f"{self}: holds {list(size)} {kind}, the metadata says {list(shape)} {dtype}",
                 "the checkpoint is damaged",
             )
         info = self.entry(entries, f"data/{storage[2]}")
         if info.file_size != storage[4] * ITEMSIZE[dtype]:
-            raise CkptkitError(
+            raise DamagedError(
                 f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}", _DAMAGED
             )
         if offset + reach(size, stride) > storage[4]:
-            raise CkptkitError(f"{self}: the tensor reaches past its storage of {info.file_size} bytes", _DAMAGED)
+            raise DamagedError(f"{self}: the tensor reaches past its storage of {info.file_size} bytes", _DAMAGED)
         return info, _Strided(stride, offset)
 
     def entries(self) -> dict[str, zipfile.ZipInfo]:
@@ -162,13 +162,13 @@ class Blob:
         tail = bytearray(min(END_BYTES, self.length))
         self.read(memoryview(tail), self.length - len(tail))
         if problem := zip_problem(found, bytes(tail), self.length):
-            raise CkptkitError(f"{self}: {problem}", "this file was not written by torch.save, or is damaged")
+            raise DamagedError(f"{self}: {problem}", "this file was not written by torch.save, or is damaged")
         return {info.filename.partition("/")[2]: info for info in found}
 
     def entry(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
         """One of `entries`. Raises CkptkitError when there is none of this name."""
         if name not in entries:
-            raise CkptkitError(f"{self}: has no entry {name}", "this file was not written by torch.save")
+            raise DamagedError(f"{self}: has no entry {name}", "this file was not written by torch.save")
         return entries[name]
 
     def read_into(self, info: zipfile.ZipInfo, buffer: memoryview, start: int = 0) -> None:
@@ -191,7 +191,7 @@ class Blob:
         """Raises CkptkitError when this is not the CRC-32 that an entry was written with."""
         # torch can be told to leave the checksum out, which it then writes as zero.
         if info.CRC and checksum != info.CRC:
-            raise CkptkitError(
+            raise DamagedError(
                 f"{self}: its bytes do not match their checksum",
                 "the file was damaged after it was written; copy it again",
             )
@@ -200,10 +200,10 @@ class Blob:
         found = self._pickled(entries)
         arguments = found.args if isinstance(found, Record) else ()
         if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
-            raise CkptkitError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
+            raise DamagedError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
         storage, offset, size, stride = arguments[:4]
         if not is_layout(offset, size, stride) or type(storage[2]) is not str or type(storage[4]) is not int:
-            raise CkptkitError(f"{self}: holds a tensor described in a way that torch does not write", _DAMAGED)
+            raise DamagedError(f"{self}: holds a tensor described in a way that torch does not write", _DAMAGED)
         return storage, offset, size, stride
 
     def _pickled(self, entries: Mapping[str, zipfile.ZipInfo], allowed: Callable[[str], bool] | None = None) -> Any:
@@ -217,7 +217,7 @@ class Blob:
                 "nothing in it was run; where you trust the file, load it, leave that out and save it again",
             ) from error
         except pickle.UnpicklingError as error:
-            raise CkptkitError(f"{self}: cannot be unpickled: {error}", "the file is damaged; copy it again") from error
+            raise DamagedError(f"{self}: cannot be unpickled: {error}", "the file is damaged; copy it again") from error
 
     def _bytes(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> bytes:
         info = self.entry(entries, name)

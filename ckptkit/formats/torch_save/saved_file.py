@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zlib_ng import zlib_ng
 
 from ckptkit.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE, torch_dtype
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, DamagedError, code_of
 from ckptkit.formats.torch_save.blob import Blob, is_layout, reach
 from ckptkit.formats.torch_save.records import Record, kind_of
 from ckptkit.storage.regular import open_regular
@@ -57,7 +57,7 @@ class SavedFile:
                 old = file.read(len(_OLD_FORMAT)) == _OLD_FORMAT
             self._blob = Blob(path, 0, path.stat().st_size)
         except OSError as error:
-            raise CkptkitError(f"{path}: {error.strerror}", "copy it from the save") from error
+            raise CkptkitError(f"{path}: {error.strerror}", "copy it from the save", code=code_of(error)) from error
         if old:
             raise CkptkitError(
                 f"{path} is in the format that torch wrote before 1.6",
@@ -92,7 +92,7 @@ class SavedFile:
             else None
         )
         if dtype is None or type(storage[2]) is not str or not is_layout(offset, shape, stride):
-            raise CkptkitError(
+            raise DamagedError(
                 f"{self.path}: {name} is described in a way that torch does not write",
                 "the file is damaged; copy it again",
             )
@@ -103,7 +103,7 @@ class SavedFile:
             or (found.offset + found.reach) * ITEMSIZE[dtype] > entry.file_size
             or math.prod(shape) > entry.file_size
         ):
-            raise CkptkitError(f"{self.path}: the bytes of {name} are not in it", "the file is damaged; copy it again")
+            raise DamagedError(f"{self.path}: the bytes of {name} are not in it", "the file is damaged; copy it again")
         return found
 
     @cached_property

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -11,14 +15,23 @@ from ckptkit.app.job.loaded import DiffersError
 from ckptkit.app.run_options import parse_size
 from ckptkit.core.errors import (
     CkptkitError,
+    DamagedError,
+    ErrorCode,
     FinalError,
     MissingDependencyError,
+    MissingError,
     UnknownModelError,
     UnsupportedError,
     UsageError,
 )
+from ckptkit.core.unused import refuse_hf
+from ckptkit.formats.detect import TRACKER, locate, tracked
+from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.shard import read_shard
+from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.storage.fingerprint import ChangedError
 from ckptkit.storage.url import Store, StoreError
+from verify.witnesses.megatron.options import MegatronOptions
 
 
 @pytest.mark.parametrize(
@@ -29,6 +42,8 @@ from ckptkit.storage.url import Store, StoreError
         (UnsupportedError, "unsupported"),
         (UnknownModelError, "unsupported"),
         (MissingDependencyError, "missing-dependency"),
+        (MissingError, "missing"),
+        (DamagedError, "damaged"),
         (StoreError, "storage"),
         (ChangedError, "changed"),
         (DiffersError, "mismatch"),
@@ -56,3 +71,45 @@ def test_missing_library_of_a_store_is_a_missing_dependency(monkeypatch: pytest.
     with pytest.raises(StoreError) as caught:
         Store("az://container/folder").top()
     assert caught.value.code == "missing-dependency"
+
+
+def code_when(action: Callable[..., object], *arguments: object) -> str:
+    with pytest.raises(CkptkitError) as caught:
+        action(*arguments)
+    return caught.value.code
+
+
+def test_what_is_not_there_is_missing(tmp_path: Path) -> None:
+    assert code_when(locate, tmp_path / "nowhere") == "missing"
+    assert code_when(locate, tmp_path) == "missing"
+    assert code_when(read_json, tmp_path / "config.json") == "missing"
+    assert code_when(read_shard, tmp_path / "model.safetensors") == "missing"
+    assert code_when(read_metadata, tmp_path) == "missing"
+    (tmp_path / TRACKER).write_text("7")
+    assert code_when(tracked, tmp_path) == "missing"
+
+
+def test_what_is_there_and_cut_short_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    (tmp_path / "model.safetensors").write_bytes(b"\x40")
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04")
+    (tmp_path / TRACKER).write_text("seven")
+    assert code_when(read_json, tmp_path / "config.json") == "damaged"
+    assert code_when(read_shard, tmp_path / "model.safetensors") == "damaged"
+    assert code_when(read_metadata, tmp_path) == "damaged"
+    assert code_when(tracked, tmp_path) == "damaged"
+
+
+def test_a_path_that_is_no_file_is_neither_missing_nor_damaged(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    assert code_when(read_json, tmp_path / "config.json") == "other"
+
+
+def test_an_option_without_effect_is_a_usage_error(tmp_path: Path) -> None:
+    assert code_when(refuse_hf, tmp_path, tmp_path) == "usage"
+    assert code_when(MegatronOptions(cp=2).refuse) == "usage"
+
+
+def test_docs_list_every_code() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "concepts.md").read_text().partition("## Errors")[2]
+    assert re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE) == [*get_args(ErrorCode)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from importlib.util import find_spec
 
 import pytest
 from support.processes import python
 
+from converters.megatron.argument_table import ARGUMENTS
 from verify.launch.options.tables import MODEL, SWITCHES
 
 # Prints every field of Megatron's configurations with its annotation and default, and GPTModel's rope_scaling_factor.
@@ -51,3 +53,23 @@ def test_options_are_settings_of_megatron_core_and_defaults_are_its_own() -> Non
     assert factor == 8.0
     assert (fields["attention_dropout"][1], fields["hidden_dropout"][1]) == ("0.1", "0.1")
     assert (fields["beta_fast"][1], fields["moe_router_topk"][1]) == ("32", "2")
+
+
+# Defaults of Megatron-LM's arguments that are not those of its configuration, which has the second.
+OTHER_DEFAULTS = {"kv_lora_rank": (32, "512"), "rotary_scaling_factor": (1.0, "40")}
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_the_table_has_megatron_cores_defaults_and_names_of_its_settings() -> None:
+    fields, _ = json.loads(python("-c", ASK).stdout.splitlines()[-1])
+    compared = [row for row in ARGUMENTS if (row.config or row.name) in fields and row.starts is not None]
+    assert len(compared) > 35
+    for row in compared:
+        default = fields[row.config or row.name][1]
+        if row.name in OTHER_DEFAULTS:
+            assert (row.starts, default) == OTHER_DEFAULTS[row.name]
+        elif default == "None":
+            assert row.starts in (0, 1), row.name  # what is not limited, scaled or there
+        else:
+            assert ast.literal_eval(default) == row.starts, row.name
+    assert [row.name for row in ARGUMENTS if row.config and row.config not in fields] == []

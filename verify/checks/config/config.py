@@ -13,7 +13,7 @@ from converters.megatron.arguments import comparable_args
 from converters.megatron.parallel import ParallelSizes, refusals, with_remainder
 from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
-from verify.check import Skip, Tally, check
+from verify.check import Skip, Tally, check, only
 from verify.checks.config.arguments import compared, hint_of, mismatches
 from verify.checks.config.config_keys import keys_behind
 from verify.evidence.expected import require_config, stated_config_of
@@ -56,7 +56,7 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
     rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training "
     "runs on and gives another model.",
     fix="Correct the launch script's model arguments (or config.json), then convert or train again.",
-    unless=lambda subject: None if subject.kind == "megatron" else "an HF directory stores no training arguments",
+    unless=only("megatron", "an HF directory stores no training arguments"),
 )
 def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`args` in common.pt against the HF config, field by field, with Megatron's defaults for absent ones."""
@@ -93,7 +93,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     here, there = require_config(subject, stated_config_of), _source_config(subject)
     hint, where = (
         "take config.json from the source",
-        str(subject.path / "config.json" if subject.kind == "hf" else subject.path),
+        str(subject.path / "config.json" if subject.is_hf else subject.path),
     )
     keys = keys_behind(here, there, _args)
     # One finding a key, however many arguments follow from it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
@@ -29,7 +28,7 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 
 
 def _no_keys(subject: Subject) -> str | None:
-    if subject.kind != "hf" and "sglang" not in subject.against:
+    if subject.is_megatron and "sglang" not in subject.against:
         return "SGLang reads the config of an HF directory"
     if "sglang" not in subject.against and (reason := subject.not_for_sglang):
         return reason
@@ -54,7 +53,7 @@ def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each key of the family's table; null counts as absent."""
     needed, lacking = keys_of(subject.once(stated_config_of))
     tally.compared(0, len(needed))
-    where: Path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
+    where = subject.config_root
     if lacking:
         what = "it" if len(lacking) == 1 else "them"
         yield Issue(

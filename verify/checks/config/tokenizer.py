@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from converters.planner import dims_of
-from verify.check import Skip, Tally, check
+from verify.check import Skip, Tally, check, only
 from verify.evidence.expected import require_config
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
@@ -22,7 +22,7 @@ _Kind = tuple[str, Mapping[str, Any], Mapping[str, Any], Callable[[SideFiles, st
 
 def side_of(subject: Subject) -> SideFiles:
     """The files beside the weights; for Megatron those of the HF directory that belongs to it."""
-    if subject.kind == "hf":
+    if subject.is_hf:
         return SideFiles(subject.path)
     with suppress(CkptkitError):
         return SideFiles(subject.hf_path or subject.megatron_files.weights.parent / "hf")
@@ -38,7 +38,7 @@ def _source_side(subject: Subject) -> SideFiles:
 
 def unreadable(subject: Subject, side: SideFiles, expected: str, error: CkptkitError) -> Issue:
     """A file that cannot be read. Raises Skip for a link that leads nowhere, which CK102 reports of an HF directory."""
-    links = subject.hf_files.dangling if subject.kind == "hf" and side.root == subject.path else ()
+    links = subject.hf_files.dangling if subject.is_hf and side.root == subject.path else ()
     if any(f"{side.root / name}:" in error.message for name in links):
         raise Skip("not run because links lead nowhere (CK102)")
     return Issue(expected, error.message, error.hint or "copy it from the release", file=side.root)
@@ -146,7 +146,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "knows no words. tokenizer_config.json alone is not a tokenizer.",
     fix="Copy the tokenizer files of the release into this directory, or start the engine with `--skip-tokenizer-init` "
     "and send it token ids.",
-    unless=lambda subject: None if subject.kind == "hf" else "Megatron loads no tokenizer from its checkpoint",
+    unless=only("hf", "Megatron loads no tokenizer from its checkpoint"),
 )
 def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Any file with the words of a tokenizer; without one an error where the source has one, else a warning.

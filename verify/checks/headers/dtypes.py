@@ -41,7 +41,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     A warning where fp32 state is stored smaller (CK203 compares with a source).
     """
     specs = names_of(subject)
-    if subject.kind == "hf":
+    if subject.is_hf:
         refuse_foreign(specs, subject.path)
         refuse_stated(subject)
     config = usable_config(subject)
@@ -84,7 +84,7 @@ def _config_dtype(
     stored = main_dtype(specs)
     if stored is None:
         return
-    if subject.kind == "megatron":
+    if subject.is_megatron:
         yield from _trained_dtype(subject, stored)
         return
     if config is None:

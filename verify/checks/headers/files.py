@@ -13,7 +13,7 @@ from ckptkit.formats.detect import LOADED, other_weights, refuse_other_format
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.hf.side_files import is_hidden, is_weight
 from ckptkit.storage.links import fetch_again, in_words
-from verify.check import Skip, Tally, check
+from verify.check import Skip, Tally, check, only
 from verify.evidence.expected import (
     config_of,
     require_expected,
@@ -28,9 +28,7 @@ from verify.report import Severity
 _AGAIN = "copy or download this file again"
 
 
-def only_hf(subject: Subject) -> str | None:
-    """For checks of safetensors files."""
-    return None if subject.kind == "hf" else "a Megatron checkpoint has no safetensors files"
+only_hf = only("hf", "a Megatron checkpoint has no safetensors files")
 
 
 def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]:
@@ -38,7 +36,7 @@ def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]
 
     `listed`: those that the index lists in files that cannot be read will do.
     """
-    if subject.kind == "megatron":
+    if subject.is_megatron:
         require_metadata(subject)
         if not subject.specs:
             raise Skip("not run because there are no weights (CK111)")
@@ -76,7 +74,7 @@ def require_metadata(subject: Subject) -> None:
 )
 def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The config is there, is JSON, is of a supported family, and its sizes make sense."""
-    if subject.kind == "megatron":
+    if subject.is_megatron:
         require_metadata(subject)
     elif "config.json" in subject.hf_files.dangling:
         raise Skip("not run because config.json is a link that leads nowhere (CK102)")
@@ -88,10 +86,9 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         known = not isinstance(error, UnknownModelError) or subject.arguments is not None
         if isinstance(error, UnsupportedError) and known:
             raise
-        path = subject.path if subject.kind == "hf" else subject.megatron_files.opened.hf_path
         hint = error.hint or "compare it with the release"
         problem = error.message.removeprefix("config.json: ")
-        yield Issue("the config of a supported model", problem, hint, file=path / "config.json")
+        yield Issue("the config of a supported model", problem, hint, file=subject.config_root / "config.json")
 
 
 @check(
@@ -202,14 +199,14 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def home_of(subject: Subject, name: str) -> str:
     """The file or directory that holds a tensor."""
-    if subject.kind == "megatron":
+    if subject.is_megatron:
         return str(subject.megatron_files.weights)
     found: list[Path] = [shard.path for shard in subject.hf_files.shards.values() if name in shard.specs]
     return str(found[0])
 
 
 def _no_index_needed(subject: Subject) -> str | None:
-    single = subject.kind == "hf" and subject.hf_files.index is None and not subject.hf_files.index_issues
+    single = subject.is_hf and subject.hf_files.index is None and not subject.hf_files.index_issues
     return "a single file needs no index" if single else only_hf(subject)
 
 

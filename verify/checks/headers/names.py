@@ -36,13 +36,13 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config = usable_config(subject)
     expected = subject.once(expected_of)
     tally.compared(0, len(specs) or len(subject.hf_files.unknown))
-    if subject.kind == "hf":
+    if subject.is_hf:
         yield from leftovers(subject.hf_files)
     yield from other_names(subject)
     yield from _three_way(subject, specs, expected)
     for text in remarks_of(subject) if config else ():
         tally.note(text)
-    if subject.kind == "hf" and (tied := tied_head_of(subject)) and tied[0] in specs:
+    if subject.is_hf and (tied := tied_head_of(subject)) and tied[0] in specs:
         tally.note(
             f"{tied[0]} is stored although tie_word_embeddings is true; only its values show whether it repeats "
             f"{tied[1]} (CK211)"
@@ -53,7 +53,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Issue]:
-    files = subject.hf_files if subject.kind == "hf" else None
+    files = subject.hf_files if subject.is_hf else None
     index = files.index if files else None
     unknown = files.unknown if files else frozenset()
     optional = expected.optional if expected else frozenset()
@@ -104,7 +104,7 @@ def _verdict(
     subject: Subject, name: str, stored: bool, listed: bool, promised: bool, indexed: bool
 ) -> tuple[str, str, str]:
     """What should be, what is and the next move, for a name that is not everywhere that it should be."""
-    holder = "shard" if subject.kind == "hf" else ".metadata"
+    holder = "shard" if subject.is_hf else ".metadata"
     if not promised:
         if PACKED in name or name.endswith((SCALE, SHAPE)):
             return (
@@ -123,7 +123,7 @@ def _verdict(
             f"in no {holder}, though the index lists it"
             if indexed and listed
             else f"in no {holder}"
-            if subject.kind == "hf"
+            if subject.is_hf
             else "not in .metadata"
         )
         return (

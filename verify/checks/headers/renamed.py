@@ -40,8 +40,7 @@ def renamed_of(subject: Subject) -> Renamed | None:
     expected = None if subject.once(spelling_of) else subject.once(expected_of)
     if expected is None:
         return None
-    unknown = subject.hf_files.unknown if subject.kind == "hf" else ()
-    return renamed([*subject.specs, *unknown], expected.shapes.keys() | expected.optional)
+    return renamed([*subject.specs, *subject.unread_names], expected.shapes.keys() | expected.optional)
 
 
 def renamed(names: Collection[str], promised: Collection[str]) -> Renamed | None:

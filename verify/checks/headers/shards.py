@@ -100,12 +100,12 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No adapter files beside the weights, no adapter names among the tensors."""
     names = names_of(subject)
     tally.compared(0, len(_ADAPTER_FILES) + len(names))
-    root = subject.path if subject.kind == "hf" else subject.megatron_files.weights
+    root = subject.weights_root
     for file in _ADAPTER_FILES:
         if (root / file).exists():
             hint = "merge it into the weights, or move it elsewhere"
             yield Issue("weights with every adapter merged", f"{file} lies beside them", hint, file=root / file)
-    listed = subject.hf_files.index or {} if subject.kind == "hf" else {}
+    listed = subject.hf_files.index or {} if subject.is_hf else {}
     yield Issue(
         "weights with every adapter merged",
         "a tensor of an adapter",

@@ -12,7 +12,7 @@ from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.torch_dist.reader import tiling_problem
 from ckptkit.formats.torch_dist.training_state import described, training_state
-from verify.check import Skip, Tally, check
+from verify.check import Skip, Tally, check, only
 from verify.checks.headers.files import names_of, require_metadata
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
@@ -30,9 +30,7 @@ _BACKEND: Mapping[str, str | int] = {
 TRAINING_STATE = "training state"
 
 
-def only_megatron(subject: Subject) -> str | None:
-    """For checks of torch_dist files."""
-    return None if subject.kind == "megatron" else "an HF directory has no torch_dist files"
+only_megatron = only("megatron", "an HF directory has no torch_dist files")
 
 
 @check(

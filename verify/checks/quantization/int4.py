@@ -35,7 +35,7 @@ _NEVER = {
 
 def not_quantized(subject: Subject) -> str | None:
     """Why a checkpoint has no quantized weights to check; None: it has."""
-    if subject.kind == "megatron":
+    if subject.is_megatron:
         return "Megatron holds no INT4 weights"
     config = usable_config(subject)
     return None if config is None or is_quantized(config) else "config.json has no quantization_config"

@@ -37,7 +37,7 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.source is None:
         raise Skip("no --source was given")
     plain = not is_quantized(subject.source.config)
-    packed = subject.kind == "megatron" or int4_format_of(subject.checkpoint.config) is not None
+    packed = subject.is_megatron or int4_format_of(subject.checkpoint.config) is not None
     yield from _floats(subject, tally) if plain and not packed else _packed(subject, tally)
 
 

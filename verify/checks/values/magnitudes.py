@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from ckptkit.core.errors import CkptkitError
 from converters.planner import rules_of
-from verify.check import Skip, Tally, check
+from verify.check import Skip, Tally, check, only
 from verify.checks.values.values import PARTS, UNREAD, counted
 from verify.evidence.expected import require_expected, usable_config
 from verify.evidence.extremes import Extremes
@@ -98,10 +98,6 @@ def _outliers(stats: Mapping[str, Extremes]) -> Iterator[tuple[str, float]]:
                     yield name, ratio
 
 
-def _only_padded(subject: Subject) -> str | None:
-    return None if subject.kind == "megatron" else "an HF checkpoint has no padded vocabulary"
-
-
 @check(
     "CK209",
     "padded rows of the vocabulary are zero",
@@ -111,7 +107,7 @@ def _only_padded(subject: Subject) -> str | None:
     "vocabulary, or memory never written.",
     fix="Convert again. In a checkpoint saved by training, rows of the output layer may have been trained: then the "
     "warning is harmless.",
-    unless=_only_padded,
+    unless=only("megatron", "an HF checkpoint has no padded vocabulary"),
 )
 def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Rows beyond vocab_size: an error in `release/`, which a converter wrote, a warning in what training saved."""

@@ -19,7 +19,7 @@ from verify.witnesses.loading.names import routers
 
 
 def _named_otherwise(subject: Subject) -> str | None:
-    other = subject.kind == "megatron" and subject.source_path is None
+    other = subject.is_megatron and subject.source_path is None
     return (
         "a Megatron checkpoint is compared with its own siblings by HF names: give --source or export it"
         if other

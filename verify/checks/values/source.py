@@ -89,7 +89,7 @@ def _part_of(name: str, quantized: Collection[str]) -> bool:
 def _judged_by_steps(subject: Subject) -> Set[str]:
     """Weights of the source that are packed here, and whose rounding CK305 can judge: neither lost nor extra."""
     if (
-        subject.kind == "megatron"
+        subject.is_megatron
         or subject.source is None
         or is_quantized(subject.source.config)
         or int4_format_of(subject.checkpoint.config) is None

@@ -14,7 +14,7 @@ from verify.issue import Issue
 
 def no_second_head(subject: Subject) -> str | None:
     """For what compares a stored output layer with the embedding that it is tied to."""
-    tied = tied_head_of(subject) if subject.kind == "hf" else None
+    tied = tied_head_of(subject) if subject.is_hf else None
     return None if tied and tied[0] in subject.hf_files.specs else "no output layer is stored beside tied embeddings"
 
 

@@ -88,7 +88,7 @@ def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _without_engine(subject: Subject) -> str | None:
     if "engine" in subject.against:
         return "CK604 judges what the engine writes"
-    of_megatron = "megatron" in subject.against and subject.kind == "megatron"
+    of_megatron = "megatron" in subject.against and subject.is_megatron
     return "CK606 compares Megatron; --logits alone asks transformers" if of_megatron else None
 
 

@@ -112,7 +112,7 @@ def _nothing_to_repack(subject: Subject) -> str | None:
 
 def _all_plain(subject: Subject) -> str | None:
     config = usable_config(subject)
-    plain = subject.kind == "megatron" or (config is not None and not is_quantized(config))
+    plain = subject.is_megatron or (config is not None and not is_quantized(config))
     return "no weight is quantized, so none is repacked without a GPU" if plain else None
 
 
@@ -185,7 +185,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
 def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
     promised = expected_hf(config_of(subject))
-    lost = lost_towers(subject.once(stated_config_of), subject.specs) if subject.kind == "hf" else ()
+    lost = lost_towers(subject.once(stated_config_of), subject.specs) if subject.is_hf else ()
     why = partial(why_unwritten, engine, promised=promised, lost=lost)
     for report, draft in _reports(engine, subject):
         _count(tally, report.parameters)
@@ -202,7 +202,7 @@ def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
 def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every tensor of the checkpoint was written into a parameter."""
     config = config_of(subject)
-    packed = subject.kind == "hf" and bool(weights_of(config))
+    packed = subject.is_hf and bool(weights_of(config))
     expected = "written into its own parameter"
     of_cache = (
         f"{engine.label}'s class has no place for scales of the key-value cache: a cache in FP8 (--kv-cache-dtype) "

@@ -273,7 +273,7 @@ def _doubt(subject: Subject, recording: Recording, side: _Side) -> str:
         doubts.append(f"samples were made with several weight versions ({', '.join(recording.versions)})")
     if any(one.clipped for one in recording.samples if one.index in chosen):
         doubts.append("they were sampled with top-p, and may be those among the tokens that it kept")
-    if subject.kind == "megatron" and quantization_of(read_json(home_of(subject) / "config.json")):
+    if subject.is_megatron and quantization_of(read_json(home_of(subject) / "config.json")):
         doubts.append("its HF directory is quantized: an engine that serves this model so has rounded the weights")
     return "; ".join(doubts)
 

@@ -70,7 +70,7 @@ def stages_of(subject: Subject) -> Stages:
 
     Raises CkptkitError where `.metadata` or the training arguments cannot be read.
     """
-    args = subject.megatron_files.args if subject.kind == "megatron" else {}
+    args = subject.megatron_files.args if subject.is_megatron else {}
     if (args.get("pipeline_model_parallel_size") or 1) == 1:
         return Stages.of_names(subject.specs)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from converters.megatron.argument_table import ARGUMENTS
 from verify.launch.arguments import READ
 from verify.launch.options.patterns import frequency, sizes
 
@@ -19,53 +20,25 @@ def _named(kind: Any, *names: str) -> dict[str, tuple[str, Any]]:
 
 # A value of these is turned into an argument; True and False are what a switch sets.
 Kind = Callable[[str], Any] | bool
+_READERS: Mapping[Any, Kind] = {"frequency": frequency, "sizes": sizes, int: int, float: float, str: str}
+
+
+def _arguments(*, of_run: bool) -> dict[str, tuple[str, Kind]]:
+    return {
+        option: (row.name, sets if row.kind is bool else _READERS[row.kind])
+        for row in ARGUMENTS
+        if row.kind is not None and row.of_run is of_run
+        for option, sets in row.options.items()
+    }
+
+
 # Options of the model: the argument that each sets, and how.
-MODEL: Mapping[str, tuple[str, Kind]] = {
-    **_named(
-        int,
-        *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels"),
-        *("max-position-embeddings", "seq-length", "rotary-base", "rotary-seq-len-interpolation-factor"),
-        *("vocab-size", "padded-vocab-size", "make-vocab-size-divisible-by", "mtp-num-layers"),
-        *("num-experts", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "moe-router-topk"),
-        *("moe-router-num-groups", "moe-router-group-topk", "q-lora-rank", "kv-lora-rank", "qk-head-dim"),
-        *("qk-pos-emb-head-dim", "v-head-dim", "yarn-original-max-position-embeddings"),
-        *("original-max-position-embeddings", "linear-conv-kernel-dim", "linear-key-head-dim"),
-        *("linear-value-head-dim", "linear-num-key-heads", "linear-num-value-heads", "dsa-indexer-n-heads"),
-        *("dsa-indexer-head-dim", "dsa-indexer-topk", "dsa-indexer-topk-freq", "dsa-indexer-skip-topk-offset"),
-    ),
-    **_named(
-        float,
-        *("norm-epsilon", "rotary-percent", "rotary-scaling-factor", "rope-scaling-factor", "mscale", "mscale-all-dim"),
-        *("moe-router-topk-scaling-factor", "yarn-beta-fast", "yarn-beta-slow", "beta-fast", "beta-slow"),
-        *("glu-linear-offset", "activation-func-clamp-value", "dsa-indexer-k-norm-epsilon"),
-    ),
-    **_named(
-        str,
-        *("position-embedding-type", "normalization", "rope-type", "moe-router-score-function", "softmax-type"),
-        "experimental-attention-variant",
-    ),
-    **_named(frequency, "moe-layer-freq", "linear-attention-freq", "window-attn-skip-freq"),
-    **_named(sizes, "window-size"),
-    **_named(
-        True,
-        *("group-query-attention", "qk-layernorm", "add-qkv-bias", "swiglu", "quick-geglu", "squared-relu"),
-        *("untie-embeddings-and-output-weights", "multi-latent-attention", "use-rotary-position-embeddings"),
-        *("use-rope-scaling", "rotary-interleaved", "apply-layernorm-1p", "attention-output-gate"),
-        *("moe-shared-expert-gate", "moe-router-enable-expert-bias", "moe-router-pre-softmax"),
-        *("post-self-attn-layernorm", "post-mlp-layernorm", "yarn-correction-range-round-to-int"),
-        "dsa-indexer-rope-interleaved",
-    ),
-    "--disable-bias-linear": ("add_bias_linear", False),
-    "--no-position-embedding": ("add_position_embedding", False),
-    "--no-yarn-correction-range-round-to-int": ("yarn_correction_range_round_to_int", False),
-    "--no-dsa-indexer-scoring-relu": ("dsa_indexer_scoring_relu", False),
-    "--disable-dsa-indexer-scoring-relu": ("dsa_indexer_scoring_relu", False),
-}
+MODEL: Mapping[str, tuple[str, Kind]] = _arguments(of_run=False)
 # Options that change what training computes, and belong to no model.
 SWITCHES: Mapping[str, tuple[str, Kind]] = {
-    **_named(float, "attention-dropout", "hidden-dropout"),
-    **_named(str, "attention-backend", "moe-token-dispatcher-type", "moe-router-dtype", "megatron-to-hf-mode"),
-    **_named(True, "fp16", "bf16", "moe-permute-fusion", "moe-grouped-gemm", "allgather-cp", "sequence-parallel"),
+    **_arguments(of_run=True),
+    **_named(str, "attention-backend", "moe-token-dispatcher-type", "megatron-to-hf-mode"),
+    **_named(True, "fp16", "bf16", "allgather-cp", "sequence-parallel"),
 }
 # Options that the trainers' own checks of arguments look at, and that say nothing of a model.
 RUN: Mapping[str, tuple[str, Kind]] = {

@@ -163,7 +163,7 @@ def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str
     The engine builds the tower, and a Megatron language model has no weights for it.
     """
     carried = FAMILIES[config["model_type"]].carried
-    if subject.kind == "hf" or not carried or "vision_config" not in config:
+    if subject.is_hf or not carried or "vision_config" not in config:
         return
     opened = open_megatron(subject.location, subject.hf_path)
     if passthrough_beside(opened, opened.hf, subject.location.root, plain) is None:
@@ -176,6 +176,6 @@ def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str
 def _source(subject: Subject) -> str | None:
     """The unquantized HF directory that a Megatron checkpoint's values are held against, if any."""
     path = subject.source_path
-    if subject.kind == "hf" or path is None or subject.source_kind != "hf":
+    if subject.is_hf or path is None or subject.source_kind != "hf":
         return None
     return None if is_quantized(read_json(path / "config.json")) else str(path.absolute())

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from converters.config.dims import ModelDims
+from converters.megatron.argument_table import BY_NAME
 from converters.megatron.arguments import megatron_args
 from converters.megatron.parallel import ParallelSizes, padded_vocab
 from verify.witnesses.megatron.imports import importing_megatron
@@ -34,14 +35,6 @@ with importing_megatron():
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from verify.witnesses.megatron.variants import VARIANTS
-
-# Megatron-LM arguments that its `core_transformer_config_from_args` hands to TransformerConfig under another name.
-_RENAMED = {
-    "norm_epsilon": "layernorm_epsilon",
-    "num_experts": "num_moe_experts",
-    "swiglu": "gated_linear_unit",
-    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
-}
 
 
 @dataclass(frozen=True)
@@ -116,7 +109,7 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
     """TransformerConfig from Megatron-LM arguments, as Megatron-LM makes it, without randomness or GPU features."""
     kind = MLATransformerConfig if dims.mla else TransformerConfig
     known = {field.name for field in fields(kind)}
-    values = {_RENAMED.get(key, key): value for key, value in args.items()}
+    values = {BY_NAME[name].config or name: value for name, value in args.items()}
     fixed: dict[str, Any] = {
         "activation_func": torch.nn.functional.silu,
         "params_dtype": build.dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MegatronOptions:
                 yield f"--{field.name.replace('_', '-')}"
 
     def refuse(self, vpp: int = 1) -> None:
-        """Raises CkptkitError where an option, or `vpp` stages a rank, is given although Megatron is not asked."""
+        """Raises UsageError where an option, or `vpp` stages a rank, is given although Megatron is not asked."""
         if given := [*["--vpp"] * (vpp != 1), *self.given()]:
             said = f"{', '.join(given)} says how Megatron is launched, and has no effect without --against-megatron"
-            raise CkptkitError(said, "add --against-megatron, or leave it out: files and values do not depend on it")
+            raise UsageError(said, "add --against-megatron, or leave it out: files and values do not depend on it")

@@ -71,7 +71,7 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     Raises Unable where Megatron is not installed or the checkpoint is not a Megatron one, CkptkitError where the model
     does not divide into these sizes.
     """
-    if subject.kind == "hf":
+    if subject.is_hf:
         raise Unable("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise Unable("megatron-core is not installed: pip install megatron-core")

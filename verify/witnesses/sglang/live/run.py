@@ -167,7 +167,7 @@ def _sizes(subject: Subject) -> EngineSizes:
     import torch
 
     require(SGLANG)
-    if subject.kind != "hf":
+    if subject.is_megatron:
         raise Unable("an engine serves HF directories: export it (`ckptkit convert`) and verify the export")
     if torch.cuda.device_count() < max(1, subject.tp):
         raise Unable(f"needs CUDA: one GPU a rank for {subject.tp}, and there are {torch.cuda.device_count()} here")

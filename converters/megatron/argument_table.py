@@ -1,0 +1,232 @@
+"""Every Megatron-LM argument that this program stores, prints, compares or reads: one row each.
+
+The order is that of `inspect --megatron-args`. Stored arguments, printed options, the comparison with config.json, the
+options that preflight reads and the settings of the Megatron witness all follow from it. Since which release an option
+exists is in `verify/launch/options/releases/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from converters.blocks.latent_attention import WITHOUT_FLAG
+from converters.config.values import flag
+from converters.megatron import argument_reading as reading
+from converters.megatron import argument_values as values
+from converters.megatron.argument import Argument, always, never
+from converters.megatron.argument_reading import get
+from converters.megatron.argument_values import (
+    fixed,
+    inside_layer,
+    latent_scaled,
+    llama3,
+    not_latent,
+    ones,
+    rope_number,
+    yarn,
+)
+
+_latent = partial(Argument, when="mla")
+_linear = partial(Argument, when="linear", own_modules=True)
+_indexer = partial(Argument, when="indexer", own_modules=True)
+_moe = partial(Argument, when="experts")
+# YaRN with latent attention, without, and either.
+_latent_yarn = partial(Argument, when=latent_scaled)
+_yarn = partial(Argument, when=yarn)
+_any_yarn = partial(Argument, when=lambda dims: latent_scaled(dims) or yarn(dims))
+# What few models have inside a layer; stored where it departs from Megatron's default, and compared in all.
+_layer = partial(Argument, compared=inside_layer)
+_window = partial(_layer, when=lambda dims: dims.window is not None)
+_clamped = partial(_layer, when=lambda dims: dims.activation == "quick_geglu")
+_sandwich = partial(_layer, when=lambda dims: dims.sandwich == "layer")
+# As `not_latent`, but two runs are not compared by it.
+_llama3 = partial(Argument, when=llama3, compared=lambda dims: not_latent(dims))
+
+ARGUMENTS = (
+    Argument("num_layers", int, "layers"),
+    Argument("hidden_size", int, "hidden"),
+    Argument("ffn_hidden_size", int, "ffn", compared="dense"),
+    Argument("num_attention_heads", int, "heads"),
+    # `flags.py` prints these two together.
+    Argument("group_query_attention", bool, lambda dims: dims.groups != dims.heads, compared=never, printed="never"),
+    Argument("num_query_groups", int, "groups", compared=not_latent, read=reading.groups, printed="never"),
+    Argument("kv_channels", int, "head_dim", compared=not_latent, read=reading.head_dim),
+    Argument("max_position_embeddings", int, "max_positions", compared=never),
+    Argument("seq_length", int, "max_positions", compared=never, printed="never"),
+    Argument("position_embedding_type", str, lambda dims: "yarn" if yarn(dims) else "rope", read=reading.positions),
+    Argument(
+        "add_position_embedding",
+        bool,
+        fixed(True),
+        compared=never,
+        switches={"--no-position-embedding": False},
+        printed="never",
+    ),
+    Argument("use_rotary_position_embeddings", bool, lambda dims: not yarn(dims), compared=never, printed="never"),
+    Argument("rotary_base", int, values.rotary_base, 10000),
+    Argument("rotary_percent", float, "rotary_fraction", 1.0),
+    _layer("rotary_interleaved", bool, "rope_interleaved"),
+    Argument("normalization", str, fixed("RMSNorm"), "LayerNorm"),
+    Argument(
+        "norm_epsilon",
+        float,
+        "norm_eps",
+        read=lambda args: get(args, "norm_epsilon", get(args, "layernorm_epsilon", 1e-5)),
+        config="layernorm_epsilon",
+    ),
+    _layer("apply_layernorm_1p", bool, "norm_offset", config="layernorm_zero_centered_gamma"),
+    Argument("swiglu", bool, lambda dims: dims.activation == "silu", config="gated_linear_unit"),
+    Argument("squared_relu", bool, fixed(False), compared=never),
+    Argument("apply_query_key_layer_scaling", None, fixed(False), compared=never),
+    # Megatron's own default is 0.1.
+    Argument("attention_dropout", float, fixed(0.0), compared=never, of_run=True),
+    Argument("hidden_dropout", float, fixed(0.0), compared=never, of_run=True),
+    # One switch for attention and MLP; families refuse a model with biases in only one of them.
+    Argument("add_bias_linear", bool, "mlp_bias", switches={"--disable-bias-linear": False}),
+    Argument(
+        "add_qkv_bias",
+        bool,
+        "qkv_bias",
+        compared=not_latent,
+        read=lambda args: get(args, "add_qkv_bias", False) or get(args, "add_bias_linear", True),
+    ),
+    Argument("qk_layernorm", bool, lambda dims: dims.qk_norm or dims.mla is not None),
+    Argument("untie_embeddings_and_output_weights", bool, lambda dims: not dims.tied),
+    Argument("vocab_size", int, "vocab", compared=never),
+    Argument("padded_vocab_size", int, "vocab", compared=never, printed="never"),
+    Argument("make_vocab_size_divisible_by", int, compared=never),
+    Argument("init_method_std", None, "initializer_range", compared=never, printed="never"),
+    Argument("tokenizer_type", None, fixed("HuggingFaceTokenizer"), compared=never, printed="never"),
+    Argument("num_experts", int, lambda dims: dims.experts or None, 0, config="num_moe_experts"),
+    # Megatron stores None without --mtp-num-layers.
+    Argument("mtp_num_layers", int, lambda dims: dims.mtp_layers or None, 0),
+    # slime's exporter reads it for every model.
+    Argument("q_lora_rank", int, lambda dims: dims.mla.q_rank if dims.mla else None, compared="mla"),
+    _latent("multi_latent_attention", bool, fixed(True), compared=always),
+    _latent("kv_lora_rank", int, "mla.kv_rank", 32),
+    _latent("qk_head_dim", int, "mla.nope", 128),
+    _latent("qk_pos_emb_head_dim", int, "mla.rope", 64),
+    _latent("v_head_dim", int, "mla.value", 128),
+    _latent("rope_type", str, lambda dims: "yarn" if dims.rope_scaling else "rope", read=reading.latent_rope),
+    # Megatron's latent attention looks at it whatever the type is, and its own default is 40.
+    Argument("rotary_scaling_factor", float, values.scaling_factor, 1.0, when=lambda dims: dims.mla or yarn(dims)),
+    _llama3("use_rope_scaling", bool, fixed(True)),
+    # No builder of Megatron hands it to the model: `unsaid` has it.
+    _llama3("rope_scaling_factor", float, rope_number("factor"), read=reading.llama3_factor, printed="never"),
+    Argument(
+        "rotary_seq_len_interpolation_factor",
+        int,
+        lambda dims: int(values.scaling_factor(dims)),
+        when=linear,
+        compared=never,
+    ),
+    *(
+        _latent_yarn(name, kind, value, WITHOUT_FLAG[name], printed="comment")
+        for name, kind, value in (
+            ("original_max_position_embeddings", int, values.original_positions),
+            ("beta_fast", float, rope_number("beta_fast", 32.0)),
+            ("beta_slow", float, rope_number("beta_slow", 1.0)),
+        )
+    ),
+    _yarn("yarn_original_max_position_embeddings", int, values.original_positions, 4096),
+    _yarn("yarn_beta_fast", float, rope_number("beta_fast", 32.0), 32.0),
+    _yarn("yarn_beta_slow", float, rope_number("beta_slow", 1.0), 1.0),
+    _any_yarn("mscale", float, lambda dims: values.mscales(dims)[0], 1.0),
+    _any_yarn("mscale_all_dim", float, lambda dims: values.mscales(dims)[1], 0.0),
+    _yarn(
+        "yarn_correction_range_round_to_int",
+        bool,
+        lambda dims: flag(dims.rope_scaling or {}, "truncate", True),
+        switches={"--yarn-correction-range-round-to-int": True, "--no-yarn-correction-range-round-to-int": False},
+    ),
+    _window("window_size", "sizes", values.window_size, read=lambda args: tuple(args.get("window_size") or ()) or None),
+    _window("window_attn_skip_freq", "frequency", values.window_layers, read=reading.windows),
+    _clamped("quick_geglu", bool, fixed(True)),
+    _clamped("glu_linear_offset", float, fixed(1.0), 0.0),
+    _clamped("activation_func_clamp_value", float, fixed(7.0)),
+    _layer("attention_output_gate", bool, fixed(True), when="attention_gate"),
+    _layer("softmax_type", str, fixed("learnable"), "vanilla", when="sinks"),
+    _sandwich("post_self_attn_layernorm", bool, fixed(True)),
+    _sandwich("post_mlp_layernorm", bool, fixed(True)),
+    Argument(
+        "experimental_attention_variant",
+        str,
+        lambda dims: "dsa" if dims.indexer else "gated_delta_net",
+        when=lambda dims: dims.linear or dims.indexer,
+        own_modules=True,
+    ),
+    _linear(
+        "linear_attention_freq",
+        "frequency",
+        lambda dims: ones(dims, dims.linear.layers if dims.linear else ()),
+        read=reading.linear_layers,
+    ),
+    _linear("linear_conv_kernel_dim", int, "linear.kernel", 4),
+    _linear("linear_key_head_dim", int, "linear.key_dim", 128),
+    _linear("linear_value_head_dim", int, "linear.value_dim", 128),
+    _linear("linear_num_key_heads", int, "linear.key_heads", 16),
+    _linear("linear_num_value_heads", int, "linear.value_heads", 32),
+    # Sparse attention's Hadamard transform is left at Megatron's default: it changes no score.
+    _indexer("dsa_indexer_n_heads", int, "indexer.heads"),
+    _indexer("dsa_indexer_head_dim", int, "indexer.head_dim"),
+    _indexer("dsa_indexer_topk", int, "indexer.top_k"),
+    _indexer("dsa_indexer_topk_freq", int, "indexer.every", 1),
+    _indexer("dsa_indexer_skip_topk_offset", int, "indexer.first", read=reading.indexer_first),
+    _indexer("dsa_indexer_rope_interleaved", bool, "indexer.rope_interleaved", read=reading.indexer_rope),
+    # transformers and SGLang norm the keys with this epsilon, whatever rms_norm_eps is.
+    _indexer(
+        "dsa_indexer_k_norm_epsilon",
+        float,
+        fixed(1e-6),
+        read=lambda args: get(args, "dsa_indexer_k_norm_epsilon", get(args, "norm_epsilon", 1e-5)),
+    ),
+    _indexer(
+        "dsa_indexer_scoring_relu",
+        bool,
+        switches={"--no-dsa-indexer-scoring-relu": False, "--disable-dsa-indexer-scoring-relu": False},
+    ),
+    _moe("moe_layer_freq", "frequency", lambda dims: ones(dims, dims.moe), read=reading.moe_layers),
+    _moe(
+        "moe_ffn_hidden_size",
+        int,
+        "expert_ffn",
+        read=lambda args: get(args, "moe_ffn_hidden_size", args.get("ffn_hidden_size")),
+    ),
+    _moe("moe_shared_expert_intermediate_size", int, lambda dims: dims.shared_ffn or None, 0),
+    _moe("moe_shared_expert_gate", bool, "shared_gate"),
+    _moe("moe_router_topk", int, "top_k", 2),
+    _moe("moe_router_score_function", str, lambda dims: "sigmoid" if dims.router_sigmoid else "softmax", "softmax"),
+    # Softmax before or after top-k: a sigmoid router does not look at it.
+    _moe(
+        "moe_router_pre_softmax",
+        bool,
+        lambda dims: not dims.router_normalize or dims.router_sigmoid,
+        compared=lambda dims: dims.experts and not dims.router_sigmoid,
+    ),
+    _moe("moe_router_enable_expert_bias", bool, "router_bias"),
+    _moe("moe_router_topk_scaling_factor", float, "router_scale", 1.0),
+    _moe("moe_router_num_groups", int, "router_groups", 1),
+    _moe("moe_router_group_topk", int, "router_top_groups", 1),
+    _moe("moe_router_dtype", str, fixed("fp32"), compared=never, of_run=True),
+    _moe("moe_grouped_gemm", bool, fixed(True), compared=never, of_run=True),
+    Argument("moe_permute_fusion", bool, compared=never, of_run=True),
+)
+BY_NAME: Mapping[str, Argument] = {row.name: row for row in ARGUMENTS}
+# The order in which reports name arguments that differ; some name only the first three. One without a place here comes
+# after those with one, in the order of the table.
+_NAMED_IN_REPORTS = """
+num_layers hidden_size num_attention_heads num_query_groups kv_channels rotary_base rotary_percent norm_epsilon
+qk_layernorm add_qkv_bias add_bias_linear swiglu normalization position_embedding_type
+untie_embeddings_and_output_weights multi_latent_attention num_experts mtp_num_layers apply_layernorm_1p
+rotary_interleaved attention_output_gate quick_geglu glu_linear_offset activation_func_clamp_value softmax_type
+post_self_attn_layernorm post_mlp_layernorm window_size window_attn_skip_freq q_lora_rank kv_lora_rank qk_head_dim
+qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast
+yarn_beta_slow yarn_correction_range_round_to_int mscale mscale_all_dim use_rope_scaling rope_scaling_factor
+original_max_position_embeddings beta_fast beta_slow ffn_hidden_size moe_layer_freq moe_ffn_hidden_size
+moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk moe_router_score_function
+moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
+moe_router_pre_softmax
+""".split()  # noqa: SIM905 - twelve lines instead of sixty
+_PLACES = {name: place for place, name in enumerate(_NAMED_IN_REPORTS)}
+COMPARED = tuple(sorted(ARGUMENTS, key=lambda row: _PLACES.get(row.name, len(_PLACES))))
