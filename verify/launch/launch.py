@@ -10,6 +10,7 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER
 from ckptkit.formats.hf.hub_cache import HubModel
 from verify.launch import slime
+from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments, given_arguments
 from verify.launch.options.tables import MODULES
 from verify.launch.role_files import RoleFiles, role_files
@@ -54,11 +55,6 @@ class Launch:
         return given_arguments(self.text.words, self.files.common)
 
     @property
-    def settled(self) -> tuple[str, ...]:
-        """The words that are known, with those that `--custom-config-path` adds."""
-        return (*self.words, *self.files.words)
-
-    @property
     def program(self) -> str:
         """The file or module that starts the trainer, `train_async.py`; "" where it is not known."""
         named = self.text.program or next((word for word in self.words if word.endswith(".py")), "")
@@ -94,7 +90,7 @@ class Launch:
     @property
     def unjudged(self) -> list[str]:
         """The options among the words that have code of their own build the model."""
-        return [word.text for word in self.text.words if word.text.partition("=")[0] in MODULES]
+        return [one.word.text for one in options_of(self.text.words) if one.name in MODULES]
 
     @property
     def unread(self) -> list[str]:

@@ -9,32 +9,21 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.hub_cache import hub_model
 from verify.launch.launch import Launch
-from verify.launch.words import LaunchText, Word, known_words
+from verify.launch.options.argv import Option, last, options_of
+from verify.launch.words import LaunchText, Word
 
 
 @dataclass
-class _Words:
-    """The options among the words of a launch, and a note for each that an option of preflight contradicts."""
+class _Options:
+    """The options of a launch, and a note for each that an option of preflight contradicts."""
 
-    words: Sequence[Word]
+    options: Sequence[Option]
     notes: list[str] = field(default_factory=list)
 
-    def last(self, option: str) -> Word | None:
-        """The value of an option, which is the last one given."""
-        found: Word | None = None
-        for number, word in enumerate(self.words):
-            name, equals, value = word.text.partition("=")
-            if name != option:
-                continue
-            after = self.words[number + 1] if number + 1 < len(self.words) else None
-            found = (
-                Word(value, word.file, word.line)
-                if equals
-                else after
-                if after and not after.text.startswith("--")
-                else found
-            )
-        return found
+    def last(self, name: str) -> Word | None:
+        """The value of an option; None where it is not given, or could not be told."""
+        option = last(self.options, name)
+        return option.value if option and option.known else None
 
     def path(self, option: str, given: Path | None = None) -> Path | None:
         """A path; one that preflight was given counts before that of the words."""
@@ -69,7 +58,7 @@ def launch_of(
 
     `environment` holds the variables that its job sees.
     """
-    words = _Words(known_words(text.words))
+    words = _Options(options_of(text.words))
     hf = words.path("--hf-checkpoint", hf_checkpoint)
     word = words.last("--hf-checkpoint")
     # `./org/model` is a path, and Path forgets that.

@@ -16,7 +16,7 @@ from ckptkit.formats.detect import refuse_url
 from ckptkit.formats.hf.hub_cache import hub_model
 from verify.checks.launch.int4_training import updates
 from verify.evidence.subject import Subject
-from verify.launch.arguments import LaunchArguments
+from verify.launch.arguments import launch_arguments
 from verify.launch.judge import judged
 from verify.launch.launch import Launch, sides_of
 from verify.launch.paths import launch_of
@@ -75,7 +75,7 @@ def preflight(
     if not (launch.hf_checkpoint or launch.hub or launch.load or launch.ref_load or text.unresolved or text.issues):
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
         raise CkptkitError("nothing to look at", hint)
-    options = LaunchArguments.read(launch.settled, environment)
+    options = launch_arguments(launch.given, text.words, environment)
     tp, pp, ep = (
         _agreed(name, given, said)
         for name, given, said in (("tp", tp, options.tp), ("pp", pp, options.pp), ("ep", ep, options.ep))

@@ -16,7 +16,7 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
-from verify.launch.arguments import LaunchArguments
+from verify.launch.arguments import launch_arguments
 from verify.launch.paths import launch_of
 from verify.launch.preflight import preflight
 from verify.launch.shell.read import read_script
@@ -49,7 +49,9 @@ def of_launch(report: Report) -> list[Finding]:
 def launch_findings(script: Path) -> list[Finding]:
     """The findings of the checks of a launch, without a look at the tensors of its checkpoints."""
     launch, _ = launch_of(read_script(script, environment={}), None, None, None, None)
-    subject = Subject(launch.hf_checkpoint or Path(), launch=launch, arguments=LaunchArguments.read(launch.words))
+    subject = Subject(
+        launch.hf_checkpoint or Path(), launch=launch, arguments=launch_arguments(launch.given, launch.text.words)
+    )
     checks = [one for one in all_checks() if one.stage == "launch" and one.code in LAUNCH]
     return run_checks(subject, choose(subject, checks)[0]).findings
 

@@ -13,7 +13,7 @@ from support.launch_scripts import write_config
 
 from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
-from verify.launch.arguments import LaunchArguments
+from verify.launch.arguments import launch_arguments
 from verify.launch.paths import launch_of
 from verify.launch.preflight import preflight
 from verify.launch.words import LaunchText, Word
@@ -28,7 +28,7 @@ def findings(words: str, code: str, program: str = "train.py") -> list[Finding]:
     """The findings of one check of a launch, without a look at any checkpoint."""
     text = LaunchText(tuple(Word(word) for word in words.split()), program=program)
     launch, _ = launch_of(text, None, None, None, None)
-    subject = Subject(Path(), launch=launch, arguments=LaunchArguments.read(launch.settled))
+    subject = Subject(Path(), launch=launch, arguments=launch_arguments(launch.given, text.words))
     checks = [one for one in all_checks() if one.code == code]
     return run_checks(subject, choose(subject, checks)[0]).findings
 

@@ -97,7 +97,7 @@ class _Sizes:
         self.etp = of("expert_tensor_parallel_size", self.tp)
         self.engine = of("rollout_num_gpus_per_engine", 1)
         self.engine_pp, self.engine_ep, self.engine_dp = (of(name, 1) for name in _ENGINE[1:])
-        self.server = server_of(subject.launch.words) if subject.launch else None
+        self.server = server_of(subject.launch.text.words) if subject.launch else None
         self.vllm_dp = of("vllm_data_parallel_size", 1)
         self.dp_attention = bool(given.get("sglang_enable_dp_attention", False))
         # Every backend but none makes SGLang spread experts over all ranks of an engine.

@@ -10,7 +10,9 @@ from verify.checks.launch.engine import engine_config, unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch
+from verify.launch.options.argv import options_of
 from verify.launch.options.given import given_arguments
+from verify.launch.options.layout import LAYOUT, option_of
 from verify.launch.options.releases import names
 from verify.launch.rules import megatron, slime
 from verify.launch.rules.options import Options
@@ -31,7 +33,7 @@ def _launch(subject: Subject) -> Launch:
     launch = subject.launch
     if launch is None or not (launch.stack or launch.text.words):
         raise Skip("no launch arguments were given")
-    if not launch.stack and not (launch.given.places.keys() - {"megatron_to_hf_mode"}):
+    if not launch.stack and not _ruled(launch) - {"megatron_to_hf_mode"}:
         raise Skip("none of the arguments that a trainer's own check looks at is given")
     return launch
 
@@ -58,7 +60,7 @@ def arguments_accepted(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     # slime judges the words before --custom-config-path sets anything, Megatron after it.
     first, last = given_arguments(launch.text.words), launch.given
-    tally.compared(0, len(last.places))
+    tally.compared(0, len(_ruled(launch)))
     given = {"ref_load": launch.ref_load, "load": launch.load, "opd_teacher_load": launch.teacher}
     paths = frozenset(name for name, path in given.items() if path)
     trainer = not _TRAINERS.isdisjoint(first.places)
@@ -68,10 +70,15 @@ def arguments_accepted(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield from megatron.refused(Options(last, launch.program, paths), trainer, _experts(launch))
 
 
+def _ruled(launch: Launch) -> set[str]:
+    """The arguments of a launch that a rule may look at."""
+    return {name for name in launch.given.places if option_of(name) not in LAYOUT}
+
+
 def _of_miles(launch: Launch) -> bool:
     """Whether an option is given that of these trainers only miles has."""
     others = names("slime") | names("megatron-lm") | names("sglang-router")
-    given = {word.partition("=")[0].removeprefix("--") for word in launch.words if word.startswith("--")}
+    given = {one.name.removeprefix("--") for one in options_of(launch.text.words)}
     return not given.isdisjoint(names("miles") - others)
 
 

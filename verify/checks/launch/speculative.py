@@ -34,7 +34,7 @@ def _speculation(subject: Subject) -> Speculation:
     launch = subject.launch or Launch()
     if not launch.stack and launch.given.get("debug_train_only", False):
         raise Skip("the launch starts no engine")
-    found = launch.stack.speculation if launch.stack else of_options(launch.given, launch.words)
+    found = launch.stack.speculation if launch.stack else of_options(launch.given, launch.text.words)
     if found is None:
         raise Skip("the launch asks for no speculative decoding")
     return found

@@ -10,6 +10,7 @@ from verify.checks.launch.engine import unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import Launch
+from verify.launch.options.argv import options_of
 from verify.launch.options.nearest import nearest
 from verify.launch.options.releases import engine_settings, names, trainer_options
 from verify.launch.options.tables import OPTIONS
@@ -64,10 +65,9 @@ def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield from _settings(launch.stack, tally)
         return
     named: dict[str, Word] = {}
-    for word in launch.text.words:
-        name = word.text.partition("=")[0]
-        if re.match(r"--?[A-Za-z]", name) and not isinstance(word, UnresolvedWord):
-            named.setdefault(name, word)
+    for option in options_of(launch.text.words):
+        if not isinstance(option.word, UnresolvedWord):
+            named.setdefault(option.name, option.word)
     known = trainer_options() | OPTIONS
     for name, word in _bounded(named, tally):
         if (meant := _meant(name, known)) is not None:

@@ -12,6 +12,7 @@ from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.launch import sides_of
+from verify.launch.options.argv import last, options_of
 
 # With these SGLang takes and gives token ids; options of slime and miles, and SGLang's own.
 _SKIPPED = ("--sglang-skip-tokenizer-init", "--skip-tokenizer-init")
@@ -65,15 +66,16 @@ def _none(subject: Subject, engine: SideFiles) -> Issue:
 
     Source: slime `rollout/sglang_rollout.py` `GenerateState`; a rollout function of the user may do without.
     """
-    words = subject.launch.words if subject.launch else ()
+    words = subject.launch.text.words if subject.launch else ()
     expected, hint = (
         "files of a tokenizer, which engine and trainer load from --hf-checkpoint",
         "copy them from the release",
     )
-    if (given := next((word for word in words if word in _SKIPPED), None)) is None:
+    if (given := last(options_of(words), *_SKIPPED)) is None:
         return Issue(expected, "none", f"{hint} of the model", file=engine.root)
+    actual = f"none, and {given.name} spares the engine alone"
     hint += ", unless the launch has a rollout function of its own that takes and gives token ids"
-    return Issue(expected, f"none, and {given} spares the engine alone", hint, file=engine.root, severity="warning")
+    return Issue(expected, actual, hint, file=engine.root, severity="warning")
 
 
 def _differing(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterator[Issue]:

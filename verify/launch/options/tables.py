@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verify.launch.arguments import READ
+from verify.launch.options.layout import READ
 from verify.launch.options.patterns import frequency, sizes
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from verify.launch.options.argv import last, options_of
 from verify.launch.settings.config import Config
 from verify.launch.settings.files import Composed, compose
 from verify.launch.settings.overrides import applied, is_override
@@ -112,18 +113,9 @@ def unresolved_besides(text: LaunchText) -> list[str]:
 
 def _named(words: Sequence[Word]) -> _Named:
     """The file of settings that `--config-path`, `--config-name` or `--config` name."""
-    folder, name, file = "", "", ""
-    for index, word in enumerate(words):
-        option, equals, value = word.text.partition("=")
-        if option not in _FOLDER | _NAME | _FILE:
-            continue
-        given = value if equals else words[index + 1].text if index + 1 < len(words) else ""
-        if option in _FOLDER:
-            folder = given
-        elif option in _NAME:
-            name = given
-        else:
-            file = given
+    options = options_of(words)
+    found = (last(options, *names) for names in (_FOLDER, _NAME, _FILE))
+    folder, name, file = (one.value.text if one and one.value else "" for one in found)
     if not (name or file):
         return _Named()
     path = Path(file) if file else Path(folder, name if is_config(Path(name)) else f"{name}.yaml")
