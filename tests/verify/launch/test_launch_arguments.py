@@ -147,7 +147,7 @@ def test_layers_left_over(releases: PathOf, only: OnlyFinding) -> None:
 
 
 def test_a_size_given_twice(releases: PathOf, only: OnlyFinding) -> None:
-    with pytest.raises(CkptkitError, match="--tp 4, but the launch arguments say 8"):
+    with pytest.raises(CkptkitError, match="--tp 4, but it is 8 among the launch arguments"):
         preflight(hf_checkpoint=releases("glm4_moe"), tp=4, arguments=GLM45)
     finding = only(preflight(hf_checkpoint=releases("glm4_moe"), arguments=["--expert-model-parallel-size", "5"]))
     assert (finding.code, finding.actual) == ("CK703", "the number of experts = 12")

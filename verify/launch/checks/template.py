@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verify.check import Skip, Tally, check
-from verify.checks.launch.engine import engine_config, engine_of, unless_skipped
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.launch.checks.engine import engine_config, engine_of, job_of, unless_skipped
 from verify.launch.options.argv import last, options_of
 from verify.launch.words import UnresolvedWord, Word
 
@@ -19,7 +19,7 @@ _TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"
 def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
     """The word that asks for a template, and the ids to stop at. Raises Skip where a launch asks for neither."""
     engine_of(subject)
-    options = options_of(subject.launch.text.words if subject.launch else ())
+    options = options_of(job_of(subject).text.words)
     template, stops = last(options, _TEMPLATE), last(options, _STOPS)
     ids = [word for word in stops.values if not isinstance(word, UnresolvedWord)] if stops else []
     if template is None and not ids:
