@@ -135,7 +135,7 @@ def test_preflight_of_a_script_imports_no_torch_and_takes_seconds(tmp_path: Path
     started = time.process_time() + children()
     (modules,) = loaded(["preflight", script, "--json"])
     assert time.process_time() + children() - started < 6
-    assert {"verify.launch.shell.run", "verify.checks.launch.model"} <= modules
+    assert {"verify.launch.shell.run", "verify.launch.checks.model"} <= modules
     assert modules & (HEAVY | {"torch"}) == set()
 
 

@@ -20,9 +20,10 @@ from pkgutil import walk_packages
 from ckptkit.core.errors import CkptkitError, UnsupportedError, words_of
 from ckptkit.core.progress import phase
 from ckptkit.formats.detect import Kind
-from verify import checks as packages
+from verify import checks as general
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.launch import checks as of_launches
 from verify.report import CheckResult, Finding, Status
 from verify.skip import Inapplicable
 from verify.skip import Skip as Skip
@@ -146,9 +147,10 @@ def check(
 
 
 def all_checks() -> Sequence[Check]:
-    """Every check, by code: those of all modules in `verify/checks/`."""
-    for module in walk_packages(packages.__path__, f"{packages.__name__}."):
-        import_module(module.name)
+    """Every check, by code: those of all modules in `verify/checks/` and `verify/launch/checks/`."""
+    for package in (general, of_launches):
+        for module in walk_packages(package.__path__, f"{package.__name__}."):
+            import_module(module.name)
     return [_CHECKS[code] for code in sorted(_CHECKS)]
 
 

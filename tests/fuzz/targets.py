@@ -34,13 +34,14 @@ from ckptkit.transfer.manifest import read_manifest
 from ckptkit.transfer.signature import signature_fault, signature_of
 from converters.planner import dims_of, mappings_of, rules_of
 from quant.patterns.entries import check_entries, matcher
+from verify.launch.job import Launch
 from verify.launch.options.given import given_arguments
 from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.settings.files import compose
 from verify.launch.settings.overrides import applied
 from verify.launch.shell import values
 from verify.launch.shell.read import read_script
-from verify.launch.stacks.which import read_stack
+from verify.launch.stacks.which import read_job
 from verify.launch.words import LaunchText, Word
 from verify.triage import text
 from verify.triage.triage import triage
@@ -272,7 +273,7 @@ def _settings(folder: Path) -> Unit:
                 with suppress(UnresolvedError):
                     config.find(key)
         with suppress(CkptkitError):
-            read_stack(words, file, {"HOME": "/root"})
+            read_job(Launch(LaunchText(tuple(words)), environment={"HOME": "/root"}), file)
 
     return unit
 

@@ -22,7 +22,7 @@ from verify.options import VerifyOptions
 
 if TYPE_CHECKING:
     from verify.launch.arguments import LaunchArguments
-    from verify.launch.launch import Launch
+    from verify.launch.job import Job
     from verify.launch.words import Word
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Subject:
     hf_path: the HF directory that gives the config of a Megatron side; None: what is stored beside its weights.
 
     Only preflight gives the rest:
-    launch: how a training job would find this checkpoint.
+    job: the training job that would load this checkpoint.
     arguments: what the launch says of sizes.
     sizes_at: where the launch gives `tp`, `pp`, `ep` and `etp`.
     updated: whether the job quantizes weights by the `ignore` list of this checkpoint; None: by what is stored packed.
@@ -47,7 +47,7 @@ class Subject:
     source_path: Path | None = None
     hf_path: Path | None = None
     options: VerifyOptions = _DEFAULT
-    launch: Launch | None = None
+    job: Job | None = None
     arguments: LaunchArguments | None = None
     sizes_at: Mapping[str, Word] = field(default_factory=dict, compare=False)
     updated: bool | None = False

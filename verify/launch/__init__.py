@@ -8,7 +8,6 @@ MAY_IMPORT = (
     "verify.check",
     "verify.checks.config",
     "verify.checks.headers",
-    "verify.checks.launch",
     "verify.evidence",
     "verify.issue",
     "verify.options",

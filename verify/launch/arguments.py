@@ -5,45 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Literal
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.megatron.pipeline import Pipeline
+from verify.launch.options.argv import options_of
+from verify.launch.options.given import GivenArguments
+from verify.launch.options.layout import NUMBERS, STAGES, SWITCHES, option_of
+from verify.launch.words import UnresolvedWord, Word
 
 Server = Literal["sglang", "vllm"]
 
-_LAYOUT, _CHUNK = "--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"
-_NUMBERS = {
-    "--tensor-model-parallel-size": "tp",
-    "--pipeline-model-parallel-size": "pp",
-    "--expert-model-parallel-size": "ep",
-    "--expert-tensor-parallel-size": "etp",
-    "--decoder-first-pipeline-num-layers": "first",
-    "--decoder-last-pipeline-num-layers": "last",
-    "--num-virtual-stages-per-pipeline-rank": "vpp",
-    _CHUNK: "chunk",
-    "--mtp-num-layers": "mtp",
-    "--rollout-num-gpus-per-engine": "engine",
-    "--sglang-pp-size": "engine_pp",
-    "--sglang-pipeline-parallel-size": "engine_pp",
-    "--sglang-ep-size": "engine_ep",
-    "--sglang-expert-parallel-size": "engine_ep",
-    "--sglang-ep": "engine_ep",
-    "--vllm-pipeline-parallel-size": "engine_pp",
-    "--vllm-pp": "engine_pp",
-}
+_CHUNK, _VPP = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 # What options begin with that are handed to a rollout engine.
 _SERVERS: Mapping[str, Server] = {"--sglang-": "sglang", "--vllm-": "vllm"}
 _RANKS = frozenset({"tp", "pp", "ep", "etp", "engine", "engine_pp", "engine_ep"})
-_SWITCHES = {
-    "--account-for-embedding-in-pipeline-split": "embedding",
-    "--account-for-loss-in-pipeline-split": "loss",
-    "--sglang-enable-dp-attention": "dp_attention",
-}
-# Every option that is read.
-READ = frozenset({*_NUMBERS, *_SWITCHES, _LAYOUT})
 # Variables of slime's and miles' trainers, which a launch gives as NAME=value or inside the JSON of --runtime-env-json.
 QAT_FLAG, QAT_GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 _VARIABLE = re.compile(rf"({QAT_FLAG}|{QAT_GROUP})\\*[\"']?\s*[:=]\s*\\*[\"']?(\w+)")
@@ -79,25 +56,6 @@ class LaunchArguments:
     qat: bool | None = None
     qat_group: int | None = None
 
-    @staticmethod
-    def read(words: Sequence[str], environment: Mapping[str, str] | None = None) -> LaunchArguments:
-        """Reads a command line as argparse does: `--name value` or `--name=value`, and the last one counts.
-
-        Variables count wherever a word has them, else those of `environment`. Other words are passed over. Raises
-        CkptkitError for a value that is missing or no number.
-        """
-        found: dict[str, int | bool | str] = dict(_qat(words, environment or {}))
-        if (server := server_of(words)) is not None:
-            found["server"] = server
-        for name, value in pairs(words):
-            if name in _SWITCHES:
-                found[_SWITCHES[name]] = True
-            elif name in _NUMBERS:
-                found[_NUMBERS[name]] = _number(name, value)
-            elif name == _LAYOUT:
-                found["layout"] = _given(name, value)
-        return LaunchArguments(**found)  # type: ignore[arg-type]
-
     @property
     def engine_tp(self) -> int:
         """The tensor parallel size of a rollout engine, as slime works it out."""
@@ -119,13 +77,12 @@ class LaunchArguments:
         Raises CkptkitError where that refuses the options.
         """
         if sum(value is not None for value in (self.vpp, self.chunk, self.layout)) > 1:
-            names = f"{_CHUNK}, --num-virtual-stages-per-pipeline-rank and {_LAYOUT}"
+            names = f"{_CHUNK}, {_VPP} and {option_of(STAGES)}"
             raise CkptkitError(f"more than one of {names}", "Megatron accepts one of them")
         vpp = self.vpp or 1
         if self.chunk is not None:
             if self.first is not None or self.last is not None:
-                hint = "give --num-virtual-stages-per-pipeline-rank"
-                raise CkptkitError(f"{_CHUNK} with a first or last stage of its own size", hint)
+                raise CkptkitError(f"{_CHUNK} with a first or last stage of its own size", f"give {_VPP}")
             a_stage, rest = divmod(layers + self.embedding + self.loss, pp)
             if rest or not self.chunk or a_stage % self.chunk:
                 said = f"{layers} layers over {pp} stages do not divide into chunks of {_CHUNK} {self.chunk}"
@@ -134,32 +91,64 @@ class LaunchArguments:
         return Pipeline(layers, pp, vpp, self.first, self.last, self.embedding, self.loss, self.layout, self.mtp or 0)
 
 
-def server_of(words: Sequence[str]) -> Server | None:
+def launch_arguments(
+    given: GivenArguments, words: Sequence[Word], environment: Mapping[str, str] | None = None
+) -> LaunchArguments:
+    """What the arguments of a launch, and the variables that its words or `environment` set, say of these.
+
+    Raises CkptkitError for a value that is missing or not a number.
+    """
+    found: dict[str, int | bool | str | None] = dict(_qat(words, environment or {}))
+    for name in given.places:
+        if name in NUMBERS and (number := _number(name, given)) is not None:
+            found[NUMBERS[name]] = number
+        elif name in SWITCHES and given.get(name, False):
+            found[SWITCHES[name]] = True
+    if STAGES in given.places:
+        found["layout"] = _known(STAGES, given)
+    return LaunchArguments(**found, server=server_of(words))  # type: ignore[arg-type]
+
+
+def server_of(words: Sequence[Word]) -> Server | None:
     """The rollout engine that options are handed to: vLLM by vime's `--vllm-*`, SGLang by `--sglang-*`."""
-    found = {server for word in words for prefix, server in _SERVERS.items() if word.startswith(prefix)}
+    names = [one.name for one in options_of(words)]
+    found = {server for name in names for prefix, server in _SERVERS.items() if name.startswith(prefix)}
     return "vllm" if "vllm" in found else "sglang" if found else None
 
 
-def _given(name: str, value: str | None) -> str:
-    if value is None:
-        hint = "copy the arguments as the launch script has them"
-        raise CkptkitError(f"{name} among the launch arguments has no value", hint)
-    return value
+def _known(name: str, given: GivenArguments) -> int | str | None:
+    """The value of an argument; None where it could not be told. Raises CkptkitError where argparse refuses it."""
+    word, option = given.places[name], option_of(name)
+    if name not in given.unknown or isinstance(word, UnresolvedWord):
+        return given.get(name, None)  # type: ignore[no-any-return]
+    if word.text.startswith("--"):
+        raise CkptkitError(
+            f"{option} among the launch arguments has no value", "copy the arguments as the launch script has them"
+        )
+    raise _not_a_number(option, word.text)
 
 
-def _number(name: str, value: str | None) -> int:
-    given = _given(name, value)
-    said = f"{name} {given} among the launch arguments is no number"
-    if not (given.isdecimal() and len(given) < 10):
-        raise CkptkitError(said, "copy the arguments with their variables filled in")
-    if _NUMBERS[name] in _RANKS and not int(given):
-        raise CkptkitError(f"{said} of ranks", "give 1 or more, or leave it out")
-    return int(given)
+def _number(name: str, given: GivenArguments) -> int | None:
+    number, option = _known(name, given), option_of(name)
+    if not isinstance(number, int):
+        return None
+    if not 0 <= number < 10**9:
+        raise _not_a_number(option, given.places[name].text)
+    if NUMBERS[name] in _RANKS and not number:
+        said = f"{option} {number} among the launch arguments is no number of ranks"
+        raise CkptkitError(said, "give 1 or more, or leave it out")
+    return number
 
 
-def _qat(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[str, int | bool]]:
+def _not_a_number(option: str, value: str) -> CkptkitError:
+    said = f"{option} {value} among the launch arguments is no number"
+    return CkptkitError(said, "copy the arguments with their variables filled in")
+
+
+def _qat(words: Sequence[Word], environment: Mapping[str, str]) -> Iterator[tuple[str, int | bool]]:
     said = {name: environment[name] for name in (QAT_FLAG, QAT_GROUP) if name in environment}
-    said |= {match[1]: match[2] for word in words for match in _VARIABLE.finditer(word)}
+    known = [word for word in words if not isinstance(word, UnresolvedWord)]
+    said |= {match[1]: match[2] for word in known for match in _VARIABLE.finditer(word.text)}
     if QAT_FLAG in said:
         yield "qat", said[QAT_FLAG].lower() not in ("", "0", "false")
     if QAT_GROUP in said:
@@ -167,11 +156,3 @@ def _qat(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple
             hint = "copy the variables with their values filled in"
             raise CkptkitError(f"{QAT_GROUP} is {shortened(said[QAT_GROUP])}, which is no number", hint)
         yield "qat_group", int(said[QAT_GROUP])
-
-
-def pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Every option with the word that is its value, None where the next word is an option too or there is none."""
-    for word, after in zip_longest(words, words[1:]):
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            yield name, value if equals else None if after is None or after.startswith("--") else after

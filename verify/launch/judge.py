@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +10,13 @@ from ckptkit.core.installation import program_version
 from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, looked_at, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
-from verify.checks.launch.paths import NOT_READ
-from verify.checks.launch.same_weights import COMPARED, NOT_COMPARED
 from verify.evidence.subject import Subject
-from verify.launch.sides import Side
+from verify.launch.arguments import LaunchArguments
+from verify.launch.checks.paths import NOT_READ
+from verify.launch.checks.same_weights import COMPARED, NOT_COMPARED
+from verify.launch.job import Job, Stack
+from verify.launch.sides import ENGINE
+from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding, Report
 from verify.run import choose, model_of, now
 
@@ -27,31 +30,24 @@ _NAMED = 3
 _FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
 
 
-def judged(
-    launched: Subject,
-    sides: Sequence[Side],
-    subjects: Iterable[Subject],
-    notes: Sequence[str] = (),
-) -> Report:
-    """The report of a launch: `launched` stands for it as a whole, `subjects` for the directories that it loads.
-
-    `notes` are printed with what the checks remark.
-    """
-    checks, directories = all_checks(), list(subjects)
-    launched = replace(launched, loaded={one.path: one for one in directories})
+def judged(job: Job) -> Report:
+    """The report of a job: of its launch as a whole, and of every directory that it loads."""
+    checks, directories = all_checks(), list(_directories(job))
+    loaded = {one.path: one for one in directories}
+    launched = Subject(job.root, job=job, arguments=job.actor, loaded=loaded)
     chosen, left_out = choose(launched, [one for one in checks if one.stage == "launch"])
     outcome = run_checks(launched, [one for one in chosen if not one.needs])
     outcome.add(_checkpoints(launched, directories, checks, [one for one in chosen if one.needs]))
-    if notes:
-        outcome.facts[NOTES] = [*notes, *outcome.facts.get(NOTES, [])]
+    if job.replaced:
+        outcome.facts[NOTES] = [*job.replaced, *outcome.facts.get(NOTES, [])]
     return Report(
         version=program_version(),
         command=("ckptkit", "preflight"),
-        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in sides if side.path)),
+        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in job.loading())),
         source=None,
         checks=_merged(checks, outcome.checks),
         findings=list(dict.fromkeys(outcome.findings)),
-        facts={"what would be loaded": [str(side) for side in sides]}
+        facts={"what would be loaded": [str(side) for side in job.sides]}
         | {key: lines for key, lines in outcome.facts.items() if key in _FACTS}
         | {NOT_APPLICABLE: _not_applicable(outcome, left_out)},
         reasons=outcome.reasons,
@@ -60,6 +56,38 @@ def judged(
         asked=[*looked_at(outcome.checks), *outcome.facts.get(COMPARED, [])],
         not_asked=[*_not_compared(outcome), "engine"],
     )
+
+
+def _directories(job: Job) -> Iterator[Subject]:
+    """Each directory once for all roles that cut it in the same way, with the config that judges its weights."""
+    seen: set[tuple[Path, LaunchArguments]] = set()
+    paths: set[Path] = set()
+    for side in job.sides:
+        sizes = job.sizes.get(side.role, LaunchArguments())
+        # A critic has another output layer, a teacher is another model.
+        if side.path is None or (job.stack.one_model and side.role in ("critic", "teacher")):
+            continue
+        if (side.path, sizes) in seen or (side.role == ENGINE and side.path in paths):
+            continue
+        seen.add((side.path, sizes))
+        paths.add(side.path)
+        model = job.models.get(side.role, job.hf)
+        usable = model if model and (model / "config.json").exists() else None
+        yield Subject(
+            side.path,
+            hf_path=usable if side.kind == "megatron" else None,
+            source_path=usable if side.kind == "hf" and side.path != usable else None,
+            arguments=sizes,
+            options=_options(job.stack, sizes),
+            # In mode bridge miles packs what the checkpoint stores packed, whatever its `ignore` list says.
+            updated=None if job.bridge else job.updates,
+            sizes_at=job.sizes_at,
+        )
+
+
+def _options(stack: Stack, sizes: LaunchArguments) -> VerifyOptions:
+    readers = stack.vllm_readers if sizes.server == "vllm" else None
+    return VerifyOptions(tp=sizes.tp or 1, pp=sizes.pp or 1, ep=sizes.ep or 1, etp=sizes.etp, readers=readers)
 
 
 def _not_compared(outcome: Outcome) -> list[str]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from ckptkit.core.errors import CkptkitError
+from verify.launch.options.argv import Option, last, options_of
 from verify.launch.words import UnresolvedWord, Word
 
 OPTION = "--resource"
@@ -21,7 +22,8 @@ def options_of_resource(words: Sequence[Word]) -> Iterator[Word]:
 
     Raises CkptkitError where its text is no JSON of this form.
     """
-    word = _value(words, OPTION)
+    options = options_of(words)
+    word = _value(options, OPTION)
     if word is None or isinstance(word, UnresolvedWord):
         return
     try:
@@ -29,9 +31,9 @@ def options_of_resource(words: Sequence[Word]) -> Iterator[Word]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         hint = 'write it as {"actor": [1, 8], "rollout": [1, 8]}: CPUs and GPUs of every role'
         raise CkptkitError(f"{word.place}: {OPTION} {word.text[:80]} is no JSON of roles", hint) from error
-    given = [_number(words, name, default) for name, default in ((_EACH, 8), (_NODES, 1))]
+    given = [_number(options, name, default) for name, default in ((_EACH, 8), (_NODES, 1))]
     if gpus.get("actor", 0) > 0 and given == [8, 1]:
-        each = min(_number(words, _NODE, 8) or 8, gpus["actor"])
+        each = min(_number(options, _NODE, 8) or 8, gpus["actor"])
         yield from _option(_EACH, each, word)
         yield from _option(_NODES, max(1, gpus["actor"] // each), word)
     if gpus.get("rollout", 0) > 0:
@@ -43,20 +45,13 @@ def _option(name: str, number: int, word: Word) -> Iterator[Word]:
     yield Word(str(number), word.file, word.line)
 
 
-def _value(words: Sequence[Word], option: str) -> Word | None:
-    """The last value of an option."""
-    found = None
-    for number, word in enumerate(words):
-        name, equals, value = word.text.partition("=")
-        if name == option and equals:
-            found = Word(value, word.file, word.line)
-        elif name == option and number + 1 < len(words):
-            found = words[number + 1]
-    return found
+def _value(options: Sequence[Option], name: str) -> Word | None:
+    option = last(options, name)
+    return option.value if option else None
 
 
-def _number(words: Sequence[Word], option: str, default: int) -> int | None:
-    word = _value(words, option)
+def _number(options: Sequence[Option], name: str, default: int) -> int | None:
+    word = _value(options, name)
     if word is None:
         return default
     return int(word.text) if word.text.isdecimal() and len(word.text) < 10 else None

@@ -8,11 +8,13 @@ from typing import Literal
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
+from ckptkit.formats.detect import ITERATION
 from ckptkit.formats.hf.reader import read_json
 from converters.registry import family_of
 from verify.issue import Issue
 from verify.report import Severity
 
+ENGINE = "rollout engine"
 # The option whose path is wrong, and what is wrong with it.
 PathIssue = tuple[str, Issue]
 
@@ -51,6 +53,12 @@ class Side:
         without = "loads what is not on this machine" if self.elsewhere else without
         what = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else without
         return f"{self.role} {what}: {self.why}"
+
+
+def is_trained(side: Side) -> bool:
+    """Whether a side loads an iteration of a run. NeMo-RL calls what it converts iteration 0."""
+    name = side.path.name if side.path else ""
+    return ITERATION.fullmatch(name) is not None and int(name[5:]) > 0
 
 
 def is_hf(path: Path) -> bool:

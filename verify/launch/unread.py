@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from verify.launch.arguments import READ, pairs
+from verify.launch.options.argv import options_of
+from verify.launch.options.layout import READ
 from verify.launch.options.tables import GPUS
+from verify.launch.words import Word
 
 # Hydra's overrides of a configuration of no stack that is known: `actor.rollout.tp_size=4`, `+a.b=c`, `~a.b`.
 _OVERRIDE = re.compile(r"(?:[+~]{1,2}\w[\w@/:-]*(?:\.[\w@/:-]+)*(?:=|$)|[A-Za-z_][\w@/:-]*(?:\.[\w@/:-]+)+=)")
@@ -41,8 +43,9 @@ def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
     `given`: options for paths that preflight was given itself.
     """
     lines: dict[str, None] = {}
-    for name, value in pairs(words):
-        said = f"{name} {value}" if value else name
+    for option in options_of([Word(word) for word in words]):
+        name = option.name
+        said = f"{name} {option.value.text}" if option.value else name
         usual = name.replace("_", "-")
         if usual in _PATHS and usual not in given:
             lines[f"{said}: give it to preflight itself, before --"] = None

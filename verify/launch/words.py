@@ -55,18 +55,22 @@ class LaunchText:
     """What a launch says, read and never run.
 
     `words` are options of Megatron-LM, slime and miles in their order: `--num-layers`, `36` ... `environment` holds
-    the variables that the trainer will see, `overrides` the settings of verl, NeMo-RL and ROLL by dotted key.
-    `unresolved` has a line for everything that could not be resolved, which is never guessed. `issues` are what is
-    wrong with the text itself, such as a lost line continuation. `program` is the word that names the trainer's file
-    or module, "" where it is not known.
+    the variables that the trainer will see. `unresolved` has a line for everything that could not be resolved, which is
+    never guessed. `issues` are what is wrong with the text itself, such as a lost line continuation. `program` is the
+    word that names the trainer's file or module, "" where it is not known.
     """
 
     words: tuple[Word, ...] = ()
     environment: Mapping[str, Word] = field(default_factory=dict)
     unresolved: tuple[str, ...] = ()
     issues: tuple[Issue, ...] = ()
-    overrides: Mapping[str, Word] = field(default_factory=dict)
     program: str = ""
+
+    @property
+    def program_name(self) -> str:
+        """The file or module that starts the trainer, `train_async.py`; "" where it is not known."""
+        named = self.program or next((word.text for word in known_words(self.words) if word.text.endswith(".py")), "")
+        return named.rpartition("/")[2]
 
 
 # What gives another text at every start, to the minute or better: `$(date +%H%M)`, `datetime.now()`.

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.fixture_types import CopyOf, PathOf
+from support.launch_words import arguments_of
 
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
-from verify.launch.arguments import LaunchArguments
 from verify.launch.preflight import preflight
 from verify.report import Finding, Report
 from verify.run import verify
@@ -113,18 +113,18 @@ def found(report: Report, code: str) -> list[Finding]:
     ],
 )
 def test_variables_are_read_wherever_a_launch_has_them(words: list[str]) -> None:
-    options = LaunchArguments.read(["--rollout-num-gpus-per-engine", "8", *words])
+    options = arguments_of(["--rollout-num-gpus-per-engine", "8", *words])
     assert (options.qat, options.qat_group, options.engine) == (True, 32, 8)
 
 
 def test_launch_arguments_override_the_environment() -> None:
-    options = LaunchArguments.read([f"{GROUP}=64"], {FLAG: "0", GROUP: "32", "HOME": "1"})
+    options = arguments_of([f"{GROUP}=64"], {FLAG: "0", GROUP: "32", "HOME": "1"})
     assert (options.qat, options.qat_group) == (False, 64)
 
 
 def test_a_group_size_that_is_no_number() -> None:
     with pytest.raises(CkptkitError, match=GROUP):
-        LaunchArguments.read([f"{GROUP}=many"])
+        arguments_of([f"{GROUP}=many"])
 
 
 def test_launch_that_rounds_as_the_engine_serves_is_silent(experts: Path) -> None:

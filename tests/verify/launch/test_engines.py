@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
+from support.launch_words import arguments_of
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
-from verify.launch.arguments import LaunchArguments
 from verify.launch.preflight import preflight
 from verify.report import Finding, Report
 
@@ -43,7 +43,7 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_engine_is_told_by_its_options(words: list[str], server: str | None, pp: int | None) -> None:
-    options = LaunchArguments.read(words)
+    options = arguments_of(words)
     assert (options.server, options.engine_pp) == (server, pp)
 
 

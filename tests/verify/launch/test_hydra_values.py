@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from verify.launch.job import Launch
 from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.settings.hydra_value import hydra_value
 from verify.launch.settings.overrides import applied
 from verify.launch.settings.yaml_tree import Tree, parse
-from verify.launch.stacks.which import read_stack
-from verify.launch.words import UnresolvedWord, Word
+from verify.launch.stacks.which import read_job
+from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 # The text behind `a=`, and what `compose(overrides=["a=..."])` had as `a`.
 TAKEN: list[tuple[str, Any]] = [
@@ -117,6 +118,5 @@ def test_choice_of_a_file_of_a_group_is_not_known(word: str, chosen: bool, tmp_p
     (tmp_path / "size" / "big.yaml").write_text("policy: {model_name: /models/big}\n")
     config = tmp_path / "job.yaml"
     config.write_text("seed: 1\npolicy: {model_name: /models/small}\ncluster: {gpus_per_node: 8, num_nodes: 1}\n")
-    stacked = read_stack([Word(word)], config, {})
-    assert stacked is not None
-    assert any(f"{word}: the file of this group is not read" in line for line in stacked.unread) is chosen
+    job = read_job(Launch(LaunchText((Word(word),))), config)
+    assert any(f"{word}: the file of this group is not read" in line for line in job.unread) is chosen

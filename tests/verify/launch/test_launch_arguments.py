@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support.fixture_types import OnlyFinding, PathOf
+from support.launch_words import arguments_of
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
@@ -27,13 +28,13 @@ GLM45 = shlex.split(
 
 
 def test_launch_arguments_are_read_with_defaults_and_last_value() -> None:
-    assert LaunchArguments.read(GLM45) == LaunchArguments(tp=8, pp=7, ep=8, etp=1, last=2)
-    assert LaunchArguments.read([]) == LaunchArguments()
-    assert LaunchArguments.read(
+    assert arguments_of(GLM45) == LaunchArguments(tp=8, pp=7, ep=8, etp=1, last=2)
+    assert arguments_of([]) == LaunchArguments()
+    assert arguments_of(
         ["--account-for-loss-in-pipeline-split", "--pipeline-model-parallel-layout", "Et|(tt|)*2L"]
     ) == LaunchArguments(loss=True, layout="Et|(tt|)*2L")
     # argparse takes the last one
-    assert LaunchArguments.read(["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"]).pp == 4
+    assert arguments_of(["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"]).pp == 4
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_launch_arguments_are_read_with_defaults_and_last_value() -> None:
 )
 def test_values_that_are_none(words: list[str], said: str) -> None:
     with pytest.raises(CkptkitError, match=said):
-        LaunchArguments.read(words)
+        arguments_of(words)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_values_that_are_none(words: list[str], said: str) -> None:
     ],
 )
 def test_the_pipeline_that_follows(given: str, pipeline: Pipeline) -> None:
-    found = LaunchArguments.read(given.split()).pipeline(92, 4)
+    found = arguments_of(given.split()).pipeline(92, 4)
     assert found == pipeline
     assert found.stages
 
@@ -78,7 +79,7 @@ def test_chunks_of_a_given_size_with_embedding_and_loss() -> None:
         "--account-for-loss-in-pipeline-split",
     ]
     # 94 + 2 = 96 layers: 24 a stage, in 6 chunks
-    assert LaunchArguments.read(words).pipeline(94, 4) == Pipeline(94, 4, vpp=6, embedding=True, loss=True)
+    assert arguments_of(words).pipeline(94, 4) == Pipeline(94, 4, vpp=6, embedding=True, loss=True)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_chunks_of_a_given_size_with_embedding_and_loss() -> None:
 )
 def test_what_megatrons_arguments_refuse(given: str, said: str) -> None:
     with pytest.raises(CkptkitError, match=said):
-        LaunchArguments.read(given.split()).pipeline(92, 4)
+        arguments_of(given.split()).pipeline(92, 4)
 
 
 def test_stages_of_a_launch(releases: PathOf) -> None:
@@ -146,7 +147,7 @@ def test_layers_left_over(releases: PathOf, only: OnlyFinding) -> None:
 
 
 def test_a_size_given_twice(releases: PathOf, only: OnlyFinding) -> None:
-    with pytest.raises(CkptkitError, match="--tp 4, but the launch arguments say 8"):
+    with pytest.raises(CkptkitError, match="--tp 4, but it is 8 among the launch arguments"):
         preflight(hf_checkpoint=releases("glm4_moe"), tp=4, arguments=GLM45)
     finding = only(preflight(hf_checkpoint=releases("glm4_moe"), arguments=["--expert-model-parallel-size", "5"]))
     assert (finding.code, finding.actual) == ("CK703", "the number of experts = 12")
@@ -211,7 +212,7 @@ def test_expert_rows_of_an_odd_size_are_judged_by_what_the_launch_says(
 )
 def test_a_parallel_size_of_zero_is_no_size(name: str) -> None:
     with pytest.raises(CkptkitError, match=f"{name} 0 among the launch arguments is no number of ranks"):
-        LaunchArguments.read([name, "0"])
+        arguments_of([name, "0"])
 
 
 @pytest.mark.parametrize(
@@ -223,5 +224,5 @@ def test_a_parallel_size_of_zero_is_no_size(name: str) -> None:
     ],
 )
 def test_parallel_sizes_of_a_rollout_engine(words: list[str], tp: int, ep: int) -> None:
-    options = LaunchArguments.read(words)
+    options = arguments_of(words)
     assert (options.engine_tp, options.engine_ep) == (tp, ep)

@@ -16,10 +16,10 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
-from verify.launch.arguments import LaunchArguments
-from verify.launch.paths import launch_of
+from verify.launch.job import Launch
 from verify.launch.preflight import preflight
 from verify.launch.shell.read import read_script
+from verify.launch.stacks.which import read_job
 from verify.report import Finding, Report
 from verify.run import choose
 
@@ -48,8 +48,8 @@ def of_launch(report: Report) -> list[Finding]:
 
 def launch_findings(script: Path) -> list[Finding]:
     """The findings of the checks of a launch, without a look at the tensors of its checkpoints."""
-    launch, _ = launch_of(read_script(script, environment={}), None, None, None, None)
-    subject = Subject(launch.hf_checkpoint or Path(), launch=launch, arguments=LaunchArguments.read(launch.words))
+    job = read_job(Launch(read_script(script, environment={})))
+    subject = Subject(job.root, job=job, arguments=job.actor)
     checks = [one for one in all_checks() if one.stage == "launch" and one.code in LAUNCH]
     return run_checks(subject, choose(subject, checks)[0]).findings
 

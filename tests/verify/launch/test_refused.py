@@ -13,9 +13,9 @@ from support.launch_scripts import write_config
 
 from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
-from verify.launch.arguments import LaunchArguments
-from verify.launch.paths import launch_of
+from verify.launch.job import Launch
 from verify.launch.preflight import preflight
+from verify.launch.stacks.which import read_job
 from verify.launch.words import LaunchText, Word
 from verify.report import Finding
 from verify.run import choose
@@ -26,9 +26,9 @@ MIXTURE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts
 
 def findings(words: str, code: str, program: str = "train.py") -> list[Finding]:
     """The findings of one check of a launch, without a look at any checkpoint."""
-    text = LaunchText(tuple(Word(word) for word in words.split()), program=program)
-    launch, _ = launch_of(text, None, None, None, None)
-    subject = Subject(Path(), launch=launch, arguments=LaunchArguments.read(launch.settled))
+    text = LaunchText(tuple(map(Word, ["--hf-checkpoint", "/models/hf", *words.split()])), program=program)
+    job = read_job(Launch(text))
+    subject = Subject(job.root, job=job, arguments=job.actor)
     checks = [one for one in all_checks() if one.code == code]
     return run_checks(subject, choose(subject, checks)[0]).findings
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verify.launch.options.argv import Option, options_of
+from verify.launch.options.layout import LAYOUT
 from verify.launch.options.tables import GPUS, MODEL, RUN, SWITCHES, Kind
 from verify.launch.words import UnresolvedWord, Word
 
-_TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **RUN, **GPUS}
+_TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **RUN, **GPUS, **LAYOUT}
 _CHOICES = {
     "position_embedding_type": ("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -72,7 +74,7 @@ _TRUTH = {"true": True, "false": False, "yes": True, "no": False, "on": True, "o
 
 
 def given_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None = None) -> GivenArguments:
-    """Parses words as argparse does: `--name value` or `--name=value`, the last one counts, others are passed over.
+    """Parses words as argparse does: the last one counts, other options are passed over.
 
     `settings` are arguments by name, which a file sets after the words were parsed, whatever these say.
     Source: Megatron-LM `parse_args`, whose parser takes no abbreviations.
@@ -81,19 +83,21 @@ def given_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
     places: dict[str, Word] = {}
     unknown: set[str] = set()
     refused: list[Refused] = []
-    for option, word, value in _options(words):
-        name, kind = _TABLE[option]
-        places[name] = value or word
+    for option in options_of(words):
+        if option.name not in _TABLE:
+            continue
+        name, kind = _TABLE[option.name]
+        values.pop(name, None)
         unknown.discard(name)
-        if isinstance(word, UnresolvedWord) or isinstance(value, UnresolvedWord):
+        places.pop(name, None)  # in the order in which they count
+        places[name] = option.word if isinstance(kind, bool) else option.value or option.word
+        value = _parsed(name, kind, option) if option.known else None
+        if value is None:
             unknown.add(name)
-        elif isinstance(kind, bool):
-            values[name] = kind
-        elif (said := _parsed(name, kind, value)) is not None:
-            values[name] = said
         else:
-            refused.append(Refused(option, _expected(name, kind), value or word))
-            unknown.add(name)
+            values[name] = value
+        if value is None and option.known:
+            refused.append(Refused(option.name, _expected(name, kind), places[name]))
     for name, word in (settings or {}).items():
         if name in _KINDS:
             places[name] = word
@@ -116,26 +120,14 @@ def _set(kind: Kind, text: str) -> Any:
         return None
 
 
-def _options(words: Sequence[Word]) -> Iterator[tuple[str, Word, Word | None]]:
-    """Every option of the tables with its word, and the word that is its value."""
-    for number, word in enumerate(words):
-        option, equals, said = word.text.partition("=")
-        if option not in _TABLE:
-            continue
-        if equals:
-            whole = isinstance(word, UnresolvedWord)
-            yield option, word, word if whole else Word(said, word.file, word.line)
-            continue
-        after = words[number + 1] if number + 1 < len(words) else None
-        yield option, word, None if after is None or after.text.startswith("--") else after
-
-
-def _parsed(name: str, kind: Kind, value: Word | None) -> Any:
-    """The value that argparse makes of a word; None where it refuses it."""
-    if value is None or isinstance(kind, bool) or len(value.text) > 200_000:
+def _parsed(name: str, kind: Kind, option: Option) -> Any:
+    """The value that argparse makes of an option; None where it refuses it."""
+    if isinstance(kind, bool):
+        return None if "=" in option.word.text else kind
+    if option.value is None or len(option.value.text) > 200_000:
         return None
     try:
-        parsed = kind(value.text)
+        parsed = kind(option.value.text)
     except ValueError:
         return None
     return parsed if name not in _CHOICES or parsed in _CHOICES[name] else None
@@ -144,6 +136,8 @@ def _parsed(name: str, kind: Kind, value: Word | None) -> Any:
 def _expected(name: str, kind: Kind) -> str:
     if name in _CHOICES:
         return f"one of {', '.join(_CHOICES[name])}"
+    if isinstance(kind, bool):
+        return "no value"
     if kind is int:
         return "a whole number"
     return {float: "a number", str: "a word"}.get(kind, "a number, or a list of one number a layer")  # type: ignore[call-overload,no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ class Speculation:
     lora: bool = False
 
 
-def of_options(given: GivenArguments, words: tuple[str, ...]) -> Speculation | None:
+def of_options(given: GivenArguments, words: Sequence[Word]) -> Speculation | None:
     """What the options of slime, miles or vime say; None where the engine does not speculate, or that is not known."""
     if server_of(words) == "vllm":
         text = given.get("vllm_speculative_config", None)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from converters.megatron.argument_table import ARGUMENTS
-from verify.launch.arguments import READ
+from verify.launch.options.layout import READ
 from verify.launch.options.patterns import frequency, sizes
 
 

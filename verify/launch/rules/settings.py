@@ -20,8 +20,7 @@ class Values:
     """The settings of a job of verl, NeMo-RL or ROLL."""
 
     def __init__(self, settings: Settings) -> None:
-        # A copy, whose list of what could not be resolved nobody reads.
-        self._settings = Settings(settings.config)
+        self._settings = settings.quietly()
         self.environment = settings.config.environment
 
     def word(self, key: str) -> Word | None:

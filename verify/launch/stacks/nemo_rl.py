@@ -15,19 +15,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.arguments import LaunchArguments
+from verify.launch.job import Job, Launch, OwnCheck, Stack
+from verify.launch.options.releases import names
 from verify.launch.options.speculative import of_settings
 from verify.launch.rules import nemo_rl as rules
 from verify.launch.rules.settings import Values
-from verify.launch.sides import PathIssue, Side, path_issue
-from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, experts_in, hf_side, iterations_in
+from verify.launch.settings.yaml_tree import Tree
+from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
+from verify.launch.stacks.directories import LOAD, STEP, experts_in, hf_side, iterations_in
 from verify.launch.stacks.nemo_rl_teachers import teacher_nodes
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Sizes, engine_cut, engine_of, places
+from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
 
 _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"
@@ -43,8 +47,9 @@ _ELSEWHERE = re.compile(
 )
 
 
-def read(settings: Settings) -> Stacked:
-    """The sides, sizes and groups of a job. Raises CkptkitError for values that are no numbers or truth values."""
+def read(launch: Launch) -> Job:
+    """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
+    settings = launch.settings
     settings.not_looked_at(_ELSEWHERE)
     megatron = settings.switch(f"{_MEGATRON}.enabled")
     start = _pretrained(settings) if megatron else hf_side("actor", settings, _MODEL, f"{_MODEL}, without Megatron")
@@ -65,19 +70,23 @@ def read(settings: Settings) -> Stacked:
     groups += [Group(cut.role, train, (_ranks(settings, cut),), cut.where) for cut in cuts]
     arguments = replace(sizes.arguments(engine), **_ends(settings)) if megatron else engine
     hf = settings.model(_MODEL)
-    return Stacked(
-        "NeMo-RL",
-        (*sides, *([rollout] if rollout else [])),
-        hf if hf and (hf / "config.json").exists() else None,
-        dict.fromkeys(roles, arguments) | {ENGINE: engine},
-        groups=(*groups, *([asked] if asked else [])),
-        alike=(("actor", ENGINE),) if copied and not resumed else (),
-        unread=tuple(settings.unread),
-        notes=tuple(settings.notes),
-        refused=tuple(rules.refused(Values(settings), megatron=megatron, experts=experts_in(hf))),
-        cuts=(*(cut for cut in cuts if cut.ranks > 1), *served),
-        speculation=of_settings(settings, f"{_GENERATION}.vllm_kwargs") if engine.server == "vllm" else None,
+    return Job(
+        STACK,
+        sides=(*sides, *([rollout] if rollout else [])),
+        hf=hf,
+        sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine},
+        sharing=(("actor", ENGINE),) if copied and not resumed else (),
+        placement=Placement(
+            (*groups, *([asked] if asked else [])), cuts=(*(cut for cut in cuts if cut.ranks > 1), *served)
+        ),
+        speculation=of_settings(settings.quietly(), f"{_GENERATION}.vllm_kwargs") if engine.server == "vllm" else None,
+        own_check=OwnCheck(tuple(rules.refused(Values(settings), megatron=megatron, experts=experts_in(hf)))),
     )
+
+
+def _fits(tree: Mapping[str, Tree]) -> bool:
+    policy = tree.get("policy")
+    return isinstance(policy, dict) and ("model_name" in policy or "megatron_cfg" in policy or "cluster" in tree)
 
 
 def _dtensor(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
@@ -285,3 +294,13 @@ def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgument
         return side, engine_of(backend, None, None), None, ()
     group = Group(ENGINE, gpus, (("tp x pp", (tp, pp)),), places(settings, keys[:2]))
     return side, engine_of(backend, tp, pp, ep), group, engine_cut(backend, ENGINE, tp, ep, settings.place(keys[0]))
+
+
+STACK = Stack(
+    "NeMo-RL",
+    read,
+    partial(names, "nemo-rl"),
+    "NeMo-RL passes over it in a file, and stops at it on the command line",
+    fits=_fits,
+    models=frozenset({_MODEL, f"{_GENERATION}.sglang_cfg.model_path"}),
+)

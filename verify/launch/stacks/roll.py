@@ -15,18 +15,21 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
+from verify.launch.job import Job, Launch, OwnCheck, Stack
+from verify.launch.options.releases import names
 from verify.launch.options.speculative import of_settings
 from verify.launch.rules import roll as rules
 from verify.launch.rules.settings import Values
-from verify.launch.sides import PathIssue, Side, path_issue
-from verify.launch.stacks.launched import ENGINE, LOAD, STEP, Stacked, experts_in, given, hf_side
+from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
+from verify.launch.stacks.directories import LOAD, STEP, experts_in, given, hf_side
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Cut, Gpus, Group, Sizes, engine_cut, engine_of, places
+from verify.launch.stacks.sizes import Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
 
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
@@ -40,8 +43,9 @@ _ELSEWHERE = re.compile(
 )
 
 
-def read(settings: Settings) -> Stacked:
-    """The sides, sizes and groups of a job. Raises CkptkitError for values that are no numbers or truth values."""
+def read(launch: Launch) -> Job:
+    """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
+    settings = launch.settings
     settings.not_looked_at(_ELSEWHERE)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
     sides = {role: _initial(settings, role) for role in roles}
@@ -59,25 +63,22 @@ def read(settings: Settings) -> Stacked:
     hf = settings.model(_key(settings, "actor")) if sides["actor"] else None
     same = all(sides.get(role) for role in ("actor", "reference")) and not goes_on
     every = [*(side for side in sides.values() if side), *([rollout] if rollout else [])]
-    return Stacked(
-        "ROLL",
-        tuple(every),
-        hf if hf and (hf / "config.json").exists() else None,
-        {role: _arguments(settings, role, engine) for role in roles} | {ENGINE: engine},
+    return Job(
+        STACK,
+        sides=tuple(every),
+        hf=hf,
         models={"critic": settings.model(_key(settings, "critic"))} if "critic" in roles else {},
-        groups=(*groups, *([asked] if asked else [])),
-        alike=(("actor", "reference"),) if same else (),
-        unread=tuple(settings.unread),
-        notes=tuple(settings.notes),
-        refused=tuple(_refused(settings, hf)),
-        cuts=(*shared, *served),
-        speculation=of_settings(settings, _config(ENGINE, "")[:-1]) if engine.server == "vllm" else None,
+        sizes={role: _arguments(settings, role, engine) for role in roles} | {ENGINE: engine},
+        sharing=(("actor", "reference"),) if same else (),
+        placement=Placement((*groups, *([asked] if asked else [])), cuts=(*shared, *served)),
+        speculation=of_settings(settings.quietly(), _config(ENGINE, "")[:-1]) if engine.server == "vllm" else None,
+        own_check=OwnCheck(tuple(_refused(settings, hf))),
     )
 
 
 def _refused(settings: Settings, hf: Path | None) -> Iterator[Issue]:
     """What ROLL's own check refuses."""
-    gpus, megatron = _devices(settings, "actor").count, _megatron(settings, "actor")
+    gpus, megatron = _devices(settings.quietly(), "actor").count, _megatron(settings, "actor")
     return rules.refused(Values(settings), gpus=gpus, megatron=megatron, experts=experts_in(hf))
 
 
@@ -256,3 +257,13 @@ def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | N
         return side, engine_of(name, None, None), None, ()
     group = Group(ENGINE, _devices(settings, ENGINE), (("tp x pp", (tp, pp)),), places(settings, keys))
     return side, engine_of(name, tp, pp), group, engine_cut(name, ENGINE, tp, None, settings.place(keys[0]))
+
+
+STACK = Stack(
+    "ROLL",
+    read,
+    partial(names, "roll"),
+    "ROLL passes over a setting that it does not know",
+    fits=lambda tree: "actor_train" in tree or "actor_infer" in tree,
+    models=frozenset({"pretrain", *(f"{_ROLES[role]}.{_OWN}" for role in ("actor", "reference", ENGINE))}),
+)

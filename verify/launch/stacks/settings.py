@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,15 +24,22 @@ class Settings:
     """A configuration with a list of what it was asked for in vain: values that cannot be resolved, or are not local.
 
     `unread` has a line for each; the report is inconclusive where there is one. `stand_in` is the directory that the
-    command line gives for the model of the keys `stands_for`; it counts before these.
+    command line gives for the model of the keys `stands_for`; it counts before these. `files` are names of files that
+    the launch takes settings from, `groups` the words that choose one of a folder (`engine=megatron`).
     """
 
     config: Config
     stand_in: Path | None = None
     stands_for: frozenset[str] = frozenset()
+    files: Sequence[str] = ()
+    groups: Sequence[Word] = ()
     unread: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _unresolved: set[str] = field(default_factory=set)
+
+    def quietly(self) -> Settings:
+        """The same settings with another list of what could not be resolved: for questions that nothing hangs on."""
+        return Settings(self.config)
 
     def word(self, key: str) -> Word | None:
         """The value of a key; None where it is absent, null, a mapping, or cannot be resolved."""

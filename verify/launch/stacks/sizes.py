@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, Server
 from verify.launch.stacks.settings import Settings
+from verify.launch.words import Word
 
 # The settings of Megatron's sizes, which all stacks call alike.
 NAMES = {
@@ -54,9 +56,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a role shares a model out otherwise than Megatron does: over `ranks` ranks, as `where` says.
+    """How a role shares a model out otherwise than Megatron does: over `ranks` ranks.
 
-    `by`: an engine's tensor parallel ranks, Ulysses' ranks of a sequence, or DTensor's tensor parallel ranks.
+    by: an engine's tensor parallel ranks, Ulysses' ranks of a sequence, or DTensor's tensor parallel ranks.
+    where: the option or setting that says it.
+
+    Of an engine alone:
+    ep: ranks that experts are spread over.
+    attention: ranks that heads are spread over, where these are not all.
+    dense: ranks that share the layers without experts; None where they are not known.
+    plain_experts: no size but these two cuts experts.
+    redundant: experts that are held twice.
+    ep_option: what to change for `ep`.
+    words: the sizes as the launch writes them; `file` is its file.
     """
 
     role: str
@@ -64,6 +76,29 @@ class Cut:
     ranks: int
     where: str
     ep: int = 1
+    attention: int | None = None
+    dense: int | None = None
+    plain_experts: bool = True
+    redundant: int = 0
+    ep_option: str = "ep_size"
+    words: Mapping[str, Word] = field(default_factory=dict)
+    file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the sizes of a job go with its GPUs.
+
+    groups: GPUs of a role, and what must divide them.
+    issues: more that is wrong with sizes.
+    cuts: how engines and trainers without Megatron share a model out.
+    counted: the launch itself was judged as a whole, so that nothing further need be known.
+    """
+
+    groups: tuple[Group, ...] = ()
+    issues: tuple[Issue, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +134,8 @@ class Sizes:
 
     def arguments(self, engine: LaunchArguments) -> LaunchArguments:
         """Those of a trainer beside this rollout engine."""
-        return replace(engine, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, vpp=self.vpp)
+        etp = self.etp or self.tp or 1
+        return replace(engine, tp=self.tp, pp=self.pp, ep=self.ep, etp=etp, vpp=self.vpp)
 
 
 def engine_of(server: str, tp: int | None, pp: int | None, ep: int | None = None) -> LaunchArguments:
@@ -118,7 +154,7 @@ def server_named(name: str) -> Server | None:
 def engine_cut(server: str, role: str, tp: int | None, ep: int | None, where: str) -> tuple[Cut, ...]:
     """How an engine cuts the model; nothing of an engine or a size that is not known."""
     known = server_named(server)
-    return () if known is None or tp is None or tp < 2 else (Cut(role, known, tp, where, ep or 1),)
+    return () if known is None or tp is None or tp < 2 else (Cut(role, known, tp, where, ep or 1, dense=tp),)
 
 
 def places(settings: Settings, keys: Sequence[str]) -> str:

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER
 from verify.launch.arguments import LaunchArguments
+from verify.launch.job import Job, Launch, Stack
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.sides import Side
-from verify.launch.stacks import roll
-from verify.launch.stacks.launched import LOAD, Stacked, hf_side, torch_dist_side
+from verify.launch.stacks import roll, verl
+from verify.launch.stacks.directories import LOAD, hf_side, torch_dist_side
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Sizes
+from verify.launch.stacks.sizes import Placement, Sizes
 
 _MODEL = "model.path"
 _OWN = "model_args.model_name_or_path"
@@ -30,27 +31,24 @@ _OWN = "model_args.model_name_or_path"
 _ELSEWHERE = re.compile(r"^model\.(?:lora_adapter_path|hf_config_path|override_config)|\.override_mcore_model_config\.")
 # The part of a pipeline of ROLL that trains, and what its model is called.
 _TRAINS = {"sft_train": "pretrain", "student": "student_pretrain"}
-# The models that a directory on the command line stands for.
-MODELS = {"verl": (_MODEL,), "ROLL": ("pretrain", "student_pretrain", f"student.{_OWN}")}
 
 
-def is_verl(tree: Mapping[str, Tree]) -> bool:
+def _is_verl(tree: Mapping[str, Tree]) -> bool:
     """Whether these are the settings of verl's supervised fine-tuning."""
     model = tree.get("model")
     return isinstance(model, dict) and "path" in model and {"data", "trainer"} <= tree.keys()
 
 
-def is_roll(tree: Mapping[str, Tree]) -> bool:
+def _is_roll(tree: Mapping[str, Tree]) -> bool:
     """Whether these are the settings of a pipeline of ROLL that generates nothing."""
     return "sft_train" in tree or {"student", "teacher"} <= tree.keys()
 
 
-def read_verl(settings: Settings, megatron: bool) -> Stacked:
-    """The side and the sizes of a job of verl. `megatron`: the launch chooses that engine.
-
-    Raises CkptkitError for values that are no numbers or truth values.
-    """
-    megatron = megatron or settings.text("engine.strategy") == "megatron"
+def read_verl(launch: Launch) -> Job:
+    """The job of a launch of verl. Raises CkptkitError for values that are not numbers or truth values."""
+    settings = launch.settings
+    chosen = any(word.text.startswith("engine") and "megatron" in word.text for word in settings.groups)
+    megatron = chosen or settings.text("engine.strategy") == "megatron"
     key = "engine.dist_checkpointing_path"
     word = settings.word(key)
     if megatron and settings.switch("engine.use_dist_checkpointing") and word:
@@ -61,7 +59,8 @@ def read_verl(settings: Settings, megatron: bool) -> Stacked:
     _goes_on(settings)
     settings.not_looked_at(_ELSEWHERE)
     sizes = Sizes.read(settings, lambda name: f"engine.{name}") if megatron else None
-    return _stacked(settings, "verl", {"actor": side} if side.why else {}, {"actor": sizes} if sizes else {}, _MODEL)
+    job = _job(VERL, settings, {"actor": side} if side.why else {}, {"actor": sizes} if sizes else {}, _MODEL)
+    return replace(job, own_check=verl.own_check(launch))
 
 
 def _goes_on(settings: Settings) -> None:
@@ -74,8 +73,9 @@ def _goes_on(settings: Settings) -> None:
         settings.unread.append(f"{word.place}: {word.text}: the step that the run goes on from is not looked at")
 
 
-def read_roll(settings: Settings) -> Stacked:
-    """The sides and the sizes of a pipeline of ROLL. Raises CkptkitError for values that are none."""
+def read_roll(launch: Launch) -> Job:
+    """The job of a pipeline of ROLL. Raises CkptkitError for values that are not numbers or truth values."""
+    settings = launch.settings
     worker = "sft_train" if any(True for _ in settings.config.names("sft_train")) else "student"
     own = worker == "student" and all(settings.word(f"{one}.{_OWN}") for one in ("student", "teacher"))
     keys = {"actor": f"{worker}.{_OWN}" if own else _TRAINS[worker]}
@@ -94,18 +94,23 @@ def read_roll(settings: Settings) -> Stacked:
             sizes[role] = Sizes.read(settings, lambda name, at=prefix: f"{at}.strategy_config.{name}")  # type: ignore[misc]
     groups = tuple(size.group(role, roll.devices(settings, workers[role])) for role, size in sizes.items())
     models = {"teacher": settings.model(keys["teacher"])} if "teacher" in keys else {}
-    return replace(_stacked(settings, "ROLL", sides, sizes, keys["actor"]), groups=groups, models=models)
+    return replace(_job(ROLL, settings, sides, sizes, keys["actor"]), placement=Placement(groups), models=models)
 
 
-def _stacked(
-    settings: Settings, name: str, sides: Mapping[str, Side], sizes: Mapping[str, Sizes], model: str
-) -> Stacked:
-    hf = settings.model(model)
-    return Stacked(
-        name,
-        tuple(sides.values()),
-        hf if hf and (hf / "config.json").exists() else None,
-        {role: size.arguments(LaunchArguments()) for role, size in sizes.items()},
-        unread=tuple(settings.unread),
-        notes=tuple(settings.notes),
+def _job(stack: Stack, settings: Settings, sides: Mapping[str, Side], sizes: Mapping[str, Sizes], model: str) -> Job:
+    return Job(
+        stack,
+        sides=tuple(sides.values()),
+        hf=settings.model(model),
+        sizes={role: size.arguments(LaunchArguments()) for role, size in sizes.items()},
+        placement=Placement(),
     )
+
+
+VERL = replace(verl.STACK, read=read_verl, fits=_is_verl, models=frozenset({_MODEL}))
+ROLL = replace(
+    roll.STACK,
+    read=read_roll,
+    fits=_is_roll,
+    models=frozenset({"pretrain", "student_pretrain", f"student.{_OWN}"}),
+)

@@ -15,27 +15,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
+from verify.launch.job import Job, Launch, OwnCheck, Stack
+from verify.launch.options.releases import names
 from verify.launch.options.speculative import Speculation, of_settings
 from verify.launch.rules import verl as rules
 from verify.launch.rules.settings import Values
-from verify.launch.sides import Side, path_issue
-from verify.launch.stacks.launched import (
-    ENGINE,
-    LOAD,
-    REF,
-    STEP,
-    Stacked,
-    experts_in,
-    given,
-    hf_side,
-    torch_dist_side,
-)
+from verify.launch.sides import ENGINE, Side, path_issue
+from verify.launch.stacks.directories import LOAD, REF, STEP, experts_in, given, hf_side, torch_dist_side
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Sizes, engine_cut, engine_of, places, server_named
+from verify.launch.stacks.sizes import (
+    NAMES,
+    Cut,
+    Gpus,
+    Group,
+    Placement,
+    Sizes,
+    engine_cut,
+    engine_of,
+    places,
+    server_named,
+)
 from verify.launch.stacks.verl_steps import Resumed, resumed_step
 
 _AR = "actor_rollout_ref"
@@ -57,6 +61,8 @@ _ELSEWHERE = re.compile(
 )
 # Folders of verl's own files, of which `folder=file` chooses one.
 GROUPS = frozenset({"actor", "critic", "data", "engine", "model", "optim", "ref", "reward", "rollout"})
+# The programs that check settings by `validate_config`, with trainer and engine on the same GPUs.
+_MAIN_PPO = re.compile(r"(?:verl\.trainer\.)?main_ppo(?:_v0)?(?:\.py)?")
 # Files of verl itself, whose settings are those that are taken where a launch says nothing.
 OWN = re.compile(
     r"(?:(?:fully_async_|one_step_off_)?ppo(?:_megatron)?_trainer|megatron_(?:actor|critic|ref)|dp_(?:actor|critic|ref)|rollout|hf_model|actor|"
@@ -66,12 +72,10 @@ OWN = re.compile(
 )
 
 
-def read(settings: Settings, megatron: bool) -> Stacked:
-    """The sides, sizes and groups of a job. `megatron`: the file of settings is the one for Megatron.
-
-    Raises CkptkitError for values that are no numbers or truth values.
-    """
-    megatron = _is_megatron(settings, megatron)
+def read(launch: Launch) -> Job:
+    """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
+    settings = launch.settings
+    megatron = _is_megatron(settings)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
     gpus = _gpus(settings)
     groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
@@ -86,21 +90,27 @@ def read(settings: Settings, megatron: bool) -> Stacked:
     _notes(settings, roles)
     alike = [] if resumed.path else _sharing_weights(first)
     hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
-    return Stacked(
-        "verl",
-        (*sides, *([rollout] if rollout else [])),
-        hf if hf and (hf / "config.json").exists() else None,
-        sizes | {ENGINE: engine},
-        {"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
-        (*groups, asked),
-        tuple(_unlike(settings, roles)) if megatron else (),
-        tuple(alike),
-        tuple(settings.unread),
-        tuple(settings.notes),
-        refused=tuple(_refused(settings, gpus.count, megatron, roles, hf)),
-        cuts=(*shared, *served),
-        speculation=_speculation(settings),
+    refused = tuple(_refused(settings, gpus.count, megatron, roles, hf))
+    return Job(
+        STACK,
+        sides=(*sides, *([rollout] if rollout else [])),
+        hf=hf,
+        models={"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
+        sizes=sizes | {ENGINE: engine},
+        sharing=tuple(alike),
+        placement=Placement((*groups, asked), tuple(_unlike(settings, roles)) if megatron else (), (*shared, *served)),
+        speculation=_speculation(settings.quietly()),
+        own_check=own_check(launch, refused),
     )
+
+
+def own_check(launch: Launch, refused: Sequence[Issue] = ()) -> OwnCheck:
+    """What verl's check of settings refuses; it is that of one of verl's programs."""
+    program = launch.text.program_name
+    if program and not _MAIN_PPO.fullmatch(program):
+        why = f"{program} checks other settings than verl.trainer.main_ppo, which are not known here"
+        return OwnCheck(skip_reason=why)
+    return OwnCheck(tuple(refused))
 
 
 def _speculation(settings: Settings) -> Speculation | None:
@@ -147,10 +157,12 @@ def _sharing_weights(first: Mapping[str, Side | None]) -> list[tuple[str, str]]:
     return [*pairs, ("actor", ENGINE)] if actor and actor.kind == "megatron" else pairs
 
 
-def _is_megatron(settings: Settings, named: bool) -> bool:
+def _is_megatron(settings: Settings) -> bool:
+    """Whether Megatron trains: by the strategy, else by the file of settings, or a setting of Megatron."""
     strategy = settings.text(f"{_AR}.actor.strategy") or settings.text("model_engine")
     if strategy:
         return strategy == "megatron"
+    named = any("megatron" in name for name in (*settings.files, *(word.text for word in settings.groups)))
     return named or any(key.startswith(f"{_AR}.actor.megatron.") for key in settings.config.names())
 
 
@@ -321,3 +333,15 @@ def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgumen
     group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys))
     cuts = engine_cut(name, ENGINE, tp, ep if dp == 1 else None, settings.place(keys[0]))
     return side, engine_of(name, tp, pp, ep), group, cuts
+
+
+STACK = Stack(
+    "verl",
+    read,
+    partial(names, "verl"),
+    "verl stops at a setting that it does not know, unless + stands before it",
+    fits=lambda tree: _AR in tree,
+    models=frozenset({_MODEL}),
+    own=OWN,
+    groups=GROUPS,
+)

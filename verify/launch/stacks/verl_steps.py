@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.sides import PathIssue, path_issue
-from verify.launch.stacks.launched import LOAD, STEP
+from verify.launch.stacks.directories import LOAD, STEP
 from verify.launch.stacks.settings import Settings
 
 

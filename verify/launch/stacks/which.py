@@ -1,19 +1,20 @@
-"""Tells which stack the settings of a launch are for, and reads them: a YAML file, Hydra overrides, or both."""
+"""Reads the job of a launch: tells which stack it is for, and puts its settings together, YAML files and overrides."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.hub_cache import hub_model
+from verify.launch.job import Job, Launch
+from verify.launch.options.argv import last, options_of
 from verify.launch.settings.config import Config
 from verify.launch.settings.files import Composed, compose
 from verify.launch.settings.overrides import applied, is_override
-from verify.launch.settings.yaml_tree import Tree
-from verify.launch.stacks import nemo_rl, roll, supervised, verl
-from verify.launch.stacks.launched import Stacked
+from verify.launch.stacks import nemo_rl, roll, slime, supervised, verl
 from verify.launch.stacks.settings import Settings
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
@@ -21,14 +22,8 @@ from verify.launch.words import LaunchText, UnresolvedWord, Word
 _FOLDER = frozenset({"--config-path", "-cp", "--config-dir", "-cd", "--config_path"})
 _NAME = frozenset({"--config-name", "-cn", "--config_name"})
 _FILE = frozenset({"--config"})
-_MODELS = {
-    "verl": ("actor_rollout_ref.model.path",),
-    "NeMo-RL": ("policy.model_name", "policy.generation.sglang_cfg.model_path"),
-    "ROLL": (
-        "pretrain",
-        *(f"{role}.model_args.model_name_or_path" for role in ("actor_train", "actor_infer", "reference")),
-    ),
-}
+# In the order in which their settings are told apart; a launch without settings is of the last one.
+STACKS = (verl.STACK, nemo_rl.STACK, supervised.ROLL, roll.STACK, supervised.VERL, slime.STACK)
 
 
 @dataclass(frozen=True)
@@ -45,65 +40,91 @@ def is_config(path: Path) -> bool:
     return path.suffix.lower() in (".yaml", ".yml")
 
 
-def read_stack(
-    words: Sequence[Word],
-    config: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    hf_checkpoint: Path | None = None,
-) -> Stacked | None:
-    """What a launch of verl, NeMo-RL or ROLL loads; None for a launch that has no such settings.
+def read_job(launch: Launch, config: Path | None = None) -> Job:
+    """The job of a launch, whichever stack it is of. `config` is its YAML file where it was given by itself.
 
-    `config` is its YAML file where it was given by itself, `words` those of its command line. `environment` holds the
-    variables that its job sees. `hf_checkpoint` stands for the model that the settings name.
-    Raises CkptkitError for files that cannot be read, a file of settings of another program, and values that are none.
+    Raises CkptkitError for files that cannot be read, a file of settings of another program, values that are not what
+    they should be, and where preflight's own paths and sizes contradict the launch.
     """
+    words = launch.text.words
     named = _Named(config) if config else _named(words)
     if named.path is None and not any(is_override(word.text) for word in words) and not named.name:
-        return None
+        return _confirmed(STACKS[-1].read(launch), launch)
     composed = compose(named.path) if named.path else Composed({})
     tree, groups = applied(composed.tree, words, lambda name: _is_group(name, named))
-    stack = _stack(tree, named)
-    if stack is None:
-        if config is None:
-            return None
+    own = [one for one in STACKS if named.path is None and one.is_own(named.name)]
+    stack = next(iter([*(one for one in STACKS if one.fits(tree)), *own]), None)
+    if stack is None and config is not None:
         hint = "give the file of settings of a verl, NeMo-RL or ROLL job, or a bash script"
         raise CkptkitError(f"{config} has the settings of none of them: {', '.join(list(tree)[:5])}", hint)
-    absent = [word for word in composed.absent if not (stack == "verl" and verl.OWN.fullmatch(word.text))]
+    if stack is None:
+        return _confirmed(STACKS[-1].read(launch), launch)
+    absent = [word for word in composed.absent if not stack.is_own(word.text)]
     unread = [*named.absent, *(f"{word.place}: defaults: {word.text}: no such file beside it" for word in absent)]
     unread += [f"{word.place}: {word.text}: the file of this group is not read" for word in _other_files(groups)]
-    models = frozenset((*_MODELS[stack], *supervised.MODELS.get(stack, ())))
-    settings = Settings(Config(tree, environment or {}), hf_checkpoint, models, unread=list(unread))
+    files = (named.name, named.path.stem if named.path else "", *(word.text for word in composed.absent))
+    model = _stand_in(launch)
+    settings = Settings(Config(tree, launch.environment), model, stack.models, files, groups, unread)
     whole = not unread and not any(isinstance(word, UnresolvedWord) and word.anything for word in words)
-    if stack == "NeMo-RL":
-        return _written(nemo_rl.read(settings), settings, whole)
-    if stack == "ROLL":
-        found = supervised.read_roll(settings) if supervised.is_roll(tree) else roll.read(settings)
-        return _written(found, settings, whole)
-    chosen = [word for word in groups if "megatron" in word.text]
-    if supervised.is_verl(tree) and "actor_rollout_ref" not in tree:
-        found = supervised.read_verl(settings, any(word.text.startswith("engine") for word in chosen))
-        return _written(found, settings, whole)
-    own = [*composed.absent, *chosen, Word(named.name), Word(named.path.stem if named.path else "")]
-    return _written(verl.read(settings, any("megatron" in word.text for word in own)), settings, whole)
+    return _confirmed(_finished(stack.read(replace(launch, settings=settings)), launch.text, settings, whole), launch)
 
 
-def _written(stacked: Stacked, settings: Settings, whole: bool) -> Stacked:
-    """A job with the keys that it writes. Where not all of them are known, what is absent breaks no rule."""
-    return replace(stacked, keys=settings.written(), refused=stacked.refused if whole else ())
+def _finished(job: Job, text: LaunchText, settings: Settings, whole: bool) -> Job:
+    """A job with what its settings say as such. Where not all of them are known, what is absent breaks no rule."""
+    written, check = settings.written(), job.own_check
+    hf = job.hf if job.hf and (job.hf / "config.json").exists() else None
+    return replace(
+        job,
+        text=text,
+        root=hf or Path(),
+        hf=hf,
+        written=written,
+        unread=(*settings.unread, *_unresolved_besides(text)),
+        notes=tuple(settings.notes),
+        own_check=replace(check, issues=check.issues if whole else (), arguments=len(written) or 1),
+    )
 
 
-def agreed(stacked: Stacked, load: Path | None, ref_load: Path | None) -> None:
+def _stand_in(launch: Launch) -> Path | None:
+    """The directory of --hf-checkpoint, which counts before the settings. Raises CkptkitError where it is not here."""
+    if not (given := launch.given.hf_checkpoint):
+        return None
+    hub = hub_model(str(given), launch.environment)
+    if hub and hub.path is None:
+        raise CkptkitError(f"--hf-checkpoint {hub.name}: {hub.why}", "give a local copy of it")
+    return hub.path if hub else Path(given)
+
+
+def _confirmed(job: Job, launch: Launch) -> Job:
+    """The job, where preflight's own paths and sizes do not contradict it. Raises CkptkitError where they do.
+
+    A stack that takes options takes preflight's own paths before those of the words.
+    """
+    given = launch.given
+    if not job.stack.one_model:
+        if given.ckpt_step is not None:
+            said = f"--ckpt-step does not go with settings of {job.stack.name}"
+            raise CkptkitError(said, "give the step in the settings")
+        for option, path, role in (("--load", given.load, "actor"), ("--ref-load", given.ref_load, "reference")):
+            _require_same_checkpoint(job, option, path, role)
+    for name, size in given.sizes.items():
+        own = getattr(job.actor, name)
+        if size != 1 and own is not None and size != own:
+            raise CkptkitError(f"--{name} {size}, but it is {own} {job.stack.where}", f"leave --{name} out")
+    return job
+
+
+def _require_same_checkpoint(job: Job, option: str, path: Path | None, role: str) -> None:
     """Raises CkptkitError where an option names another directory than the settings do."""
-    for option, path, role in (("--load", load, "actor"), ("--ref-load", ref_load, "reference")):
-        side = next((one for one in stacked.sides if one.role == role), None)
-        if path is None or (side and side.path is None):
-            continue
-        if side is None or os.path.abspath(path) != os.path.abspath(side.path or ""):
-            said = f"no {role} is loaded" if side is None else f"the {role} loads {side.path}"
-            raise CkptkitError(f"{option} {path}, but by the settings of {stacked.name} {said}", f"leave {option} out")
+    side = next((one for one in job.sides if one.role == role), None)
+    if path is None or (side and side.path is None):
+        return
+    if side is None or os.path.abspath(path) != os.path.abspath(side.path or ""):
+        found = f"no {role} is loaded" if side is None else f"the {role} loads {side.path}"
+        raise CkptkitError(f"{option} {path}, but by the settings of {job.stack.name} {found}", f"leave {option} out")
 
 
-def unresolved_besides(text: LaunchText) -> list[str]:
+def _unresolved_besides(text: LaunchText) -> list[str]:
     """What could not be resolved of a launch's text, less overrides: one that decides something is told by its key."""
     overrides = (word for word in text.words if isinstance(word, UnresolvedWord) and is_override(word.text))
     known = {f"{word.place}: {word.text}: {word.why}" for word in overrides}
@@ -112,47 +133,25 @@ def unresolved_besides(text: LaunchText) -> list[str]:
 
 def _named(words: Sequence[Word]) -> _Named:
     """The file of settings that `--config-path`, `--config-name` or `--config` name."""
-    folder, name, file = "", "", ""
-    for index, word in enumerate(words):
-        option, equals, value = word.text.partition("=")
-        if option not in _FOLDER | _NAME | _FILE:
-            continue
-        given = value if equals else words[index + 1].text if index + 1 < len(words) else ""
-        if option in _FOLDER:
-            folder = given
-        elif option in _NAME:
-            name = given
-        else:
-            file = given
+    options = options_of(words)
+    found = (last(options, *names) for names in (_FOLDER, _NAME, _FILE))
+    folder, name, file = (one.value.text if one and one.value else "" for one in found)
     if not (name or file):
         return _Named()
     path = Path(file) if file else Path(folder, name if is_config(Path(name)) else f"{name}.yaml")
     if path.is_file():
         return _Named(path, name)
-    own = verl.OWN.fullmatch(name) is not None and not file
+    own = not file and any(stack.is_own(name) for stack in STACKS)
     return _Named(None, name or file, () if own else (f"the file of settings, {path}, is not there",))
 
 
 def _is_group(name: str, named: _Named) -> bool:
-    """Whether a setting chooses a file of a folder: one beside the file of settings, else one of verl's own."""
+    """Whether a setting chooses a file of a folder: one beside the file of settings, else one of the stack's own."""
     if named.path is not None:
         return (named.path.parent / name).is_dir()
-    return name in verl.GROUPS
+    return any(name in stack.groups for stack in STACKS)
 
 
 def _other_files(groups: Sequence[Word]) -> list[Word]:
-    """The choices of files whose settings are not those that verl has without them."""
-    return [word for word in groups if not verl.OWN.fullmatch(word.text.partition("=")[2])]
-
-
-def _stack(tree: Mapping[str, Tree], named: _Named) -> str | None:
-    if "actor_rollout_ref" in tree:
-        return "verl"
-    policy = tree.get("policy")
-    if isinstance(policy, dict) and ("model_name" in policy or "megatron_cfg" in policy or "cluster" in tree):
-        return "NeMo-RL"
-    if "actor_train" in tree or "actor_infer" in tree or supervised.is_roll(tree):
-        return "ROLL"
-    if supervised.is_verl(tree):
-        return "verl"
-    return "verl" if named.path is None and verl.OWN.fullmatch(named.name) else None
+    """The choices of files whose settings are not those that a stack has without them."""
+    return [word for word in groups if not any(stack.is_own(word.text.partition("=")[2]) for stack in STACKS)]

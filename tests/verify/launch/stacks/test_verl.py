@@ -285,7 +285,7 @@ def test_options_that_contradict_the_settings_are_refused(hf: Path, torch_dist: 
         preflight(load=torch_dist.parent, arguments=given)
     with pytest.raises(CkptkitError, match="no reference is loaded"):
         preflight(ref_load=torch_dist, arguments=given)
-    with pytest.raises(CkptkitError, match="--tp 2, but by the settings of the job it is 1"):
+    with pytest.raises(CkptkitError, match="--tp 2, but it is 1 in the settings of the job"):
         preflight(tp=2, arguments=given)
     with pytest.raises(CkptkitError, match="--ckpt-step does not go with settings of verl"):
         preflight(ckpt_step=2, arguments=given)

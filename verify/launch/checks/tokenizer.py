@@ -7,11 +7,11 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from verify.check import Skip, Tally, Unable, check
-from verify.checks.launch.engine import engine_of, unless_skipped
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.launch import sides_of
+from verify.launch.checks.engine import engine_of, job_of, unless_skipped
+from verify.launch.options.argv import last, options_of
 
 # With these SGLang takes and gives token ids; options of slime and miles, and SGLang's own.
 _SKIPPED = ("--sglang-skip-tokenizer-init", "--skip-tokenizer-init")
@@ -48,8 +48,9 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not engine.has_tokenizer:
         yield _none(subject, engine)
         return
-    sides = sides_of(subject.launch) if subject.launch else []
-    for root in dict.fromkeys(side.path.parent / "hf" for side in sides if side.kind == "megatron" and side.path):
+    for root in dict.fromkeys(
+        side.path.parent / "hf" for side in job_of(subject).sides if side.kind == "megatron" and side.path
+    ):
         trainer = SideFiles(root)
         if not trainer.has_tokenizer or engine.root.resolve() == root.resolve():
             continue
@@ -65,15 +66,16 @@ def _none(subject: Subject, engine: SideFiles) -> Issue:
 
     Source: slime `rollout/sglang_rollout.py` `GenerateState`; a rollout function of the user may do without.
     """
-    words = subject.launch.words if subject.launch else ()
+    words = job_of(subject).text.words
     expected, hint = (
         "files of a tokenizer, which engine and trainer load from --hf-checkpoint",
         "copy them from the release",
     )
-    if (given := next((word for word in words if word in _SKIPPED), None)) is None:
+    if (given := last(options_of(words), *_SKIPPED)) is None:
         return Issue(expected, "none", f"{hint} of the model", file=engine.root)
+    actual = f"none, and {given.name} spares the engine alone"
     hint += ", unless the launch has a rollout function of its own that takes and gives token ids"
-    return Issue(expected, f"none, and {given} spares the engine alone", hint, file=engine.root, severity="warning")
+    return Issue(expected, actual, hint, file=engine.root, severity="warning")
 
 
 def _differing(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterator[Issue]:

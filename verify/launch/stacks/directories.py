@@ -1,54 +1,20 @@
-"""What a stack's settings come to: the sides of the job, their sizes, and how these go with the GPUs."""
+"""What a role loads of a directory that a setting gives, whichever stack it is of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.links import absent, next_move
-from verify.issue import Issue
-from verify.launch.arguments import LaunchArguments
-from verify.launch.options.speculative import Speculation
 from verify.launch.rules.megatron import experts_of
 from verify.launch.settings.yaml_tree import NULL
 from verify.launch.sides import Side, path_issue
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Cut, Group
-from verify.launch.words import Word
 
 # The options of slime and miles that do what a setting does: checks of paths are told apart by them.
 HF, LOAD, REF, STEP = "--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"
-ENGINE = "rollout engine"
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """A launch of verl, NeMo-RL or ROLL, as its settings say it.
-
-    `hf` is the model's HF directory, `models` those of roles with another, `sizes` the parallel sizes of a side by its
-    role. `groups` are compared with their GPUs; `issues` are more that is wrong with sizes. `alike` are roles that
-    start from the same weights. `keys` are all dotted keys that the launch writes, `refused` what the stack's own check
-    of them refuses, `cuts` how engines and trainers without Megatron share the model out, `speculation` how the engine
-    drafts.
-    """
-
-    name: str
-    sides: tuple[Side, ...]
-    hf: Path | None = None
-    sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)
-    models: Mapping[str, Path | None] = field(default_factory=dict)
-    groups: tuple[Group, ...] = ()
-    issues: tuple[Issue, ...] = ()
-    alike: tuple[tuple[str, str], ...] = ()
-    unread: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    keys: Mapping[str, Word] = field(default_factory=dict)
-    refused: tuple[Issue, ...] = ()
-    cuts: tuple[Cut, ...] = ()
-    speculation: Speculation | None = None
 
 
 def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:

@@ -1,4 +1,4 @@
-"""What several checks of a launch ask of its rollout engine."""
+"""What several checks of a launch ask of its job, and of the job's rollout engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from converters.planner import dims_of
 from verify.check import Skip
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
+from verify.launch.job import Job
+
+
+def job_of(subject: Subject) -> Job:
+    """The job whose launch is looked at. Raises Skip where there is none."""
+    if subject.job is None:
+        raise Skip("only preflight looks at a launch")
+    return subject.job
 
 
 def engine_of(subject: Subject) -> Path:
     """The --hf-checkpoint of the launch. Raises Skip where there is none."""
-    if subject.launch is None or subject.launch.hf_checkpoint is None:
+    if subject.job is None or subject.job.hf is None:
         raise Skip("only preflight of a launch with --hf-checkpoint looks at it")
-    return subject.launch.hf_checkpoint
+    return subject.job.hf
 
 
 def engine_config(root: Path) -> Mapping[str, Any]:

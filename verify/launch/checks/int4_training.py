@@ -11,25 +11,15 @@ from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.compressed import stated_scheme
 from quant.online.served import served
 from verify.check import Skip, Tally, check
-from verify.checks.launch.engine import engine_config, engine_of, unless_skipped
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
-from verify.launch.launch import Launch
+from verify.launch.checks.engine import engine_config, engine_of, job_of, unless_skipped
 from verify.launch.words import Word, at_places, first_file
 
 # What slime's fake quantization does whatever the config says. Source: its `fake_int4_quant_cuda.cu`, Megatron patch.
 _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
-
-
-def updates(launch: Launch, options: LaunchArguments) -> bool:
-    """Whether a trainer sends weights to the engine, which slime and miles then quantize by its `ignore` list.
-
-    Source: slime `megatron_to_hf/processors/__init__.py`: quantization_config of --hf-checkpoint alone decides, no
-    option.
-    """
-    return bool(options.qat or launch.load or launch.ref_load)
 
 
 def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
@@ -79,7 +69,7 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _variables(subject: Subject) -> dict[str, Word]:
     """The words of the launch that set the variables of INT4 training; those of an environment stand nowhere."""
-    text = (subject.launch or Launch()).text
+    text = job_of(subject).text
     words = [*text.words, *text.environment.values()]
     held = {name: word for name in (QAT_FLAG, QAT_GROUP) for word in words if name in word.text}
     return held | {name: text.environment[name] for name in (QAT_FLAG, QAT_GROUP) if name in text.environment}
@@ -88,7 +78,7 @@ def _variables(subject: Subject) -> dict[str, Word]:
 def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     """Directory and config of an INT4 engine that a trainer updates. Raises Skip for any other."""
     root = engine_of(subject)
-    if subject.launch is None or not updates(subject.launch, subject.arguments or LaunchArguments()):
+    if not job_of(subject).updates:
         raise Skip("no trainer of this launch updates the engine")
     if (subject.arguments or LaunchArguments()).server == "vllm":
         raise Skip("the rollout engine of the launch is vLLM, not SGLang")

@@ -9,11 +9,10 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from verify.check import Skip, Tally, check
-from verify.checks.launch.engine import engine_config, unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.launch import Launch
-from verify.launch.options.speculative import Speculation, of_options
+from verify.launch.checks.engine import engine_config, job_of, unless_skipped
+from verify.launch.options.speculative import Speculation
 
 # What configs call the number of multi-token prediction layers.
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")
@@ -31,13 +30,12 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 def _speculation(subject: Subject) -> Speculation:
     """What the launch says of drafting. Raises Skip for one that does not draft."""
-    launch = subject.launch or Launch()
-    if not launch.stack and launch.given.get("debug_train_only", False):
+    job = job_of(subject)
+    if job.arguments.get("debug_train_only", False):
         raise Skip("the launch starts no engine")
-    found = launch.stack.speculation if launch.stack else of_options(launch.given, launch.words)
-    if found is None:
+    if job.speculation is None:
         raise Skip("the launch asks for no speculative decoding")
-    return found
+    return job.speculation
 
 
 @check(
@@ -91,7 +89,7 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
         return
     if found.method not in _OWN and found.method != "mtp" and not found.method.endswith("_mtp"):
         return
-    root = subject.launch.hf_checkpoint if subject.launch else None
+    root = job_of(subject).hf
     config = engine_config(root) if root else {}
     if root is None or not config:
         raise Skip("there is no config.json of the engine's model that can be read (CK714, CK101)")

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from verify.check import Skip, Tally, Unable, check
-from verify.checks.launch.engine import unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.launch import Launch, sides_of
+from verify.launch.checks.engine import job_of, unless_skipped
+from verify.launch.job import Job
 from verify.launch.sides import Side
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"
 
 
-def _launch(subject: Subject) -> Launch:
-    if subject.launch is None:
-        raise Skip("only preflight looks at a launch")
-    return subject.launch
-
-
-def _sides(subject: Subject) -> list[Side]:
+def _sides(subject: Subject) -> Sequence[Side]:
     """The sides of a launch. Raises Skip where it names no path that is known."""
-    if not (sides := sides_of(_launch(subject))):
+    if not (sides := job_of(subject).sides):
         raise Skip("the launch names no path that is known")
     return sides
 
@@ -97,11 +91,11 @@ def rollout_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _issues(subject, tally, "--hf-checkpoint")
 
 
-def _words(subject: Subject) -> Launch:
-    launch = _launch(subject)
-    if not launch.text.words and not launch.unread and not launch.stack:
+def _words(subject: Subject) -> Job:
+    job = job_of(subject)
+    if not (job.text.words or job.unread or job.written):
         raise Skip("no launch arguments were given")
-    return launch
+    return job
 
 
 @check(
@@ -121,13 +115,12 @@ def _words(subject: Subject) -> Launch:
 )
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
-    launch = _words(subject)
-    tally.compared(0, len(launch.text.words) or 1)
-    for note in launch.notes:
+    job = _words(subject)
+    tally.compared(0, len(job.text.words) or 1)
+    for note in job.notes:
         tally.note(note)
-    if lines := launch.unread:
-        tally.facts[NOT_READ] = lines
+    if lines := job.unread:
+        tally.facts[NOT_READ] = list(lines)
         more = f", and {len(lines) - 1} more" if lines[1:] else ""
-        where = "in the settings of the job" if launch.stack else "among the launch arguments"
-        raise Unable(f"not read {where}: {lines[0]}{more}")
+        raise Unable(f"not read {job.stack.where}: {lines[0]}{more}")
     yield from ()

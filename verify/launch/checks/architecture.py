@@ -13,15 +13,13 @@ from converters.megatron.arguments import comparable_args
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
 from verify.checks.config.arguments import differing, mismatches
-from verify.checks.launch.engine import engine_config, unless_skipped
 from verify.evidence.expected import expected_of
 from verify.evidence.folding import LAYER
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.launch import sides_of
-from verify.launch.sides import Side
-from verify.launch.stacks.launched import ENGINE
+from verify.launch.checks.engine import engine_config, job_of, unless_skipped
+from verify.launch.sides import ENGINE, Side
 
 # slime and miles make a critic's output layer anew where its shape is another one.
 _OF_A_CRITIC = ("untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size")
@@ -49,14 +47,12 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
 
     Actor and reference are held against a config by the checks of headers.
     """
-    launch = subject.launch
-    if launch is None:
-        raise Skip("only preflight looks at a launch")
-    if launch.stack:
+    job = job_of(subject)
+    if not job.stack.one_model:
         raise Skip("by settings every role is held against the config of its own model")
-    config = engine_config(launch.hf_checkpoint) if launch.hf_checkpoint else {}
+    config = engine_config(job.hf) if job.hf else {}
     sides: dict[Path, Side] = {}
-    for side in sides_of(launch):
+    for side in job.sides:
         if side.path and side.role != ENGINE:
             sides.setdefault(side.path, side)
     if config:
@@ -88,7 +84,7 @@ def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     config, sides = _roles(subject)
     first, *rest = sides
-    hf = subject.launch.hf_checkpoint if subject.launch else None
+    hf = job_of(subject).hf
     of = f"{hf}/config.json" if config else f"the {first.role}, {first.path}"
     for side in sides if config else rest:
         tally.compared(0)
@@ -110,8 +106,8 @@ def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def of_two_models(subject: Subject, one: Side, other: Side) -> bool:
     """Whether this check finds that two sides, which no config of the launch is held against, are of two models."""
-    launch = subject.launch
-    if launch is None or launch.stack or launch.hf_checkpoint or _incomparable(other, one):
+    job = job_of(subject)
+    if not job.stack.one_model or job.hf or _incomparable(other, one):
         return False
     try:
         found = _from_side(one, other)

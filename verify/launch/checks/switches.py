@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verify.check import Skip, Tally, check
-from verify.checks.launch.engine import engine_config, unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.launch import Launch
+from verify.launch.checks.engine import engine_config, job_of, unless_skipped
 from verify.launch.options.given import GivenArguments
 
 # Backends of attention that do not share a sequence out over context parallel ranks.
@@ -18,8 +17,7 @@ _WHOLE = ("unfused", "local")
 
 def _given(subject: Subject) -> GivenArguments:
     """The arguments of a launch that says what it trains. Raises Skip for any other."""
-    launch = subject.launch or Launch()
-    given = launch.given
+    given = job_of(subject).arguments
     if not given.describes_model:
         raise Skip("the launch gives no model arguments")
     return given
@@ -63,7 +61,7 @@ def _dropout(given: GivenArguments) -> Iterator[Issue]:
 
 
 def _precision(given: GivenArguments, subject: Subject) -> Iterator[Issue]:
-    root = subject.launch.hf_checkpoint if subject.launch else None
+    root = job_of(subject).hf
     config = engine_config(root) if root else {}
     text = config.get("text_config")
     stated = config.get("dtype") or config.get("torch_dtype")

@@ -20,9 +20,8 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked, tracker_text
 from ckptkit.storage.links import absent, next_move
-from verify.launch.sides import PathIssue, Side, hf_config_of, is_hf, path_issue
+from verify.launch.sides import ENGINE, PathIssue, Side, hf_config_of, is_hf, path_issue
 
-ROLLOUT = "rollout engine"
 _VERL = " (verl loads it itself: say so behind --, by its use_dist_checkpointing and dist_checkpointing_path)"
 
 
@@ -30,14 +29,12 @@ def actor(
     load: Path | None,
     ref_load: Path | None,
     step: int | None,
-    ref_step: int | None = None,
     option: str = "--ref-load",
     mode: str | None = None,
 ) -> Side:
     """The actor: `--load`, or `ref_load`, which `option` gives, where that holds no checkpoint.
 
-    It then takes the step of the reference, where that has one of its own. `mode` is that of `--megatron-to-hf-mode`,
-    which miles has and slime has not.
+    `mode` is that of `--megatron-to-hf-mode`, which miles has and slime has not.
     """
     if load and (load / TRACKER).exists():
         return trainer("actor", "--load", load, step)
@@ -45,12 +42,12 @@ def actor(
         if mode is None:
             return Side("actor", "hf", load, f"--load has no tracker but {hf_config_of(load)}")
         if ref_load and load.absolute() != ref_load.absolute():
-            return _passed_over(load, ref_load, step if ref_step is None else ref_step, option, mode)
+            return _passed_over(load, ref_load, step, option, mode)
     issues = (_empty_load(load, ref_load),) if load and not is_hf(load) else ()
     if ref_load is None:
         why = f"--load {load} holds no checkpoint and --ref-load is not given, so slime and miles stop"
         return Side("actor", None, None, why, issues)
-    side = trainer("actor", option, ref_load, step if ref_step is None else ref_step, mode)
+    side = trainer("actor", option, ref_load, step, mode)
     why = f"--load {load} holds no checkpoint, so {option} is taken" if load else "--load is not given"
     return replace(side, why=f"{why}; {side.why}", issues=(*issues, *side.issues))
 
@@ -103,13 +100,13 @@ def _step_without_effect(root: Path, step: int) -> PathIssue:
 def rollout(path: Path) -> Side:
     """The rollout engine, which loads `--hf-checkpoint`."""
     if (path / "config.json").exists():
-        return Side(ROLLOUT, "hf", path, "--hf-checkpoint")
+        return Side(ENGINE, "hf", path, "--hf-checkpoint")
     megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
     found = "a Megatron checkpoint" if megatron else absent(path / "config.json")
     actual = found if path.exists() else "no such directory"
     hint = next_move(path / "config.json", "give the HF directory of the same model")
     issue = path_issue("--hf-checkpoint", path, "an HF directory with config.json", actual, hint)
-    return Side(ROLLOUT, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (issue,))
+    return Side(ENGINE, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (issue,))
 
 
 def _empty_load(load: Path, ref_load: Path | None) -> PathIssue:

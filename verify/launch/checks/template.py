@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import takewhile
 
 from verify.check import Skip, Tally, check
-from verify.checks.launch.engine import engine_config, engine_of, unless_skipped
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.words import Word, known_words
+from verify.launch.checks.engine import engine_config, engine_of, job_of, unless_skipped
+from verify.launch.options.argv import last, options_of
+from verify.launch.words import UnresolvedWord, Word
 
 # Options of slime and miles; Source: their `utils/arguments.py`.
 _TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"
@@ -19,13 +19,12 @@ _TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"
 def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
     """The word that asks for a template, and the ids to stop at. Raises Skip where a launch asks for neither."""
     engine_of(subject)
-    words = known_words(subject.launch.text.words) if subject.launch else []
-    template = next((word for word in words if word.text == _TEMPLATE), None)
-    stops = [at for at, word in enumerate(words) if word.text == _STOPS]
-    ids = list(takewhile(lambda word: not word.text.startswith("--"), words[stops[-1] + 1 :])) if stops else []
+    options = options_of(job_of(subject).text.words)
+    template, stops = last(options, _TEMPLATE), last(options, _STOPS)
+    ids = [word for word in stops.values if not isinstance(word, UnresolvedWord)] if stops else []
     if template is None and not ids:
         raise Skip(f"the launch has neither {_TEMPLATE} nor {_STOPS}")
-    return template, ids
+    return template.word if template else None, ids
 
 
 @check(

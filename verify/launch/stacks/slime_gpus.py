@@ -1,23 +1,21 @@
-"""CK722: the GPUs of a launch divide over its parallel sizes, and the model over the ranks of a rollout engine."""
+"""How the sizes of a job of slime or miles go with its GPUs, by the options of its launch.
+
+Source: Megatron-LM `validate_args`, megatron-core `initialize_model_parallel`; slime `sglang_utils/arguments.py`,
+SGLang `ServerArgs`; slime and miles `ray/placement_group.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from converters.config.dims import ModelDims
-from verify.check import Skip, Tally, check
-from verify.checks.launch.engine import engine_config, engine_dims, unless_skipped
-from verify.checks.launch.fit import EngineRanks, engine_fit
-from verify.checks.launch.groups import of_stack
-from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.arguments import server_of
-from verify.launch.cluster import Lent, lent, short
-from verify.launch.launch import Launch
+from verify.launch.cluster import lent, short
 from verify.launch.options.given import GivenArguments
-from verify.launch.words import at_places, first_file
+from verify.launch.sides import ENGINE
+from verify.launch.stacks.sizes import Cut, Placement
+from verify.launch.words import Word, at_places, first_file
 
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
 _RANKS = tuple(
@@ -32,52 +30,28 @@ _ALSO = {
 }
 
 
-def _given(subject: Subject) -> GivenArguments:
-    """The arguments of a launch that counts GPUs. Raises Skip for any other."""
-    if subject.launch and subject.launch.stack:
-        return GivenArguments()
-    given = (subject.launch or Launch()).given
+def placement_of(given: GivenArguments, words: Sequence[Word]) -> Placement | None:
+    """GPUs against TP x PP x CP and EP x ETP x PP, engines against their sizes; None where none are counted."""
     names = {*_JOB, *_ENGINE, *(one for more in _ALSO.values() for one in more)}
     if names.isdisjoint(given.values):
-        raise Skip("the launch counts no GPUs")
-    return given
+        return None
+    sizes = _Sizes(given, words)
+    job = [] if set(_JOB).isdisjoint(given.values) else list(_at(sizes.job(), given, (*_JOB, *_RANKS)))
+    engines = _at(sizes.engines(), given, ("rollout_num_gpus", *_JOB, *_ENGINE))
+    issues = (*job, *sizes.vocabulary(), *engines, *sizes.cluster(words))
+    cut = sizes.cut()
+    return Placement(issues=issues, cuts=(cut,) if cut else (), counted=True)
 
 
-@check(
-    "CK722",
-    "the GPUs of the launch divide over its parallel sizes",
-    stage="launch",
-    rationale=(
-        "Megatron and SGLang stop with an assertion minutes after the GPUs were booked, or leave some of them idle."
-    ),
-    fix="Choose nodes, GPUs a node, and parallel sizes that divide one another, as the finding says.",
-    unless=unless_skipped(_given),
-)
-def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """World size against TP x PP x CP and EP x ETP x PP; engines against heads, experts and FP8 blocks.
-
-    Of verl, NeMo-RL and ROLL those of every role, as their settings say them.
-    """
-    given = _given(subject)
-    if subject.launch and subject.launch.stack:
-        yield from of_stack(subject.launch.stack, tally, subject.launch.text.words)
-        return
-    tally.compared(0)
-    sizes = _Sizes(given, subject)
-    if not set(_JOB).isdisjoint(given.values):
-        yield from _at(sizes.job(), given, (*_JOB, *_RANKS))
-    yield from sizes.vocabulary()
-    yield from _at(sizes.engines(), given, ("rollout_num_gpus", *_JOB, *_ENGINE))
-    yield from sizes.cluster(lent(subject.launch.text.words if subject.launch else ()))
-    config = engine_config(subject.launch.hf_checkpoint) if subject.launch and subject.launch.hf_checkpoint else {}
-    if config:
-        yield from _at(sizes.model(engine_dims(config), config), given, _ENGINE)
+def _spelled(given: GivenArguments, names: Sequence[str]) -> Mapping[str, Word]:
+    """These arguments as the launch gives them, in any spelling."""
+    every = [one for name in names for one in (name, *_ALSO.get(name, ()))]
+    return {name: given.places[name] for name in every if name in given.places}
 
 
 def _at(issues: Iterator[Issue], given: GivenArguments, names: Sequence[str]) -> Iterator[Issue]:
     """The issues, with the file and line of each of these arguments that the launch gives."""
-    spelled = [one for name in names for one in (name, *_ALSO.get(name, ()))]
-    words = {name: given.places[name] for name in spelled if name in given.places}
+    words = _spelled(given, names)
     for issue in issues:
         yield replace(issue, expected=f"{issue.expected}{at_places(words)}", file=first_file(words) or issue.file)
 
@@ -85,7 +59,7 @@ def _at(issues: Iterator[Issue], given: GivenArguments, names: Sequence[str]) ->
 class _Sizes:
     """The sizes of a launch; None for one that is given and not known."""
 
-    def __init__(self, given: GivenArguments, subject: Subject) -> None:
+    def __init__(self, given: GivenArguments, words: Sequence[Word]) -> None:
         self.given = given
         of = self._size
         nodes, each = of("actor_num_nodes", 1), of("actor_num_gpus_per_node", 8)
@@ -97,7 +71,7 @@ class _Sizes:
         self.etp = of("expert_tensor_parallel_size", self.tp)
         self.engine = of("rollout_num_gpus_per_engine", 1)
         self.engine_pp, self.engine_ep, self.engine_dp = (of(name, 1) for name in _ENGINE[1:])
-        self.server = server_of(subject.launch.words) if subject.launch else None
+        self.server = server_of(words)
         self.vllm_dp = of("vllm_data_parallel_size", 1)
         self.dp_attention = bool(given.get("sglang_enable_dp_attention", False))
         # Every backend but none makes SGLang spread experts over all ranks of an engine.
@@ -107,7 +81,7 @@ class _Sizes:
         self.plain_experts = not any(given.get(name, 1) != 1 for name in moe_dp)
         self.dense_tp = None if "sglang_moe_dense_tp_size" in given.places else self.tp_of_engine
         self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
-        self.where = subject.launch.text.words[0].file if subject.launch and subject.launch.text.words else None
+        self.where = words[0].file if words else None
 
     def _size(self, name: str, default: int | None) -> int | None:
         names = (name, *_ALSO.get(name, ()))
@@ -121,7 +95,7 @@ class _Sizes:
         return Issue(expected, actual, hint, file=self.where)
 
     def job(self) -> Iterator[Issue]:
-        """The trainer's GPUs. Source: Megatron-LM `validate_args`, megatron-core `initialize_model_parallel`."""
+        """The trainer's GPUs."""
         if self.world is None:
             return
         said = f"{self.world} GPUs (actor_num_nodes x actor_num_gpus_per_node)"
@@ -143,7 +117,7 @@ class _Sizes:
             yield self.issue(expected, f"padded_vocab_size = {rows}, at {self.given.place('padded_vocab_size')}", hint)
 
     def engines(self) -> Iterator[Issue]:
-        """The rollout's GPUs. Source: slime `sglang_utils/arguments.py`, SGLang `ServerArgs`."""
+        """The rollout's GPUs."""
         total = self._rollout()
         if self.engine and total and total % self.engine:
             expected = f"rollout GPUs that divide by rollout_num_gpus_per_engine = {self.engine}"
@@ -170,8 +144,8 @@ class _Sizes:
         """What the launch's engine calls its pipeline stages."""
         return "vllm_pipeline_parallel_size" if self.server == "vllm" else "sglang_pp_size"
 
-    def cluster(self, found: Iterable[Lent]) -> Iterator[Issue]:
-        """What the script asks Slurm and Ray for. Source: slime and miles `ray/placement_group.py`."""
+    def cluster(self, words: Sequence[Word]) -> Iterator[Issue]:
+        """What the script asks Slurm and Ray for."""
         given, nodes = self.given, self.given.get("actor_num_nodes", 1)
         rollout = given.get("rollout_num_gpus", None)
         shared = ("colocate", "debug_train_only", "rollout_external_engine_addrs")
@@ -182,7 +156,7 @@ class _Sizes:
             return
         needed = max(self.world, rollout or 0) if together else self.world + rollout
         what = "for the trainer" if together else f"for the trainer's {self.world} and the rollout's {rollout}"
-        yield from short(found, needed, nodes, what)
+        yield from short(lent(words), needed, nodes, what)
 
     def _rollout(self) -> int | None:
         if self.given.get("debug_train_only", False) or self.given.anything:
@@ -197,18 +171,22 @@ class _Sizes:
             return None
         return max(self.engine // self.engine_pp, 1) if self.engine and self.engine_pp else None
 
-    def model(self, dims: ModelDims, config: Mapping[str, Any]) -> Iterator[Issue]:
-        """What of a model the engine cannot share out over its ranks."""
+    def cut(self) -> Cut | None:
+        """How an engine shares a model out over its ranks; None where that is not known, or they do not divide."""
         tp, ep = self.tp_of_engine, self.engine_ep
         if tp is None or ep is None or tp % ep or (self.dp_attention and (not self.engine_dp or tp % self.engine_dp)):
-            return
-        ranks = EngineRanks(
-            self.server,
+            return None
+        return Cut(
+            ENGINE,
+            self.server or "sglang",
             tp,
+            "--rollout-num-gpus-per-engine",
             ep,
             attention=tp // (self.engine_dp or 1) if self.dp_attention else tp,
             dense=self.dense_tp,
             plain_experts=self.plain_experts,
             redundant=self.redundant,
+            ep_option="--sglang-ep-size",
+            words=_spelled(self.given, _ENGINE),
+            file=self.where,
         )
-        yield from (replace(issue, file=self.where) for issue in engine_fit(dims, config, ranks))

@@ -8,65 +8,45 @@ Source: SGLang's `get_attention_tp_size`, `QKVParallelLinear`, `FusedMoE` and `F
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
 from verify.issue import Issue
-from verify.launch.arguments import Server
+from verify.launch.stacks.sizes import Cut
 
 
-@dataclass(frozen=True)
-class EngineRanks:
-    """How a rollout engine cuts a model: `attention` heads over so many ranks, experts over `ep` of `tp`.
-
-    `dense`: ranks that share the layers without experts, None where they are not known. `plain_experts`: no size but
-    these two cuts experts. `redundant`: experts that are held twice. `option` and `ep_option` name what to change.
-    """
-
-    server: Server | None
-    tp: int
-    ep: int = 1
-    attention: int = 1
-    dense: int | None = None
-    plain_experts: bool = True
-    redundant: int = 0
-    option: str = "--rollout-num-gpus-per-engine"
-    ep_option: str = "--sglang-ep-size"
-
-
-def engine_fit(dims: ModelDims, config: Mapping[str, Any], ranks: EngineRanks) -> Iterator[Issue]:
+def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
     """What of a model an engine cannot share out. Of vLLM heads alone: it pads and replicates the rest by itself."""
-    hint = f"choose another {ranks.option}"
-    if dims.heads % ranks.attention:
-        yield Issue(f"num_attention_heads that divides over {ranks.attention} ranks", f"{dims.heads}", hint)
-    elif not dims.mla and dims.groups % ranks.attention and ranks.attention % dims.groups:
-        expected = f"num_key_value_heads that divides {ranks.attention} ranks, or is divided by them"
+    hint, attention = f"choose another {cut.where}", cut.attention or cut.ranks
+    if dims.heads % attention:
+        yield Issue(f"num_attention_heads that divides over {attention} ranks", f"{dims.heads}", hint)
+    elif not dims.mla and dims.groups % attention and attention % dims.groups:
+        expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
         yield Issue(expected, f"{dims.groups}", hint)
-    if ranks.server == "vllm":
+    if cut.by == "vllm":
         return
-    if dims.experts and (dims.experts + ranks.redundant) % ranks.ep:
-        expected, actual = f"experts that divide over {ranks.ep_option.removeprefix('--').replace('-', '_')}", "experts"
-        hint = f"choose another {ranks.ep_option}"
-        yield Issue(f"{expected} = {ranks.ep}", f"{dims.experts + ranks.redundant} {actual}", hint)
-    yield from _blocks(dims, config, ranks)
+    if dims.experts and (dims.experts + cut.redundant) % cut.ep:
+        expected, actual = f"experts that divide over {cut.ep_option.removeprefix('--').replace('-', '_')}", "experts"
+        hint = f"choose another {cut.ep_option}"
+        yield Issue(f"{expected} = {cut.ep}", f"{dims.experts + cut.redundant} {actual}", hint)
+    yield from _blocks(dims, config, cut)
 
 
-def _blocks(dims: ModelDims, config: Mapping[str, Any], ranks: EngineRanks) -> Iterator[Issue]:
+def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
     quantization = quantization_of(config)
     block = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
     if not isinstance(block, list) or not block or type(block[0]) is not int or block[0] < 1:
         return
     if quantization.get("quant_method") != "fp8":
         return
-    experts = dims.experts and ranks.plain_experts
-    rows = [("moe_intermediate_size", dims.expert_ffn, ranks.tp // ranks.ep)] if experts else []
-    rows += [("intermediate_size", dims.ffn, ranks.dense)] if dims.dense and ranks.dense else []
+    experts = dims.experts and cut.plain_experts
+    rows = [("moe_intermediate_size", dims.expert_ffn, cut.ranks // cut.ep)] if experts else []
+    rows += [("intermediate_size", dims.ffn, cut.dense)] if dims.dense and cut.dense else []
     for name, size, share in rows:
         if share > 1 and size and (size % share or (size // share) % block[0]):
             expected = f"{name} whose part on each of {share} ranks divides by the FP8 block of {block[0]}"
-            hint = f"serve with fewer tensor parallel ranks, or more {ranks.ep_option}"
+            hint = f"serve with fewer tensor parallel ranks, or more {cut.ep_option}"
             yield Issue(expected, f"{name} = {size}, {size / share:g} a rank", hint)
 
 

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.detect import ITERATION, MANIFEST, Location, locate
+from ckptkit.formats.detect import MANIFEST, Location, locate
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import file_digest, read_manifest
 from verify.check import Skip, Tally, check
-from verify.checks.launch.architecture import of_two_models
-from verify.checks.launch.engine import engine_config, unless_skipped
 from verify.evidence.sampled.counterparts import copied
 from verify.evidence.sampled.samples import SamplePair, Stored, samples_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.launch import Launch, sides_of
-from verify.launch.sides import Side
-from verify.launch.stacks.launched import ENGINE
+from verify.launch.checks.architecture import of_two_models
+from verify.launch.checks.engine import engine_config, job_of, unless_skipped
+from verify.launch.sides import ENGINE, Side, is_trained
 from verify.report import Severity
 
 # Facts for the verdict: what was compared of weights, and a line for each two sides that could not be.
@@ -33,39 +31,12 @@ _Digests: TypeAlias = "tuple[str, TensorDigest | None, TensorDigest | None]"
 
 def _pairs(subject: Subject) -> list[tuple[Side, Side]]:
     """The sides that must hold the same weights, and come from different directories. Raises Skip where none do."""
-    if subject.launch is None:
-        raise Skip("only preflight looks at a launch")
-    if not (apart := [(one, other) for one, other in sharing_weights(subject.launch) if one.path != other.path]):
+    job = job_of(subject)
+    sides = {side.role: side for side in job.loading()}
+    pairs = [(sides[one], sides[other]) for one, other in job.sharing if {one, other} <= sides.keys()]
+    if not (apart := [(one, other) for one, other in pairs if one.path != other.path]):
         raise Skip("no two directories of this launch must hold the same weights")
     return apart
-
-
-def sharing_weights(launch: Launch) -> list[tuple[Side, Side]]:
-    """The sides that hold the same weights: those that the settings name, or all of a run that does not resume.
-
-    A run that resumes has weights of its own: an iteration in --load. Its reference still has the engine's first ones.
-    """
-    sides = {side.role: side for side in sides_of(launch) if side.path}
-    actor, reference = sides.get("actor"), sides.get("reference")
-    further = reference is not None and _trained(reference)
-    if launch.stack:
-        roles = list(launch.stack.alike)
-    elif actor and _trained(actor) and (_within(actor, launch.load) or (reference and reference.path != actor.path)):
-        roles = [] if further else [("reference", ENGINE)]
-    else:
-        apart = further and reference and actor and reference.path != actor.path
-        roles = [*([] if apart else [("actor", "reference")]), ("actor", ENGINE)]
-    return [(sides[one], sides[other]) for one, other in roles if {one, other} <= sides.keys()]
-
-
-def _trained(side: Side) -> bool:
-    """Whether a side loads an iteration of a run. NeMo-RL calls what it converts iteration 0."""
-    name = side.path.name if side.path else ""
-    return ITERATION.fullmatch(name) is not None and int(name[5:]) > 0
-
-
-def _within(side: Side, root: Path | None) -> bool:
-    return root is not None and side.path is not None and side.path.parent == root
 
 
 @check(
@@ -117,8 +88,7 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _apart(subject: Subject) -> list[str]:
     """The sides whose weights are their own, which nothing is compared with: of a run that resumes, of a critic ..."""
     shared = {side.path for pair in _pairs(subject) for side in pair}
-    sides = sides_of(subject.launch) if subject.launch else []
-    return [side.role for side in sides if side.path and side.path not in shared]
+    return [side.role for side in job_of(subject).loading() if side.path not in shared]
 
 
 def _differing(
@@ -141,7 +111,7 @@ def _differing(
     if unrelated:
         actual += f": {len(unrelated)} matrices are another model's, or another layer's"
     # The first update replaces the engine's weights, so that these may differ on purpose.
-    update = ENGINE in (sides[0].role, other.role) and (not unrelated or _trained(sides[0]))
+    update = ENGINE in (sides[0].role, other.role) and (not unrelated or is_trained(sides[0]))
     severity: Severity = "warning" if update else "error"
     yield Issue(expected, actual, hint, names=wrong, file=here.path, severity=severity, together=True)
 

@@ -12,11 +12,13 @@ from converters.megatron.arguments import comparable_args
 from converters.megatron.unsaid import LLAMA3_FACTOR
 from verify.check import Skip, Tally, check
 from verify.checks.config.arguments import compared, mismatches
-from verify.checks.launch.engine import engine_config, engine_dims, engine_of, unless_skipped
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.launch import Launch
+from verify.launch.checks.engine import engine_config, engine_dims, engine_of, job_of, unless_skipped
+from verify.launch.job import Job
+from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments
+from verify.launch.options.tables import MODULES
 
 # Options that change what an argument of another name comes to.
 _DECIDED_BY: Mapping[str, tuple[str, ...]] = {
@@ -31,17 +33,17 @@ _DECIDED_BY: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _launch(subject: Subject) -> Launch:
+def _job(subject: Subject) -> Job:
     """A launch with model arguments and a config to hold them against. Raises Skip for any other."""
     engine_of(subject)
-    launch = subject.launch or Launch()
-    if not (launch.given.of_model or launch.given.refused):
+    job = job_of(subject)
+    if not (job.arguments.of_model or job.arguments.refused):
         raise Skip("the launch gives no model arguments")
-    if launch.bridge:
+    if job.bridge:
         raise Skip(
             "--megatron-to-hf-mode bridge: miles builds the model from config.json, not from the model arguments"
         )
-    return launch
+    return job
 
 
 @check(
@@ -53,15 +55,15 @@ def _launch(subject: Subject) -> Launch:
         "them at the start; the others train a model that the engine does not serve."
     ),
     fix="Correct the model's script: `ckptkit inspect --megatron-args` prints the arguments of a release.",
-    unless=unless_skipped(_launch),
+    unless=unless_skipped(_job),
 )
 def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every argument that describes the model, with Megatron's defaults for those that are not given.
 
     Where only some are given, or not all words are known, those alone are judged.
     """
-    launch, root = _launch(subject), engine_of(subject)
-    given, config = launch.given, engine_config(root)
+    job, root = _job(subject), engine_of(subject)
+    given, config = job.arguments, engine_config(root)
     for refused in given.refused:
         tally.compared(0)
         actual = f"{refused.option} {refused.word.text}, at {refused.word.place}"
@@ -80,8 +82,8 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if not given.unknown.isdisjoint(_DECIDED_BY.get(name, (name,))):
             continue
         yield _issue(name, want, found, given, root)
-    if launch.unjudged:
-        tally.note(f"{'; '.join(launch.unjudged)}: what this code builds is not judged, only the arguments are")
+    if code := [one.word.text for one in options_of(job.text.words) if one.name in MODULES]:
+        tally.note(f"{'; '.join(code)}: what this code builds is not judged, only the arguments are")
 
 
 def _dims(config: Mapping[str, Any], given: GivenArguments, tally: Tally) -> ModelDims:

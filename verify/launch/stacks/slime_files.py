@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.arguments import READ
+from verify.launch.options.argv import Option, last, options_of
+from verify.launch.options.layout import READ, option_of
 from verify.launch.settings.yaml_tree import NULL, Tree, read_yaml
 from verify.launch.words import Word
 
@@ -50,28 +51,17 @@ class RoleFiles:
             raise CkptkitError(f"{word.place}: {name} {word.text} is no number", "give the iteration as a number")
         return int(word.text)
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The settings of every role as the options that would say the same; of truth values those that are true."""
-        found: list[str] = []
-        for name, word in self.common.items():
-            option = f"--{name.replace('_', '-')}"
-            if word.text.lower() not in ("true", "false"):
-                found += [option, word.text]
-            elif word.text.lower() == "true":
-                found.append(option)
-        return tuple(found)
-
     def _given(self, role: str, name: str) -> Word | None:
         return self.roles.get(role, {}).get(name, self.common.get(name))
 
 
 def role_files(words: Sequence[Word]) -> RoleFiles:
     """The files that a launch names, as far as they are there. Raises CkptkitError for one that cannot be read."""
-    custom, megatron = (_named(words, option) for option in (CUSTOM, MEGATRON))
+    options = options_of(words)
+    custom, megatron = (_named(options, option) for option in (CUSTOM, MEGATRON))
     common = _settings(read_yaml(custom)) if custom else {}
     roles = dict(_of_roles(megatron)) if megatron else {}
-    every = [(name, word) for name, word in common.items() if f"--{name.replace('_', '-')}" not in READ]
+    every = [(name, word) for name, word in common.items() if option_of(name) not in READ]
     every += [pair for role in roles.values() for pair in role.items()]
     unread = [f"{word.place}: {name}: {word.text}: not looked at" for name, word in every if _matters(name)]
     read = frozenset(option for option, path in ((CUSTOM, custom), (MEGATRON, megatron)) if path)
@@ -83,14 +73,11 @@ def _matters(name: str) -> bool:
     return not known and _MATTERS.search(name) is not None
 
 
-def _named(words: Sequence[Word], option: str) -> Path | None:
+def _named(options: Sequence[Option], name: str) -> Path | None:
     """The file of an option; None where it is not given, or not there: then it is listed as not read."""
-    found: str | None = None
-    for index, word in enumerate(words):
-        name, equals, value = word.text.partition("=")
-        if name == option:
-            found = value if equals else words[index + 1].text if index + 1 < len(words) else None
-    return Path(found) if found and Path(found).is_file() else None
+    option = last(options, name)
+    found = Path(option.value.text) if option and option.value else None
+    return found if found and found.is_file() else None
 
 
 def _settings(tree: Tree | None) -> dict[str, Word]:

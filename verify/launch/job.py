@@ -1,0 +1,146 @@
+"""A training job of any stack: its roles, what each of them loads and over how many ranks, and what its launch says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verify.issue import Issue
+from verify.launch.arguments import LaunchArguments
+from verify.launch.options.given import GivenArguments
+from verify.launch.options.speculative import Speculation
+from verify.launch.settings.config import Config
+from verify.launch.settings.yaml_tree import Tree
+from verify.launch.sides import Side
+from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.sizes import Placement
+from verify.launch.words import LaunchText, Word
+
+
+@dataclass(frozen=True)
+class Given:
+    """The paths and sizes that preflight is given itself. A size of 1 counts as not given."""
+
+    hf_checkpoint: str | Path | None = None
+    load: Path | None = None
+    ref_load: Path | None = None
+    ckpt_step: int | None = None
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The parallel sizes by name."""
+        return {"tp": self.tp, "pp": self.pp, "ep": self.ep}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch as it is written, of which the reader of a stack makes a `Job`.
+
+    given: what preflight is given beside it.
+    environment: the variables that the job sees.
+    settings: its YAML files and overrides as one tree; empty for a stack that takes options.
+    """
+
+    text: LaunchText
+    given: Given = Given()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    settings: Settings = field(default_factory=lambda: Settings(Config({})))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A program that trains, and how its launches are read: the whole of what is particular to it.
+
+    read: makes a job of a launch. Raises CkptkitError for values that the stack itself refuses to parse.
+    names: every option or setting that a release of it has.
+    unknown: what becomes of another one.
+    fits: whether the settings of a launch are for this stack; never, where it takes options.
+    models: the keys for whose model --hf-checkpoint stands.
+    own: names of the stack's own files of settings, whose values are its defaults.
+    groups: folders of such files, of which `folder=file` chooses one.
+    where: where a launch says its sizes.
+    one_model: every role is built by the same arguments.
+    vllm_readers: who reads an INT4 checkpoint that vLLM serves.
+    """
+
+    name: str
+    read: Callable[[Launch], Job]
+    names: Callable[[], frozenset[str]]
+    unknown: str
+    fits: Callable[[Mapping[str, Tree]], bool] = lambda tree: False
+    models: frozenset[str] = frozenset()
+    own: re.Pattern[str] | None = None
+    groups: frozenset[str] = frozenset()
+    where: str = "in the settings of the job"
+    one_model: bool = False
+    vllm_readers: tuple[str, ...] = ("vllm",)
+
+    def is_own(self, name: str) -> bool:
+        """Whether a file of settings of this name is the stack's own."""
+        return self.own is not None and self.own.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class OwnCheck:
+    """What the stack's own check of its arguments refuses. `skip_reason`: why that is not known."""
+
+    issues: tuple[Issue, ...] = ()
+    arguments: int = 1
+    skip_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job, as its launch says it.
+
+    root: the directory that stands for the whole job in a report.
+    sides: what each role loads; `hf` is the HF directory that gives config and tokenizer.
+    models: the HF directories of roles with another model.
+    sizes: how each role is cut, by its role; `sizes_at` where the launch says it.
+    sharing: pairs of roles that start from the same weights.
+    placement: what must divide the GPUs; None where the launch counts none.
+    speculation: how the engine drafts.
+    updates: whether a trainer sends weights to the engine, which are quantized by its `ignore` list.
+    arguments: those that the launch gives as options of Megatron, slime and the engine.
+    written: every option or setting that the launch writes, by its name.
+    unread: a line for everything that matters and is not read, or not known.
+    notes: remarks on what is loaded; `replaced`: on words that preflight's own options contradict.
+    """
+
+    stack: Stack
+    text: LaunchText = field(default_factory=LaunchText)
+    root: Path = Path()
+    sides: tuple[Side, ...] = ()
+    hf: Path | None = None
+    models: Mapping[str, Path | None] = field(default_factory=dict)
+    sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)
+    sizes_at: Mapping[str, Word] = field(default_factory=dict)
+    sharing: tuple[tuple[str, str], ...] = ()
+    placement: Placement | None = None
+    speculation: Speculation | None = None
+    updates: bool = False
+    arguments: GivenArguments = field(default_factory=GivenArguments)
+    written: Mapping[str, Word] = field(default_factory=dict)
+    own_check: OwnCheck = OwnCheck()
+    unread: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def actor(self) -> LaunchArguments:
+        """How the trainer is cut."""
+        return self.sizes.get("actor", LaunchArguments())
+
+    @property
+    def bridge(self) -> bool:
+        """Whether miles builds and loads the model by Megatron-Bridge, from the HF directory."""
+        return bool(self.arguments.get("megatron_to_hf_mode", None) == "bridge")
+
+    def loading(self) -> list[Side]:
+        """The sides that load something here."""
+        return [side for side in self.sides if side.path]

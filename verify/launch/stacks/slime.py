@@ -1,0 +1,129 @@
+"""What a job of slime, miles, vime, Relax or Megatron-LM is, by the options of its launch.
+
+Source: slime `utils/arguments.py`, miles `utils/arguments.py`, and what the modules beside this one name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.arguments import LaunchArguments, launch_arguments
+from verify.launch.job import Job, Launch, OwnCheck, Stack
+from verify.launch.options.argv import options_of
+from verify.launch.options.given import GivenArguments, given_arguments
+from verify.launch.options.layout import LAYOUT, option_of
+from verify.launch.options.releases import names, trainer_options
+from verify.launch.options.speculative import of_options
+from verify.launch.options.tables import OPTIONS
+from verify.launch.rules import megatron, slime
+from verify.launch.rules.options import Options
+from verify.launch.stacks.directories import experts_in
+from verify.launch.stacks.slime_files import role_files
+from verify.launch.stacks.slime_gpus import placement_of
+from verify.launch.stacks.slime_sides import Paths, notes_of, sharing_of, sides_of, unread_of
+from verify.launch.words import LaunchText, UnresolvedWord, Word
+
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+# Of a launch that gives one of these, slime, miles or vime checks the arguments.
+_TRAINERS = frozenset(
+    {
+        *("rollout_batch_size", "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine"),
+        *("n_samples_per_prompt", "num_rollout", "advantage_estimator"),
+    }
+)
+
+
+def read(launch: Launch) -> Job:
+    """The job of a launch by options. Raises CkptkitError where nothing is given, and for values that are not read."""
+    text = launch.text
+    files = role_files(text.words)
+    given = given_arguments(text.words, files.common)
+    mode = str(given.values["megatron_to_hf_mode"]) if "megatron_to_hf_mode" in given.values else None
+    paths = Paths.read(launch, files, mode)
+    if not (paths.hf or paths.hub or paths.load or paths.ref_load or text.unresolved or text.issues):
+        hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
+        raise CkptkitError("nothing to look at", hint)
+    sides, unread = sides_of(launch, paths), unread_of(launch, paths)
+    sizes = _sizes(launch, given, whole=bool(text.words) and not unread)
+    return Job(
+        STACK,
+        text,
+        next((path for path in (paths.hf, paths.load, paths.ref_load) if path), Path()),
+        sides,
+        paths.hf,
+        sizes=dict.fromkeys(["actor", *(side.role for side in sides)], sizes),
+        sizes_at={name: given.places[one] for name, one in _SIZES.items() if one in given.places},
+        sharing=sharing_of(paths, sides),
+        placement=placement_of(given, text.words),
+        speculation=of_options(given, text.words),
+        updates=bool(sizes.qat or paths.load or paths.ref_load),
+        arguments=given,
+        written=_written(text),
+        own_check=_own_check(text, given, paths),
+        unread=unread,
+        notes=notes_of(paths, sides),
+        replaced=paths.replaced,
+    )
+
+
+def _sizes(launch: Launch, given: GivenArguments, whole: bool) -> LaunchArguments:
+    """The sizes of every role: preflight's own where the words give none.
+
+    Megatron's default of etp is tp; where the launch was not read as a whole, nobody knows.
+    """
+    found = launch_arguments(given, launch.text.words, launch.environment)
+    tp, pp, ep = (getattr(found, name) or size for name, size in launch.given.sizes.items())
+    return replace(found, tp=tp, pp=pp, ep=ep, etp=found.etp or (tp if whole else None))
+
+
+def _written(text: LaunchText) -> dict[str, Word]:
+    """The options that a launch writes, and where each stands first."""
+    found: dict[str, Word] = {}
+    for option in options_of(text.words):
+        if not isinstance(option.word, UnresolvedWord):
+            found.setdefault(option.name, option.word)
+    return found
+
+
+def _own_check(text: LaunchText, given: GivenArguments, paths: Paths) -> OwnCheck:
+    """slime judges the words before --custom-config-path sets anything, Megatron after it."""
+    ruled = {name for name in given.places if option_of(name) not in LAYOUT}
+    if not text.words:
+        return OwnCheck(skip_reason="no launch arguments were given")
+    if not ruled - {"megatron_to_hf_mode"}:
+        return OwnCheck(skip_reason="none of the arguments that a trainer's own check looks at is given")
+    first, known = given_arguments(text.words), {"ref_load": paths.ref_load, "load": paths.load}
+    known["opd_teacher_load"] = paths.teacher
+    own = frozenset(name for name, path in known.items() if path)
+    trainer = not _TRAINERS.isdisjoint(first.places)
+    issues = list(slime.refused(Options(first, text.program_name, own, _of_miles(text)))) if trainer else []
+    if first.get("train_backend", "megatron") == "megatron" and not first.get("debug_rollout_only", False):
+        # In mode bridge miles builds the model from config.json, and no argument says its experts.
+        experts = experts_in(paths.hf) if paths.bridge else 0
+        issues += megatron.refused(Options(given, text.program_name, own), trainer, experts)
+    return OwnCheck(tuple(issues), len(ruled))
+
+
+def _of_miles(text: LaunchText) -> bool:
+    """Whether an option is given that of these trainers only miles has."""
+    others = names("slime") | names("megatron-lm") | names("sglang-router")
+    given = {one.name.removeprefix("--") for one in options_of(text.words)}
+    return not given.isdisjoint(names("miles") - others)
+
+
+STACK = Stack(
+    "slime",
+    read,
+    lambda: trainer_options() | OPTIONS,
+    "slime passes over what it does not know, miles and Megatron-LM stop",
+    where="among the launch arguments",
+    one_model=True,
+    vllm_readers=("vllm", "slime"),
+)

@@ -1,0 +1,209 @@
+"""Who loads what in a job of slime, miles or Megatron-LM: its paths, and the sides that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import TRACKER
+from ckptkit.formats.hf.hub_cache import HubModel, hub_model
+from verify.launch.job import Launch
+from verify.launch.options.argv import Option, last, options_of
+from verify.launch.sides import ENGINE, Side, is_trained
+from verify.launch.stacks import slime_loading
+from verify.launch.stacks.slime_files import RoleFiles
+from verify.launch.unread import unread
+from verify.launch.words import Word, known_words
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The paths and iterations of a launch: those that preflight is given, else those of its words.
+
+    hub: the name on a model hub that --hf-checkpoint gives; `hf` is then its snapshot in the local cache, or None.
+    ref_step: the iteration of the reference, where it has an option of its own.
+    critic, teacher: what a critic, and a teacher of on-policy distillation, load.
+    files: what files of settings give to single roles.
+    mode: how miles loads and sends weights, raw or bridge; None where the launch does not say it, or is slime's.
+    replaced: a note for each option of preflight that contradicts the words.
+    """
+
+    hf: Path | None = None
+    hub: HubModel | None = None
+    load: Path | None = None
+    ref_load: Path | None = None
+    ckpt_step: int | None = None
+    ref_step: int | None = None
+    critic: Path | None = None
+    teacher: Path | None = None
+    teacher_step: int | None = None
+    files: RoleFiles = field(default_factory=RoleFiles)
+    mode: str | None = None
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def bridge(self) -> bool:
+        """Whether miles builds and loads the model by Megatron-Bridge, from --hf-checkpoint."""
+        return self.mode == "bridge"
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The options whose path or iteration is known."""
+        given = {
+            "--hf-checkpoint": self.hf or self.hub,
+            "--load": self.load,
+            "--ref-load": self.ref_load,
+            "--ckpt-step": self.ckpt_step,
+            "--ref-ckpt-step": self.ref_step,
+            "--critic-load": self.critic,
+            "--opd-teacher-load": self.teacher,
+            "--opd-teacher-ckpt-step": self.teacher_step,
+        }
+        return frozenset(option for option, value in given.items() if value is not None)
+
+    @staticmethod
+    def read(launch: Launch, files: RoleFiles, mode: str | None) -> Paths:
+        """Those of a launch. Raises CkptkitError for an iteration that is not a number."""
+        options, given = _Options(options_of(launch.text.words)), launch.given
+        hf, own = given.hf_checkpoint, options.last("--hf-checkpoint")
+        path = options.path("--hf-checkpoint", Path(hf) if hf else None)
+        # `./org/model` is a path, and Path forgets that.
+        hub = hub_model(str(hf) if hf else own.text if own else "", launch.environment)
+        return Paths(
+            hub.path if hub else path,
+            hub,
+            options.path("--load", given.load),
+            options.path("--ref-load", given.ref_load),
+            options.step("--ckpt-step", given.ckpt_step),
+            options.step("--ref-ckpt-step"),
+            options.path("--critic-load"),
+            options.path("--opd-teacher-load"),
+            options.step("--opd-teacher-ckpt-step"),
+            files,
+            mode,
+            tuple(options.notes),
+        )
+
+
+@dataclass
+class _Options:
+    """The options of a launch, and a note for each that an option of preflight contradicts."""
+
+    options: Sequence[Option]
+    notes: list[str] = field(default_factory=list)
+
+    def last(self, name: str) -> Word | None:
+        """The value of an option; None where it is not given, or could not be told."""
+        option = last(self.options, name)
+        return option.value if option and option.known else None
+
+    def path(self, option: str, given: Path | None = None) -> Path | None:
+        """A path; one that preflight was given counts before that of the words."""
+        word = self.last(option)
+        if given is None:
+            return Path(word.text) if word else None
+        if word and Path(word.text).absolute() != given.absolute():
+            self.notes.append(f"{option} {given} was looked at, although {word.place} says {word.text}")
+        return given
+
+    def step(self, option: str, given: int | None = None) -> int | None:
+        """An iteration. Raises CkptkitError where the words give none."""
+        word = self.last(option)
+        if word is not None and not (word.text.isdecimal() and len(word.text) < 10):
+            raise CkptkitError(f"{word.place}: {option} {word.text} is no number", "give the iteration as a number")
+        if given is None:
+            return int(word.text) if word else None
+        if word and int(word.text) != given:
+            self.notes.append(f"{option} {given} was looked at, although {word.place} says {word.text}")
+        return given
+
+
+def sides_of(launch: Launch, paths: Paths) -> tuple[Side, ...]:
+    """Every side that the launch says something about."""
+    return (*_trainers(paths, bool(launch.text.words)), *_rollout(paths))
+
+
+def unread_of(launch: Launch, paths: Paths) -> tuple[str, ...]:
+    """A line for everything among the words that matters and is not read, or not known."""
+    words, hub = [word.text for word in known_words(launch.text.words)], paths.hub
+    lines = [line for line in unread(words, paths.named) if line.partition(" ")[0] not in paths.files.read]
+    download = [f"--hf-checkpoint {hub.name}: {hub.why}"] if hub and hub.path is None else []
+    return (*download, *lines, *paths.files.unread, *launch.text.unresolved)
+
+
+def notes_of(paths: Paths, sides: Sequence[Side]) -> tuple[str, ...]:
+    """Remarks on what these sides load."""
+    notes = []
+    if paths.mode is None and any(side.kind == "hf" and side.role != ENGINE for side in sides):
+        notes.append("slime loads the HF directory itself; miles does so with --megatron-to-hf-mode bridge only")
+    if paths.critic:
+        notes.append("--critic-load is an option of miles; slime passes over it and reads --megatron-config-path")
+    return tuple(notes)
+
+
+def sharing_of(paths: Paths, sides: Sequence[Side]) -> tuple[tuple[str, str], ...]:
+    """The roles that hold the same weights: all of a run that does not resume.
+
+    A run that resumes has weights of its own: an iteration in --load. Its reference still has the engine's first ones.
+    """
+    found = {side.role: side for side in sides if side.path}
+    actor, reference = found.get("actor"), found.get("reference")
+    further = reference is not None and is_trained(reference)
+    resumes = paths.load is not None and actor and actor.path and actor.path.parent == paths.load
+    if actor and is_trained(actor) and (resumes or (reference and reference.path != actor.path)):
+        return () if further else (("reference", ENGINE),)
+    apart = further and reference and actor and reference.path != actor.path
+    return (*(() if apart else (("actor", "reference"),)), ("actor", ENGINE))
+
+
+def _rollout(paths: Paths) -> list[Side]:
+    if paths.hf is None:
+        return [_download(paths.hub, ENGINE)] if paths.hub else []
+    side = slime_loading.rollout(paths.hf)
+    return [replace(side, why=f"--hf-checkpoint {paths.hub.why}") if paths.hub else side]
+
+
+def _download(hub: HubModel, role: str) -> Side:
+    """A side whose weights are downloaded at the start."""
+    return Side(role, None, None, f"--hf-checkpoint {hub.name} is {hub.why}", elsewhere=True)
+
+
+def _trainers(paths: Paths, words: bool) -> Iterator[Side]:
+    """Actor, reference, critic and teacher, as far as the launch gives them something to load."""
+    load, ref_load, mode = paths.load, paths.ref_load, paths.mode
+    fallback = ref_load or (paths.hf if paths.bridge else None)
+    # Whoever falls back to the reference takes its step, and lends it to roles without one; not in mode bridge.
+    falls_back = load is None or not (load / TRACKER).exists()
+    shared = paths.ref_step if falls_back and paths.ref_step is not None and not paths.bridge else paths.ckpt_step
+    if paths.bridge and paths.hub and fallback is None and falls_back:
+        yield _download(paths.hub, "actor")
+    elif load or ref_load or (fallback and words) or paths.files.path("actor", "load"):
+        option = "--ref-load" if ref_load else "--hf-checkpoint"
+        side = slime_loading.actor(load, fallback, shared, option, mode)
+        yield _of_file(paths, "actor", "load", "--load", shared) or side
+    others = (
+        ("reference", "ref_load", "--ref-load", ref_load, paths.ref_step),
+        ("critic", "load", "--critic-load", paths.critic, None),
+        ("teacher", "", "--opd-teacher-load", paths.teacher, paths.teacher_step),
+    )
+    for role, name, option, path, own in others:
+        step = shared if own is None else own
+        if found := _of_file(paths, role, name, option, step):
+            yield found
+        elif path:
+            yield slime_loading.trainer(role, option, path, step, None if role == "critic" else mode)
+
+
+def _of_file(paths: Paths, role: str, name: str, option: str, step: int | None) -> Side | None:
+    """The side whose path a file of settings gives; None where none does. The actor's file gives the reference's."""
+    files, of = paths.files, "actor" if role == "reference" else role
+    word = files.path(of, name)
+    if word is None or (role == "critic" and "critic" not in files.roles):
+        return None
+    own = files.step(of, "ref_ckpt_step") if role == "reference" else None
+    steps = [own, files.step(of, "ckpt_step"), step]
+    first = next((one for one in steps if one is not None), None)
+    side = slime_loading.trainer(role, option, Path(word.text), first, paths.mode)
+    return replace(side, why=f"{side.why} ({name} at {word.place})")
