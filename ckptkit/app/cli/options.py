@@ -131,6 +131,17 @@ writing = _together(
         "Writes only a file to measure the disk with, which is removed at once.",
     ),
 )
+PROGRAMS = ("megatron", "sglang", "vllm")  # that may be in environments of their own
+pythons = _together(
+    *(
+        click.option(
+            f"--{name}-python",
+            type=click.Path(),
+            help=f"The Python of the environment that has it. [default: CKPTKIT_{name.upper()}_PYTHON, else this one]",
+        )
+        for name in PROGRAMS
+    )
+)
 parallel = _together(
     *(
         click.option(

@@ -41,9 +41,10 @@ from verify.witnesses.registry import ENGINES
 
 if TYPE_CHECKING:  # each adapter is held to the protocol
     from verify.witnesses.loading.engine import Engine
-    from verify.witnesses.sglang import adapter
+    from verify.witnesses.sglang import adapter as sglang
+    from verify.witnesses.vllm import adapter as vllm
 
-    _ADAPTERS: tuple[Engine, ...] = (adapter,)
+    _ADAPTERS: tuple[Engine, ...] = (sglang, vllm)
 
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
@@ -303,14 +304,14 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
 )
 def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank of such an engine was loaded by its own loader, and the other checks look at all of them."""
-    if engine_sizes(subject) is None:
+    if engine_sizes(engine, subject) is None:
         asked = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
         given = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
         raise Unable(
             f"{engine.label} was loaded on one rank, since an engine cannot have {given}: --ep divides --tp, and "
             "tp / ep ranks cut an expert; give these sizes with --against-megatron alone"
         )
-    _count(tally, _report(engine, subject).sizes.tp)
+    _count(tally, _report(engine, subject).sizes.ranks)
     yield from ()
 
 
