@@ -71,7 +71,7 @@ def each_engine(
                 stage=engine.name,
                 needs=(engine.name,),
                 rationale=rationale.format(engine=engine.label),
-                fix=fix.format(engine=engine.label),
+                fix=fix.format(engine=engine.label, sizes=engine.sizes),
                 unless=unless,
             )(update_wrapper(partial(issues, engine), issues))
             for engine in ENGINES
@@ -298,8 +298,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
     "{engine} has the parallel sizes asked for",
     rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says "
     "little of them.",
-    fix="Give {engine}'s own sizes: --ep divides --tp, there is no --pp. Those of Megatron are another command, with "
-    "--against-megatron alone.",
+    fix="Give {engine}'s own sizes: {sizes}. Those of Megatron are another command, with --against-megatron alone.",
     unless=_one_rank,
 )
 def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -308,8 +307,8 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
         asked = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
         given = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
         raise Unable(
-            f"{engine.label} was loaded on one rank, since an engine cannot have {given}: --ep divides --tp, and "
-            "tp / ep ranks cut an expert; give these sizes with --against-megatron alone"
+            f"{engine.label} was loaded on one rank, since an engine cannot have {given}: {engine.sizes}, and tp / ep "
+            "ranks cut an expert; give these sizes with --against-megatron alone"
         )
     _count(tally, _report(engine, subject).sizes.ranks)
     yield from ()

@@ -32,6 +32,7 @@ class EngineFacts:
     tested: tuple[str, ...]  # its releases
     install: str  # the commands that install it
     adapter: str  # the module that is its `Engine`
+    sizes: str  # which parallel sizes it can have
     server: str  # the command that serves a model
     unfused_option: str | None = None  # of that command: it keeps shared experts apart from routed ones
     hidden: tuple[str, ...] = ()  # environment variables that its witness must not see

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from ckptkit.core.errors import UsageError, words_of
@@ -16,7 +17,24 @@ from ckptkit.core.printable import one_line
 from verify.witnesses.process.sandbox import PACKAGES, environment
 
 _SECONDS = 120  # of a busy machine with its packages on a network's disk
-_RELEASE = "import sys\nfrom importlib.metadata import version\nprint(version(sys.argv[1]))"
+_ABSENT = 3  # an exit code
+_RELEASE = f"""
+import sys
+from importlib.metadata import PackageNotFoundError, version
+try:
+    print(version(sys.argv[1]))
+except PackageNotFoundError:
+    sys.exit({_ABSENT})
+"""
+_HAS = f"""
+import sys
+from importlib.util import find_spec
+try:
+    found = find_spec(sys.argv[1])
+except ModuleNotFoundError:
+    found = None
+sys.exit(0 if found else {_ABSENT})
+"""
 
 
 @dataclass(frozen=True)
@@ -48,15 +66,26 @@ class Interpreter:
             with suppress(PackageNotFoundError):
                 return version(package)
             return None
+        done = self._ask(_RELEASE, package)
+        return None if done.returncode else done.stdout.strip()
+
+    def has(self, module: str) -> bool:
+        """Whether a module can be found there. Only packages that it is in are imported."""
+        if not self.elsewhere:
+            return find_spec(module) is not None
+        return self._ask(_HAS, module).returncode == 0
+
+    def _ask(self, program: str, word: str) -> subprocess.CompletedProcess[str]:
+        """Runs a short program there. Raises UsageError where this is not a Python that runs."""
         found = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-        command = [self.path, "-c", _RELEASE, package]
+        command = [self.path, "-c", program, word]
         try:
             done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f"{self.path} is not a Python that runs", words_of(error)) from error
-        if done.returncode and "PackageNotFoundError" not in done.stderr:
+        if done.returncode not in (0, _ABSENT):
             raise UsageError(f"{self.path} is not a Python that runs", one_line(done.stderr)[-200:] or "it failed")
-        return done.stdout.strip() if not done.returncode else None
+        return done
 
 
 def variable_of(program: str) -> str:

@@ -11,6 +11,7 @@ SGLANG = EngineFacts(
     tested=("0.5.15.post1", "0.5.16", "0.5.23"),  # docs/sglang-versions.md
     install="pip install sglang",
     adapter="verify.witnesses.sglang.adapter",
+    sizes="--ep divides --tp, there is no --pp",
     server="python -m sglang.launch_server",
     attention_whole=True,
     unfused_option="--disable-shared-experts-fusion",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from ckptkit.core.errors import CkptkitError
 from verify.witnesses.loading.engine import Build, Loading, Weights
 from verify.witnesses.loading.marlin import repacked_parameters
 from verify.witnesses.process.exit_report import Phase, PhaseLog
@@ -45,12 +45,7 @@ _QUIET = {
 
 
 def build(wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
-    """Builds the model that vLLM chooses with its default loader, which calls `loading` where it would load.
-
-    Raises CkptkitError for a draft model, which is not built here.
-    """
-    if wanted.draft:
-        raise CkptkitError("vLLM's draft models are not loaded by ckptkit", "ask SGLang, or a serving engine")
+    """Builds the model that vLLM chooses with its default loader, which calls `loading` where it would load."""
     phases.enter(SET_UP)
     os.environ.update(_QUIET)
     platform.choose(wanted.scratch)
@@ -66,12 +61,13 @@ def build(wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
             weights = self.get_all_weights(model_config, model) if wanted.weights is None else wanted.weights
             loading(model, weights, config.device_config.device)
 
+    model_config = config.speculative_config.draft_model_config if wanted.draft else config.model_config
     phases.enter(BUILD)
     # `loading` has run them already, where they can run.
     without_repacking = patch.object(base_loader, "process_weights_after_loading")
     with set_current_vllm_config(config), without_repacking:
         loader = Loader(LoadConfig(load_format="auto", use_tqdm_on_load=False))
-        model: nn.Module = loader.load_model(vllm_config=config, model_config=config.model_config)
+        model: nn.Module = loader.load_model(vllm_config=config, model_config=model_config)
     return model
 
 
@@ -97,7 +93,17 @@ def unknown_layout(module: nn.Module) -> str | None:
 
 
 def share(target: Any, draft: Any) -> None:
-    """There is no draft model to give embeddings to."""
+    """Gives a loaded draft model the embeddings and the output layer of its target, by what vLLM's proposer calls."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.models.interfaces import supports_multimodal
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    own = target.get_language_model() if supports_multimodal(target) else target
+    proposer: Any = SimpleNamespace(
+        model=draft, vllm_config=get_current_vllm_config(), use_local_argmax_reduction=False
+    )
+    SpecDecodeBaseProposer._maybe_share_embeddings(proposer, own)
+    SpecDecodeBaseProposer._maybe_share_lm_head(proposer, own)
 
 
 def configure(wanted: Build) -> Any:
@@ -114,11 +120,13 @@ def configure(wanted: Build) -> Any:
         max_model_len=_TOKENS,
         tensor_parallel_size=sizes.tp,
         pipeline_parallel_size=sizes.pp,
-        enable_expert_parallel=sizes.ep > 1,
         distributed_executor_backend="mp" if sizes.ranks > 1 else None,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if wanted.draft else None,
     )
     # vLLM looks at a model's class in a process of its own, so that its caller need not import it.
     with patch.object(registry, "_run_in_subprocess", lambda function: function()):
+        # Without experts it refuses to share them out.
+        args.enable_expert_parallel = sizes.ep > 1 and args.create_model_config().get_num_experts() > 0
         config = args.create_engine_config()
     config.parallel_config.rank = wanted.rank
     start_process_groups(config, wanted)

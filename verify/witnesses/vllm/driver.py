@@ -8,6 +8,7 @@ functions answers CUDA_ERROR_NO_DEVICE.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import struct
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def load(scratch: Path) -> None:
     except OSError:
         if platform.machine() not in _MACHINES:
             raise
-        path = scratch / _NAME
+        path = scratch / f"libcuda-{os.getpid()}.so.1"  # ranks share `scratch`, and must not write what another runs
         path.write_bytes(library(_NAME, _FUNCTIONS, *_MACHINES[platform.machine()]))
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 

@@ -11,6 +11,7 @@ VLLM = EngineFacts(
     tested=("0.26.0",),  # docs/vllm-versions.md
     install="python -m venv vllm-env && vllm-env/bin/pip install vllm; then --vllm-python vllm-env/bin/python",
     adapter="verify.witnesses.vllm.adapter",
+    sizes="--ep is --tp or 1, --pp its pipeline stages",
     server="vllm serve",
     stages=True,
     shares_experts=False,

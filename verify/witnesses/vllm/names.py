@@ -12,6 +12,8 @@ from verify.evidence.expected import weights_of
 _OF_ATTENTION = re.compile(r".+\.(?:mla_)?attn\.(?:_?[kqv]_scale|_?prob_scale|[kqv]_zero_point|prob_zero_point)")
 # Allocated for every packed layer of experts up to 0.26, but read only with activation ordering.
 _G_IDX = re.compile(r".+\.experts\.(?:routed_experts\.)?w(?:13|2)_(?:weight_g_idx|g_idx_sort_indices)")
+# Which rank has which expert, when they are shared out: computed while the model is built.
+_EXPERT_MAP = re.compile(r".+\.experts\.(?:routed_experts\.)?(?:_expert_map|expert_mask|expert_\w+_to_\w+)")
 
 
 def fuses_shared(names: Iterable[str]) -> bool:
@@ -21,7 +23,7 @@ def fuses_shared(names: Iterable[str]) -> bool:
 
 def has_default(param: str) -> bool:
     """Whether vLLM makes this parameter with a value that stands unless a checkpoint gives another."""
-    return _OF_ATTENTION.fullmatch(param) is not None
+    return any(pattern.fullmatch(param) for pattern in (_OF_ATTENTION, _EXPERT_MAP))
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:

@@ -53,6 +53,7 @@ def choose(scratch: Path) -> None:
     driver.load(scratch)
     _answer_as_h100()
     platforms._current_platform = _h100()
+    _allow_any_head_size()
 
 
 class _Idle:
@@ -78,6 +79,20 @@ def _answer_as_h100() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver as triton
+
+    # Kernels of linear attention ask it while they are imported.
+    target = GPUTarget("cuda", 10 * _CAPABILITY[0] + _CAPABILITY[1], _PROPERTIES.warp_size)
+    triton.set_active(SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0))
+
+
+def _allow_any_head_size() -> None:
+    """Latent attention asks for a kernel that can run it, which nothing of its weights depends on."""
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+
+    mla_attention.get_mla_prefill_backend = lambda _: MLAPrefillBackendEnum.FLASH_ATTN.get_class()
 
 
 def _h100() -> Any:
@@ -96,6 +111,10 @@ def _h100() -> Any:
         @classmethod
         def set_device(cls, device: torch.device) -> None:
             """There is none to set."""
+
+        @classmethod
+        def get_device_communicator_cls(cls) -> str:
+            return "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 
         @classmethod
         def is_pin_memory_available(cls) -> bool:
