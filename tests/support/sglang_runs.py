@@ -283,7 +283,7 @@ def checked(
     return {result.code: result for result in results}, findings, facts
 
 
-def main() -> None:
+def main(alter: Mapping[str, Callable[[Weights], Weights]] = ALTER) -> None:
     from verify.witnesses.loading.process import run
 
     for case in json.loads(Path(sys.argv[1]).read_text()):
@@ -292,7 +292,7 @@ def main() -> None:
         report = f"{content['report']}-{rank}.json"
         job = replace(decoded(LoadJob, content), rank=rank, report=report)
         try:
-            run(job, ALTER[case["alter"]])
+            run(job, alter[case["alter"]])
         except Exception:  # noqa: BLE001
             traceback.print_exc()  # what was raised stands in the job's `ExitReport`; the next case is not concerned
 

@@ -6,6 +6,7 @@ Also asks vLLM's own check which weights were not loaded: `DefaultModelLoader.tr
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from functools import cache, partial
@@ -14,13 +15,57 @@ from typing import Any
 
 from support import sglang_runs
 from support.processes import run_logged
-from support.sglang_runs import Case, Weights
+from support.sglang_runs import ALTER, Case, Weights, swapped_experts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
 from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.vllm.facts import VLLM
 
+# What a mutation leaves out. Layer 5 has experts in every test model with experts.
+LOST = {
+    name: re.compile(rf".*layers\.5\.{pattern}")
+    for name, pattern in {
+        "a norm": r"input_layernorm\.weight",
+        "q of q, k and v": r"self_attn\.q_(b_)?proj\.weight(_packed|_scale|_scale_inv)?",
+        "q, k and v": r"self_attn\.([qkv]_proj|q_b_proj|kv_b_proj)\.weight(_packed|_scale|_scale_inv)?",
+        "output of attention": r"self_attn\.o_proj\.weight(_packed)?",
+        "up": r"mlp\.(experts\.3\.)?up_proj\.weight(_packed)?",
+        "an expert": r"mlp\.experts\.3\..*",
+        "all experts": r"mlp\.experts\..*",
+        "a router": r"mlp\.gate\.weight",
+        "a router's bias": r"mlp\.gate\.e_score_correction_bias",
+        "a scale": r"self_attn\.o_proj\.weight_scale(_inv)?",
+        "a scale of an expert": r"mlp\.experts\.3\.down_proj\.weight_scale(_inv)?",
+        "a layer": r".*",
+    }.items()
+} | {"embeddings": re.compile(r"model\.embed_tokens\.weight"), "the output layer": re.compile(r"lm_head\.weight")}
+HALF = re.compile(r".*layers\.5\.mlp\.experts\.3\.up_proj\.weight(_packed)?")
+_KEY_VALUE = re.compile(r"(.*layers\.5\.self_attn\.)([kv])(_proj\..*)")
 NOT_FOUND = "Following weights were not initialized from checkpoint"
+
+
+def without(pattern: re.Pattern[str], weights: Weights) -> Weights:
+    """All but what matches."""
+    return ((name, tensor) for name, tensor in weights if not pattern.fullmatch(name))
+
+
+def half_an_expert(weights: Weights) -> Weights:
+    """Up of an expert with half of its rows."""
+    return ((name, tensor.chunk(2)[0] if HALF.fullmatch(name) else tensor) for name, tensor in weights)
+
+
+def swapped_key_and_value(weights: Weights) -> Weights:
+    """Keys and values of a layer under each other's names."""
+    other = {"k": "v", "v": "k"}
+    for name, tensor in weights:
+        yield _KEY_VALUE.sub(lambda match: f"{match[1]}{other[match[2]]}{match[3]}", name), tensor
+
+
+MUTATIONS = {name: partial(without, pattern) for name, pattern in LOST.items()} | {
+    "half an expert": half_an_expert,
+    "two experts exchanged": swapped_experts,
+    "k and v exchanged": swapped_key_and_value,
+}
 
 
 @cache
@@ -64,7 +109,7 @@ if __name__ == "__main__":
     from verify.witnesses.vllm import adapter
 
     adapter.load = load_and_ask
-    sglang_runs.main()
+    sglang_runs.main({**ALTER, **MUTATIONS})
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,14 @@ pythons = _together(
         for name in PROGRAMS
     )
 )
+
+
+def pythons_of(given: Mapping[str, str | None]) -> dict[str, str]:
+    """What the options `pythons` say, by program."""
+    found = {name: given[f"{name}_python"] for name in PROGRAMS}
+    return {name: path for name, path in found.items() if path is not None}
+
+
 parallel = _together(
     *(
         click.option(

@@ -114,8 +114,7 @@ def verify(
         "release-resume": release_resume,
         "logits": logits,
     }
-    given = {name: options.pop(f"{name}_python") for name in common.PROGRAMS}
-    pythons = {name: str(path) for name, path in given.items() if path is not None}
+    pythons = common.pythons_of({f"{name}_python": options.pop(f"{name}_python") for name in common.PROGRAMS})
     against = frozenset(name for name, wanted in asked.items() if wanted)
     with phase("loading ckptkit and torch"):
         from verify.run import verify as run
