@@ -29,8 +29,8 @@ from verify.witnesses.vllm.platform import chosen_for as chosen_for
 PACKAGE, LABEL = VLLM.name, VLLM.label
 # Where vLLM reads what was set up before, or looks for kernels.
 _MACHINERY = (
-    *("vllm.config", "vllm.distributed", "vllm.envs", "vllm.forward_context", "vllm.platforms", "vllm.plugins"),
-    *("vllm.v1.attention", "vllm.utils"),
+    *("vllm.config", "vllm.envs", "vllm.forward_context", "vllm.platforms", "vllm.plugins", "vllm.v1.attention"),
+    *("vllm.distributed.device_communicators", "vllm.distributed.parallel_state"),
 )
 # What vLLM raises before a model's constructor runs is about our set-up.
 SET_UP = Phase("setting vLLM up")
