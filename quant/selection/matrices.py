@@ -115,7 +115,7 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
         module in tree.linears,
         reason,
         sglang,
-        module if module in tree.gates and family.engine("vllm").packs_routers else fused,
+        module if family.engine("vllm").packs_routers and tree.is_router(module) else fused,
         dense.entry if dense else spell(module),
         module in tree.experts,
     )
