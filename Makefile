@@ -32,7 +32,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-nightly test-sglang test-interop fuzz lint docs cards failures families \
+.PHONY: help setup demo test test-nightly test-sglang test-vllm test-interop fuzz lint docs cards failures families \
 	mutation-report reports sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
@@ -59,6 +59,16 @@ test-nightly: $(stamp)  ## run the tests that take minutes or much memory, which
 test-sglang:  ## run the tests that run SGLang against another release: make test-sglang VERSION=0.5.23
 	@if [ -z "$(VERSION)" ]; then echo 'Which release? make test-sglang VERSION=0.5.23' >&2; exit 1; fi
 	@$(MAKE) test VENV='$(VENV)-sglang-$(VERSION)' INSTALL='sglang==$(VERSION)' PYTEST_ARGS='-m sglang $(PYTEST_ARGS)'
+
+# vLLM lies over the packages of VENV, of which it takes torch: 0.26.0 is the last release for that torch.
+test-vllm: $(VENV)-vllm/.packages  ## run the tests that run vLLM, in an environment over this one (0.9 GB more)
+	@CKPTKIT_VLLM_PYTHON='$(abspath $(VENV)-vllm)/bin/python' $(MAKE) test PYTEST_ARGS='-m vllm $(PYTEST_ARGS)'
+
+$(VENV)-vllm/.packages: tests/vllm-requirements.txt $(stamp)
+	@$(python) -m venv --clear --without-pip "$(@D)"
+	@$(python) -c '$(site)' > "$$("$(@D)/bin/python" -c '$(site)')/shared.pth"
+	@$(python) -m pip --python "$(@D)/bin/python" install $(pip_flags) --no-deps -r $<
+	@touch $@
 
 # Tools want different versions of the same packages, so each has an environment of its own. Those that are on no package
 # index are read from a checkout, which an environment variable names: SLIME, MILES, MEGATRON_LM.

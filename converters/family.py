@@ -137,7 +137,10 @@ class Dense:
 
 @dataclass(frozen=True)
 class EngineClass:
-    """An inference engine's class of a model. Source for SGLang: `sglang/srt/models/*.py` of SGLang 0.5.16."""
+    """An inference engine's class of a model.
+
+    Source for SGLang: `sglang/srt/models/*.py` of SGLang 0.5.16, for vLLM `vllm/model_executor/models/*.py` of 0.26.0.
+    """
 
     # Fused layers that the class declares in `packed_modules_mapping`, and so takes apart before it looks at `ignore`.
     # Any other fused layer is looked up by its own name.
@@ -152,6 +155,8 @@ class EngineClass:
     dense: tuple[Dense, ...] = ()
     # On CUDA it makes the shared expert one of the routed ones, unless started with an option against it.
     joins_shared_expert: bool = False
+    # Its routers are quantized where `ignore` does not name them.
+    packs_routers: bool = False
     # The release from which its routers know their layer (`layer_id` of `TopK`). Before, an engine that is asked for
     # the experts of each token ends.
     layer_id_since: tuple[int, ...] = ()

@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 from support import models
 from support.megatron_saves import SAVES, Save, save_with_megatron
+from support.vllm_runs import release
 
 from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -78,9 +79,11 @@ def pytest_fixture_setup(
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what is marked as running SGLang where it is not installed."""
+    """Skips what is marked as running SGLang or vLLM where it is not installed."""
     if item.get_closest_marker("sglang") and find_spec("sglang") is None:
         pytest.skip("needs SGLang: pip install sglang")
+    if item.get_closest_marker("vllm") and release() is None:
+        pytest.skip("needs vLLM: make test-vllm, or CKPTKIT_VLLM_PYTHON names a Python that has it")
 
 
 @pytest.fixture(scope="session", autouse=True)

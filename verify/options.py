@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -30,6 +30,8 @@ class VerifyOptions:
     ray: the address of a Ray cluster that reads all the bytes; None: threads of this process do.
     rollout_data: what slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data.
     rollout_temperature: what the rollout was sampled at; None: as the file says, or 1.
+    pythons: the Python that has a program (`sglang`, `vllm`, `megatron`), where that is another than this one; else the
+        environment variable CKPTKIT_PROGRAM_PYTHON counts.
 
     Raises UsageError for options that contradict each other or have no effect.
     """
@@ -48,6 +50,7 @@ class VerifyOptions:
     ray: str | None = None
     rollout_data: Path | None = None
     rollout_temperature: float | None = None
+    pythons: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [one.name for one in WITNESSES]
@@ -88,6 +91,7 @@ class GivenVerifyOptions(TypedDict, total=False):
     ray: str | None
     rollout_data: str | Path | None
     rollout_temperature: float | None
+    pythons: Mapping[str, str]
     cp: int
     pipeline_layout: str | None
     decoder_first_pipeline_num_layers: int | None

@@ -89,7 +89,7 @@ class Report:
     def verdict(self) -> str:
         """The status in capitals, with the numbers of errors and warnings behind it: `FAILED with 2 errors`.
 
-        One that passed also says of what: `PASSED files and values; source not given; Megatron, SGLang not asked`.
+        One that passed also says of what: `PASSED files and values; source not given; Megatron not asked`.
         """
         counts = (("error", self.errors), ("warning", self.warnings))
         counted = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)

@@ -7,14 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.core.installation import program_version, requirements
+from verify.witnesses.process.interpreter import Interpreter, python_of
+from verify.witnesses.vllm.facts import VLLM
 
 SCHEMA = "ckptkit-doctor/1"
 _MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors", "pyyaml": "yaml"} | {
@@ -27,12 +29,16 @@ _MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compress
 _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "megatron": (("megatron-core",), "verify --against-megatron"),
     "sglang": (("sglang",), "verify --against-sglang"),
+    "vllm": (("vllm",), "verify --against-vllm"),
     "engine": (("sglang",), "verify --engine [--logits], --update, --release-resume"),
     "ray": (("ray",), "--ray"),
     "remote": (("s3fs", "gcsfs"), "s3:// and gs:// (hf:// needs neither)"),
     "sign": (("model-signing", "pyopenssl"), "manifest --sign, --verify-signature"),
 }
 PARTS = tuple(_NEEDS)
+_PYTHON_OF = {"megatron": "megatron", "sglang": "sglang", "engine": "sglang", "vllm": "vllm"}
+_BESIDE = ("torch", "transformers")  # whose versions say which environment that is
+_INSTALL = {"vllm": VLLM.install}
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Part:
     usable: bool
     devices: str
     missing: str | None
+    python: str | None = None  # that of another environment, which has it or lacks it
+    versions: Sequence[str] = ()  # in that environment
 
 
 @dataclass(frozen=True)
@@ -76,14 +84,22 @@ class Examination:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def examine() -> Examination:
-    """Looks at metadata of installed packages and asks nvidia-smi for GPUs. Imports neither torch nor a witness."""
+def examine(pythons: Mapping[str, str] | None = None) -> Examination:
+    """Looks at metadata of installed packages and asks nvidia-smi for GPUs. Imports neither torch nor a witness.
+
+    `pythons`: as `verify.options.VerifyOptions` has them. Raises UsageError for one that does not run.
+    """
     base = [_package(name) for name in _requirements()]
     more = [_package(name) for name in dict.fromkeys(name for names, _ in _NEEDS.values() for name in names)]
     gpus = _gpus()
     faults = [f"{one.name} is {'damaged' if one.broken else 'not installed'}" for one in base if not _usable(one)]
     known = {one.name: one for one in more}
-    parts = [_part(name, [known[one] for one in names], purpose, gpus) for name, (names, purpose) in _NEEDS.items()]
+    parts = [
+        _elsewhere(name, names, purpose, gpus, interpreter)
+        if (interpreter := Interpreter(python_of(_PYTHON_OF.get(name, name), pythons or {}))).elsewhere
+        else _part(name, [known[one] for one in names], purpose, gpus)
+        for name, (names, purpose) in _NEEDS.items()
+    ]
     return Examination(program_version(), platform.python_version(), gpus, [*base, *more], parts, faults)
 
 
@@ -125,16 +141,26 @@ def _gpus() -> list[str]:
     return [line.partition(" (UUID")[0] for line in done.stdout.splitlines() if line.startswith("GPU ")]
 
 
+def _elsewhere(name: str, names: Sequence[str], purpose: str, gpus: Sequence[str], interpreter: Interpreter) -> Part:
+    """A part in an environment of its own."""
+    found = {one: interpreter.release(one) for one in (*names, *_BESIDE)}
+    part = _part(name, [Package(one, found[one]) for one in names], purpose, gpus)
+    versions = [f"{one} {release}" for one, release in found.items() if release is not None]
+    return replace(part, python=interpreter.path, versions=versions)
+
+
 def _part(name: str, packages: Sequence[Package], purpose: str, gpus: Sequence[str]) -> Part:
     missing = [one.name for one in packages if not _usable(one)]
     devices = {
         "megatron": f"CPU, or one GPU a rank: {len(gpus)} here",
         "sglang": f"CPU, or one GPU a rank: {len(gpus)} here; "
         + ("repacks INT4 and FP8" if gpus else "INT4 and FP8 are not repacked without one"),
+        "vllm": f"CPU, or one GPU a rank: {len(gpus)} here; "
+        + ("repacks INT4 and FP8" if gpus else "built as for an H100, INT4 and FP8 are not repacked"),
         "engine": f"one GPU a rank: {len(gpus)} here",
     }.get(name, "")
     if missing:
-        return Part(name, purpose, False, devices, f"pip install {' '.join(missing)}")
+        return Part(name, purpose, False, devices, _INSTALL.get(name, f"pip install {' '.join(missing)}"))
     if name == "engine" and not gpus:
         return Part(name, purpose, False, devices, "needs an NVIDIA GPU and its driver")
     return Part(name, purpose, True, devices, None)
@@ -151,7 +177,8 @@ def lines(found: Examination) -> list[str]:
     text += ["can be asked"]
     for part in found.parts:
         state = "yes" if part.usable else "no"
-        tail = "; ".join(filter(None, [part.devices, part.missing]))
+        where = f"in {part.python}: {', '.join(part.versions)}" if part.python else None
+        tail = "; ".join(filter(None, [part.devices, where, part.missing]))
         text.append(f"  {part.name:<10} {state:<4} {part.purpose}" + (f": {tail}" if tail else ""))
     if found.faults:
         text += ["broken", *(f"  {fault}: install ckptkit again from its checkout or wheel" for fault in found.faults)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
-from converters.family import EngineClass
+from converters.family import ModelFamily
 from converters.hf_names import FUSED, GATE_UP_DOWN, tail
 from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
@@ -62,11 +62,11 @@ def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mappin
 
 def fused_experts(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
     """The tensors among `names` that hold all experts of a layer, which engines ask about as about single ones."""
-    known = FAMILIES[str(config.get("model_type"))].engine("sglang")
+    family = FAMILIES[str(config.get("model_type"))]
     found = {name: match[1] for name in names if (match := _FUSED_EXPERTS.fullmatch(name))}
     return [
         replace(
-            matrix := _matrix(f"{block}.{FIRST_EXPERT[0]}", tree, known),
+            matrix := _matrix(f"{block}.{FIRST_EXPERT[0]}", tree, family),
             tensor=name,
             linear=False,
             reason=matrix.reason or _FUSED_REASON,
@@ -86,11 +86,12 @@ def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, A
 
 
 def _matrices(modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    known = FAMILIES[str(config.get("model_type"))].engine("sglang")
-    return [_matrix(module, tree, known) for module in dict.fromkeys(modules)]
+    family = FAMILIES[str(config.get("model_type"))]
+    return [_matrix(module, tree, family) for module in dict.fromkeys(modules)]
 
 
-def _matrix(module: str, tree: ClassTree, known: EngineClass) -> Matrix:
+def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
+    known = family.engine("sglang")
     tensor, reason = f"{module}.weight", tree.reason_to_keep(module)
     if draft := tree.draft_of(module):
         rest = module.removeprefix(draft.prefix)
@@ -114,7 +115,7 @@ def _matrix(module: str, tree: ClassTree, known: EngineClass) -> Matrix:
         module in tree.linears,
         reason,
         sglang,
-        fused,
+        module if family.engine("vllm").packs_routers and tree.is_router(module) else fused,
         dense.entry if dense else spell(module),
         module in tree.experts,
     )

@@ -65,6 +65,10 @@ class ClassTree:
         dense = self.dense_for(module)
         return dense.reason if dense else None
 
+    def is_router(self, module: str) -> bool:
+        """Whether a module of a decoder layer chooses experts: a gate, or of a class of its own in the layer."""
+        return module in self.gates or (module in self.others and layer_of(module) is not None)
+
     def dense_for(self, module: str) -> Dense | None:
         """Why SGLang's class cannot hold a module as INT4, if it cannot."""
         return (

@@ -37,12 +37,14 @@ def run_module(module: str, *words: object, **variables: str) -> None:
         raise RuntimeError(done.stderr[-5000:])
 
 
-def run_logged(log: Path, module: str, *words: object, gpu: bool = False, limit_s: float = 540) -> bool:
+def run_logged(
+    log: Path, module: str, *words: object, gpu: bool = False, limit_s: float = 540, program: str = sys.executable
+) -> bool:
     """Runs `python -m MODULE WORDS...` offline and prints into `log`. Returns whether it ended well within `limit_s`.
 
     What it started itself is killed at the end.
     """
-    command = [sys.executable, "-W", "ignore", "-m", module, *map(str, words)]
+    command = [program, "-W", "ignore", "-m", module, *map(str, words)]
     found = environment(gpu=gpu, HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=found, stdout=output, stderr=output, start_new_session=True)

@@ -29,12 +29,14 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding
 from verify.run import choose
+from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob
 from verify.witnesses.loading.run import LoadedBy, LoadRun, outcome
 from verify.witnesses.process.codec import decoded
 from verify.witnesses.sglang.facts import SGLANG
 
 Weights = Iterator[tuple[str, Tensor]]
+Start = Callable[..., bool]
 
 
 # A norm, up of an expert beside its gate, and all of another expert. In INT4 up loses its packed weight alone.
@@ -224,17 +226,24 @@ def written(root: Path, name: str, release: Path, tensors: Mapping[str, Tensor],
 
 
 def run_cases(
-    cases: Mapping[str, Case], root: Path, *, gpu: bool = False, sizes: EngineSizes = ONE_RANK
+    cases: Mapping[str, Case],
+    root: Path,
+    *,
+    gpu: bool = False,
+    sizes: EngineSizes = ONE_RANK,
+    engine: EngineFacts = SGLANG,
+    start: Start | None = None,
 ) -> dict[str, LoadRun]:
-    """What SGLang made of every case, on the CPU unless `gpu`, in a process a rank.
+    """What an engine made of every case, on the CPU unless `gpu`, in a process a rank.
 
-    After a crash new processes go on with the next.
+    `start` starts such a process, with its log and the words behind `python -m`. After a crash new processes go on with
+    the next.
     """
     orders: dict[str, dict[str, Any]] = {}
     for number, (name, case) in enumerate(cases.items()):
         (scratch := root / f"scratch-{number}").mkdir()
         job = LoadJob(
-            SGLANG.adapter,
+            engine.adapter,
             str(case.checkpoint),
             source=str(case.source) if case.source else None,
             scratch=str(scratch),
@@ -245,16 +254,16 @@ def run_cases(
     runs: dict[str, LoadRun] = {}
     while left := {name: order for name, order in orders.items() if name not in runs}:
         (root / "cases.json").write_text(json.dumps(list(left.values())))
-        logs = [root / f"log-{rank}" for rank in range(sizes.tp)]
-        with ThreadPoolExecutor(sizes.tp) as pool:
-            run = partial(run_logged, gpu=True) if gpu else ran
+        logs = [root / f"log-{rank}" for rank in range(sizes.ranks)]
+        with ThreadPoolExecutor(sizes.ranks) as pool:
+            run = start or (partial(run_logged, gpu=True) if gpu else ran)
             started = [
-                pool.submit(run, log, "support.sglang_runs", root / "cases.json", str(rank))
+                pool.submit(run, log, f"support.{engine.name}_runs", root / "cases.json", str(rank))
                 for rank, log in enumerate(logs)
             ]
         ended = all(one.result() for one in started)
         for name, order in left.items():
-            reports = [Path(f"{order['job']['report']}-{rank}.json") for rank in range(sizes.tp)]
+            reports = [Path(f"{order['job']['report']}-{rank}.json") for rank in range(sizes.ranks)]
             failed = {rank: "it stopped" for rank, report in enumerate(reports) if not report.exists()}
             runs[name] = outcome(failed, reports, logs)
             if failed and not ended:
@@ -262,17 +271,19 @@ def run_cases(
     return runs
 
 
-def checked(case: Case, run: LoadRun) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
+def checked(
+    case: Case, run: LoadRun, engine: EngineFacts = SGLANG
+) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
     """The CK5xx checks over a run of the witness that has been made already."""
-    subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({"sglang"})))
-    subject._results[LoadedBy(SGLANG)] = run
-    chosen, _ = choose(subject, [one for one in all_checks() if one.stage == "sglang"])
+    subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({engine.name})))
+    subject._results[LoadedBy(engine)] = run
+    chosen, _ = choose(subject, [one for one in all_checks() if one.stage == engine.name])
     outcome = run_checks(subject, chosen)
     results, findings, facts = outcome.checks, outcome.findings, outcome.facts
     return {result.code: result for result in results}, findings, facts
 
 
-def main() -> None:
+def main(alter: Mapping[str, Callable[[Weights], Weights]] = ALTER) -> None:
     from verify.witnesses.loading.process import run
 
     for case in json.loads(Path(sys.argv[1]).read_text()):
@@ -281,7 +292,7 @@ def main() -> None:
         report = f"{content['report']}-{rank}.json"
         job = replace(decoded(LoadJob, content), rank=rank, report=report)
         try:
-            run(job, ALTER[case["alter"]])
+            run(job, alter[case["alter"]])
         except Exception:  # noqa: BLE001
             traceback.print_exc()  # what was raised stands in the job's `ExitReport`; the next case is not concerned
 

@@ -57,9 +57,16 @@ class Forked:
 
 
 def started(
-    module: str, words: Sequence[object], log: Path, variables: Mapping[str, str], *, stdout: bool = True
+    module: str,
+    words: Sequence[object],
+    log: Path,
+    variables: Mapping[str, str],
+    *,
+    stdout: bool = True,
+    python: str = sys.executable,
 ) -> Forked:
     """Runs `python -m MODULE WORDS...` with these variables alone, which prints into `log`, without a GPU."""
+    assert python == sys.executable
     process, folder = _server()
     forked = Forked(folder / str(next(_NUMBERS)))
     order = {

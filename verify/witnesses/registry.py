@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verify.witnesses.sglang.facts import SGLANG
+from verify.witnesses.vllm.facts import VLLM
 
-ENGINES = (SGLANG,)  # whose loading is checked; to add one, see docs/architecture.md
+ENGINES = (SGLANG, VLLM)  # whose loading is checked; to add one, see docs/architecture.md
 
 
 @dataclass(frozen=True)

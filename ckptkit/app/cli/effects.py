@@ -74,6 +74,13 @@ RULES: Mapping[str, Sequence[Rule]] = {
             "add --against-megatron, or leave it out: files and values do not depend on how Megatron is launched",
         ),
         Needs(("dp_attention",), ("against_sglang",), "add --against-sglang and --tp, or leave it out"),
+        Needs(("vllm_python",), ("against_vllm",), "add --against-vllm, or leave it out"),
+        Needs(
+            ("sglang_python",),
+            ("against_sglang", "engine", "update", "release_resume", "rollout_data"),
+            "add --against-sglang, --engine or --rollout-data, or leave it out",
+        ),
+        Needs(("megatron_python",), ("against_megatron",), "add --against-megatron, or leave it out"),
         Needs(("dp_attention",), ("tp",), "add --tp: a single rank keeps attention whole as it is"),
         Needs(("manifest_key",), ("manifest",), "add --manifest FILE, whose signature is verified with the key"),
         Needs(("rollout_temperature",), ("rollout_data",), "add --rollout-data FILE, which was sampled at it"),

@@ -23,18 +23,19 @@ def explain(words: tuple[str, ...]) -> None:
 
 @click.command(cls=Verb, short_help="Say what is installed, and which witnesses can run.")
 @click.argument("parts", nargs=-1, metavar="[PART...]")
+@common.pythons
 @common.as_json
-def doctor(parts: tuple[str, ...], as_json: bool) -> None:
+def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None:
     """Say what is installed, which witnesses can run here, on which devices, and what to install for the others.
 
-    PART is one of megatron, sglang, engine, ray, remote and sign: what you want to use. Exit code 0 unless one that is
-    named, or ckptkit's own installation, is not usable; then 2.
+    PART is one of megatron, sglang, vllm, engine, ray, remote and sign: what you want to use. Exit code 0 unless one
+    that is named, or ckptkit's own installation, is not usable; then 2.
     """
     from ckptkit.app.doctor import PARTS, examine, lines
 
     if unknown := [part for part in parts if part not in PARTS]:
         raise click.UsageError(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
-    found = examine()
+    found = examine(common.pythons_of(options))
     if as_json:
         echo_json(found.to_json())
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,25 @@ writing = _together(
         "Writes only a file to measure the disk with, which is removed at once.",
     ),
 )
+PROGRAMS = ("megatron", "sglang", "vllm")  # that may be in environments of their own
+pythons = _together(
+    *(
+        click.option(
+            f"--{name}-python",
+            type=click.Path(),
+            help=f"The Python of the environment that has it. [default: CKPTKIT_{name.upper()}_PYTHON, else this one]",
+        )
+        for name in PROGRAMS
+    )
+)
+
+
+def pythons_of(given: Mapping[str, str | None]) -> dict[str, str]:
+    """What the options `pythons` say, by program."""
+    found = {name: given[f"{name}_python"] for name in PROGRAMS}
+    return {name: path for name, path in found.items() if path is not None}
+
+
 parallel = _together(
     *(
         click.option(

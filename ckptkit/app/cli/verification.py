@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Load it into the real SGLang model class, one process a rank, and compare every parameter.",
 )
+@click.option(
+    "--against-vllm",
+    is_flag=True,
+    help="Load it into the real vLLM model class, one process a rank, and compare every parameter.",
+)
+@common.pythons
 @click.option("--engine", is_flag=True, help="Serve it with a live SGLang engine. Needs GPUs, as do the next two.")
 @click.option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change.")
 @click.option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost.")
@@ -86,6 +92,7 @@ def verify(
     checkpoint: Path,
     against_megatron: bool,
     against_sglang: bool,
+    against_vllm: bool,
     engine: bool,
     update: bool,
     release_resume: bool,
@@ -97,20 +104,22 @@ def verify(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Prove CHECKPOINT: files, values, quantization, and what real Megatron and real SGLang make of it."""
+    """Prove CHECKPOINT: files, values, quantization, and what real Megatron, SGLang and vLLM make of it."""
     asked = {
         "megatron": against_megatron,
         "sglang": against_sglang,
+        "vllm": against_vllm,
         "engine": engine,
         "update": update,
         "release-resume": release_resume,
         "logits": logits,
     }
+    pythons = common.pythons_of({f"{name}_python": options.pop(f"{name}_python") for name in common.PROGRAMS})
     against = frozenset(name for name, wanted in asked.items() if wanted)
     with phase("loading ckptkit and torch"):
         from verify.run import verify as run
 
-    report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, **options)
+    report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, pythons=pythons, **options)
     print_report(report, as_json, strict, reports, every)
 
 

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zlib_ng import zlib_ng
-
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
 from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.specs import MOST_AXES
 from ckptkit.formats.torch_save import unpickle
+from ckptkit.formats.torch_save.crc32 import crc32
 from ckptkit.formats.torch_save.records import NotAllowed, Record, kind_of
 from ckptkit.formats.torch_save.zip_ends import END_BYTES, LOCAL_HEADER, zip_problem
 from ckptkit.storage.buffers import bytes_of, elements, tensor_of
@@ -99,7 +98,7 @@ class Blob:
         content = memory[begin : begin + info.file_size]
         if len(content) != info.file_size:
             raise self._too_short()
-        self.check(info, zlib_ng.crc32(content))
+        self.check(info, crc32(content))
         # torch.save puts storages on multiples of 64 bytes, others may not.
         flat = elements(tensor_of(memory)[begin : begin + info.file_size], torch_dtype(dtype))
         return flat.as_strided(shape, arguments.stride, flat.storage_offset() + arguments.offset).contiguous()
@@ -176,7 +175,7 @@ class Blob:
         if self.read(buffer, self._begin(info) + start) != buffer.nbytes:
             raise self._too_short()
         if buffer.nbytes == info.file_size:
-            self.check(info, zlib_ng.crc32(buffer))
+            self.check(info, crc32(buffer))
 
     def _begin(self, info: zipfile.ZipInfo) -> int:
         """Where in the blob the content of an entry begins."""

@@ -12,11 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zlib_ng import zlib_ng
-
 from ckptkit.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE, torch_dtype
 from ckptkit.core.errors import CkptkitError, DamagedError, code_of
 from ckptkit.formats.torch_save.blob import Blob, is_layout, reach
+from ckptkit.formats.torch_save.crc32 import crc32
 from ckptkit.formats.torch_save.records import Record, kind_of
 from ckptkit.storage.regular import open_regular
 
@@ -132,5 +131,5 @@ class SavedFile:
         for start in range(0, info.file_size, _PIECE):
             view = memoryview(piece)[: info.file_size - start]
             self._blob.read_into(info, view, start)
-            checksum = zlib_ng.crc32(view, checksum)
+            checksum = crc32(view, checksum)
         self._blob.check(info, checksum)

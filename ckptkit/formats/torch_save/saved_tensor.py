@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zlib_ng import zlib_ng
-
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS
 from ckptkit.formats.torch_save.blob import dense_stride
+from ckptkit.formats.torch_save.crc32 import crc32
 from ckptkit.storage.buffers import cuts
 from ckptkit.storage.write import WrittenFile
 
@@ -110,15 +109,11 @@ class SavedLayout:
 
     def header(self, crc: int) -> bytes:
         """The bytes before data with this CRC-32."""
-        return b"".join(
-            entry.local(zlib_ng.crc32(content)) + content for entry, content in self.small
-        ) + self.data.local(crc)
+        return b"".join(entry.local(crc32(content)) + content for entry, content in self.small) + self.data.local(crc)
 
     def trailer(self, crc: int) -> bytes:
         """The bytes after data with this CRC-32: the directory of the zip."""
-        directory = b"".join(
-            entry.central(zlib_ng.crc32(content)) for entry, content in self.small
-        ) + self.data.central(crc)
+        directory = b"".join(entry.central(crc32(content)) for entry, content in self.small) + self.data.central(crc)
         count, size, begin = len(self.small) + 1, len(directory), self.data.end
         end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, begin)
         locator = _LOCATOR.pack(b"PK\6\7", 0, begin + size, 1)
@@ -134,7 +129,7 @@ class SavedTensor:
 
     def append(self, content: memoryview) -> None:
         """Writes the next bytes. Raises OSError."""
-        self._crc = zlib_ng.crc32(content, self._crc)
+        self._crc = crc32(content, self._crc)
         self._file.write(content, self._at)
         self._at += len(content)
 

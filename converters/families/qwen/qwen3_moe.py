@@ -45,6 +45,6 @@ FAMILIES = (
         read_dims,
         mappings,
         release=Release(classes={"Router": "Qwen3MoeTopKRouter"}),
-        engines={"sglang": EngineClass(QKV_GATE_UP)},
+        engines={"sglang": EngineClass(QKV_GATE_UP), "vllm": EngineClass(packs_routers=True)},
     ),
 )

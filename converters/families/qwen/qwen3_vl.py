@@ -83,5 +83,6 @@ FAMILIES = (
         model_types=("qwen3_vl_moe",),
         architectures=_DENSE.architectures[::-1],
         release=replace(_RELEASE, model_type="qwen3_vl_moe_text", classes=_CLASSES),
+        engines={**_DENSE.engines, "vllm": EngineClass(packs_routers=True)},
     ),
 )

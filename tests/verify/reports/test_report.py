@@ -300,15 +300,15 @@ def test_verdict_counts_warnings() -> None:
 
 
 def test_verdict_of_a_pass_says_what_was_looked_at_and_what_was_not() -> None:
-    passed = replace(report_of(passing), asked=("files", "values"), not_asked=("source", "Megatron", "SGLang"))
-    scope = "files and values; source not given; Megatron, SGLang not asked"
+    passed = replace(report_of(passing), asked=("files", "values"), not_asked=("source", "Megatron", "SGLang", "vLLM"))
+    scope = "files and values; source not given; Megatron, SGLang, vLLM not asked"
     assert passed.verdict == f"PASSED {scope}"
     assert text_of(replace(passed, source=None)).splitlines()[-1] == f"PASSED {scope}  /data/a"
     warned = replace(passed, findings=report_of(warning).findings)
     assert warned.verdict == f"PASSED with 1 warning: {scope}"
     content = json.loads(json.dumps(passed.to_json()))
     assert (content["status"], content["asked"]) == ("passed", ["files", "values"])
-    assert content["not_asked"] == ["source", "Megatron", "SGLang"]
+    assert content["not_asked"] == ["source", "Megatron", "SGLang", "vLLM"]
     # What failed or could not be looked at says so by itself.
     assert replace(report_of(failing), asked=("files",)).verdict == "FAILED with 1 error"
     assert replace(report_of(unable), asked=("files",)).verdict == "INCONCLUSIVE"
@@ -333,10 +333,10 @@ def test_two_exchanged_layers_pass_without_a_source_and_the_verdict_says_so(rele
     models.edit(copy, "model.layers.3.mlp.up_proj.weight", other)
     models.edit(copy, "model.layers.4.mlp.up_proj.weight", one)
     report = verify(copy)
-    assert report.verdict == "PASSED files and values; source not given; Megatron, SGLang not asked"
+    assert report.verdict == "PASSED files and values; source not given; Megatron, SGLang, vLLM not asked"
     assert verify(copy, source=releases("qwen2-tied")).status == "failed"
     assert verify(releases("qwen2-tied"), source=releases("qwen2-tied")).verdict == (
-        "PASSED files and values; Megatron, SGLang not asked"
+        "PASSED files and values; Megatron, SGLang, vLLM not asked"
     )
 
 

@@ -56,5 +56,5 @@ def test_every_engine_has_its_stage_option_and_checks() -> None:
 def test_updates_imply_a_live_engine_which_is_sglang() -> None:
     asked = with_implied(frozenset({"update"}))
     assert asked == {"update", "engine"}
-    assert programs_not_asked(asked) == ["Megatron"]
-    assert programs_not_asked(frozenset({"logits"})) == ["Megatron", "SGLang"]
+    assert programs_not_asked(asked) == ["Megatron", "vLLM"]
+    assert programs_not_asked(frozenset({"logits"})) == ["Megatron", "SGLang", "vLLM"]

@@ -23,6 +23,7 @@ from verify.witnesses.loading.compare import DROPPED
 from verify.witnesses.loading.job import ONE_RANK, LoadReport, Observation
 from verify.witnesses.loading.names import of_draft, promised_names
 from verify.witnesses.loading.run import LoadedBy, LoadRun
+from verify.witnesses.process.interpreter import Interpreter
 from verify.witnesses.process.run import last_words, run_ranks
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.sglang.names import fuses_shared, left_empty
@@ -114,7 +115,7 @@ def test_a_hanging_witness_is_ended(tmp_path: Path) -> None:
 
 def test_without_sglang_the_report_is_inconclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GLM))
-    monkeypatch.setattr(sglang_run, "find_spec", lambda name: None)
+    monkeypatch.setattr(Interpreter, "release", lambda *_: None)
     outcome = run_checks(
         Subject(tmp_path, options=VerifyOptions(against=frozenset({"sglang"}))),
         [one for one in all_checks() if one.stage == "sglang"],
@@ -158,7 +159,7 @@ def test_config_that_names_another_class_never_reaches_sglang(
         json.dumps(config | {"architectures": architectures, "auto_map": {"AutoModel": "evil.Evil"}})
     )
     (release / "evil.py").write_text("raise SystemExit('run')\n")
-    monkeypatch.setattr(sglang_run, "find_spec", lambda name: name)
+    monkeypatch.setattr(Interpreter, "release", lambda *_: "0")
     monkeypatch.setattr(sglang_run, "run_ranks", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(
         (Unable, CkptkitError), match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model)"
@@ -171,7 +172,7 @@ def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, mon
     release, megatron = tmp_path / "release", tmp_path / "megatron"
     models.save("qwen2_5_vl", release)
     convert(release, megatron)
-    monkeypatch.setattr(sglang_run, "find_spec", lambda name: name)
+    monkeypatch.setattr(Interpreter, "release", lambda *_: "0")
 
     def run_ranks(root: Path, *_: object) -> dict[int, str]:
         (root / "log-0").touch()

@@ -13,6 +13,7 @@ from verify.report import Report
 from verify.run import verify
 from verify.witnesses.loading import run as sglang_run
 from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.process.interpreter import Interpreter
 from verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.usefixtures("served_sglang")]
@@ -27,7 +28,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
 
     def with_unknown(path: Path, lacks: str = "") -> Report:
         monkeypatch.setattr(sglang_run, "_WITNESS", "support.sglang_unknown")
-        monkeypatch.setattr(sglang_run, "version", lambda package: "9.9.9")
+        monkeypatch.setattr(Interpreter, "release", lambda *_: "9.9.9")
         monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         monkeypatch.setenv("LACKS", lacks)
         return verify(path, against=frozenset({"sglang"}))

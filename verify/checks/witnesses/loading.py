@@ -41,9 +41,10 @@ from verify.witnesses.registry import ENGINES
 
 if TYPE_CHECKING:  # each adapter is held to the protocol
     from verify.witnesses.loading.engine import Engine
-    from verify.witnesses.sglang import adapter
+    from verify.witnesses.sglang import adapter as sglang
+    from verify.witnesses.vllm import adapter as vllm
 
-    _ADAPTERS: tuple[Engine, ...] = (adapter,)
+    _ADAPTERS: tuple[Engine, ...] = (sglang, vllm)
 
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
@@ -70,7 +71,7 @@ def each_engine(
                 stage=engine.name,
                 needs=(engine.name,),
                 rationale=rationale.format(engine=engine.label),
-                fix=fix.format(engine=engine.label),
+                fix=fix.format(engine=engine.label, sizes=engine.sizes),
                 unless=unless,
             )(update_wrapper(partial(issues, engine), issues))
             for engine in ENGINES
@@ -297,20 +298,19 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
     "{engine} has the parallel sizes asked for",
     rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says "
     "little of them.",
-    fix="Give {engine}'s own sizes: --ep divides --tp, there is no --pp. Those of Megatron are another command, with "
-    "--against-megatron alone.",
+    fix="Give {engine}'s own sizes: {sizes}. Those of Megatron are another command, with --against-megatron alone.",
     unless=_one_rank,
 )
 def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank of such an engine was loaded by its own loader, and the other checks look at all of them."""
-    if engine_sizes(subject) is None:
+    if engine_sizes(engine, subject) is None:
         asked = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
         given = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
         raise Unable(
-            f"{engine.label} was loaded on one rank, since an engine cannot have {given}: --ep divides --tp, and "
-            "tp / ep ranks cut an expert; give these sizes with --against-megatron alone"
+            f"{engine.label} was loaded on one rank, since an engine cannot have {given}: {engine.sizes}, and tp / ep "
+            "ranks cut an expert; give these sizes with --against-megatron alone"
         )
-    _count(tally, _report(engine, subject).sizes.tp)
+    _count(tally, _report(engine, subject).sizes.ranks)
     yield from ()
 
 

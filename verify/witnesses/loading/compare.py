@@ -23,6 +23,7 @@ from verify.witnesses.loading.placement import Piece, Placement, covered, flat, 
 from verify.witnesses.loading.trace import Region
 
 _OF_QUANTIZED = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
+NO_ROUTER = "has no such parameter"
 DROPPED = "it was given to load_weights and written nowhere"
 
 
@@ -215,13 +216,13 @@ class Loaded:
         """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
         for name in self.routers():
             if (place := self.place(name)) is None:
-                yield Observation(name, name, f"{self.engine.LABEL} has no such parameter")
+                yield Observation(name, name, f"{self.engine.LABEL} {NO_ROUTER}")
                 continue
             param, region = place
             held = region.of(flat(self.tensors[param]))
             if count := int(poisoned(held).sum()):
                 yield Observation(name, param, f"{count} of {held.numel()} elements were never written")
-            elif not held.isfinite().all():
+            elif not (held := held.float()).isfinite().all():  # FP8 has no `isfinite`
                 yield Observation(name, param, "not finite")
             elif held.min() == held.max():
                 what = "all zero" if held.any().logical_not() else f"every element is {held.flatten()[0].item()}"

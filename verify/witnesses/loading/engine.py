@@ -30,10 +30,17 @@ class EngineFacts:
     label: str  # in messages
     codes: str  # what the codes of its checks begin with
     tested: tuple[str, ...]  # its releases
+    install: str  # the commands that install it
     adapter: str  # the module that is its `Engine`
+    sizes: str  # which parallel sizes it can have
     server: str  # the command that serves a model
     unfused_option: str | None = None  # of that command: it keeps shared experts apart from routed ones
     hidden: tuple[str, ...] = ()  # environment variables that its witness must not see
+    stages: bool = False  # it can be cut into pipeline stages
+    attention_whole: bool = False  # each of its ranks can keep attention whole
+    shares_experts: bool = True  # of its ranks fewer than all may keep whole experts, and cut those
+    # Environment variables and values for another try without a GPU, where it builds nothing at the first.
+    without_gpu: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,9 @@ class Engine(Protocol):
 
     def fuses_shared(self, names: Iterable[str]) -> bool:
         """Whether a checkpoint with these names needs the shared expert as one more routed expert."""
+
+    def chosen_for(self) -> str | None:
+        """The device whose layouts and kernels are chosen while tensors are on the CPU; None: the one they are on."""
 
     def has_default(self, param: str) -> bool:
         """Whether a parameter is made with a value that stands unless a checkpoint gives another."""

@@ -91,9 +91,9 @@ class Examination:
         sizes = {name: block.numel for name, block in trace.given.items()}
         placement = Placement.of(trace, tensors)
         if self.target is None:
-            return Loaded(self.engine, self.config, tensors, placement, sizes, self.sizes.tp)
+            return Loaded(self.engine, self.config, tensors, placement, sizes, self.sizes.ranks)
         own = {name: sizes[name] for name in draft_names(self.config, sizes)}
-        return DraftLoaded(self.engine, self.config, tensors, placement, own, self.sizes.tp, self.target[1])
+        return DraftLoaded(self.engine, self.config, tensors, placement, own, self.sizes.ranks, self.target[1])
 
     def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
         found = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -118,13 +118,17 @@ class Examination:
         parts = self.loaded.placement.parts(name)
         return PartialTensor(self.loaded.sizes[name], [(part.offset, part.sizes, part.strides) for part in parts])
 
+    def _cpu(self) -> str:
+        chosen = self.engine.chosen_for()
+        return f"cpu, with the choices of {chosen}" if chosen else "cpu"
+
     def report(self, model: nn.Module) -> LoadReport:
         """Everything that was seen; `model` as it is after loading."""
         first = next(model.parameters())
         return LoadReport(
             version=version(self.engine.PACKAGE),
             model=type(model).__name__,
-            device=torch.cuda.get_device_name() if first.is_cuda else "cpu",
+            device=torch.cuda.get_device_name() if first.is_cuda else self._cpu(),
             dtype=str(first.dtype).removeprefix("torch."),
             sizes=self.sizes,
             fused_shared=self.fused_shared,

@@ -11,12 +11,19 @@ from pathlib import Path
 class EngineSizes:
     """How an engine is cut."""
 
-    tp: int = 1  # its ranks
+    tp: int = 1  # ranks that share a layer
     ep: int = 1  # divides `tp`: each rank keeps 1/ep of the experts, and tp/ep ranks cut those among them
     dp_attention: bool = False  # every rank keeps the attention whole (`--enable-dp-attention`, `--dp-size` of `tp`)
+    pp: int = 1  # pipeline stages
+
+    @property
+    def ranks(self) -> int:
+        """How many processes that are."""
+        return self.tp * self.pp
 
     def __str__(self) -> str:
-        return ", ".join([f"tp {self.tp}", f"ep {self.ep}", *["dp attention"] * self.dp_attention])
+        stages = [f"pp {self.pp}"] if self.pp > 1 else []
+        return ", ".join([f"tp {self.tp}", *stages, f"ep {self.ep}", *["dp attention"] * self.dp_attention])
 
 
 ONE_RANK = EngineSizes()

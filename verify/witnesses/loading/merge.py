@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from verify.witnesses.loading.compare import DROPPED
+from verify.witnesses.loading.compare import DROPPED, NO_ROUTER
 from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.placement import covered
 from verify.witnesses.loading.trace import Region
@@ -33,7 +33,7 @@ def merged(reports: Sequence[LoadReport]) -> LoadReport:
         differing=differing,
         rounded=_grouped([report.rounded for report in reports]),
         computed=_all(report.computed for report in reports),
-        routers=_grouped([report.routers for report in reports]),
+        routers=tuple(_routers(reports)),
         log=_all(report.log for report in reports),
         repacked=_grouped(repacked) if len(repacked) == len(reports) else None,
         repacked_seen=sum(report.repacked_seen for report in reports),
@@ -55,6 +55,13 @@ def _grouped(seen: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:
         replace(next(iter(by_rank.values())), rank=None if len(by_rank) == len(seen) else ", ".join(map(str, by_rank)))
         for by_rank in by_words.values()
     )
+
+
+def _routers(reports: Sequence[LoadReport]) -> Iterator[Observation]:
+    """Dead routers. A rank that has other layers lacks those of this one."""
+    for seen in _grouped([report.routers for report in reports]):
+        if seen.rank is None or not seen.what.endswith(NO_ROUTER):
+            yield seen
 
 
 def _dropped(reports: Sequence[LoadReport]) -> Iterator[Observation]:

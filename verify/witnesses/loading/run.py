@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +20,7 @@ from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
 from verify.witnesses.process.codec import load, save
 from verify.witnesses.process.exit_report import ExitReport, exit_report_of
+from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.ranks import causes
 from verify.witnesses.process.run import last_words, run_ranks, time_limit
 
@@ -53,25 +52,48 @@ class LoadedBy:
         Raises Unable where the engine is missing, would take a class or a layout that ckptkit does not know, or would
         lack tensors that no Megatron model holds; CkptkitError where the config is of no supported family.
         """
-        require(self.engine)
+        release = require(self.engine, subject)
         config = config_of(subject)
         check_class(self.engine, config)
         check_passthrough(self.engine, subject, config)
-        with TemporaryDirectory(prefix=f"ckptkit-{self.engine.name}-") as scratch:
-            jobs = _jobs(self.engine, subject, Path(scratch))
-            for job in jobs:
-                save(job, Path(scratch, f"job-{job.rank}.json"))
-            limit_s = time_limit(_START_S, subject.checkpoint.specs)
-            failed = run_ranks(Path(scratch), len(jobs), _WITNESS, limit_s, self.engine.hidden)
-            logs = [Path(scratch, f"log-{job.rank}") for job in jobs]
-            run = outcome(failed, [Path(job.report) for job in jobs], logs)
-        return _of_untested(self.engine, run, version(self.engine.name))
+        run = _load(self.engine, subject)
+        if run.report is None and self.engine.without_gpu and not _gpus():
+            again = _load(self.engine, subject, dict(self.engine.without_gpu))
+            run = again if again.report is not None else run
+        return _of_untested(self.engine, run, release)
 
 
-def require(engine: EngineFacts) -> None:
-    """Raises Unable where an engine is not installed."""
-    if find_spec(engine.name) is None:
-        raise Unable(f"{engine.label} is not installed here: pip install {engine.name}")
+def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> LoadRun:
+    """One load, with these variables in the environment of its processes."""
+    interpreter = replace(interpreter_of(engine, subject), variables=variables or {})
+    with TemporaryDirectory(prefix=f"ckptkit-{engine.name}-") as scratch:
+        jobs = _jobs(engine, subject, Path(scratch))
+        for job in jobs:
+            save(job, Path(scratch, f"job-{job.rank}.json"))
+        limit_s = time_limit(_START_S, subject.checkpoint.specs)
+        failed = run_ranks(Path(scratch), len(jobs), _WITNESS, limit_s, interpreter)
+        logs = [Path(scratch, f"log-{job.rank}") for job in jobs]
+        return outcome(failed, [Path(job.report) for job in jobs], logs)
+
+
+def interpreter_of(engine: EngineFacts, subject: Subject) -> Interpreter:
+    """The Python that has an engine."""
+    return Interpreter(python_of(engine.name, subject.options.pythons), engine.hidden)
+
+
+def require(engine: EngineFacts, subject: Subject) -> str:
+    """The release of an engine. Raises Unable where it is not installed, UsageError for a Python that does not run."""
+    interpreter = interpreter_of(engine, subject)
+    if (release := interpreter.release(engine.name)) is None:
+        where = f"in the environment of {interpreter.path}" if interpreter.elsewhere else "here"
+        raise Unable(f"{engine.label} is not installed {where}: {engine.install}")
+    return release
+
+
+def _gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _jobs(engine: EngineFacts, subject: Subject, root: Path) -> list[LoadJob]:
@@ -82,29 +104,29 @@ def _jobs(engine: EngineFacts, subject: Subject, root: Path) -> list[LoadJob]:
         hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
         source=_source(subject),
         scratch=str(root / "scratch"),
-        sizes=engine_sizes(subject) or ONE_RANK,
+        sizes=engine_sizes(engine, subject) or ONE_RANK,
     )
-    return [replace(first, rank=rank, report=str(root / f"report-{rank}.json")) for rank in range(first.sizes.tp)]
+    return [replace(first, rank=rank, report=str(root / f"report-{rank}.json")) for rank in range(first.sizes.ranks)]
 
 
 def _of_untested(engine: EngineFacts, run: LoadRun, found: str) -> LoadRun:
     """What a release that is not known refuses without a GPU may be how ckptkit builds models there."""
-    import torch
-
     refusal = run.crash or run.draft_crash
-    if refusal is None or found in engine.tested or torch.cuda.is_available():
+    if refusal is None or found in engine.tested or _gpus():
         return run
     tested = ", ".join(engine.tested)
     why = f"{engine.label} {found} was not tested without a GPU ({tested} were), and fails: {refusal}"
     return LoadRun(None, unable=why) if run.crash else LoadRun(run.report, draft_error=why)
 
 
-def engine_sizes(subject: Subject) -> EngineSizes | None:
+def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:
     """The sizes asked for, as an engine has them; None where it has no such sizes."""
-    sizes = EngineSizes(subject.tp, subject.ep, subject.options.dp_attention and subject.tp > 1)
-    etp = subject.options.etp or subject.tp // subject.ep
-    possible = subject.options.pp == 1 and subject.tp % subject.ep == 0 and etp == subject.tp // subject.ep
-    return sizes if possible else None
+    tp, ep, pp = subject.tp, subject.ep, subject.options.pp
+    etp = subject.options.etp or tp // ep
+    possible = (engine.stages or pp == 1) and tp % ep == 0 and etp == tp // ep
+    if not possible or not (engine.shares_experts or ep in (1, tp)):
+        return None
+    return EngineSizes(tp, ep, engine.attention_whole and subject.options.dp_attention and tp > 1, pp)
 
 
 def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[Path]) -> LoadRun:

@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,9 +27,10 @@ from verify.witnesses.megatron.concurrency import bytes_a_rank, fits_together, r
 from verify.witnesses.megatron.job import RankJob, RankReport
 from verify.witnesses.process.codec import load, save
 from verify.witnesses.process.exit_report import ExitReport, exit_report_of, how_it_ended
+from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.ranks import causes, wait
 from verify.witnesses.process.run import time_limit
-from verify.witnesses.process.sandbox import end, environment, start, stuck_at
+from verify.witnesses.process.sandbox import end, start, stuck_at
 from verify.witnesses.reference.job import Ids, Judged, Reference
 from verify.witnesses.reference.run import check_reference, judged_by_transformers
 
@@ -73,7 +73,7 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     """
     if subject.is_hf:
         raise Unable("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+    if not _has(subject, "megatron") or not _has(subject, "megatron.core"):
         raise Unable("megatron-core is not installed: pip install megatron-core")
     dims = dims_of(config_of(subject))
     if dims.qk_norm_full and subject.tp > dims.groups:
@@ -99,6 +99,16 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     check_sizes(sizes, dims)
     _check_ranks(given.ranks, sizes)
     return sizes
+
+
+def interpreter_of(subject: Subject) -> Interpreter:
+    """The Python that has Megatron."""
+    return Interpreter(python_of("megatron", subject.options.pythons))
+
+
+def _has(subject: Subject, module: str) -> bool:
+    there = interpreter_of(subject)
+    return there.has(module) if there.elsewhere else find_spec(module) is not None
 
 
 def _check_ranks(ranks: Sequence[int], sizes: ParallelSizes) -> None:
@@ -135,7 +145,7 @@ def run_megatron(subject: Subject) -> MegatronRun:
             jobs = [replace(job, trainer=str(Path(job.checkpoint).parent)) for job in jobs]
         turns = math.ceil(len(jobs) / at_once) if at_once else 1
         limit_s = turns * time_limit(_START_SECONDS, subject.checkpoint.specs)
-        failures = run_ranks(jobs, Path(scratch), gpu, limit_s)
+        failures = run_ranks(jobs, Path(scratch), gpu, limit_s, interpreter_of(subject))
         reports = [] if failures else [load(RankReport, Path(job.report)) for job in jobs]
     if (at_once or trainer) and len(jobs) == sizes.world:
         reports = _with_missing(reports, subject)
@@ -147,7 +157,7 @@ def run_megatron(subject: Subject) -> MegatronRun:
 
 def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None:
     """Raises Unable where Megatron-LM's `load_checkpoint` is missing, or is not run here in this layout."""
-    if find_spec("megatron.training") is None:
+    if not _has(subject, "megatron.training"):
         raise Unable(
             f"{_TRAINER} is not installed: megatron.training comes with megatron-core since 0.19, on Python 3.12; "
             "without --trainer-loader megatron-core itself loads"
@@ -183,7 +193,7 @@ def _check_release(subject: Subject) -> None:
     """Raises Unable for tensors or a model that the installed megatron-core does not take."""
     if (dialect := dialect_of(config_of(subject), subject.checkpoint.specs)) != MCORE:
         raise Unable(f"these tensors are named for {dialect}'s own modules, which are no part of megatron-core")
-    dims, found = dims_of(config_of(subject)), version("megatron-core")
+    dims, found = dims_of(config_of(subject)), str(interpreter_of(subject).release("megatron-core"))
     release = tuple(map(int, found.split(".")[:2]))
     if dims.indexer and release < _INDEXER_SINCE:
         raise Unable(
@@ -236,7 +246,7 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [_logits_job(subject, sizes, rank, Path(scratch), gpu, prompts, dtype) for rank in range(sizes.world)]
         limit_s = time_limit(_START_SECONDS, subject.checkpoint.specs, passes=4)
-        failures = run_ranks(jobs, Path(scratch), gpu, limit_s)
+        failures = run_ranks(jobs, Path(scratch), gpu, limit_s, interpreter_of(subject))
         if failures:
             raise Unable(_unable(failures))
         reports = [load(RankReport, Path(job.report)) for job in jobs]
@@ -288,18 +298,22 @@ def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: 
         store=str(scratch / "store"),
         report=str(scratch / f"report-{rank}.json"),
         dtype=main_dtype(subject.checkpoint.specs) or "bfloat16",
-        transformer_engine=gpu and find_spec("transformer_engine") is not None,
+        transformer_engine=gpu and _has(subject, "transformer_engine"),
     )
 
 
-def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float) -> dict[int, Failure]:
+def run_ranks(
+    jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float, interpreter: Interpreter
+) -> dict[int, Failure]:
     """Runs a process a job to the end and says why the first ones to fail failed; empty when all reported.
 
     On the CPU they are forked from one that has imported Megatron, which takes longer than to load a small model.
     CUDA bears no fork.
     """
     processes = (
-        {job.rank: _start([job], scratch, gpu) for job in jobs} if gpu else {jobs[0].rank: _start(jobs, scratch, gpu)}
+        {job.rank: _start([job], scratch, gpu, interpreter) for job in jobs}
+        if gpu
+        else {jobs[0].rank: _start(jobs, scratch, gpu, interpreter)}
     )
     try:
         first, soon_after = wait([job.rank for job in jobs], processes, scratch, time.monotonic() + seconds)
@@ -322,13 +336,14 @@ def run_ranks(jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float)
     return {rank: Failure(message, exit_report_of(reports[rank])) for rank, message in failed.items()}
 
 
-def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> subprocess.Popen[bytes]:
+def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool, interpreter: Interpreter) -> subprocess.Popen[bytes]:
     for job in jobs:
         save(job, scratch / f"job-{job.rank}.json")
     # A rank decides by what it sees: without GPUs for all ranks, none may find one.
-    variables = environment(OMP_NUM_THREADS="1", **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}))
+    variables = interpreter.environment(scratch) | {"OMP_NUM_THREADS": "1"}
+    variables |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     words = [scratch, *(job.rank for job in jobs)]
-    return start(_WITNESS, words, scratch / f"stderr-{jobs[0].rank}", variables, stdout=False)
+    return start(_WITNESS, words, scratch / f"stderr-{jobs[0].rank}", variables, stdout=False, python=interpreter.path)
 
 
 def _last_words(errors: Path, report: Path, code: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -14,12 +14,14 @@ from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
 from verify.witnesses.process.codec import load, save
 from verify.witnesses.process.exit_report import exit_report_of, how_it_ended
+from verify.witnesses.process.interpreter import Interpreter
 from verify.witnesses.process.ranks import wait
-from verify.witnesses.process.sandbox import end, environment, start, stuck_at
+from verify.witnesses.process.sandbox import end, start, stuck_at
 
 T = TypeVar("T")
 _BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
 _LAST_LINES = 8
+_HERE = Interpreter()
 _TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -28,8 +30,8 @@ def time_limit(start_s: float, specs: Mapping[str, TensorSpec], passes: int = 1)
     return start_s + passes * sum(spec.nbytes for spec in specs.values()) / _BYTES_A_SECOND
 
 
-def ask(job: Any, module: str, kind: type[T], limit_s: float, hidden: Collection[str] = ()) -> tuple[T | None, str]:
-    """Runs `python -m MODULE` with a job (an `entry.Job`) in a process of its own, without the variables `hidden`.
+def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Interpreter = _HERE) -> tuple[T | None, str]:
+    """Runs `python -m MODULE` with a job (an `entry.Job`) in a process of its own.
 
     Returns its report, None without one; and in which phase it ended and what it said, empty where it ended well.
     """
@@ -37,7 +39,7 @@ def ask(job: Any, module: str, kind: type[T], limit_s: float, hidden: Collection
         root = Path(scratch)
         report = root / "report-0.json"
         save(replace(job, report=str(report)), root / "job-0.json")
-        failed = run_ranks(root, 1, module, limit_s, hidden)
+        failed = run_ranks(root, 1, module, limit_s, interpreter)
         message = ""
         if failed:
             ending = exit_report_of(report)
@@ -45,12 +47,12 @@ def ask(job: Any, module: str, kind: type[T], limit_s: float, hidden: Collection
         return load(kind, report) if report.exists() else None, message
 
 
-def run_ranks(root: Path, ranks: int, module: str, limit_s: float, hidden: Collection[str] = ()) -> dict[int, str]:
+def run_ranks(root: Path, ranks: int, module: str, limit_s: float, interpreter: Interpreter = _HERE) -> dict[int, str]:
     """Runs `module` with `root`/job-RANK.json, a process each, which print into log-RANK.
 
     Returns how those ended that failed first.
     """
-    variables = {name: value for name, value in environment().items() if name not in hidden}
+    variables = interpreter.environment(root)
     if ranks > 1:
         import torch
 
@@ -58,7 +60,8 @@ def run_ranks(root: Path, ranks: int, module: str, limit_s: float, hidden: Colle
         if torch.cuda.device_count() < ranks:
             variables |= {"CUDA_VISIBLE_DEVICES": ""}
     processes = {
-        rank: start(module, [root / f"job-{rank}.json"], root / f"log-{rank}", variables) for rank in range(ranks)
+        rank: start(module, [root / f"job-{rank}.json"], root / f"log-{rank}", variables, python=interpreter.path)
+        for rank in range(ranks)
     }
     try:
         first, _ = wait(range(ranks), processes, root, time.monotonic() + limit_s)

@@ -22,6 +22,7 @@ from pathlib import Path
 from ckptkit.core.printable import one_line
 from verify.witnesses.process.memory import session_members
 
+PACKAGES = ("ckptkit", "converters", "quant", "verify")  # what a witness imports of ckptkit
 DUMP = signal.SIGUSR1  # asks a witness for the Python stacks of its threads
 _DUMP_S = 1.0
 _FRAMES = 3
@@ -48,11 +49,17 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(
-    module: str, words: Sequence[object], log: Path, variables: Mapping[str, str], *, stdout: bool = True
+    module: str,
+    words: Sequence[object],
+    log: Path,
+    variables: Mapping[str, str],
+    *,
+    stdout: bool = True,
+    python: str = sys.executable,
 ) -> subprocess.Popen[bytes]:
     """Starts `python -m MODULE WORDS...` in a session of its own, with stderr and, if asked, stdout in `log`."""
     quiet = [] if stdout else ["-W", "ignore"]
-    command = [sys.executable, *quiet, "-m", __name__, str(os.getpid()), module, *map(str, words)]
+    command = [python, *quiet, "-m", __name__, str(os.getpid()), module, *map(str, words)]
     with log.open("wb") as output:
         return subprocess.Popen(
             command,

@@ -8,7 +8,8 @@ from pathlib import Path
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
-from verify.witnesses.loading.run import require
+from verify.witnesses.loading.run import interpreter_of, require
+from verify.witnesses.process.interpreter import Interpreter
 from verify.witnesses.process.run import ask, time_limit
 from verify.witnesses.rollouts.job import (
     Part,
@@ -105,21 +106,22 @@ def prompts_of(subject: Subject) -> Sequence[Prompt]:
 
 def run_templates(subject: Subject) -> Sequence[Rendering]:
     """What the checkpoint's own tokenizer makes of the prompts. Raises Unable where it cannot say."""
-    return _render(subject, "verify.witnesses.rollouts.template", subject.once(prompts_of))
+    return _render(subject, "verify.witnesses.rollouts.template", subject.once(prompts_of), Interpreter())
 
 
 def run_sglang_templates(subject: Subject) -> Sequence[Rendering]:
     """What SGLang's chat endpoint makes of those that are messages. Raises Unable where it cannot say."""
     messages = [one for one in subject.once(prompts_of) if not isinstance(one.prompt, str)]
     if messages:
-        require(SGLANG)
-    return _render(subject, "verify.witnesses.rollouts.sglang_template", messages) if messages else []
+        require(SGLANG, subject)
+    module, interpreter = "verify.witnesses.rollouts.sglang_template", interpreter_of(SGLANG, subject)
+    return _render(subject, module, messages, interpreter) if messages else []
 
 
-def _render(subject: Subject, module: str, prompts: Sequence[Prompt]) -> Sequence[Rendering]:
+def _render(subject: Subject, module: str, prompts: Sequence[Prompt], interpreter: Interpreter) -> Sequence[Rendering]:
     job = PromptJob(str(home_of(subject)), prompts)
     limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES)
-    found, failed = ask(job, module, Renderings, limit_s, SGLANG.hidden)
+    found, failed = ask(job, module, Renderings, limit_s, interpreter)
     if failed or found is None:
         raise Unable(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
     return found.found

@@ -94,6 +94,10 @@ def unknown_layout(module: nn.Module) -> str | None:
     return None if known or not repacked_parameters(module) else type(scheme).__name__
 
 
+def chosen_for() -> None:
+    """SGLang chooses for the device that the model is on."""
+
+
 def share(target: Any, draft: Any) -> None:
     """Gives a loaded draft model the embeddings and the output layer of its target, as SGLang's EAGLE worker does.
 

@@ -9,8 +9,11 @@ SGLANG = EngineFacts(
     label="SGLang",
     codes="CK50",
     tested=("0.5.15.post1", "0.5.16", "0.5.23"),  # docs/sglang-versions.md
+    install="pip install sglang",
     adapter="verify.witnesses.sglang.adapter",
+    sizes="--ep divides --tp, there is no --pp",
     server="python -m sglang.launch_server",
+    attention_whole=True,
     unfused_option="--disable-shared-experts-fusion",
     hidden=("SGLANG_USE_CPU_ENGINE",),
 )

@@ -18,7 +18,7 @@ from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
 from verify.witnesses.loading.job import EngineSizes
 from verify.witnesses.loading.names import draft_names
-from verify.witnesses.loading.run import check_class, engine_sizes, require
+from verify.witnesses.loading.run import check_class, engine_sizes, interpreter_of, require
 from verify.witnesses.process.run import ask, time_limit
 from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
 from verify.witnesses.reference.prediction import texts_of
@@ -93,7 +93,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
         draft=draft,
     )
     limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES)
-    report, failed = ask(job, _WITNESS, EngineReport, limit_s, SGLANG.hidden)
+    report, failed = ask(job, _WITNESS, EngineReport, limit_s, interpreter_of(SGLANG, subject))
     if report is not None:
         return EngineRun(report, prompts, failed, openings, layers)
     if _BY_SHAPE.search(failed):
@@ -166,11 +166,11 @@ def _sizes(subject: Subject) -> EngineSizes:
     """The engine's sizes. Raises Unable unless an engine can serve the subject here."""
     import torch
 
-    require(SGLANG)
+    require(SGLANG, subject)
     if subject.is_megatron:
         raise Unable("an engine serves HF directories: export it (`ckptkit convert`) and verify the export")
     if torch.cuda.device_count() < max(1, subject.tp):
         raise Unable(f"needs CUDA: one GPU a rank for {subject.tp}, and there are {torch.cuda.device_count()} here")
-    if (sizes := engine_sizes(subject)) is None:
+    if (sizes := engine_sizes(SGLANG, subject)) is None:
         raise Unable("an engine has no such sizes: --ep divides --tp, and there is no --pp")
     return sizes

@@ -1,0 +1,115 @@
+"""Loads many checkpoints into real vLLM in one process a rank, as `sglang_runs` does into SGLang.
+
+Also asks vLLM's own check which weights were not loaded: `DefaultModelLoader.track_weights_loading`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from support import sglang_runs
+from support.processes import run_logged
+from support.sglang_runs import ALTER, Case, Weights, swapped_experts
+from verify.witnesses.loading.job import ONE_RANK, EngineSizes
+from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.process.interpreter import Interpreter, python_of
+from verify.witnesses.vllm.facts import VLLM
+
+# What a mutation leaves out. Layer 5 has experts in every test model with experts.
+LOST = {
+    name: re.compile(rf".*layers\.5\.{pattern}")
+    for name, pattern in {
+        "a norm": r"input_layernorm\.weight",
+        "q of q, k and v": r"self_attn\.q_(b_)?proj\.weight(_packed|_scale|_scale_inv)?",
+        "q, k and v": r"self_attn\.([qkv]_proj|q_b_proj|kv_b_proj)\.weight(_packed|_scale|_scale_inv)?",
+        "output of attention": r"self_attn\.o_proj\.weight(_packed)?",
+        "up": r"mlp\.(experts\.3\.)?up_proj\.weight(_packed)?",
+        "an expert": r"mlp\.experts\.3\..*",
+        "all experts": r"mlp\.experts\..*",
+        "a router": r"mlp\.gate\.weight",
+        "a router's bias": r"mlp\.gate\.e_score_correction_bias",
+        "a scale": r"self_attn\.o_proj\.weight_scale(_inv)?",
+        "a scale of an expert": r"mlp\.experts\.3\.down_proj\.weight_scale(_inv)?",
+        "a layer": r".*",
+    }.items()
+} | {"embeddings": re.compile(r"model\.embed_tokens\.weight"), "the output layer": re.compile(r"lm_head\.weight")}
+HALF = re.compile(r".*layers\.5\.mlp\.experts\.3\.up_proj\.weight(_packed)?")
+_KEY_VALUE = re.compile(r"(.*layers\.5\.self_attn\.)([kv])(_proj\..*)")
+NOT_FOUND = "Following weights were not initialized from checkpoint"
+
+
+def without(pattern: re.Pattern[str], weights: Weights) -> Weights:
+    """All but what matches."""
+    return ((name, tensor) for name, tensor in weights if not pattern.fullmatch(name))
+
+
+def half_an_expert(weights: Weights) -> Weights:
+    """Up of an expert with half of its rows."""
+    return ((name, tensor.chunk(2)[0] if HALF.fullmatch(name) else tensor) for name, tensor in weights)
+
+
+def swapped_key_and_value(weights: Weights) -> Weights:
+    """Keys and values of a layer under each other's names."""
+    other = {"k": "v", "v": "k"}
+    for name, tensor in weights:
+        yield _KEY_VALUE.sub(lambda match: f"{match[1]}{other[match[2]]}{match[3]}", name), tensor
+
+
+MUTATIONS = {name: partial(without, pattern) for name, pattern in LOST.items()} | {
+    "half an expert": half_an_expert,
+    "two experts exchanged": swapped_experts,
+    "k and v exchanged": swapped_key_and_value,
+}
+
+
+@cache
+def release() -> tuple[int, ...] | None:
+    """The release of vLLM that tests ask; None where there is none."""
+    found = Interpreter(python_of("vllm", {})).release("vllm")
+    return tuple(map(int, found.split("+")[0].split(".")[:3])) if found else None
+
+
+def run_cases(cases: Mapping[str, Case], root: Path, sizes: EngineSizes = ONE_RANK) -> dict[str, LoadRun]:
+    """What vLLM made of every case, on the CPU."""
+    start = partial(run_logged, program=python_of("vllm", {}), limit_s=840)
+    return sglang_runs.run_cases(cases, root, sizes=sizes, engine=VLLM, start=start)
+
+
+def found_by_vllm(run: LoadRun) -> bool:
+    """Whether vLLM itself said of a load that weights were missing, or refused it."""
+    return run.report is None or any(NOT_FOUND in line for line in run.report.log)
+
+
+def load_and_ask(model: Any, weights: Weights) -> None:
+    """Loads by the model's own method; what vLLM's loader then checks is logged and not raised.
+
+    vLLM asks where nothing is quantized.
+    """
+    import logging
+
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loaded = model.load_weights(weights)
+    if get_current_vllm_config().model_config.quantization is not None or loaded is None:
+        return
+    try:
+        DefaultModelLoader.track_weights_loading(None, model, set(loaded))
+    except ValueError as error:
+        logging.getLogger("vllm").warning("not found: %s", error)
+
+
+if __name__ == "__main__":
+    from verify.witnesses.vllm import adapter
+
+    adapter.load = load_and_ask
+    sglang_runs.main({**ALTER, **MUTATIONS})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,179 @@
+"""`verify --against-vllm`: from HF, INT4 and Megatron, in an environment of its own, and where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import models
+from support.processes import ckptkit
+from support.sglang_runs import Case, checked
+
+from ckptkit.app import doctor
+from ckptkit.app.api import quantize
+from ckptkit.core.errors import UsageError
+from ckptkit.formats.hf.reader import INDEX
+from quant.formats.scheme import QuantScheme
+from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
+from verify.run import verify
+from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadReport, Observation
+from verify.witnesses.loading.merge import merged
+from verify.witnesses.loading.run import LoadRun, engine_sizes
+from verify.witnesses.process.interpreter import Interpreter, python_of
+from verify.witnesses.sglang.facts import SGLANG
+from verify.witnesses.vllm import driver
+from verify.witnesses.vllm.facts import VLLM
+from verify.witnesses.vllm.names import has_default, left_empty
+
+AGAINST = frozenset({"vllm"})
+PathOf = Callable[..., Path]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_sound_checkpoint_passes_from_hf_and_megatron(releases: PathOf, converted: PathOf) -> None:
+    done = ckptkit("verify", releases("qwen3_moe"), "--against-vllm", "--json", "--tp", "2", "--ep", "2")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["status"]) == (0, "passed"), done.stderr
+    assert "tp 2, ep 2, on cpu, with the choices of an H100" in report["facts"]["vLLM"][0]
+    checks = {one["code"]: one["status"] for one in report["checks"] if one["code"].startswith("CK52")}
+    assert checks == dict.fromkeys(("CK521", "CK522", "CK523", "CK524", "CK525", "CK527"), "passed")
+    streamed = verify(converted("qwen3_moe"), source=releases("qwen3_moe"), against=AGAINST)
+    assert streamed.status == "passed", streamed.findings
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_missing_expert_and_a_packed_router_are_errors(releases: PathOf, tmp_path: Path, copy_of: PathOf) -> None:
+    broken = copy_of(releases("glm4_moe"))
+    name = "model.layers.3.mlp.experts.4.up_proj.weight"
+    models.edit(broken, name, None)
+    index = json.loads((broken / INDEX).read_text())
+    del index["weight_map"][name]
+    (broken / INDEX).write_text(json.dumps(index))
+    done = ckptkit("verify", broken, "--against-vllm", "--json")
+    found = {one["code"]: one for one in json.loads(done.stdout)["findings"]}
+    assert (done.returncode, found["CK522"]["tensor"]) == (1, name)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_int4_is_compared_before_repacking_alone(releases: PathOf, tmp_path: Path) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7"))
+    report = verify(tmp_path / "int4", against=AGAINST)
+    assert report.status == "inconclusive"
+    assert report.findings == []
+    assert report.reasons == ["CK526: needs CUDA: vLLM's repacking kernels run on a GPU only"]
+
+
+def test_without_vllm_the_report_is_inconclusive(releases: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interpreter, "release", lambda *_: None)
+    report = verify(releases("qwen2-tied"), against=AGAINST)
+    assert report.status == "inconclusive"
+    assert report.reasons[0].startswith("CK521, CK522, CK523, CK524: vLLM is not installed ")
+    assert "pip install vllm; then --vllm-python" in report.reasons[0]
+
+
+def test_a_python_that_does_not_run_is_bad_usage(releases: PathOf, tmp_path: Path) -> None:
+    path = tmp_path / "python"
+    with pytest.raises(UsageError, match=r"python is not a Python that runs"):
+        verify(releases("qwen2-tied"), against=AGAINST, pythons={"vllm": str(path)})
+    path.write_text("#!/bin/sh\nexit 1\n")
+    path.chmod(0o755)
+    with pytest.raises(UsageError, match=r"python is not a Python that runs"):
+        Interpreter(str(path)).release("vllm")
+
+
+def test_a_witness_elsewhere_sees_ckptkits_packages_and_nothing_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/of/this/environment")
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    found = Interpreter(str(other), hidden=("HOME",), variables={"A": "b"}).environment(tmp_path)
+    assert sorted(one.name for one in Path(found["PYTHONPATH"]).iterdir()) == [
+        "ckptkit",
+        "converters",
+        "quant",
+        "verify",
+    ]
+    assert ("HOME" in found, found["A"]) == (False, "b")
+    assert "/of/this/environment" in Interpreter().environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
+
+
+def test_the_python_of_a_program_is_given_or_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTKIT_VLLM_PYTHON", "/there/python")
+    assert python_of("vllm", {}) == "/there/python"
+    assert python_of("vllm", {"vllm": "/here/python"}) == "/here/python"
+    monkeypatch.delenv("CKPTKIT_VLLM_PYTHON")
+    assert python_of("vllm", {}) == sys.executable
+
+
+def test_doctor_looks_into_the_environment_of_each_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    monkeypatch.setattr(Interpreter, "release", lambda self, name: {"vllm": "0.26.0", "torch": "2.11.0"}.get(name))
+    part = next(one for one in doctor.examine({"vllm": str(other)}).parts if one.name == "vllm")
+    assert (part.usable, part.python, part.versions) == (True, str(other), ["vllm 0.26.0", "torch 2.11.0"])
+    monkeypatch.setattr(Interpreter, "release", lambda *_: None)
+    part = next(one for one in doctor.examine({"vllm": str(other)}).parts if one.name == "vllm")
+    assert (part.usable, "pip install vllm" in str(part.missing)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "vllm", "sglang"),
+    [
+        ({"tp": 2}, EngineSizes(2), EngineSizes(2)),
+        ({"tp": 4, "ep": 4}, EngineSizes(4, 4), EngineSizes(4, 4)),
+        ({"tp": 4, "ep": 2}, None, EngineSizes(4, 2)),
+        ({"tp": 2, "pp": 3}, EngineSizes(2, pp=3), None),
+        ({"tp": 2, "ep": 2, "etp": 2}, None, None),
+    ],
+)
+def test_sizes_that_an_engine_can_have(
+    given: dict[str, int], vllm: EngineSizes | None, sglang: EngineSizes | None, tmp_path: Path
+) -> None:
+    subject = Subject(tmp_path, options=VerifyOptions(**given))  # type: ignore[arg-type]
+    assert (engine_sizes(VLLM, subject), engine_sizes(SGLANG, subject)) == (vllm, sglang)
+
+
+def report_of(*routers: Observation) -> LoadReport:
+    return LoadReport(
+        *("0.26.0", "SomeMoe", "cpu", "bfloat16", ONE_RANK, False, 1, 1, {"a": 1}, {}, 1),
+        *((), (), (), (), (), routers, (), (), None, 0),
+    )
+
+
+def test_a_router_of_another_pipeline_stage_is_not_missing(releases: PathOf) -> None:
+    absent, dead = Observation("a", "a", "vLLM has no such parameter"), Observation("b", "b", "all zero")
+    assert merged([report_of(absent, dead), report_of()]).routers == (Observation("b", "b", "all zero", rank="0"),)
+    assert merged([report_of(absent), report_of(absent)]).routers == (absent,)
+    results, _, _ = checked(Case(releases("qwen3_moe")), LoadRun(report_of(absent)), VLLM)
+    assert results["CK525"].status == "failed"
+
+
+def test_what_vllm_fills_by_itself_is_exempt() -> None:
+    layer = "model.layers.0.self_attn"
+    assert all(has_default(f"{layer}.attn.{one}") for one in ("_k_scale", "q_scale", "v_zero_point", "_prob_scale"))
+    assert has_default("model.layers.1.mlp.experts.routed_experts._expert_map")
+    assert not has_default(f"{layer}.qkv_proj.weight_scale")
+    index = "model.layers.1.mlp.experts.routed_experts.w13_weight_g_idx"
+    assert left_empty(index, {})
+
+
+def test_the_stand_in_for_the_driver_is_a_library_whose_functions_fail(tmp_path: Path) -> None:
+    import ctypes
+
+    machine, code = driver._MACHINES["x86_64"]
+    path = tmp_path / "libnothing.so"
+    path.write_bytes(driver.library("libnothing.so", ["one", "two"], machine, code))
+    if os.uname().machine != "x86_64":
+        pytest.skip("the code is of another processor")
+    library = ctypes.CDLL(str(path))
+    assert (library.one(), library.two()) == (100, 100)
+    assert not hasattr(library, "three")

@@ -1,0 +1,91 @@
+"""Every test model of every family into real vLLM: clean, or what vLLM itself says or leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from families import CASES
+from support import models
+from support.sglang_families import EXPERT, EXPERT_OF_DRAFT, OF_DRAFT
+from support.sglang_runs import LOST, LOST_OF_DRAFT, Case
+from support.vllm_families import CLEAN, DRAFTS, LEFT_OUT, SAID
+from support.vllm_runs import run_cases
+
+from verify.witnesses.loading.run import LoadRun
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name in CASES:
+        models.save(name, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
+    broken = {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in CLEAN}
+    return run_cases({name: Case(root / name) for name in CASES} | broken, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Mapping[str, LoadRun]) -> None:
+    report = runs[name].report
+    assert report is not None, runs[name]
+    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    tensors = models.tensors(root / name)
+    left = {one for one in tensors if one in report.draft or "rotary_emb.inv_freq" in one}
+    assert report.loaded_names == len(tensors)
+    assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if one not in left}
+    assert report.device == "cpu, with the choices of an H100"
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_vllms_class_leaves_out_is_named(name: str, runs: Mapping[str, LoadRun]) -> None:
+    report = runs[name].report
+    assert report is not None, runs[name]
+    seen = {one.tensor: one.what for one in report.dropped}
+    assert seen["model.layers.0.self_attn.k_proj.weight"] == "only 3072 of its 8192 elements were written"
+    assert (len(report.dropped), report.differing) == (LEFT_OUT[name], ())
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_vllm_refuses_is_quoted(name: str, runs: Mapping[str, LoadRun]) -> None:
+    assert runs[name].report is None
+    assert SAID[name] in f"{runs[name].crash}{runs[name].unable}"
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Mapping[str, LoadRun]) -> None:
+    """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
+    report = runs[f"{name} broken"].report
+    assert report is not None, runs[f"{name} broken"]
+    tensors = models.tensors(root / name)
+    missing = {one for one in tensors if LOST.fullmatch(one)}
+    assert {one.tensor for one in report.unwritten} == missing
+    assert {one.tensor for one in report.dropped} == missing
+    assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT.search(one)}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Path, runs: Mapping[str, LoadRun]) -> None:
+    report, broken = runs[name].draft, runs[f"{name} broken"].draft
+    assert report is not None, runs[name]
+    assert broken is not None, runs[f"{name} broken"]
+    assert report.model == DRAFTS[name]
+    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    tensors = models.tensors(root / name)
+    assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
+    missing = {one for one in tensors if LOST_OF_DRAFT.fullmatch(one)}
+    assert {one.tensor for one in broken.unwritten} == missing
+    assert {one.tensor for one in broken.dropped} == missing
+    assert {one.tensor for one in broken.differing} == {one for one in tensors if EXPERT_OF_DRAFT.fullmatch(one)}
+
+
+@pytest.mark.parametrize("name", [name for name in CLEAN if not CASES[name].mtp])
+def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, LoadRun]) -> None:
+    assert (runs[name].draft, runs[name].draft_error) == (None, None)

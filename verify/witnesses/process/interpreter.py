@@ -1,0 +1,109 @@
+"""The Python that a witness runs in: this one, or that of another environment, which needs nothing of ckptkit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from ckptkit.core.errors import UsageError, words_of
+from ckptkit.core.printable import one_line
+from verify.witnesses.process.sandbox import PACKAGES, environment
+
+_SECONDS = 120  # of a busy machine with its packages on a network's disk
+_ABSENT = 3  # an exit code
+_RELEASE = f"""
+import sys
+from importlib.metadata import PackageNotFoundError, version
+try:
+    print(version(sys.argv[1]))
+except PackageNotFoundError:
+    sys.exit({_ABSENT})
+"""
+_HAS = f"""
+import sys
+from importlib.util import find_spec
+try:
+    found = find_spec(sys.argv[1])
+except ModuleNotFoundError:
+    found = None
+sys.exit(0 if found else {_ABSENT})
+"""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python, and what a witness that runs in it sees of this process's variables."""
+
+    path: str = sys.executable
+    hidden: Collection[str] = ()  # variables that it must not see
+    variables: Mapping[str, str] = field(default_factory=dict)  # more of them
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it has packages of its own."""
+        return self.path != sys.executable
+
+    def environment(self, scratch: Path) -> dict[str, str]:
+        """The variables of a witness. In another environment it finds ckptkit's own packages alone, from `scratch`."""
+        found = environment(**self.variables)
+        if self.elsewhere:
+            found["PYTHONPATH"] = str(_travelling(scratch))
+        return {name: value for name, value in found.items() if name not in self.hidden}
+
+    def release(self, package: str) -> str | None:
+        """The version of a package that is installed there, which is not imported; None without it.
+
+        Raises UsageError where this is not a Python that runs.
+        """
+        if not self.elsewhere:
+            with suppress(PackageNotFoundError):
+                return version(package)
+            return None
+        done = self._ask(_RELEASE, package)
+        return None if done.returncode else done.stdout.strip()
+
+    def has(self, module: str) -> bool:
+        """Whether a module can be found there. Only packages that it is in are imported."""
+        if not self.elsewhere:
+            return find_spec(module) is not None
+        return self._ask(_HAS, module).returncode == 0
+
+    def _ask(self, program: str, word: str) -> subprocess.CompletedProcess[str]:
+        """Runs a short program there. Raises UsageError where this is not a Python that runs."""
+        found = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+        command = [self.path, "-c", program, word]
+        try:
+            done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UsageError(f"{self.path} is not a Python that runs", words_of(error)) from error
+        if done.returncode not in (0, _ABSENT):
+            raise UsageError(f"{self.path} is not a Python that runs", one_line(done.stderr)[-200:] or "it failed")
+        return done
+
+
+def variable_of(program: str) -> str:
+    """The environment variable that names the Python which has a program."""
+    return f"CKPTKIT_{program.upper()}_PYTHON"
+
+
+def python_of(program: str, given: Mapping[str, str]) -> str:
+    """The Python that has a program: as given, else as its environment variable says, else this one."""
+    return given.get(program) or os.environ.get(variable_of(program)) or sys.executable
+
+
+def _travelling(scratch: Path) -> Path:
+    """A directory with ckptkit's packages and nothing of what is installed beside them."""
+    found = scratch / "path"
+    found.mkdir(exist_ok=True)
+    home = Path(__file__).resolve().parents[3]
+    for package in PACKAGES:
+        if not (found / package).exists():
+            (found / package).symlink_to(home / package)
+    return found

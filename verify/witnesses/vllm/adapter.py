@@ -1,0 +1,157 @@
+"""vLLM as an `Engine`: builds the real model of an HF config in this process, and loads it by the model's own code.
+
+Without a GPU the model is built on the CPU (`platform`), and loading stops before the quantization methods repack
+weights with CUDA kernels. Works with the releases in `VLLM.tested`. vLLM is imported inside the functions alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from verify.witnesses.loading.engine import Build, Loading, Weights
+from verify.witnesses.loading.marlin import repacked_parameters
+from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.vllm import platform
+from verify.witnesses.vllm.facts import VLLM
+from verify.witnesses.vllm.names import fuses_shared as fuses_shared
+from verify.witnesses.vllm.names import has_default as has_default
+from verify.witnesses.vllm.names import left_empty as left_empty
+from verify.witnesses.vllm.platform import chosen_for as chosen_for
+
+PACKAGE, LABEL = VLLM.name, VLLM.label
+# Where vLLM reads what was set up before, or looks for kernels.
+_MACHINERY = (
+    *("vllm.config", "vllm.envs", "vllm.forward_context", "vllm.platforms", "vllm.plugins", "vllm.v1.attention"),
+    *("vllm.distributed.device_communicators", "vllm.distributed.parallel_state"),
+)
+# What vLLM raises before a model's constructor runs is about our set-up.
+SET_UP = Phase("setting vLLM up")
+BUILD = Phase("building the model", ("vllm.model_executor",), machinery=_MACHINERY)
+LOAD = Phase("loading the weights", ("vllm",), machinery=_MACHINERY)
+REPACK = Phase("repacking the weights", ("vllm.model_executor.layers",), machinery=_MACHINERY)
+_QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # else importing it starts two compilers
+}
+
+
+def build(wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
+    """Builds the model that vLLM chooses with its default loader, which calls `loading` where it would load."""
+    phases.enter(SET_UP)
+    os.environ.update(_QUIET)
+    platform.choose(wanted.scratch)
+    from vllm.config import set_current_vllm_config
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    config = configure(wanted)
+
+    class Loader(DefaultModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            weights = self.get_all_weights(model_config, model) if wanted.weights is None else wanted.weights
+            loading(model, weights, config.device_config.device)
+
+    model_config = config.speculative_config.draft_model_config if wanted.draft else config.model_config
+    phases.enter(BUILD)
+    # `loading` has run them already, where they can run.
+    without_repacking = patch.object(base_loader, "process_weights_after_loading")
+    with set_current_vllm_config(config), without_repacking:
+        loader = Loader(LoadConfig(load_format="auto", use_tqdm_on_load=False))
+        model: nn.Module = loader.load_model(vllm_config=config, model_config=model_config)
+    return model
+
+
+def load(model: nn.Module, weights: Weights) -> None:
+    """Loads weights by the model's own `load_weights`."""
+    model.load_weights(weights)  # type: ignore[operator]
+
+
+def post_process(module: nn.Module) -> Callable[[], None] | None:
+    """The step of the module's quantization method, as vLLM's loader runs it after loading."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    method: Any = getattr(module, "quant_method", None)
+    known = isinstance(method, QuantizeMethodBase)
+    return partial(method.process_weights_after_loading, module) if known else None
+
+
+def unknown_layout(module: nn.Module) -> str | None:
+    """The scheme of a packed module whose kernel is not Marlin's, as far as its kernel says so; else None."""
+    scheme = getattr(module, "scheme", None) or getattr(module, "quant_method", None)
+    kernel = type(getattr(scheme, "kernel", scheme)).__name__
+    return None if kernel == "MarlinLinearKernel" or not repacked_parameters(module) else kernel
+
+
+def share(target: Any, draft: Any) -> None:
+    """Gives a loaded draft model the embeddings and the output layer of its target, by what vLLM's proposer calls."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.models.interfaces import supports_multimodal
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    own = target.get_language_model() if supports_multimodal(target) else target
+    proposer: Any = SimpleNamespace(
+        model=draft, vllm_config=get_current_vllm_config(), use_local_argmax_reduction=False
+    )
+    SpecDecodeBaseProposer._maybe_share_embeddings(proposer, own)
+    SpecDecodeBaseProposer._maybe_share_lm_head(proposer, own)
+
+
+def configure(wanted: Build) -> Any:
+    """Sets vLLM up in this process for one rank. Returns its VllmConfig."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
+
+    sizes = wanted.sizes
+    args = EngineArgs(
+        model=str(wanted.path),
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        enforce_eager=True,
+        max_model_len=_TOKENS,
+        tensor_parallel_size=sizes.tp,
+        pipeline_parallel_size=sizes.pp,
+        distributed_executor_backend="mp" if sizes.ranks > 1 else None,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if wanted.draft else None,
+    )
+    # vLLM looks at a model's class in a process of its own, so that its caller need not import it.
+    with patch.object(registry, "_run_in_subprocess", lambda function: function()):
+        # Without experts it refuses to share them out.
+        args.enable_expert_parallel = sizes.ep > 1 and args.create_model_config().get_num_experts() > 0
+        config = args.create_engine_config()
+    config.parallel_config.rank = wanted.rank
+    start_process_groups(config, wanted)
+    return config
+
+
+_TOKENS = 256  # of a request, which no buffer of weights depends on
+
+
+def start_process_groups(config: Any, wanted: Build) -> None:
+    """vLLM's process groups, met through a file; those of a model before it are ended."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.platforms import current_platform
+
+    sizes = wanted.sizes
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            parallel_state.init_distributed_environment(
+                world_size=sizes.ranks,
+                rank=wanted.rank,
+                local_rank=wanted.rank,
+                backend=current_platform.dist_backend,
+                distributed_init_method=f"file://{wanted.scratch.absolute() / 'meeting_point'}",
+            )
+        parallel_state.initialize_model_parallel(sizes.tp, sizes.pp)

@@ -1,0 +1,19 @@
+"""What is known of vLLM without importing it."""
+
+from __future__ import annotations
+
+from verify.witnesses.loading.engine import EngineFacts
+
+VLLM = EngineFacts(
+    name="vllm",
+    label="vLLM",
+    codes="CK52",
+    tested=("0.26.0",),  # docs/vllm-versions.md
+    install="python -m venv vllm-env && vllm-env/bin/pip install vllm; then --vllm-python vllm-env/bin/python",
+    adapter="verify.witnesses.vllm.adapter",
+    sizes="--ep is --tp or 1, --pp its pipeline stages",
+    server="vllm serve",
+    stages=True,
+    shares_experts=False,
+    without_gpu=(("VLLM_TARGET_DEVICE", "cpu"),),
+)
