@@ -256,7 +256,9 @@ def _set(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     for number, word in enumerate(words):
         if named:
             # The name of an option, behind `-o`, `-euo` and their like.
-            shell.errexit = words[number - 1].text[0] == "-" if word.text == "errexit" else shell.errexit
+            on = words[number - 1].text[0] == "-"
+            shell.errexit = on if word.text == "errexit" else shell.errexit
+            shell.pipefail = on if word.text == "pipefail" else shell.pipefail
             named = False
             continue
         if word.text == "--" or word.text[:1] not in "-+":

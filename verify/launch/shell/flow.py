@@ -67,6 +67,7 @@ def either(shell: Shell, bodies: Sequence[Body], where: str, what: str = "a cond
         state.functions = other.functions | state.functions
         state.directory = state.directory if state.directory == other.directory else None
         state.errexit = state.errexit if state.errexit == other.errexit else None
+        state.pipefail = state.pipefail if state.pipefail == other.pipefail else None
         if state.arguments != other.arguments:
             longest = max(state.arguments, other.arguments, key=len)
             state.arguments = tuple(replace(value, maybe=value.maybe or why) for value in longest)
