@@ -20,7 +20,7 @@ from verify.launch.words import LaunchText, UnresolvedWord, Word
 _GRAMMAR = Path(__file__).with_suffix(".txt")
 _SLOT = re.compile(r"<([a-z]+)>")
 # Commands whose result only running tells: where they end a script, we give what a trainer gets if they do not.
-_ASKS = re.compile(r"/nosuch|-d /|more\.sh|-v |=~|< b|uname|cut|grep|wait")
+_ASKS = re.compile(r"/nosuch|-d /|more\.sh|-v |=~|< b|uname|cut|grep|wait|unset -f")
 _UNSET = re.compile(rb"unbound variable|parameter null or not set")
 _TRAINER = """#!/bin/sh
 [ "$1" = train.py ] || exit 0
@@ -68,14 +68,20 @@ class Bash:
 
         None for a script without an end.
         """
-        self.run.write_text(f"trap 'printf %s \"$BASH_COMMAND\" > last' EXIT\n{text}")
+        self.run.write_text(f"trap 'printf %s \"$BASH_COMMAND\" > {self.last}' EXIT\n{text}")
         self.out.write_bytes(b"")
         self.last.write_text("")
         command = ["bash", self.run.name, *ARGUMENTS]
         environment = {**self.environment, "OUT": str(self.out)}
         try:
             done = subprocess.run(
-                command, env=environment, cwd=self.folder, capture_output=True, stdin=subprocess.DEVNULL, timeout=5, check=False
+                command,
+                env=environment,
+                cwd=self.folder,
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                timeout=5,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return None, "", b""
@@ -94,8 +100,7 @@ class Bash:
             return "ended" if not wanted else f"differ: bash gives {wanted}, not: {error}"
         outcome = _judged(wanted, read)
         if outcome.startswith("differ") and not wanted:
-            asks = _ASKS.search(text if last.startswith(("exit", "return")) else last)
-            return "assumed" if asks or _UNSET.search(errors) else f"{outcome}; {last} ends it"
+            return "assumed" if _ASKS.search(text) or _UNSET.search(errors) else f"{outcome}; {last} ends it"
         return outcome
 
 

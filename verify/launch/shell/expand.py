@@ -146,6 +146,9 @@ def _add_split(fields: _Fields, value: Value, quoted: bool) -> None:
         fields.add(value)
         return
     blanks = separators(fields.shell)
+    if blanks.startswith("${"):
+        fields.add(replace(value, gaps=(*value.gaps, Gap(value.text, "IFS is not known"))))
+        return
     if value.gaps:
         for count, part in enumerate(_split_around_gaps(value, blanks)):
             if count:
@@ -316,7 +319,8 @@ def _listed(shell: Shell, part: Parameter, run: Run | None = None) -> list[Value
         return [unknown(part.source, "set neither in the script nor in the environment")]
     if not part.operator:
         return values
-    if part.operator == ":" and (part.index in ("@", "*") or part.name in ("@", "*")):
+    known = shell.lookup(part.name)
+    if part.operator == ":" and (part.name in ("@", "*") or (part.index in ("@", "*") and known and known.array)):
         return _slice(shell, part, values, run)
     return [_changed(shell, part, value, run) for value in values]
 
@@ -393,6 +397,10 @@ def _element(shell: Shell, part: Parameter, values: Sequence[Value], run: Run | 
     before = values[:index] if index >= 0 else values
     if any(value.maybe for value in values[: index + 1]) or not all(value.known for value in before):
         return [unknown(part.source, _reasons(values))]
+    if index < -len(values):
+        shell.unresolved[f"{shell.file or 'the text'}: {part.source}: bash stops, since there is no such element"] = (
+            None
+        )
     return [values[index]] if -len(values) <= index < len(values) else None
 
 
@@ -415,7 +423,9 @@ def _indirect(shell: Shell, part: Parameter, values: list[Value] | None, run: Ru
         return [Value(str(index)) for index in range(len(values or ()))]
     name = values[0] if values else None
     if name is None or not name.known or not _NAMED.fullmatch(name.text):
-        return [unknown(part.source, "which variable it is can not be told here")]
+        why = "which variable it is can not be told here"
+        shell.unresolved[f"{shell.file or 'the text'}: {part.source}: {why}, and bash stops where it is none"] = None
+        return [unknown(part.source, why)]
     return _listed(shell, replace(part, name=name.text, index=None, indirect=False), run)
 
 
@@ -433,7 +443,12 @@ def _is_empty(part: Parameter, values: Sequence[Value] | None) -> bool | None:
 def _with_defaults(shell: Shell, parts: Sequence[Part], run: Run) -> Iterator[Part]:
     """The parts of a word, where those of a default stand in the place of `${A:-default}` and `${A:+other}`."""
     for part in parts:
-        if not isinstance(part, Parameter) or part.length or part.indirect or part.operator not in (":-", "-", ":+", "+"):
+        if (
+            not isinstance(part, Parameter)
+            or part.length
+            or part.indirect
+            or part.operator not in (":-", "-", ":+", "+")
+        ):
             yield part
             continue
         empty = _is_empty(part, _looked_up(shell, part, run))

@@ -92,7 +92,8 @@ def _done(shell: Shell, node: Node) -> tuple[Flow, Result]:
         case Case():
             return case_command(_RUN, shell, node)
         case For() | ForArithmetic() | While():
-            return loop(_RUN, shell, node), None
+            flow = loop(_RUN, shell, node)
+            return flow, shell.result if flow in ("exit", "return") else None
         case Group(body, subshell):
             return _subshell(shell, body) if subshell else follow(shell, body)
         case Redirected(inner):
@@ -237,7 +238,10 @@ def _command(shell: Shell, node: Simple, words: list[Value], given: dict[str, Va
         shell.written.add(Path(joined(shell, node.target, substituted).text).name)
         return _silent(shell, lambda: _command(shell, replace(node, target=None), words, given))
     if name in shell.functions:
-        return _call(shell, shell.functions[name], words)
+        if (body := shell.functions[name]) is not None:
+            return _call(shell, body, words)
+        shell.unresolved[f"{shell.place(node.line)}: {name}: which function it is depends on a condition"] = None
+        return "", None
     if name in ("source", ".") and words[1:]:
         return source(_RUN, shell, words, node.line)
     if name in ("bash", "sh") and words[1:] and words[1].known and words[1].text.endswith(".sh"):

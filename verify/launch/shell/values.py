@@ -101,7 +101,7 @@ class Shell:
 
     `directory` is None where a `cd` could not be followed. `unresolved` has a line for everything that may have
     changed anything and could not be followed, `empty` the arrays that are expanded and set nowhere, `stopped` the
-    places where the script ends itself, `locals` what the functions that are being called must restore, `special` the
+    places where the script ends itself, `functions` their bodies (None: one that nobody knows), `locals` what the functions that are being called must restore, `special` the
     variables that an assignment sets to something else, by what declared them so, `written` the names of the files that
     commands have written. These, `starts`, `lost`, `issues`, `steps` and `argument_uses` are shared by all branches.
 
@@ -116,7 +116,7 @@ class Shell:
     environment: Mapping[str, str]
     arguments: tuple[Value, ...] = ()
     variables: dict[str, Variable] = field(default_factory=dict)
-    functions: dict[str, Node] = field(default_factory=dict)
+    functions: dict[str, Node | None] = field(default_factory=dict)
     unresolved: dict[str, None] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
     lost: list[tuple[tuple[Value, ...], int, Path | None]] = field(default_factory=list)
