@@ -139,7 +139,7 @@ UNKNOWN = [
     ("[ -d /x ] && A=1 || A=2\npython3 train.py --load $A", "$A", "depends on a condition at"),
     ("for f in $(ls); do A=$f; done\npython3 train.py --load $A", "$A", "depends on a loop at"),
     ("declare -A A=([x]=1)\npython3 train.py --load ${A[x]}", "$A", "an array with indices"),
-    ("A=1\nread A < file\npython3 train.py --load $A", "$A[@]", "read at"),
+    ("A=1\nread A < file\npython3 train.py --load $A", "$A", "read at"),
     ("mapfile -t A < file\npython3 train.py --load ${A[0]}", "$A[@]", "mapfile at"),
     ("A=${B:?no}\npython3 train.py --load $A", "$A", "the script stops"),
 ]

@@ -46,6 +46,8 @@ def _assign_element(shell: Shell, assignment: Assignment, value: Value, before: 
         index = calculate_in(shell, assignment.index or "0", run)
     except ArithmeticFault:
         index = -1
+    if index < -len(values):
+        shell.unresolved[f"{shell.place(assignment.line)}: bash refuses to set an element before the first"] = None
     named = re.fullmatch(r"[A-Za-z_]\w*", assignment.index or "") and shell.lookup(assignment.index or "") is None
     special = assignment.name in shell.special or any(one.maybe for one in values[: index + 1])
     if named or special or assignment.append or not 0 <= index <= len(values):

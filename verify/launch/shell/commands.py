@@ -146,6 +146,8 @@ def _path(change: Callable[[str], str], suffixes: int = 0) -> Callable[[Shell, l
 
     def act(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
         words = [word for word in words if not word.text.startswith("-")]
+        if not words:
+            return True, False
         if len(words) not in (1, suffixes + 1) or not all(word.known for word in words):
             return False, None
         text = change(words[0].text)
@@ -190,7 +192,9 @@ def _read(shell: Shell, command: str, words: Sequence[Value], here: Value | None
     if here is None or here.gaps or command != "read" or set(flags) - {"r", "a"} or len(names) != 1:
         why = f"{command} at {shell.place(line)}: " + (here.gaps[0].why if here and here.gaps else "what it reads")
         for name in names:
-            shell.assign_array(name, (Value(f"${{{name}[@]}}", (Gap(f"${{{name}[@]}}", why),), shell.file, line),))
+            shell.forget(name, why)
+            if command != "read" or "a" in flags:
+                shell.assign_array(name, (Value(f"${{{name}[@]}}", (Gap(f"${{{name}[@]}}", why),), shell.file, line),))
         return True, None
     text = here.text.split("\n", 1)[0]
     blanks = separators(shell)
@@ -212,6 +216,8 @@ def _unset(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
         element = re.fullmatch(r"(\w+)\[.*\]", word.text, re.DOTALL)
         if not word.known:
             shell.unresolved[f"{shell.place(line)}: unset of a name that is not known"] = None
+        elif element and shell.lookup(element[1]) is None:
+            continue
         elif element:
             shell.forget(element[1], f"unset of an element at {shell.place(line)}")
         elif functions or (word.text in shell.functions and shell.lookup(word.text) is None):
@@ -238,16 +244,19 @@ def _let(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
 def _export(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     """`export`, whose assignments are made before."""
     for word in words:
-        known = shell.lookup(word.text)
-        if known is not None and not word.text.startswith("-"):
+        known = shell.lookup(word.text) or Variable(())
+        if not word.text.startswith("-"):
             shell.variables[word.text] = Variable(known.values, known.array, True)
     return True, True
 
 
 def _shift(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     count = int(words[0].text[-9:]) if words and words[0].text.isdecimal() else 1
+    known = all(value.known for value in shell.arguments)
+    if known and count > len(shell.arguments):
+        return True, False
     shell.arguments = shell.arguments[count:]
-    return True, True
+    return True, True if known else None
 
 
 def _set(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
@@ -256,7 +265,9 @@ def _set(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     for number, word in enumerate(words):
         if named:
             # The name of an option, behind `-o`, `-euo` and their like.
-            shell.errexit = words[number - 1].text[0] == "-" if word.text == "errexit" else shell.errexit
+            on = words[number - 1].text[0] == "-"
+            shell.errexit = on if word.text == "errexit" else shell.errexit
+            shell.pipefail = on if word.text == "pipefail" else shell.pipefail
             named = False
             continue
         if word.text == "--" or word.text[:1] not in "-+":

@@ -27,8 +27,15 @@ def decide(words: Sequence[Value], patterns: bool) -> bool | None:
     if any(word.maybe for word in words):
         return None
     test = _Test(list(words), patterns)
-    result = test.either()
+    try:
+        result = test.either()
+    except _NotANumberError:
+        return False
     return result if test.position == len(test.words) else None
+
+
+class _NotANumberError(Exception):
+    """`[` fails with a message, whatever stands around the comparison."""
 
 
 class _Test:
@@ -90,7 +97,9 @@ class _Test:
         if symbol in _NUMBERS:
             whole = re.compile(r"\s*[-+]?\d{1,18}\s*")
             if not (whole.fullmatch(left.text) and whole.fullmatch(right.text)):
-                return None
+                if self.patterns:
+                    return None  # an expression
+                raise _NotANumberError
             return _NUMBERS[symbol](int(left.text), int(right.text))
         if symbol in ("<", ">", "=~"):
             return None

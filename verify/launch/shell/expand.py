@@ -19,6 +19,7 @@ Run = Callable[[Shell, Substitution], Value]
 _ASSIGNED = re.compile(
     r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
+_NAMED = re.compile(r"[A-Za-z_]\w*|[0-9]+")
 # An unquoted pattern of file names; `[0]*3+[1]*58` is one too, that no file has.
 _GLOB, _LAYERS = re.compile(r"[*?]"), re.compile(r"[\[\]\d*+(),\0]*")
 
@@ -76,8 +77,10 @@ def _expand(shell: Shell, word: ShellWord, run: Run) -> list[Value]:
         source = "".join(part.text if isinstance(part, Literal) else part.source for part in word.parts)
         return [Value(source, (Gap(source, why),), shell.file, word.line)]
     fields = _Fields(shell, word.line)
-    for number, part in enumerate(word.parts):
+    for number, part in enumerate(_with_defaults(shell, word.parts, run)):
         match part:
+            case Literal(text, split=True):
+                _add_split(fields, _literal(shell, text, False, number == 0), False)
             case Literal(text, quoted):
                 fields.add(_literal(shell, text, quoted, number == 0), quoted)
             case Parameter(quoted=True) if _is_list(part):
@@ -139,10 +142,13 @@ def _literal(shell: Shell, text: str, quoted: bool, first: bool) -> Value:
 
 def _add_split(fields: _Fields, value: Value, quoted: bool) -> None:
     """Adds a value; an unquoted one is split at blanks. Those of a gap are not known: a word with one stays unknown."""
-    if quoted or value.whole:
+    if quoted:
         fields.add(value)
         return
     blanks = separators(fields.shell)
+    if blanks.startswith("${"):
+        fields.add(replace(value, gaps=(*value.gaps, Gap(value.text, "IFS is not known"))))
+        return
     if value.gaps:
         for count, part in enumerate(_split_around_gaps(value, blanks)):
             if count:
@@ -187,9 +193,9 @@ def joined(shell: Shell, word: ShellWord | None, run: Run) -> Value:
     if word is None:
         return Value("")
     text, gaps, maybe = "", list[Gap](), ""
-    for number, part in enumerate(word.parts):
+    for number, part in enumerate(_with_defaults(shell, word.parts, run)):
         values = [_literal(shell, part.text, part.quoted, number == 0)] if isinstance(part, Literal) else None
-        if isinstance(part, Literal) and not part.quoted and _braced(part.text):
+        if isinstance(part, Literal) and not part.quoted and not part.split and _braced(part.text):
             values = [Value(part.text, (Gap(part.text, BRACES),))]
         star = isinstance(part, Parameter) and (part.index == "*" or part.name == "*")
         between = separators(shell)[:1] if star else " "
@@ -204,7 +210,7 @@ def joined(shell: Shell, word: ShellWord | None, run: Run) -> Value:
 def as_pattern(shell: Shell, word: ShellWord, run: Run) -> Value:
     """A word as a pattern, as `case` and the right side of `==` take it: what is quoted stands for itself."""
     text, gaps, maybe = "", list[Gap](), ""
-    for number, part in enumerate(word.parts):
+    for number, part in enumerate(_with_defaults(shell, word.parts, run)):
         quoted = getattr(part, "quoted", False)
         values = [_literal(shell, part.text, quoted, number == 0)] if isinstance(part, Literal) else None
         for count, value in enumerate(_values(shell, part, run) if values is None else values):
@@ -217,7 +223,7 @@ def as_pattern(shell: Shell, word: ShellWord, run: Run) -> Value:
 
 def _is_list(part: Parameter) -> bool:
     """Whether a quoted expansion makes a word of each value, as `"${A[@]}"` and `"$@"` do."""
-    return not part.length and not part.indirect and (part.index == "@" or part.name == "@")
+    return not part.length and (part.index == "@" or part.name == "@")
 
 
 def _values(shell: Shell, part: Part, run: Run) -> list[Value]:
@@ -245,6 +251,11 @@ def _starred(shell: Shell, part: Parameter) -> Value:
 
 def _maybes(values: Sequence[Value]) -> Iterator[str]:
     yield from (value.maybe for value in values if value.maybe)
+
+
+def _reasons(values: Sequence[Value]) -> str:
+    """Why the first of these that is not known is not."""
+    return next(_reason(value) for value in values if not value.known)
 
 
 def unknown(source: str, why: str) -> Value:
@@ -294,8 +305,8 @@ def _reason(value: Value) -> str:
 def _listed(shell: Shell, part: Parameter, run: Run | None = None) -> list[Value]:
     """The values of a parameter, after its operator."""
     values = _looked_up(shell, part, run)
-    if part.indirect and values is not None:
-        return [unknown(part.source, "which variable it is can not be told here")]
+    if part.indirect:
+        return _indirect(shell, part, values, run)
     if part.length:
         return [_length(part, values or [])]
     if part.operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
@@ -308,15 +319,16 @@ def _listed(shell: Shell, part: Parameter, run: Run | None = None) -> list[Value
         return [unknown(part.source, "set neither in the script nor in the environment")]
     if not part.operator:
         return values
-    if part.operator == ":" and (part.index in ("@", "*") or part.name in ("@", "*")):
+    known = shell.lookup(part.name)
+    if part.operator == ":" and (part.name in ("@", "*") or (part.index in ("@", "*") and known and known.array)):
         return _slice(shell, part, values, run)
     return [_changed(shell, part, value, run) for value in values]
 
 
 def _slice(shell: Shell, part: Parameter, values: list[Value], run: Run | None) -> list[Value]:
     """`${A[@]:1:2}`; of `$@` the word 0 is the script."""
-    if any(value.maybe for value in values):
-        return [unknown(part.source, next(_maybes(values)))]
+    if not all(value.known for value in values):
+        return [unknown(part.source, _reasons(values))]
     if part.name in ("@", "*"):
         values = [Value(str(shell.file or "bash")), *values]
     bounds = _bounds(shell, part, len(values), run)
@@ -381,8 +393,14 @@ def _element(shell: Shell, part: Parameter, values: Sequence[Value], run: Run | 
             index = calculate_in(shell, part.index, run or _none)
         except ArithmeticFault as fault:
             return [unknown(part.source, str(fault))]
-    if any(value.maybe for value in (values[: index + 1] if index >= 0 else values)):
-        return [unknown(part.source, next(_maybes(values)))]
+    # What is not known may be several elements.
+    before = values[:index] if index >= 0 else values
+    if any(value.maybe for value in values[: index + 1]) or not all(value.known for value in before):
+        return [unknown(part.source, _reasons(values))]
+    if index < -len(values):
+        shell.unresolved[f"{shell.file or 'the text'}: {part.source}: bash stops, since there is no such element"] = (
+            None
+        )
     return [values[index]] if -len(values) <= index < len(values) else None
 
 
@@ -397,33 +415,67 @@ def _length(part: Parameter, values: Sequence[Value]) -> Value:
     return Value(str(len(values) if many else len(values[0].text if values else "")))
 
 
+def _indirect(shell: Shell, part: Parameter, values: list[Value] | None, run: Run | None) -> list[Value]:
+    """`${!A[@]}`: the indices of an array; `${!A}`: what the variable has that `$A` names."""
+    if part.index in ("@", "*"):
+        if not all(value.known for value in values or ()):
+            return [unknown(part.source, "which elements there are is not known")]
+        return [Value(str(index)) for index in range(len(values or ()))]
+    name = values[0] if values else None
+    if name is None or not name.known or not _NAMED.fullmatch(name.text):
+        why = "which variable it is can not be told here"
+        shell.unresolved[f"{shell.file or 'the text'}: {part.source}: {why}, and bash stops where it is none"] = None
+        return [unknown(part.source, why)]
+    return _listed(shell, replace(part, name=name.text, index=None, indirect=False), run)
+
+
+def _is_empty(part: Parameter, values: Sequence[Value] | None) -> bool | None:
+    """Whether `${A:-default}` and its like take the parameter for one that is not set; None where nobody can tell."""
+    if values and all(value.maybe for value in values):
+        return None
+    if not values or not part.operator.startswith(":"):
+        return not values
+    if any(value.text and not value.gaps and not value.maybe for value in values):
+        return False
+    return None if any(not value.known for value in values) else len(values) == 1 and not values[0].text
+
+
+def _with_defaults(shell: Shell, parts: Sequence[Part], run: Run) -> Iterator[Part]:
+    """The parts of a word, where those of a default stand in the place of `${A:-default}` and `${A:+other}`."""
+    for part in parts:
+        if (
+            not isinstance(part, Parameter)
+            or part.length
+            or part.indirect
+            or part.operator not in (":-", "-", ":+", "+")
+        ):
+            yield part
+            continue
+        empty = _is_empty(part, _looked_up(shell, part, run))
+        if empty is not (part.operator[-1] == "-"):
+            yield part
+            continue
+        where = str(shell.file or "the command line")
+        inner = Lexer(part.argument, where).argument(part.quoted)
+        for one in _with_defaults(shell, inner, run):
+            yield replace(one, split=True) if isinstance(one, Literal) and not one.quoted else one
+        if part.quoted and not inner:
+            yield Literal("", True)
+
+
 def _defaulted(shell: Shell, part: Parameter, values: list[Value] | None, run: Run | None) -> list[Value]:
-    """`${A:-default}` and its like."""
-    if values and not values[0].known and part.operator.startswith(":"):
-        empty = False if values[0].text and not values[0].gaps else None
-    else:
-        empty = not values or (part.operator.startswith(":") and not any(value.text for value in values))
-    kind = part.operator[-1]
-    if empty is None or not empty:
-        if kind == "+":
-            return [_argument(shell, part, run)] if empty is False else list(values or [])
-        return list(values or [])
-    if kind == "+":
-        return [Value("")]
-    if kind == "?":
+    """`${A:=default}` and `${A:?message}`, and the value of a parameter that takes no default."""
+    if not (empty := _is_empty(part, values)):
+        maybe = next(_maybes(values or ()), "") if empty is None else ""
+        return [unknown(part.source, maybe)] if maybe else list(values or ())
+    if part.operator[-1] == "+":
+        return [] if _is_list(part) else [Value("")]
+    if part.operator[-1] == "?":
         return [unknown(part.source, "the script stops, since it is not set")]
-    default = _argument(shell, part, run)
-    if kind == "=":
-        shell.assign(part.name, default)
-    return [default]
-
-
-def _argument(shell: Shell, part: Parameter, run: Run | None) -> Value:
-    text = part.argument
-    word = Lexer(text, str(shell.file or "the command line")).word(frozenset())
-    value = joined(shell, word, run or _none)
-    quoted = any(isinstance(one, Literal) and one.quoted for one in word.parts)
-    return Value(value.text, value.gaps, maybe=value.maybe, whole=quoted)
+    word = ShellWord(Lexer(part.argument, str(shell.file or "the command line")).argument(part.quoted), 0)
+    default = joined(shell, word, run or _none)
+    shell.assign(part.name, default)
+    return [Value(default.text, default.gaps, maybe=default.maybe)]
 
 
 def _changed(shell: Shell, part: Parameter, value: Value, run: Run | None) -> Value:

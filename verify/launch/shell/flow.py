@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from verify.launch.shell.arithmetic import ArithmeticFault
 from verify.launch.shell.commands import Result
 from verify.launch.shell.conditions import opposite
-from verify.launch.shell.expand import Run, as_pattern, calculate_in, expand, joined, unknown
+from verify.launch.shell.expand import BRACES, Run, as_pattern, calculate_in, expand, joined, unknown
 from verify.launch.shell.operators import matches
 from verify.launch.shell.syntax import AndOr, Case, For, ForArithmetic, If, Node, While
 from verify.launch.shell.values import Shell, Value, merged
@@ -64,9 +64,12 @@ def either(shell: Shell, bodies: Sequence[Body], where: str, what: str = "a cond
     state = left[0][0]
     for other, _ in left[1:]:
         state.variables = merged(state, other, why)
-        state.functions = other.functions | state.functions
+        names = state.functions.keys() | other.functions.keys()
+        bodies = {name: (state.functions.get(name), other.functions.get(name)) for name in names}
+        state.functions = {name: one if one == another else None for name, (one, another) in bodies.items()}
         state.directory = state.directory if state.directory == other.directory else None
         state.errexit = state.errexit if state.errexit == other.errexit else None
+        state.pipefail = state.pipefail if state.pipefail == other.pipefail else None
         if state.arguments != other.arguments:
             longest = max(state.arguments, other.arguments, key=len)
             state.arguments = tuple(replace(value, maybe=value.maybe or why) for value in longest)
@@ -120,7 +123,9 @@ def _branches(run: Runner, shell: Shell, node: Case, subject: Value, first: int)
     for number in range(first, len(node.branches)):
         values = [as_pattern(shell, pattern, run.substituted) for pattern in node.branches[number][0]]
         known = subject.known and all(value.known for value in values)
-        found = [matches(subject.text, value.text) if known else None for value in values]
+        found = [
+            True if value.text == "*" else matches(subject.text, value.text) if known else None for value in values
+        ]
         if True in found:
             return _chosen(run, shell, node, subject, number)
         if None in found:
@@ -162,8 +167,7 @@ def _for(run: Runner, shell: Shell, node: For) -> Flow:
     values = list(shell.arguments) if node.words is None else expand(shell, node.words, run.substituted)
     for value in values:
         if not value.known:
-            shell.forget(node.name, f"one of the words of a loop at {shell.place(node.line)}")
-            return _once(run, shell, node)
+            return _unknown_words(run, shell, node, values)
         shell.assign(node.name, value)
         flow = run.follow(shell, node.body)[0]
         if flow == "maybe":
@@ -171,6 +175,16 @@ def _for(run: Runner, shell: Shell, node: For) -> Flow:
         if (ended := _outer(flow)) is not None:
             return ended
     return ""
+
+
+def _unknown_words(run: Runner, shell: Shell, node: For, values: Sequence[Value]) -> Flow:
+    """A loop over words that are not known. Where one of them is, or is braces, its body runs for certain."""
+    shell.forget(node.name, f"one of the words of a loop at {shell.place(node.line)}")
+    if any(value.known or any(gap.why == BRACES for gap in value.gaps) for value in values):
+        flow = run.follow(shell, node.body)[0]
+        if flow != "maybe" and (ended := _outer(flow)) is not None:
+            return ended
+    return _once(run, shell, node)
 
 
 def _once(run: Runner, shell: Shell, node: For | ForArithmetic | While) -> Flow:

@@ -14,7 +14,7 @@ _BREAKS = frozenset(" \t\n;&|<>()")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]|[@*#?$!-]")
 _LONG_NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
 _OPERATOR = re.compile(r":[-=?+]|[-=?+]|##?|%%?|//?|\^\^?|,,?|:|@")
-_HEREDOC = re.compile(r"<<(-)?(?!<)[ \t]*([^\s;&|<>()]+)")
+_HEREDOC = re.compile(r"(?<!<)<<(-)?(?!<)[ \t]*([^\s;&|<>()]+)")
 _ANSI = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
 _DEPTH = 100
 _CHECK = "check it with `bash -n`; if that accepts it, paste the trainer's command into a file of its own"
@@ -146,6 +146,16 @@ class Lexer:
                     self.take()
                 parts.append(Literal(self.text[start : self.position], quoted=True))
 
+    def argument(self, quoted: bool) -> tuple[Part, ...]:
+        """All that is left as the argument of `${name:-argument}`; `quoted`: the whole stands in double quotes."""
+        if not quoted:
+            return self.word(frozenset()).parts
+        parts: list[Part] = []
+        while self.rest:
+            self._expanded(parts, '"')
+            self.take()
+        return tuple(parts)
+
     def heredoc(self, mark: str, literal: bool, tabs: bool, begin: int) -> tuple[ShellWord, int]:
         """The text of a heredoc that begins at position `begin`, up to the line `mark`, and the position behind it."""
         line = self.text.count("\n", 0, begin) - self.text.count("\n", 0, self.position) + self.line
@@ -270,10 +280,14 @@ class Lexer:
         operator = _OPERATOR.match(self.text, self.position)
         self.take(len(operator[0]) if operator else 0)
         begin = self.position
+        plain = quoted and not (operator and operator[0][0] in "#%/")
         while self.peek() != "}":
             if not self.rest:
                 raise self.error("${ is never closed", line)
-            self._part([], frozenset("}"))
+            if plain and self.peek() == "'":
+                self.take()  # in double quotes it quotes nothing, except in a pattern
+            else:
+                self._part([], frozenset("}'" if plain else "}"))
         argument = self.text[begin : self.position]
         self.take()
         self.depth -= 1

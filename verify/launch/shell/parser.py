@@ -68,7 +68,7 @@ class _Parser:
             if not self.lexer.rest or self.lexer.peek() == ")" or self.lexer.peek(2) in (";;", ";&"):
                 break
             if (word := self._reserved()) in _ENDS:
-                if word not in ends:
+                if word not in ends or not (nodes or word == "esac"):
                     raise self.lexer.error(f"unexpected {word!r}")
                 break
             nodes.append(self._and_or())

@@ -69,6 +69,7 @@ def _node(shell: Shell, node: Node) -> tuple[Flow, Result]:
     """One command. Under `set -e` one that fails ends the script, unless a condition asks for its result."""
     flow, shell.result = _done(shell, node)
     alone = isinstance(node, Simple | Calculation | Test) or (isinstance(node, Group) and node.subshell)
+    alone = alone or (isinstance(node, Pipeline) and not node.negated)
     if flow or shell.result is not False or shell.guarded or not alone or shell.errexit is False:
         return flow, shell.result
     if shell.errexit is None:
@@ -91,7 +92,8 @@ def _done(shell: Shell, node: Node) -> tuple[Flow, Result]:
         case Case():
             return case_command(_RUN, shell, node)
         case For() | ForArithmetic() | While():
-            return loop(_RUN, shell, node), None
+            flow = loop(_RUN, shell, node)
+            return flow, shell.result if flow in ("exit", "return") else None
         case Group(body, subshell):
             return _subshell(shell, body) if subshell else follow(shell, body)
         case Redirected(inner):
@@ -132,10 +134,11 @@ def _pipeline(shell: Shell, node: Pipeline) -> tuple[Flow, Result]:
         flow, result = guarded(shell, lambda: _node(shell, node.commands[0]))
         return flow, opposite(result) if node.negated else result
     text: str | None = None
+    results: list[Result] = []
     for number, command in enumerate(node.commands):
         branch = shell.branch()
         branch.output = []
-        _node(branch, command)
+        results.append(_node(branch, command)[1])
         if number == 0:
             known = all(value.known for value in branch.output)
             text = together(value.text for value in branch.output) if known else None
@@ -145,7 +148,9 @@ def _pipeline(shell: Shell, node: Pipeline) -> tuple[Flow, Result]:
     if shell.output is not None:
         other = unknown("$(... | ...)", "the output of other commands")
         shell.output.append(other if text is None else Value(text))
-    return "", None
+    if shell.pipefail is not False and not all(results):
+        return "", False if shell.pipefail and False in results else None
+    return "", results[-1]
 
 
 def substituted(shell: Shell, part: Substitution) -> Value:
@@ -170,6 +175,8 @@ def substituted(shell: Shell, part: Substitution) -> Value:
 
 def _simple(shell: Shell, node: Simple) -> tuple[Flow, Result]:
     words = expand(shell, node.words, substituted)
+    if words and words[0].text == "local" and not shell.locals:
+        return "", False
     if not words or words[0].text in _DECLARES:
         if words and shell.locals and words[0].text in _LOCAL:
             _declared(shell, words, {assignment.name for assignment in node.assignments})
@@ -231,7 +238,10 @@ def _command(shell: Shell, node: Simple, words: list[Value], given: dict[str, Va
         shell.written.add(Path(joined(shell, node.target, substituted).text).name)
         return _silent(shell, lambda: _command(shell, replace(node, target=None), words, given))
     if name in shell.functions:
-        return _call(shell, shell.functions[name], words)
+        if (body := shell.functions[name]) is not None:
+            return _call(shell, body, words)
+        shell.unresolved[f"{shell.place(node.line)}: {name}: which function it is depends on a condition"] = None
+        return "", None
     if name in ("source", ".") and words[1:]:
         return source(_RUN, shell, words, node.line)
     if name in ("bash", "sh") and words[1:] and words[1].known and words[1].text.endswith(".sh"):

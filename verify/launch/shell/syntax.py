@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Literal:
-    """Text as it stands; quoted text is never split, and is a word even where it is empty."""
+    """Text as it stands; quoted text is a word even where it is empty. `split`: the default of a parameter, at blanks."""
 
     text: str
     quoted: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Gap:
 class Value:
     """A text, with the source of every gap where its value would stand; and where it is written.
 
-    `maybe`: it is only there if a condition holds that cannot be decided. `whole`: it is never split at blanks.
+    `maybe`: it is only there if a condition holds that cannot be decided.
     """
 
     text: str
@@ -58,7 +58,6 @@ class Value:
     file: Path | None = None
     line: int | None = None
     maybe: str = ""
-    whole: bool = False
 
     @property
     def known(self) -> bool:
@@ -102,12 +101,13 @@ class Shell:
 
     `directory` is None where a `cd` could not be followed. `unresolved` has a line for everything that may have
     changed anything and could not be followed, `empty` the arrays that are expanded and set nowhere, `stopped` the
-    places where the script ends itself, `locals` what the functions that are being called must restore, `special` the
+    places where the script ends itself, `functions` their bodies (None: one that nobody knows), `locals` what the functions that are being called must restore, `special` the
     variables that an assignment sets to something else, by what declared them so, `written` the names of the files that
     commands have written. These, `starts`, `lost`, `issues`, `steps` and `argument_uses` are shared by all branches.
 
     `result`: whether the last command succeeded, `substitution` the last `$(...)`. `errexit`: whether a command that
-    fails ends the script, unless it is `guarded` by a condition. `callers` and `loops` count the functions, sourced
+    fails ends the script, unless it is `guarded` by a condition; `pipefail`: whether any command of a pipeline does so.
+    `callers` and `loops` count the functions, sourced
     files and loops around a command. `script`: the file that was started, which `$0` names in every file it sources.
     """
 
@@ -116,7 +116,7 @@ class Shell:
     environment: Mapping[str, str]
     arguments: tuple[Value, ...] = ()
     variables: dict[str, Variable] = field(default_factory=dict)
-    functions: dict[str, Node] = field(default_factory=dict)
+    functions: dict[str, Node | None] = field(default_factory=dict)
     unresolved: dict[str, None] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
     lost: list[tuple[tuple[Value, ...], int, Path | None]] = field(default_factory=list)
@@ -133,6 +133,7 @@ class Shell:
     result: bool | None = True
     substitution: bool | None = True
     errexit: bool | None = False
+    pipefail: bool | None = False
     guarded: int = 0
     callers: int = 0
     loops: int = 0
@@ -152,6 +153,7 @@ class Shell:
         """Makes a branch's state this one's."""
         self.variables, self.functions, self.directory = other.variables, other.functions, other.directory
         self.arguments, self.errexit, self.result = other.arguments, other.errexit, other.result
+        self.pipefail = other.pipefail
 
     def place(self, line: int) -> str:
         """`run.sh:12`."""

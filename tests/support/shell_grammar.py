@@ -1,0 +1,122 @@
+"""Bash scripts made by `shell_grammar.txt`, what real bash gives to their trainer, and how our words compare.
+
+In the grammar blank lines part the rules. A rule is its name and its forms, one a line, of which each is as likely;
+`<name>` stands for a form of that rule, `<break>` for the end of a line.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+from verify.launch.shell.read import read_script
+from verify.launch.words import LaunchText, UnresolvedWord, Word
+
+_GRAMMAR = Path(__file__).with_suffix(".txt")
+_SLOT = re.compile(r"<([a-z]+)>")
+# Commands whose result only running tells: where they end a script, we give what a trainer gets if they do not.
+_ASKS = re.compile(r"/nosuch|-d /|more\.sh|-v |=~|< b|uname|cut|grep|wait|unset -f")
+_UNSET = re.compile(rb"unbound variable|parameter null or not set")
+_TRAINER = """#!/bin/sh
+[ "$1" = train.py ] || exit 0
+shift
+printf '%s\\0' START "$@" >> "$OUT"
+"""
+ARGUMENTS = ("--tp", "2 3", "b")
+FILES = {
+    "more.sh": 'MORE=$1\nA=$A.more\nL+=("$#")\n[ "$A" != b.more ] || return 1\n',
+    "other.sh": 'python3 train.py --other "$1" ${A:-unset}\n',
+}
+
+
+def script(number: int) -> str:
+    """The script of this number: the same one at every call."""
+    chance = random.Random(number)
+    text = "<script>"
+    while found := _SLOT.search(text):
+        # Deep scripts say nothing more than shallow ones, and have no end.
+        form = chance.choice(_rules()[found[1]] if len(text) < 900 or found[1] != "statement" else [":"])
+        text = text[: found.start()] + form + text[found.end() :]
+    return text
+
+
+@functools.cache
+def _rules() -> dict[str, list[str]]:
+    parts = (part.partition("\n") for part in _GRAMMAR.read_text().strip("\n").split("\n\n"))
+    return {name: forms.split("\n") for name, _, forms in parts} | {"none": [""], "break": ["\n"]}
+
+
+class Bash:
+    """A directory with the files that the scripts use, in which bash runs them with a stand-in for Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out, self.run, self.last = folder, folder / "out", folder / "run.sh", folder / "last"
+        for name, text in FILES.items():
+            (folder / name).write_text(text)
+        (folder / "bin").mkdir()
+        (folder / "bin" / "python3").write_text(_TRAINER)
+        (folder / "bin" / "python3").chmod(0o755)
+        self.environment = {"HOME": "/home/me", "PATH": f"{folder}/bin:/usr/bin:/bin", "FUNCNEST": "15"}
+
+    def words(self, text: str) -> tuple[list[list[str]] | None, str, bytes]:
+        """The words of each start of the trainer, the last command of the script, and what it said of errors.
+
+        None for a script without an end.
+        """
+        self.run.write_text(f"trap 'printf %s \"$BASH_COMMAND\" > {self.last}' EXIT\n{text}")
+        self.out.write_bytes(b"")
+        self.last.write_text("")
+        command = ["bash", self.run.name, *ARGUMENTS]
+        environment = {**self.environment, "OUT": str(self.out)}
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                cwd=self.folder,
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                timeout=5,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return None, "", b""
+        self.run.write_text(text)
+        starts = self.out.read_bytes().decode(errors="replace").split("START\0")[1:]
+        return [start.split("\0")[:-1] for start in starts], self.last.read_text(errors="replace"), done.stderr
+
+    def compared(self, text: str) -> str:
+        """`equal`, `unresolved`, `ended` or, where we say anything that bash does not, `differ: ...`."""
+        wanted, last, errors = self.words(text)
+        if wanted is None:
+            return "endless"
+        try:
+            read = read_script(Path(self.run.name), arguments=ARGUMENTS, environment=self.environment)
+        except CkptkitError as error:
+            return "ended" if not wanted else f"differ: bash gives {wanted}, not: {error}"
+        outcome = _judged(wanted, read)
+        if outcome.startswith("differ") and not wanted:
+            return "assumed" if _ASKS.search(text) or _UNSET.search(errors) else f"{outcome}; {last} ends it"
+        return outcome
+
+
+def _judged(wanted: list[list[str]], read: LaunchText) -> str:
+    known = not any(isinstance(word, UnresolvedWord) for word in read.words)
+    if not read.unresolved and known and wanted == [[word.text for word in read.words]]:
+        return "equal"
+    if read.unresolved or (not known and len(wanted) == 1 and _fits(read.words, wanted[0])):
+        return "unresolved"
+    return f"differ: bash gives {wanted}, not {[word.text for word in read.words]}"
+
+
+def _fits(words: Sequence[Word], wanted: Sequence[str]) -> bool:
+    """Whether these are the words, where one that is not known may be any number of words."""
+    if not words:
+        return not wanted
+    if isinstance(words[0], UnresolvedWord):
+        return any(_fits(words[1:], wanted[skipped:]) for skipped in range(len(wanted) + 1))
+    return bool(wanted) and words[0].text == wanted[0] and _fits(words[1:], wanted[1:])
