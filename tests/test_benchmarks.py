@@ -1,4 +1,7 @@
-"""Every section of `make bench` runs: once, on the smallest model that it has."""
+"""Every section of `make bench` runs: once, on the smallest model that it has.
+
+They measure and judge nothing, and each starts many processes: most run nightly, and are only imported otherwise.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,28 @@ COLUMNS = {
     "ray": {"workers", "seconds", "throughput to 1 worker's"},
 }
 
+ALWAYS = ("scale", "cuda")  # the cheapest that runs processes, and the one that is skipped without a GPU
+IMPORT = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+import run
+for name in run.SECTIONS:
+    assert importlib.import_module(run._MODULES.get(name, name)).rows
+"""
+
 
 def test_every_section_is_run_here() -> None:
     assert set(run.SECTIONS) == set(COLUMNS)
 
 
-@pytest.mark.parametrize("section", COLUMNS)
+def test_every_section_can_be_imported() -> None:
+    done = python("-W", "ignore", "-c", IMPORT, Path(run.__file__).parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "section", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.nightly) for name in COLUMNS]
+)
 def test_section_measures_its_smallest_model(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if section in NEEDS and find_spec(NEEDS[section]) is None:
         pytest.skip(f"needs {NEEDS[section]}")

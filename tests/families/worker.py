@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ class Answer:
 
     `mtp` are those of all multi-token prediction layers [layers x batch, sequence, vocabulary], or None.
     `missing` and `unexpected` are key names, as Megatron's strict load reports them.
-    `mutated` gives the largest change of any logit for each wrong mapping, relative to the largest logit.
+    `mutated` gives the largest change of any logit for each wrong mapping, relative to the largest logit. A mapping is
+    made wrong in the last of its layers, and where that changes them no more than was asked for, in all.
     """
 
     logits: Tensor
@@ -46,14 +48,17 @@ class Worker:
         command = [sys.executable, "-W", "ignore", "-m", "families.worker", str(self._scratch / "store")]
         return subprocess.Popen(command, env=found, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, hf: Path, megatron: Path, tokens: Tensor, *, mutate: bool = True) -> Answer:
-        """Loads the Megatron checkpoint made of the HF directory. Raises RuntimeError with Megatron's traceback."""
+    def ask(self, hf: Path, megatron: Path, tokens: Tensor, enough: float) -> Answer:
+        """Loads the Megatron checkpoint made of the HF directory. Raises RuntimeError with Megatron's traceback.
+
+        A mapping that is wrong in one layer and changes logits by more than `enough` is not made wrong in all.
+        """
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
         self._count += 1
         question, answer = self._scratch / f"question-{self._count}.pt", self._scratch / f"answer-{self._count}.pt"
         torch.save(
-            {"hf": str(hf), "megatron": str(megatron), "tokens": tokens, "mutate": mutate, "answer": str(answer)},
+            {"hf": str(hf), "megatron": str(megatron), "tokens": tokens, "enough": enough, "answer": str(answer)},
             question,
         )
         assert self._process.stdin is not None
@@ -100,6 +105,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from converters.megatron.module_names import global_name
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of, rules_of, to_megatron
+    from families.layers import of_last_layer, recorded_layers, replaced, reused_layers, untouched
     from families.mutations import mutations
     from verify.witnesses.megatron import model as megatron_model
     from verify.witnesses.megatron.process import held_by, layers_of, load
@@ -108,7 +114,8 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     dims, tokens = dims_of(source.config), question["tokens"]
     (model,) = megatron_model.build_chunks(dims, megatron_model.Build(ParallelSizes(), torch.float32))
     _, missing, unexpected, refused = load([model], str(locate(question["megatron"]).path))
-    logits, mtp = _logits(model, tokens, dims)
+    with recorded_layers(model.decoder.layers) as outputs:
+        logits, mtp = _logits(model, tokens, dims)
     answer: dict[str, Any] = {
         "logits": logits,
         "mtp": mtp,
@@ -116,8 +123,6 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         "unexpected": sorted({*unexpected, *refused}),
         "mutated": {},
     }
-    if not question["mutate"]:
-        return answer
     rules = list(rules_of(source.config))
     held: dict[str, list[Tensor]] = {}
     for local, tensor in held_by(model).items():
@@ -127,20 +132,19 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     view = to_megatron(source, "the test model")
     unfused = view.source
     hf = {name: tensor for names in unfused.groups for name, tensor in unfused.read(names).items()}
-    for label, changed in mutations(rules, hf):
-        before = {name: [tensor.clone() for tensor in held[name]] for name in changed}
-        for name, tensor in changed.items():
-            for place in held[name]:
-                place[: tensor.shape[0]].copy_(tensor)
-        found = _logits(model, tokens, dims)
-        answer["mutated"][label] = max(
+
+    def change(tensors: Mapping[str, Tensor]) -> float:
+        with replaced(held, tensors), reused_layers(model.decoder.layers, outputs[: untouched(tensors, len(outputs))]):
+            found = _logits(model, tokens, dims)
+        return max(
             _far(now, then)
             for now, then in zip(found, (logits, mtp), strict=True)
             if now is not None and then is not None
         )
-        for name, tensors in before.items():
-            for place, tensor in zip(held[name], tensors, strict=True):
-                place.copy_(tensor)
+
+    for label, changed in mutations(rules, hf):
+        found = change(of_last_layer(changed))
+        answer["mutated"][label] = found if found > question["enough"] else change(changed)
     return answer
 
 

@@ -106,10 +106,13 @@ def main() -> None:
 
 def _rank(folder: Path, rank: int, world: int) -> None:
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from verify.witnesses.megatron.model import lay_out, pretend_cuda
 
     pretend_cuda()
+    # Megatron starts the process that has this queue anew, which imports everything again: six seconds a rank.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     # The limit ends ranks whose parent was killed.
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(minutes=5)

@@ -9,6 +9,7 @@ import json
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,12 +84,24 @@ def _halves(tensor: Tensor, heads: int) -> Tensor:
 
 
 @cache
+def _contents() -> tuple[Tensors, str]:
+    """The tensors, and the content of tokenizer.json. Read once: the fields of a GGUF file take seconds."""
+    import gguf
+
+    reader = gguf.GGUFReader(_file())
+    return _tensors(reader), _tokenizer(reader)
+
+
 def dense() -> Tensors:
     """Every tensor of the model, dequantized, by transformers' names."""
+    return _contents()[0]
+
+
+def _tensors(reader: Any) -> Tensors:
     import gguf
 
     found = {}
-    for one in gguf.GGUFReader(_file()).tensors:
+    for one in reader.tensors:
         tensor = torch.from_numpy(np.array(gguf.quants.dequantize(one.data, one.tensor_type)))
         if one.name in ("token_embd.weight", "output_norm.weight"):
             name = {"token_embd.weight": "embed_tokens", "output_norm.weight": "norm"}[one.name]
@@ -121,16 +134,10 @@ def mixture() -> Tensors:
     return found
 
 
-def save(tensors: Tensors, path: Path, kind: str, layers: int = LAYERS) -> Path:
-    """Writes an HF directory of the first `layers`, `kind` "dense" or "mixture", with the model's tokenizer."""
-    import gguf
-
-    path.mkdir(parents=True, exist_ok=True)
-    kept = {name: one for name, one in tensors.items() if (layer_of(name) or 0) < layers}
-    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(_CONFIG | _KINDS[kind] | {"num_hidden_layers": layers}))
-    fields = gguf.GGUFReader(_file()).fields
-    tokens, merges, types = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges", "token_type"))
+def _tokenizer(reader: Any) -> str:
+    tokens, merges, types = (
+        reader.fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges", "token_type")
+    )
     made = Tokenizer(
         models.BPE(
             vocab={token: number for number, token in enumerate(tokens)},
@@ -142,7 +149,17 @@ def save(tensors: Tensors, path: Path, kind: str, layers: int = LAYERS) -> Path:
     )
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([token for token, type_ in zip(tokens, types, strict=True) if type_ == 3])
-    made.save(str(path / "tokenizer.json"))
+    content: str = made.to_str(pretty=True)
+    return content
+
+
+def save(tensors: Tensors, path: Path, kind: str, layers: int = LAYERS) -> Path:
+    """Writes an HF directory of the first `layers`, `kind` "dense" or "mixture", with the model's tokenizer."""
+    path.mkdir(parents=True, exist_ok=True)
+    kept = {name: one for name, one in tensors.items() if (layer_of(name) or 0) < layers}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(_CONFIG | _KINDS[kind] | {"num_hidden_layers": layers}))
+    (path / "tokenizer.json").write_text(_contents()[1])
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     (path / "tokenizer_config.json").write_text(json.dumps(named))
     return path
