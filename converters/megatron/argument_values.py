@@ -40,7 +40,7 @@ def llama3(dims: ModelDims) -> bool:
     return dims.mla is None and _scaling(dims) == "llama3"
 
 
-def linear(dims: ModelDims) -> bool:
+def linear_rope(dims: ModelDims) -> bool:
     """Models with linear rope scaling in all layers.
 
     Where it is in some layers only, Megatron-LM has no word for it, but Megatron-Bridge's model provider has.
