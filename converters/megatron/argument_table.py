@@ -20,6 +20,7 @@ from converters.megatron.argument_values import (
     fixed,
     inside_layer,
     latent_scaled,
+    linear_rope,
     llama3,
     not_latent,
     ones,
@@ -118,7 +119,7 @@ ARGUMENTS = (
         "rotary_seq_len_interpolation_factor",
         int,
         lambda dims: int(values.scaling_factor(dims)),
-        when=linear,
+        when=linear_rope,
         compared=never,
     ),
     *(
