@@ -87,11 +87,16 @@ class Stack:
 
 @dataclass(frozen=True)
 class OwnCheck:
-    """What the stack's own check of its arguments refuses. `skip_reason`: why that is not known."""
+    """What the stack's own check of its arguments refuses, and how many of them it looks at.
+
+    skip_reason: why it has nothing to look at.
+    unknown: why it is not known what it refuses.
+    """
 
     issues: tuple[Issue, ...] = ()
     arguments: int = 1
     skip_reason: str | None = None
+    unknown: str | None = None
 
 
 @dataclass(frozen=True)

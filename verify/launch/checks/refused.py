@@ -12,7 +12,7 @@ from verify.launch.job import OwnCheck
 
 
 def _own_check(subject: Subject) -> OwnCheck:
-    """What the stack's own check makes of the job. Raises Skip where that is not known."""
+    """What the stack's own check makes of the job. Raises Skip where it has nothing to look at."""
     found = job_of(subject).own_check
     if found.skip_reason:
         raise Skip(found.skip_reason)
@@ -33,5 +33,7 @@ def _own_check(subject: Subject) -> OwnCheck:
 def arguments_accepted(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Arithmetic of batches, options that need or exclude another one, and Megatron's rules (`verify/launch/rules`)."""
     found = _own_check(subject)
+    if found.unknown:
+        raise Skip(found.unknown)
     tally.compared(0, found.arguments)
     yield from found.issues

@@ -109,7 +109,7 @@ def own_check(launch: Launch, refused: Sequence[Issue] = ()) -> OwnCheck:
     program = launch.text.program_name
     if program and not _MAIN_PPO.fullmatch(program):
         why = f"{program} checks other settings than verl.trainer.main_ppo, which are not known here"
-        return OwnCheck(skip_reason=why)
+        return OwnCheck(unknown=why)
     return OwnCheck(tuple(refused))
 
 
