@@ -265,11 +265,21 @@ def checks() -> str:
         if one.code in EXAMPLES:
             cause, said = EXAMPLES[one.code]
             shown.append(f"- {cause}: {_code(said)}")
+        if twin := _twin(one.code):
+            shown.append(f"- what {_code_link(twin, 'checks.md')} finds in SGLang")
         if not shown:
             raise PluginError(f"{one.code} has no example: add one to docs/site/pages.py")
         text += ["", f"## {one.code}: {one.title} {{ #{one.code.lower()} }}", "", one.rationale, ""]
         text += ["**For example**", "", *shown, "", f"**What to do:** {one.fix}", "", f"**Run it:** `{command(one)}`"]
     return "\n".join(text)
+
+
+def _twin(code: str) -> str | None:
+    """The check of the first engine that asks what a later engine's check asks; None for any other check."""
+    from verify.witnesses.registry import ENGINES
+
+    first, *others = ENGINES
+    return next((first.codes + code[-1] for one in others if code.startswith(one.codes)), None)
 
 
 def _code(text: str) -> str:

@@ -85,7 +85,7 @@ def test_gpus_are_those_that_the_driver_lists(tmp_path: Path, monkeypatch: pytes
 def test_an_unknown_part_is_bad_usage() -> None:
     code, text = run("cuda")
     assert code == 2
-    assert "parts: megatron, sglang, engine, ray, remote, sign" in text
+    assert "parts: megatron, sglang, vllm, engine, ray, remote, sign" in text
 
 
 @pytest.mark.parametrize("verb", ["inspect", "convert"])

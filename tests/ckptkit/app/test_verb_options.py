@@ -25,13 +25,13 @@ ALWAYS = {
     "inspect": "as_args as_json",
     "lint": "readers fix strict as_json",
     "manifest": "output workers",
-    "verify": "source against_megatron against_sglang engine update release_resume logits rollout_data manifest tp pp "
-    "ep etp readers ray every reports strict as_json",
+    "verify": "source against_megatron against_sglang against_vllm engine update release_resume logits rollout_data "
+    "manifest tp pp ep etp readers ray every reports strict as_json",
     "preflight": "every hf_checkpoint load ref_load tp pp ep reports strict as_json",
     "diff": "exact as_json",
     "triage": "as_json",
     "explain": "",
-    "doctor": "as_json",
+    "doctor": "megatron_python sglang_python vllm_python as_json",
 }
 GLOBAL = {"quiet", "verbose", "debug"}
 
