@@ -1,4 +1,7 @@
-"""Checkpoints that many tests start from, made once a session. Tests that change one copy it first."""
+"""Checkpoints that many tests start from, made once a session. Tests that change one copy it first.
+
+What imports torch is imported where it is used: the process that starts those that test waits for this module.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,26 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from support import models
-from support.megatron_saves import SAVES, Save, save_with_megatron
-from support.vllm_runs import release
-
-from ckptkit.app.api import convert
-from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.selection import tiles
-
-_UNRUNNABLE = tiles.unrunnable
+from support.installed import require_megatron
 
 # The longest files, longest first. Files are handed to processes in this order, so that none of them is left for the
 # end, when the other processes have nothing more to do.
 LONGEST = (
-    "tests/test_benchmarks.py",
+    "tests/verify/checks/test_clean_families.py",
+    "tests/converters/test_families.py",
     "tests/converters/megatron/test_legacy.py",
-    "tests/verify/checks/test_plausible.py",
-    "tests/verify/witnesses/test_megatron.py",
     "tests/verify/witnesses/test_sglang_formats.py",
-    "tests/mutations/test_hf.py",
-    "tests/hostile/test_hostile_inputs.py",
     "tests/faults/test_fault_matrix.py",
+    "tests/verify/witnesses/test_megatron_logits.py",
+    "tests/verify/witnesses/test_sglang_cpu_logits.py",
+    "tests/hostile/test_hostile_inputs.py",
+    "tests/verify/witnesses/test_megatron_layouts.py",
+    "tests/mutations/test_hf.py",
+    "tests/verify/witnesses/test_predicts_text.py",
+    "tests/verify/witnesses/test_megatron.py",
+    "tests/ckptkit/app/test_ray.py",
+    "tests/converters/megatron/test_rank_cuts.py",
+    "tests/verify/checks/test_plausible.py",
 )
 
 
@@ -82,30 +84,38 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what is marked as running SGLang or vLLM where it is not installed."""
     if item.get_closest_marker("sglang") and find_spec("sglang") is None:
         pytest.skip("needs SGLang: pip install sglang")
-    if item.get_closest_marker("vllm") and release() is None:
-        pytest.skip("needs vLLM: make test-vllm, or CKPTKIT_VLLM_PYTHON names a Python that has it")
+    if item.get_closest_marker("vllm"):
+        from support.vllm_runs import release
+
+        if release() is None:
+            pytest.skip("needs vLLM: make test-vllm, or CKPTKIT_VLLM_PYTHON names a Python that has it")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def any_tile() -> Iterator[None]:
+def any_tile() -> Iterator[Callable[..., Any]]:
     """Lets INT4 layers of any size pass: test models are smaller than the tiles of SGLang's kernels.
 
-    Tests of that rule ask for `kernel_tiles`.
+    Gives the rule as it is; tests of it ask for `kernel_tiles`.
     """
+    from quant.selection import tiles
+
+    rule = tiles.unrunnable
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "unrunnable", lambda *_: None)
-        yield
+        yield rule
 
 
 @pytest.fixture
-def kernel_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernel_tiles(any_tile: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule on tiles as it is."""
-    monkeypatch.setattr(tiles, "unrunnable", _UNRUNNABLE)
+    monkeypatch.setattr("quant.selection.tiles.unrunnable", any_tile)
 
 
 @pytest.fixture(scope="session")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`releases(name)`: the HF directory of one of `models.configs()`, as a release would look. Read only."""
+    from support import models
+
     root = tmp_path_factory.mktemp("releases")
 
     def release(name: str, *, fused: bool = False) -> Path:
@@ -120,6 +130,8 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def converted(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`converted(name)`: the Megatron checkpoint that `ckptkit convert` makes of it. Read only."""
+    from ckptkit.app.api import convert
+
     root = tmp_path_factory.mktemp("converted")
 
     def megatron(name: str) -> Path:
@@ -135,7 +147,11 @@ def saved(
     releases: Callable[[str], Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The directory with what real Megatron saved: a checkpoint for each label of `megatron_saves.SAVES`. Read only."""
-    pytest.importorskip("megatron.core")
+    require_megatron()
+    from support.megatron_saves import SAVES, Save, save_with_megatron
+
+    from ckptkit.formats.hf.reader import HfCheckpoint
+
     root = _shared(tmp_path_factory) / "saved"
     # Four ranks of Megatron take a minute. Where tests run in several processes, the first here makes it for all.
     with FileLock(root.with_suffix(".lock")):

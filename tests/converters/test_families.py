@@ -21,6 +21,7 @@ from families import CASES
 from families.case import Case, save, tokens
 from families.table import DOCUMENT, table
 from families.worker import Answer, Worker
+from support.installed import require_megatron
 from torch import Tensor
 
 from ckptkit.app.api import convert
@@ -71,7 +72,7 @@ def test_the_table_in_the_documentation_is_that_of_the_registry() -> None:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    pytest.importorskip("megatron.core")
+    require_megatron()
     worker = Worker(tmp_path_factory.mktemp("worker"))
     yield worker
     worker.stop()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families.case import save
+from support.installed import require_megatron
 from support.megatron_saves import Save, save_with_megatron
 from test_hybrid import four_layers, tensors_of
 
@@ -20,7 +21,7 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.witnesses.megatron.run import run_megatron
 
-pytest.importorskip("megatron.core")
+require_megatron()
 
 
 @pytest.fixture(scope="module")

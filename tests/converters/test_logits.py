@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import models
+from support.installed import require_megatron
 from support.megatron_runs import Case, logits_of
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from converters.ops.shapes import cat
 from converters.planner import to_megatron
 from converters.rules import ParamMapping
 
-pytest.importorskip("megatron.core")
+require_megatron()
 
 TOLERANCE = 1e-4
 Patch = Callable[[pytest.MonkeyPatch], None]

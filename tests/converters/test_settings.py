@@ -16,6 +16,7 @@ from families import CASES
 from families.case import SIZES, Case, random, save
 from families.gpt_oss import ROPE as GPT_OSS_ROPE
 from families.gpt_oss import ROUNDED as GPT_OSS_ROUNDED
+from support.installed import require_megatron
 from support.megatron_runs import Case as Run
 from support.megatron_runs import logits_of
 from torch import Tensor
@@ -24,7 +25,7 @@ from transformers import MixtralConfig
 from ckptkit.formats.hf.reader import HfCheckpoint
 from converters.planner import to_megatron
 
-pytest.importorskip("megatron.core")
+require_megatron()
 
 TOLERANCE = 1e-4
 LENGTH = 512

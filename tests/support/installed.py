@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from ckptkit.core.installation import package_release as release
@@ -19,3 +21,9 @@ def since(package: str, first: tuple[int, ...], reason: str) -> pytest.MarkDecor
     return pytest.mark.skipif(
         release(package) < first, reason=f"{package} {'.'.join(map(str, release(package)))}: {reason}"
     )
+
+
+def require_megatron() -> None:
+    """Skips the test, or all of a module, where megatron-core is missing. It is not imported, which takes seconds."""
+    if find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed", allow_module_level=True)

@@ -10,13 +10,14 @@ import torch
 from families import CASES
 from families.case import save
 from support import models
+from support.installed import require_megatron
 from support.megatron_saves import Save, save_with_megatron
 
 from ckptkit.app.api import convert
 from converters.megatron.parallel import ParallelSizes
 from converters.planner import rules_of
 
-pytest.importorskip("megatron.core")
+require_megatron()
 
 # What is special about each: multi-token prediction behind a pipeline, with the embedding on both stages; latent
 # attention, sparse attention; linear attention in parts, with an output gate; biases and sinks; norms over all heads,

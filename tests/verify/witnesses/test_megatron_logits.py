@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from support import models
 from support.check_examples import hold_example
 from support.fixture_types import PathOf
+from support.installed import require_megatron
 
 from ckptkit.app.cli import cli
 from converters.megatron.parallel import ParallelSizes
@@ -28,7 +29,7 @@ from verify.witnesses.reference.job import Answers, Judged, Reference
 from verify.witnesses.reference.residuals import Stage
 from verify.witnesses.registry import with_implied
 
-pytest.importorskip("megatron.core")
+require_megatron()
 
 INDEXER = pytest.mark.skipif(
     tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 19), reason="this megatron-core has another indexer"
