@@ -1,24 +1,17 @@
-"""Bash scripts made by `shell_grammar.txt`, what real bash gives to their trainer, and how our words compare.
-
-In the grammar blank lines part the rules. A rule is its name and its forms, one a line, of which each is as likely;
-`<name>` stands for a form of that rule, `<break>` for the end of a line.
-"""
+"""Bash scripts made by `shell_grammar.txt`, what real bash gives to their trainer, and how our words compare."""
 
 from __future__ import annotations
 
-import functools
-import random
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from support.grammar import text_of
 from verify.launch.shell.read import read_script
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
-_GRAMMAR = Path(__file__).with_suffix(".txt")
-_SLOT = re.compile(r"<([a-z]+)>")
 # Commands whose result only running tells: where they end a script, we give what a trainer gets if they do not.
 _ASKS = re.compile(r"/nosuch|-d /|more\.sh|-v |=~|< b|uname|cut|grep|wait|unset -f")
 _UNSET = re.compile(rb"unbound variable|parameter null or not set")
@@ -36,19 +29,7 @@ FILES = {
 
 def script(number: int) -> str:
     """The script of this number: the same one at every call."""
-    chance = random.Random(number)
-    text = "<script>"
-    while found := _SLOT.search(text):
-        # Deep scripts say nothing more than shallow ones, and have no end.
-        form = chance.choice(_rules()[found[1]] if len(text) < 900 or found[1] != "statement" else [":"])
-        text = text[: found.start()] + form + text[found.end() :]
-    return text
-
-
-@functools.cache
-def _rules() -> dict[str, list[str]]:
-    parts = (part.partition("\n") for part in _GRAMMAR.read_text().strip("\n").split("\n\n"))
-    return {name: forms.split("\n") for name, _, forms in parts} | {"none": [""], "break": ["\n"]}
+    return text_of(Path(__file__).with_suffix(".txt"), number, {"statement": ":"})
 
 
 class Bash:

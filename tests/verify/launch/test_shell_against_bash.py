@@ -69,10 +69,33 @@ READ = {
         "python3 train.py $x $y $z $w $v"
     ),
     "home of the script": "HOME=/h\npython3 train.py ~/x ~ --load=~/x",
+    "a default that is several words": (
+        'A=(x "y z")\nB=()\npython3 train.py "${A[@]+"${A[@]}"}" "${B[@]+"${B[@]}"}" ${A:+--opt "$A"} "${B:-\'q\'}" '
+        "${C:-d e}"
+    ),
+    "here string in a command": f"A=$(cat <<<x)\n{TRAIN}$A",
+    "pipefail": "set -eo pipefail\nfalse | cat\npython3 train.py --a",
+    "last of a pipeline": f"set -e\nfalse | cat\n{TRAIN}x",
+    "local outside of functions": f"local A=1 2>/dev/null\nA=${{A:-2}}\n{TRAIN}$A",
+    "shift of too many": f'set -- a\nshift 2\n{TRAIN}"$@"',
+    "export before it is set": f"export A\nA=1\n{TRAIN}$A",
+    "indices": f'A=(x y)\nP=A\n{TRAIN}"${{!A[@]}}" ${{!P}}',
+    "a comparison of what is not a number": f'A=1\nif [ "" -eq 1 ]; then A=2; fi\n{TRAIN}$A',
+    "a comparison without a left side": f"B=\nA=1\n[ $B = x ] || A=2\n{TRAIN}$A",
+    "return out of a loop": "set -e\nf() { for i in 1 2; do return 1; done; }\nf\npython3 train.py --a",
+    "a loop that ends with a condition": "set -e\nf() { for i in 1; do [ 2 = 1 ] && :; done; }\nf\n"
+    "python3 train.py --a",
+    "a backslash that ends the file": "python3 train.py --a 1 \\",
     "one value in two branches": f"if [ -d /nosuch ]; then A=1; else A=1; fi\n{TRAIN}$A",
 }
 # Not followed so far: not known, where they are not read as bash reads them.
 UNKNOWN = {
+    "a function that depends on a condition": (
+        f"f() {{ A=1; }}\nif [ -e /nosuch ]; then f() {{ A=2; }}; fi\nf\n{TRAIN}$A"
+    ),
+    "a variable that names none": f"P=\nA=${{!P}}\n{TRAIN}x",
+    "an element before the first": f"A=(1)\nA[-3]=2\n{TRAIN}x",
+    "IFS that depends on a condition": f"A='b c'\n[ -e /nosuch ] && IFS=,\n{TRAIN}$A",
     "unset of a function": f"f() {{ :; }}\nunset -f f\nA=x\nf 2>/dev/null && A=y\n{TRAIN}${{A}}x",
     "unset of an element": f'A=(1 2 3)\nunset "A[0]"\n{TRAIN}"${{A[@]}}"',
     "let of an element": f"A=(1 2)\nlet A[0]=5\n{TRAIN}${{A[@]}}",

@@ -14,6 +14,9 @@ from verify.launch.settings.yaml_tree import NULL, Tree
 from verify.launch.words import UnresolvedWord, Word
 
 _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
+# What is not text, and numbers that Python spells as they are written.
+_TYPED = re.compile(r"(?i:true|false|null|[-+]?(?:inf|nan)|[-+]?[\d_.]+(?:e[-+]?\d+)?)")
+_SPELLED = re.compile(r"0|-?[1-9]\d*|-?(?:0|[1-9]\d{0,9})\.(?:0|\d{0,5}[1-9])|[^\d]*\.[^\d]*")
 _DEEPEST = 30
 _LONGEST = 10_000  # characters of a value with interpolations, before and after
 _NUMBERS: dict[str, Callable[[float, float], float]] = {
@@ -95,6 +98,8 @@ class Config:
             node = self._value(text, at, depth)
             if not isinstance(node, Word):
                 raise UnresolvedError(f"${{{text}}} is no single value")
+            if not _SPELLED.fullmatch(node.text) and _TYPED.fullmatch(node.text):
+                raise UnresolvedError(f"${{{text}}}: {node.text} in a text is spelled as Python has it")
             yield node.text
 
     def _value(self, inner: str, at: tuple[str, ...], depth: int) -> Tree:

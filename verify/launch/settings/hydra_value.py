@@ -128,11 +128,11 @@ class _Reader:
         self.position = found.end()
         text = re.sub(rf"(\\+)({quote}|$)", lambda one: "\\" * (len(one[1]) // 2) + one[2], found[1])
         if text == NULL:
-            return UnresolvedWord(self.word.text, self.word.file, self.word.line, "the text `null`, which is no null")
+            return self.unknown("the text `null`, which is not null")
         return replace(self.word, text=text)
 
     def primitive(self) -> Word:
-        """Text without quotes. An empty one, and `null`, are null."""
+        """Text without quotes; `null` is null."""
         text, last = "", 0
         while self.position < len(self.text):
             if found := _ESCAPED.match(self.text, self.position):
@@ -150,7 +150,12 @@ class _Reader:
         if self.peek() == "(":
             raise _RefusedError("the call of a function")
         text = text[:last]
-        return replace(self.word, text=NULL if text.lower() in (NULL, "") else text)
+        if not text:
+            return self.unknown("an empty text, which is not null")
+        return replace(self.word, text=NULL if text.lower() == NULL else text)
+
+    def unknown(self, why: str) -> Word:
+        return UnresolvedWord(self.word.text, self.word.file, self.word.line, why)
 
     def interpolation(self) -> str:
         start, depth = self.position, 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from verify.launch.settings.config import merged
 from verify.launch.settings.hydra_value import hydra_value
 from verify.launch.settings.yaml_tree import NULL, Tree
-from verify.launch.words import Word
+from verify.launch.words import UnresolvedWord, Word
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*?(?:\[\d+\])*)(?:=(.*))?", re.DOTALL)
 
@@ -39,6 +39,10 @@ def applied(
             continue
         keys = match[2].replace("[", ".").replace("]", "").split(".")
         value = hydra_value(match[3] or "", word)
+        if "[" in match[2] or (match[1] == "~" and keys[-1].isdecimal()):
+            why = "Hydra neither reads an index in brackets nor takes elements out of a list"
+            found = {**found, keys[0]: UnresolvedWord(word.text, word.file, word.line, why)}
+            continue
         section = len(keys) == 1 and (isinstance(found.get(keys[0]), dict) or is_group(keys[0]))
         if section and match[1] != "~" and isinstance(value, Word) and value.text != NULL:
             groups.append(word)

@@ -31,6 +31,8 @@ def decide(words: Sequence[Value], patterns: bool) -> bool | None:
         result = test.either()
     except _NotANumberError:
         return False
+    if not patterns and len(words) == 2 and test.position == 1 and words[0].known and words[0].text[:1] not in "-!(":
+        return False  # `[ = x ]`, of an empty variable without quotes, is refused
     return result if test.position == len(test.words) else None
 
 

@@ -19,6 +19,7 @@ Run = Callable[[Shell, Substitution], Value]
 _ASSIGNED = re.compile(
     r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
+_DEFAULTS = (":-", "-", ":+", "+")
 _NAMED = re.compile(r"[A-Za-z_]\w*|[0-9]+")
 # An unquoted pattern of file names; `[0]*3+[1]*58` is one too, that no file has.
 _GLOB, _LAYERS = re.compile(r"[*?]"), re.compile(r"[\[\]\d*+(),\0]*")
@@ -142,7 +143,7 @@ def _literal(shell: Shell, text: str, quoted: bool, first: bool) -> Value:
 
 def _add_split(fields: _Fields, value: Value, quoted: bool) -> None:
     """Adds a value; an unquoted one is split at blanks. Those of a gap are not known: a word with one stays unknown."""
-    if quoted:
+    if quoted or value.whole:
         fields.add(value)
         return
     blanks = separators(fields.shell)
@@ -315,6 +316,9 @@ def _listed(shell: Shell, part: Parameter, run: Run | None = None) -> list[Value
         # No array comes from the environment: one that the script does not set is empty.
         shell.empty.setdefault(part.name, str(shell.file or "the text"))
         return []
+    set_here = shell.variables.get(part.name)
+    if values is None and part.index and set_here and set_here.array and all(value.known for value in set_here.values):
+        return [Value("")]
     if values is None:
         return [unknown(part.source, "set neither in the script nor in the environment")]
     if not part.operator:

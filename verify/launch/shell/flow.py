@@ -65,8 +65,8 @@ def either(shell: Shell, bodies: Sequence[Body], where: str, what: str = "a cond
     for other, _ in left[1:]:
         state.variables = merged(state, other, why)
         names = state.functions.keys() | other.functions.keys()
-        bodies = {name: (state.functions.get(name), other.functions.get(name)) for name in names}
-        state.functions = {name: one if one == another else None for name, (one, another) in bodies.items()}
+        one, another = state.functions, other.functions
+        state.functions = {name: one.get(name) if one.get(name) == another.get(name) else None for name in names}
         state.directory = state.directory if state.directory == other.directory else None
         state.errexit = state.errexit if state.errexit == other.errexit else None
         state.pipefail = state.pipefail if state.pipefail == other.pipefail else None
@@ -180,7 +180,8 @@ def _for(run: Runner, shell: Shell, node: For) -> Flow:
 def _unknown_words(run: Runner, shell: Shell, node: For, values: Sequence[Value]) -> Flow:
     """A loop over words that are not known. Where one of them is, or is braces, its body runs for certain."""
     shell.forget(node.name, f"one of the words of a loop at {shell.place(node.line)}")
-    if any(value.known or any(gap.why == BRACES for gap in value.gaps) for value in values):
+    refused = any(gap.source.startswith("$((") for value in values for gap in value.gaps)
+    if not refused and any(value.known or any(gap.why == BRACES for gap in value.gaps) for value in values):
         flow = run.follow(shell, node.body)[0]
         if flow != "maybe" and (ended := _outer(flow)) is not None:
             return ended

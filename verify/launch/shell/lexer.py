@@ -56,7 +56,7 @@ class Lexer:
         while self.rest:
             if self.peek() in " \t":
                 self.take()
-            elif self.peek(2) == "\\\n":
+            elif self.peek(2) in ("\\\n", "\\"):  # the second one ends the file
                 self.take(2)
             elif self.peek() == "#":
                 end = self.text.find("\n", self.position)
@@ -85,7 +85,7 @@ class Lexer:
         match self.peek():
             case "\\":
                 self.take()
-                escaped = self.take()
+                escaped = self.take() or "\\"
                 parts += [] if escaped == "\n" else [Literal(escaped, quoted=True)]
             case "'":
                 parts.append(Literal(self._until("'"), quoted=True))

@@ -159,8 +159,8 @@ class _Parser:
     def _parentheses(self, line: int) -> Node:
         self.lexer.take()
         body = self.list_until(frozenset())
-        if self.lexer.peek() != ")":
-            raise self.lexer.error("( is never closed", line)
+        if self.lexer.peek() != ")" or not body:
+            raise self.lexer.error("( is never closed, or holds nothing", line)
         self.lexer.take()
         return Group(body, True, line)
 

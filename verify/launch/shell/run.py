@@ -91,7 +91,10 @@ def _done(shell: Shell, node: Node) -> tuple[Flow, Result]:
             return if_command(_RUN, shell, node, 0)
         case Case():
             return case_command(_RUN, shell, node)
-        case For() | ForArithmetic() | While():
+        case For() | ForArithmetic():
+            shell.result = True
+            return loop(_RUN, shell, node), shell.result
+        case While():
             flow = loop(_RUN, shell, node)
             return flow, shell.result if flow in ("exit", "return") else None
         case Group(body, subshell):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Literal:
-    """Text as it stands; quoted text is a word even where it is empty. `split`: the default of a parameter, at blanks."""
+    """Text as it stands; quoted text is a word even where it is empty. `split`: at blanks, as a default is."""
 
     text: str
     quoted: bool = False

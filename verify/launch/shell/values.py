@@ -50,7 +50,7 @@ class Gap:
 class Value:
     """A text, with the source of every gap where its value would stand; and where it is written.
 
-    `maybe`: it is only there if a condition holds that cannot be decided.
+    `maybe`: it is only there if a condition holds that cannot be decided. `whole`: it is never split at blanks.
     """
 
     text: str
@@ -58,6 +58,7 @@ class Value:
     file: Path | None = None
     line: int | None = None
     maybe: str = ""
+    whole: bool = False
 
     @property
     def known(self) -> bool:
@@ -99,9 +100,10 @@ class Start:
 class Shell:
     """The state of a shell that is only imagined.
 
+    `functions`: their bodies; None where one of several is meant, and nobody knows which.
     `directory` is None where a `cd` could not be followed. `unresolved` has a line for everything that may have
     changed anything and could not be followed, `empty` the arrays that are expanded and set nowhere, `stopped` the
-    places where the script ends itself, `functions` their bodies (None: one that nobody knows), `locals` what the functions that are being called must restore, `special` the
+    places where the script ends itself, `locals` what the functions that are being called must restore, `special` the
     variables that an assignment sets to something else, by what declared them so, `written` the names of the files that
     commands have written. These, `starts`, `lost`, `issues`, `steps` and `argument_uses` are shared by all branches.
 
