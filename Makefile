@@ -22,12 +22,12 @@ pip_flags := -qq --disable-pip-version-check --no-input
 stamp := $(VENV)/.ckptkit-setup
 
 # The versions that constraints.txt covers. A candidate must run: the shim of an inactive pyenv version does not.
-probe := import sys, venv; print(sys.executable); sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 python3 python); do \
+probe := import sys, venv; print(sys.executable); sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 python3.13 python3 python); do \
 		if found=$$("$$candidate" -c '$(probe)' 2>/dev/null); then break; fi; found=; \
 	done; \
 	if [ -z "$$found" ]; then \
-		echo 'ckptkit needs Python 3.11 or 3.12 with venv; $(if $(PYTHON),$(PYTHON) is not one,none was found).' >&2; \
+		echo 'ckptkit needs Python 3.11, 3.12 or 3.13 with venv; $(if $(PYTHON),$(PYTHON) is not one,none was found).' >&2; \
 		echo 'Next: make PYTHON=/path/to/python3.12' >&2; \
 		exit 1; \
 	fi
