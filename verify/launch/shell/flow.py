@@ -180,7 +180,7 @@ def _for(run: Runner, shell: Shell, node: For) -> Flow:
 def _unknown_words(run: Runner, shell: Shell, node: For, values: Sequence[Value]) -> Flow:
     """A loop over words that are not known. Where one of them is, or is braces, its body runs for certain."""
     shell.forget(node.name, f"one of the words of a loop at {shell.place(node.line)}")
-    refused = any(gap.source.startswith("$((") for value in values for gap in value.gaps)
+    refused = any(gap.source.startswith(("$((", "${!")) for value in values for gap in value.gaps)
     if not refused and any(value.known or any(gap.why == BRACES for gap in value.gaps) for value in values):
         flow = run.follow(shell, node.body)[0]
         if flow != "maybe" and (ended := _outer(flow)) is not None:
