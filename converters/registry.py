@@ -36,7 +36,7 @@ def by_model_type(found: Iterable[ModelFamily]) -> dict[str, ModelFamily]:
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(by_model_type(_found()))
 
 
-_LONGEST = 200  # characters of a class's name
+_MAX_NAME = 200  # characters of a class's name
 
 # What a model of another class is, by the name of the class; the first that fits.
 _OTHERS = (
@@ -83,11 +83,11 @@ def _check_architectures(stated: Any, family: ModelFamily, model_type: str) -> N
     if not names or set(names) & set(family.architectures):
         return
     what, hint = next(
-        (words for pattern, *words in _OTHERS if re.fullmatch(pattern, names[0][:_LONGEST])),
+        (words for pattern, *words in _OTHERS if re.fullmatch(pattern, names[0][:_MAX_NAME])),
         ("another model", "compare config.json with the release"),
     )
     known = ", ".join(family.architectures)
     raise UnsupportedError(
-        f"config.json: {names[0][:_LONGEST]} of model_type {model_type!r} is {what}, which is not supported",
+        f"config.json: {names[0][:_MAX_NAME]} of model_type {model_type!r} is {what}, which is not supported",
         f"{hint}; supported: {known}",
     )

@@ -22,7 +22,7 @@ LAYERS = (
     "verify",
     "ckptkit",
 )
-LARGEST_FOLDER = 15
+MAX_FOLDER = 15
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -115,7 +115,7 @@ def test_every_layer_has_modules_and_imports() -> None:
 
 def test_folders_hold_few_modules() -> None:
     count = Counter(file.parent for file in modules(ROOT).values() if file.name != "__init__.py")
-    assert {str(folder): size for folder, size in count.items() if size > LARGEST_FOLDER} == {}
+    assert {str(folder): size for folder, size in count.items() if size > MAX_FOLDER} == {}
 
 
 def test_folders_say_what_they_are_for() -> None:

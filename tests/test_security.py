@@ -15,15 +15,15 @@ from ckptkit.transfer import signature
 ROOT = Path(__file__).resolve().parent.parent
 # Rows of the table in the order of the page: the bounds of each, in the order in which it names them.
 BOUNDS = [
-    (json_text.MOST_BYTES, json_text.MOST_VALUES, json_text.MOST_DEPTH, json_text.MOST_DIGITS),
-    (shard.MAX_HEADER, json_text.MOST_VALUES, specs.MOST_AXES, shard._MOST_BYTES),
-    (machine.MOST_NAMES, machine.MOST_INTEGER, machine._MOST_KEY, machine._KEY_PARTS, machine._KEY_DEPTH),
-    (records._MOST_PARTS, records._MOST_DEPTH),
-    (blob._MOST_READ, blob._MOST_DIRECTORY),
-    (reader.MOST_METADATA, reader._MOST_NAMES, reader._MOST_COMPARED, specs.MOST_AXES, reader._MOST_BYTES),
-    (detect._MOST_TRACKER, detect._MOST_DIGITS),
-    (side_files.MOST_BYTES_BESIDE,),
-    (signature._MOST_SIGNATURE, signature._MOST_KEY),
+    (json_text.MAX_BYTES, json_text.MAX_VALUES, json_text.MAX_DEPTH, json_text.MAX_DIGITS),
+    (shard.MAX_HEADER, json_text.MAX_VALUES, specs.MAX_AXES, shard._MAX_BYTES),
+    (machine.MAX_NAMES, machine.MAX_INTEGER, machine._MAX_KEY, machine._KEY_PARTS, machine._KEY_DEPTH),
+    (records._MAX_PARTS, records._MAX_DEPTH),
+    (blob._MAX_READ, blob._MAX_DIRECTORY),
+    (reader.MAX_METADATA, reader._MAX_NAMES, reader._MAX_COMPARED, specs.MAX_AXES, reader._MAX_BYTES),
+    (detect._MAX_TRACKER, detect._MAX_DIGITS),
+    (side_files.MAX_BYTES_BESIDE,),
+    (signature._MAX_SIGNATURE, signature._MAX_KEY),
 ]
 
 

@@ -24,7 +24,7 @@ from quant.schemes.registry import scheme_module
 START = 5.0  # seconds from a command's start to the first byte: imports
 _PIECE = 8 << 20
 _PIECES = 8
-_LONGEST_S = 0.5
+_MAX_S = 0.5
 _MATRIX = (512, 4096)  # that slow schemes are measured with: 4 MiB in bfloat16
 
 
@@ -115,7 +115,7 @@ def quantizing_rate(scheme: Scheme) -> float:
 def _repeated(step: Callable[[], object], most: int) -> tuple[float, int]:
     """Repeats a step at most so often and for half a second. Returns the seconds, and how often it was."""
     began, count = time.perf_counter(), 0
-    while count < most and (not count or time.perf_counter() - began < _LONGEST_S):
+    while count < most and (not count or time.perf_counter() - began < _MAX_S):
         step()
         count += 1
     return max(time.perf_counter() - began, 1e-9), count

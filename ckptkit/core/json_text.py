@@ -6,22 +6,22 @@ import json
 import re
 from typing import Any
 
-MOST_BYTES = 1 << 26  # of a file: the index of a model of 10^12 parameters has about 2 x 10^7
-MOST_VALUES = 4_000_000
-MOST_DEPTH = 64
-MOST_DIGITS = 100  # of an integer: tokenizers have a `model_max_length` of 31
+MAX_BYTES = 1 << 26  # of a file: the index of a model of 10^12 parameters has about 2 x 10^7
+MAX_VALUES = 4_000_000
+MAX_DEPTH = 64
+MAX_DIGITS = 100  # of an integer: tokenizers have a `model_max_length` of 31
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parse(text: bytes, most_values: int = MOST_VALUES) -> Any:
+def parse(text: bytes, most_values: int = MAX_VALUES) -> Any:
     """The value that `text` says. Raises ValueError for text that is no JSON, or past a bound of this module.
 
     So does a key that an object has twice, of which readers take one or the other, and half of a surrogate pair, which
     no encoding can write again.
     """
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"{len(text)} bytes, and at most {MOST_BYTES} are read")
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"{len(text)} bytes, and at most {MAX_BYTES} are read")
     if (values := count_values(text)) > most_values:
         raise ValueError(f"about {values} values, and at most {most_values} are read")
     try:
@@ -54,14 +54,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
+    if len(digits) > MAX_DIGITS:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
 
 
 def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         level = [
             part
             for one in level
@@ -70,4 +70,4 @@ def _check_depth(value: Any) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"nested more than {MOST_DEPTH} deep")
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")

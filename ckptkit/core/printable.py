@@ -35,7 +35,7 @@ _OF_SCHEMA = re.compile(r"\.?`?function-\w+\[(?:[^\[\]]|\[[^\[\]]*\])*\]`?")
 _VISIT = re.compile(r"For further information visit \S+")
 _INPUT = re.compile(r" \[type=\w+, input_value=(.*), input_type=\w+\]$")
 _HEADING = re.compile(r"\d+ validation errors? for \S+")
-_LONGEST = 20_000  # characters of a text
+_MAX_CHARACTERS = 20_000  # characters of a text
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _TRACEBACK = "Traceback (most recent call last)"
 
@@ -46,7 +46,7 @@ def one_line(text: str) -> str:
     A deeper line belongs to the one above and follows a colon; others follow a semicolon, or the end of a sentence.
     """
     joined, above = "", ""
-    for line in filter(str.strip, _without_stacks(_INSTALLED.sub("", _COLOR.sub("", text[:_LONGEST])))):
+    for line in filter(str.strip, _without_stacks(_INSTALLED.sub("", _COLOR.sub("", text[:_MAX_CHARACTERS])))):
         words = _INPUT.sub(r" (it is \1)", _OF_SCHEMA.sub("", line.strip()))
         if _VISIT.fullmatch(words):
             continue

@@ -13,7 +13,7 @@ from ckptkit.core.dtypes import ITEMSIZE, dtype_name, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-MOST_AXES = 64  # of a tensor in a file, as torch has it; the product of a million sizes takes hours
+MAX_AXES = 64  # of a tensor in a file, as torch has it; the product of a million sizes takes hours
 
 
 @dataclass(frozen=True, slots=True)

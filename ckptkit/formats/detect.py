@@ -15,8 +15,8 @@ from ckptkit.storage.regular import read_regular
 MANIFEST = "ckptkit.json"
 SIGNATURE_ENDING = ".sig"
 TRACKER = "latest_checkpointed_iteration.txt"
-_MOST_TRACKER = 256  # bytes
-_MOST_DIGITS = 18  # of an iteration
+_MAX_TRACKER = 256  # bytes
+_MAX_DIGITS = 18  # of an iteration
 ITERATION = re.compile(r"iter_\d{7}")
 LEGACY_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 LEGACY_FILE = "model_optim_rng.pt"
@@ -178,7 +178,7 @@ def is_legacy(path: Path) -> bool:
 def tracked(root: Path) -> Path:
     """The directory that the tracker of a Megatron root names. Raises CkptkitError where it does not exist."""
     text = tracker_text(root)
-    if text != "release" and not (text.isdecimal() and len(text) <= _MOST_DIGITS):
+    if text != "release" and not (text.isdecimal() and len(text) <= _MAX_DIGITS):
         raise DamagedError(f"{root / TRACKER} says {text!r}", "it must say `release` or an iteration number")
     path = root / ("release" if text == "release" else f"iter_{int(text):07d}")
     if not path.is_dir():
@@ -192,7 +192,7 @@ def tracked(root: Path) -> Path:
 def tracker_text(root: Path) -> str:
     """What the tracker of a Megatron root says. Raises CkptkitError where it cannot be read."""
     try:
-        return read_regular(root / TRACKER, _MOST_TRACKER).decode(errors="replace").strip()
+        return read_regular(root / TRACKER, _MAX_TRACKER).decode(errors="replace").strip()
     except OSError as error:
         hint = "it must be a file that says `release` or an iteration number"
         raise CkptkitError(f"{root / TRACKER}: {error.strerror}", hint) from error

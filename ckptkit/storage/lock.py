@@ -22,7 +22,7 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 _CONTENT = re.compile(r"ckptkit: (pid \d+ on .+)\n")
 _TRIES = 5  # `check_free` of another process may have it for a moment
 _PAUSE_S = 0.02
-_MOST = 1000  # bytes of a lock file that are read
+_MAX_BYTES = 1000  # bytes of a lock file that are read
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _try(descriptor: int, kind: int) -> str:
 
 def _words(path: Path, descriptor: int) -> str:
     """Who has written the lock file. Raises CkptkitError when it is no lock file, and must not be written over."""
-    content = os.pread(descriptor, _MOST, 0).decode(errors="replace")
+    content = os.pread(descriptor, _MAX_BYTES, 0).decode(errors="replace")
     if content and not (found := _CONTENT.fullmatch(content)):
         raise _unusable(path, "is no lock file of ckptkit")
     return found[1] if content and found else "a process that has just begun"

@@ -23,7 +23,7 @@ from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
 from ckptkit.formats.hf.side_files import MANIFEST, pieces_of, side_files
-from ckptkit.formats.torch_dist.reader import MOST_METADATA
+from ckptkit.formats.torch_dist.reader import MAX_METADATA
 from ckptkit.storage.digest import TensorDigest, is_blake3
 from ckptkit.storage.regular import open_regular, read_regular
 from ckptkit.storage.whole import write_whole
@@ -115,7 +115,7 @@ def lineage_of(location: Location) -> dict[str, str]:
 def _header(path: Path) -> bytes:
     try:
         if path.suffix != ".safetensors":
-            return read_regular(path, MOST_METADATA) if path.name == ".metadata" else b""
+            return read_regular(path, MAX_METADATA) if path.name == ".metadata" else b""
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             return file.read(min(length, MAX_HEADER))

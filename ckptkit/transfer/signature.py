@@ -22,8 +22,8 @@ from ckptkit.formats.detect import SIGNATURE_ENDING
 from ckptkit.storage.regular import read_regular
 from ckptkit.storage.whole import write_whole
 
-_MOST_KEY = 1 << 16  # bytes of a key in PEM, which has some hundred
-_MOST_SIGNATURE = 1 << 20  # bytes: that of one file has about 2000
+_MAX_KEY = 1 << 16  # bytes of a key in PEM, which has some hundred
+_MAX_SIGNATURE = 1 << 20  # bytes: that of one file has about 2000
 _PRIVATE = "make one: `openssl ecparam -name prime256v1 -genkey -noout -out KEY`; an encrypted one is not read"
 _PUBLIC = "name what `openssl ec -in PRIVATE -pubout` wrote"
 
@@ -61,7 +61,7 @@ def _with_key(configured: Callable[..., Any], name: str, path: Path, hint: str) 
     from cryptography.exceptions import UnsupportedAlgorithm
 
     try:
-        read_regular(path, _MOST_KEY)  # the library opens it without looking at what it is
+        read_regular(path, _MAX_KEY)  # the library opens it without looking at what it is
         return configured(**{name: path})
     except OSError as error:
         raise CkptkitError(f"{path}: {error.strerror}", "name the file of the key with --key") from error
@@ -99,11 +99,11 @@ def signature_fault(manifest: Path, by: Any) -> str | None:
 
     path = signature_of(manifest)
     try:
-        content = read_regular(manifest, json_text.MOST_BYTES)
+        content = read_regular(manifest, json_text.MAX_BYTES)
     except OSError as error:
         raise CkptkitError(f"{manifest}: {error.strerror}", "write one with `ckptkit manifest`") from error
     try:
-        signed = _signed(read_regular(path, _MOST_SIGNATURE))
+        signed = _signed(read_regular(path, _MAX_SIGNATURE))
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError):

@@ -9,10 +9,10 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 
-MOST_KEYS = 2_000  # of one part; those of transformers have about a hundred
-MOST_LAYERS = 1_000  # the deepest released models have 126
-MOST_EXPERTS = 128_000  # of all layers together: Kimi K2 has 23,424
-LARGEST = 1 << 31  # of any size
+MAX_KEYS = 2_000  # of one part; those of transformers have about a hundred
+MAX_LAYERS = 1_000  # the deepest released models have 126
+MAX_EXPERTS = 128_000  # of all layers together: Kimi K2 has 23,424
+MAX_SIZE = 1 << 31  # of any size
 _LAYERS = ("num_hidden_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers", "depth")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _PARTS = ("text_config", "vision_config")
@@ -32,8 +32,8 @@ _DTYPES = re.compile(r"(torch\.)?(auto|half|double|b?float\d*(_e\dm\d\w*)?|[bm]?
 def check_config(config: Mapping[str, Any]) -> None:
     """Raises CkptkitError naming the key of a config that no reader can make sense of, or only at any cost."""
     for where, part in _parts(config):
-        if len(part) > MOST_KEYS:
-            raise _wrong(where.rstrip(".") or "the top", f"{len(part)} keys", f"at most {MOST_KEYS:,}")
+        if len(part) > MAX_KEYS:
+            raise _wrong(where.rstrip(".") or "the top", f"{len(part)} keys", f"at most {MAX_KEYS:,}")
         _check_kinds(where, part)
         _check_sizes(where, part)
 
@@ -54,9 +54,9 @@ def _check_kinds(where: str, part: Mapping[str, Any]) -> None:
     for key in _LISTS:
         if (value := part.get(key)) is None:
             continue
-        few = isinstance(value, list) and len(value) <= MOST_LAYERS
+        few = isinstance(value, list) and len(value) <= MAX_LAYERS
         if not few or not all(type(one) in (str, int) for one in value):
-            raise _wrong(where + key, part[key], f"a list of at most {MOST_LAYERS:,} words or numbers")
+            raise _wrong(where + key, part[key], f"a list of at most {MAX_LAYERS:,} words or numbers")
     if not isinstance(part.get("index_topk_pattern"), (str, list, type(None))):
         raise _wrong(where + "index_topk_pattern", part["index_topk_pattern"], "a word of F and S, or a list")
     for key in ("dtype", "torch_dtype"):
@@ -67,16 +67,16 @@ def _check_kinds(where: str, part: Mapping[str, Any]) -> None:
 
 def _check_sizes(where: str, part: Mapping[str, Any]) -> None:
     for key, value in part.items():
-        if type(value) is int and key.startswith(("num_", "n_")) and abs(value) > LARGEST:
-            raise _wrong(where + key, value, f"at most {LARGEST}")
+        if type(value) is int and key.startswith(("num_", "n_")) and abs(value) > MAX_SIZE:
+            raise _wrong(where + key, value, f"at most {MAX_SIZE}")
     for key in _LAYERS:
-        if type(value := part.get(key)) is int and value > MOST_LAYERS:
-            raise _wrong(where + key, value, f"at most {MOST_LAYERS:,}")
+        if type(value := part.get(key)) is int and value > MAX_LAYERS:
+            raise _wrong(where + key, value, f"at most {MAX_LAYERS:,}")
     layers = part.get("num_hidden_layers")
     for key in _EXPERTS:
         value = part.get(key)
-        if type(value) is int and value * (layers if type(layers) is int else 1) > MOST_EXPERTS:
-            raise _wrong(where + key, value, f"at most {MOST_EXPERTS:,} experts in all layers together")
+        if type(value) is int and value * (layers if type(layers) is int else 1) > MAX_EXPERTS:
+            raise _wrong(where + key, value, f"at most {MAX_EXPERTS:,} experts in all layers together")
 
 
 def _wrong(key: str, value: Any, allowed: str) -> CkptkitError:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.config.bounds import MOST_LAYERS
+from converters.config.bounds import MAX_LAYERS
 from converters.config.values import flag, integer, number, rope_of
 
 
@@ -169,7 +169,7 @@ class ModelDims:
                 for name in ("layers", "hidden", "heads", "groups", "head_dim", "ffn", "vocab", "norm_eps")
             }
         )
-        if self.layers > MOST_LAYERS:
+        if self.layers > MAX_LAYERS:
             raise CkptkitError(
                 f"config.json: {self.layers} layers cannot be right", "compare num_hidden_layers with the release"
             )
@@ -228,7 +228,7 @@ def _positive(**sizes: float) -> None:
 def first_layers(config: Mapping[str, Any], key: str, default: int) -> tuple[int, ...]:
     """Layers 0 to n - 1, where the config says n under `key`: the dense layers at the start of an MoE model."""
     count = integer(config, key, default)
-    if not 0 <= count <= MOST_LAYERS:
+    if not 0 <= count <= MAX_LAYERS:
         raise CkptkitError(f"config.json: {key} is {count}", "compare it with the release")
     return tuple(range(count))
 
@@ -248,7 +248,7 @@ def layers_without_experts(config: Mapping[str, Any]) -> tuple[int, ...]:
             f"config.json: mlp_only_layers is {shortened(only)}, not a list of whole numbers",
             "compare it with the release",
         )
-    sparse = (layer for layer in range(min(integer(config, "num_hidden_layers"), MOST_LAYERS)) if (layer + 1) % step)
+    sparse = (layer for layer in range(min(integer(config, "num_hidden_layers"), MAX_LAYERS)) if (layer + 1) % step)
     return tuple(sorted({*only, *sparse}))
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.config.bounds import LARGEST
+from converters.config.bounds import MAX_SIZE
 
 _REQUIRED: Any = object()
-_LARGEST_NUMBER = 1e300
+_MAX_NUMBER = 1e300
 
 # What stands before the names of the language model in a multimodal one.
 NESTED_ROOT = "model.language_model."
@@ -21,15 +21,15 @@ def integer(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> in
     value = _value(config, key, default)
     if type(value) is not int:
         raise _wrong(key, value, "a whole number")
-    if abs(value) > LARGEST:
-        raise _wrong(key, value, f"at most {LARGEST}")
+    if abs(value) > MAX_SIZE:
+        raise _wrong(key, value, f"at most {MAX_SIZE}")
     return value
 
 
 def number(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> float:
     """A finite number of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
     value = _value(config, key, default)
-    if type(value) not in (int, float) or not abs(value) <= _LARGEST_NUMBER:  # NaN is not
+    if type(value) not in (int, float) or not abs(value) <= _MAX_NUMBER:  # NaN is not
         raise _wrong(key, value, "a finite number")
     return float(value)
 

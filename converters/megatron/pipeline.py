@@ -19,8 +19,8 @@ from ckptkit.core.printable import shortened
 # The parts of a layout: embedding, decoder layer ("transformer"), multi-token prediction layer, output layer with loss.
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
-_MOST = 10_000  # layers or stages
-_LONGEST = 1_000_000  # letters of a layout that is written out
+_MAX_LAYERS = 10_000  # layers or stages
+_MAX_LAYOUT = 1_000_000  # letters of a layout that is written out
 
 # The argument of Megatron-LM that is each field.
 _ARGUMENTS = {
@@ -79,7 +79,7 @@ class Pipeline:
 
         Raises CkptkitError where Megatron would refuse these numbers.
         """
-        if not all(0 < size <= _MOST for size in (self.layers, self.pp, self.vpp)):
+        if not all(0 < size <= _MAX_LAYERS for size in (self.layers, self.pp, self.vpp)):
             raise self._refused("these numbers make no pipeline", "compare them with the launch script")
         # Chunk by chunk through all the stages, which is the order of the layers.
         counts = self._counted() if self.layout is None else [letters.count("t") for letters in self._letters]
@@ -157,7 +157,7 @@ def _written_out(layout: Any) -> list[str]:
     elif isinstance(layout, str):
         text = layout.replace(",", "")
         for repeated in _REPEATED:
-            if sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text)) > _LONGEST:
+            if sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text)) > _MAX_LAYOUT:
                 said = f"pipeline_model_parallel_layout {shortened(layout)} is too long to be one"
                 raise CkptkitError(said, "compare it with the launch script")
             text = repeated.sub(lambda match: match[1] * int(match[2]), text)

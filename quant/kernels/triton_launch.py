@@ -21,7 +21,7 @@ from quant.kernels.triton_pairs import paired
 _TILE, _WARPS = 1024, 1  # weights a program takes; a single warp never waits for others
 _PAIRED_TILE, _PAIRED_WARPS = 2048, 2
 _ALIGNMENT = 16  # bytes of one load
-_FIRST, _MOST = 64, 1024  # matrices of the first and of the largest launch: their number doubles
+_FIRST, _MAX_LAUNCH = 64, 1024  # matrices of the first and of the largest launch: their number doubles
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -114,7 +114,7 @@ def _launches(weights: Sequence[Tensor]) -> Iterator[list[int]]:
         members = waiting.setdefault(kind, [])
         members.append(index)
         if len(members) == most:
-            most = min(2 * most, _MOST)
+            most = min(2 * most, _MAX_LAUNCH)
             yield waiting.pop(kind)
     yield from waiting.values()
 

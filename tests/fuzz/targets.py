@@ -251,7 +251,7 @@ def _config(folder: Path) -> Unit:
 def _shell(_: Path) -> Unit:
     def unit(data: bytes) -> None:
         # A loop without an end takes seconds up to the real bound; a smaller one shows the same.
-        with patch.object(values, "MOST_STEPS", 300), suppress(CkptkitError):
+        with patch.object(values, "MAX_STEPS", 300), suppress(CkptkitError):
             found: LaunchText = read_script(None, data.decode(errors="replace"))
             given_arguments(found.words)
 

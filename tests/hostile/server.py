@@ -22,8 +22,8 @@ from click.testing import CliRunner
 from ckptkit.app.cli import cli, main
 from hostile.hook_calls import call
 
-MOST_MEMORY, MOST_SECONDS, LONGEST_WAIT = 1 << 30, 5, 60
-_LARGEST_FILE = 1 << 28
+MAX_MEMORY, MAX_SECONDS, MAX_WAIT = 1 << 30, 5, 60
+_MAX_FILE = 1 << 28
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # What starts another program, runs what a pickle names, or leaves the machine.
 _FORBIDDEN = {
@@ -84,11 +84,11 @@ def _child(words: Sequence[str], root: Path) -> None:
         os.dup2(os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ |= {"TMPDIR": str(root / "tmp"), "XDG_CACHE_HOME": str(root / "tmp"), "COLUMNS": "1000"}
     os.umask(0o022)
-    limit = _virtual() + MOST_MEMORY
+    limit = _virtual() + MAX_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, _LARGEST_FILE))
-    signal.alarm(LONGEST_WAIT)
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE, _MAX_FILE))
+    signal.alarm(MAX_WAIT)
     watch = Watch(root, words)
     sys.addaudithook(watch)
     sys.argv = ["ckptkit", *words]

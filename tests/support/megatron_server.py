@@ -18,6 +18,7 @@ from pathlib import Path
 from support.processes import environment
 from verify.witnesses.megatron.job import RankJob
 from verify.witnesses.process.codec import save
+from verify.witnesses.process.interpreter import Interpreter
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def _read(path: Path) -> str:
     return path.read_text()
 
 
-Start = Callable[[Sequence[RankJob], Path, bool], Forked]
+Start = Callable[[Sequence[RankJob], Path, bool, Interpreter], Forked]
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def serving() -> Iterator[Start]:
     orders = server.stdin
     assert orders is not None
 
-    def start(jobs: Sequence[RankJob], scratch: Path, gpu: bool) -> Forked:
+    def start(jobs: Sequence[RankJob], scratch: Path, gpu: bool, interpreter: Interpreter) -> Forked:
         for job in jobs:
             save(job, scratch / f"job-{job.rank}.json")
         orders.write(" ".join([str(scratch), *(str(job.rank) for job in jobs)]) + "\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.json_text import MOST_BYTES
+from ckptkit.core.json_text import MAX_BYTES
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.regular import read_regular
 
@@ -181,7 +181,7 @@ def _text(path: Path) -> str:
 
 def _content(path: Path) -> bytes:
     try:
-        return read_regular(path, MOST_BYTES)
+        return read_regular(path, MAX_BYTES)
     except OSError as error:
         raise CkptkitError(f"{path}: {error.strerror}", "it belongs to the tokenizer; make it readable") from error
 

@@ -12,7 +12,7 @@ from ckptkit.storage.regular import read_regular
 from verify.issue import Issue
 from verify.launch.words import Word
 
-_LARGEST = 1_000_000
+_MAX_BYTES = 1_000_000
 _SBATCH = re.compile(r"^#SBATCH[ \t]+(.*?)[ \t]*(?:#.*)?$", re.MULTILINE)
 _NODES = re.compile(r"(?:--nodes[= ]|-N[= ]?)(\d{1,6})(?!\S)")
 _EACH = re.compile(r"(?:--gpus-per-node[= ]|--gres[= ]gpu:)(?:[A-Za-z][\w-]*:)?(\d{1,4})(?!\S)")
@@ -55,7 +55,7 @@ def short(found: Iterable[Lent], needed: int, nodes: int, what: str) -> Iterator
 
 def _text(file: Path) -> str:
     try:
-        return read_regular(file, _LARGEST).decode(errors="replace")
+        return read_regular(file, _MAX_BYTES).decode(errors="replace")
     except (OSError, CkptkitError):
         return ""
 

@@ -13,7 +13,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.url import place
 from quant.selection.readers import ALL_READERS
 
-_MOST_RANKS = 1_000_000
+_MAX_RANKS = 1_000_000
 
 
 class PathOrUrl(click.Path):
@@ -45,7 +45,7 @@ def _ranks(context: click.Context, parameter: click.Parameter, text: str | None)
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) > _MOST_RANKS:
+        if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) > _MAX_RANKS:
             raise click.BadParameter(f"{part!r} is no rank and no range of ranks: give numbers such as 0,5,56-63")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)

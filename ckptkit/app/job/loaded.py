@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PARAMETERS = "CKPTKIT_COMPARED_PARAMETERS"  # the variable that says how many cut parameters a rank compares
 _PARAMETERS = 16
 _WHOLE = 1 << 22  # elements up to which a parameter that is not cut is always compared
-_LARGEST = 1 << 28  # bytes of a tensor on disk up to which a slice of it is worth reading it
+_MAX_BYTES = 1 << 28  # bytes of a tensor on disk up to which a slice of it is worth reading it
 _SOURCES = {"": "load", "ref_": "ref_load", "teacher_": "opd_teacher_load"}  # by the prefix of what is computed
 
 
@@ -197,7 +197,7 @@ def _chosen(
     """As many cut parameters as asked for, of every kind in turn; ranks begin at different layers and experts."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for one in local:
-        if reference.specs[names[one]].nbytes > _LARGEST:
+        if reference.specs[names[one]].nbytes > _MAX_BYTES:
             skipped["too large to read for a slice"].append(one)
         else:
             kinds[kind_of(names[one])].append(one)

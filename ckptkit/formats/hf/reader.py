@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, code_of
 from ckptkit.core.extents import ByteRange, Extent, Reader
-from ckptkit.core.json_text import MOST_BYTES, MOST_VALUES, parse
+from ckptkit.core.json_text import MAX_BYTES, MAX_VALUES, parse
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import other_weights, refuse_other_format
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # A config is read for many questions. The largest name every layer that is not quantized: some ten thousand.
-_CONFIG, _MOST_IN_CONFIG = "config.json", 250_000
-_LONGEST_NAME = 255  # bytes of a file's name, on every file system of Linux
+_CONFIG, _MAX_IN_CONFIG = "config.json", 250_000
+_MAX_NAME = 255  # bytes of a file's name, on every file system of Linux
 
 
 def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
     """A JSON object. Raises CkptkitError, with `shown` for its path, when the file is missing or is not one."""
     try:
-        content = read_regular(path, MOST_BYTES)
+        content = read_regular(path, MAX_BYTES)
     except OSError as error:
         hint = next_move(path, "an HF checkpoint directory needs it")
         raise CkptkitError(f"{shown or path}: {why_unreadable(path, error)}", hint, code=code_of(error)) from error
@@ -43,7 +43,7 @@ def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
 def parse_json(text: bytes, shown: str) -> dict[str, Any]:
     """A JSON object. Raises CkptkitError when it is none."""
     try:
-        content = parse(text, _MOST_IN_CONFIG if shown.endswith(_CONFIG) else MOST_VALUES)
+        content = parse(text, _MAX_IN_CONFIG if shown.endswith(_CONFIG) else MAX_VALUES)
     except ValueError as error:
         raise DamagedError(f"{shown} is not valid JSON: {error}", "restore it from the release") from error
     if not isinstance(content, dict):
@@ -54,7 +54,7 @@ def parse_json(text: bytes, shown: str) -> dict[str, Any]:
 def is_file_name(name: str) -> bool:
     """Whether this can be a file of a directory, and of no other."""
     plain = Path(name).name == name and name not in {"", ".", ".."} and "\0" not in name
-    return plain and len(name.encode(errors="surrogatepass")) <= _LONGEST_NAME
+    return plain and len(name.encode(errors="surrogatepass")) <= _MAX_NAME
 
 
 def shard_names(root: Path | Directory) -> dict[str, str] | None:

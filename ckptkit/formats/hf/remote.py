@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, DamagedError, MissingError
-from ckptkit.core.json_text import MOST_BYTES
+from ckptkit.core.json_text import MAX_BYTES
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import ITERATION, LEGACY_RANK, LOADED, TRACKER
 from ckptkit.formats.hf.reader import INDEX, parse_json, read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
-from ckptkit.formats.hf.side_files import MOST_BYTES_BESIDE, is_hidden, is_weight
+from ckptkit.formats.hf.side_files import MAX_BYTES_BESIDE, is_hidden, is_weight
 from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.fingerprint import ChangedError
 from ckptkit.storage.url import Store, is_url
@@ -49,7 +49,7 @@ def config_at(path: str | Path) -> dict[str, Any] | None:
     if not is_url(path):
         return read_json(Path(path) / CONFIG) if (Path(path) / CONFIG).exists() else None
     store = Store(path)
-    return parse_json(store.read(CONFIG, MOST_BYTES), store.at(CONFIG)) if CONFIG in store.top() else None
+    return parse_json(store.read(CONFIG, MAX_BYTES), store.at(CONFIG)) if CONFIG in store.top() else None
 
 
 def check_unchanged(source: Directory) -> None:
@@ -72,7 +72,7 @@ def _fetch(store: Store, root: Path) -> Listing:
     whole = [name for name in seen if not is_weight(name) or name == INDEX]
     weights = [name for name in seen if is_weight(name) and name != INDEX and "/" not in name]
     for name in whole:
-        limit = MOST_BYTES if name in LOADED else MOST_BYTES_BESIDE
+        limit = MAX_BYTES if name in LOADED else MAX_BYTES_BESIDE
         if listing.sizes[name] > limit:
             raise CkptkitError(
                 f"{store.at(name)}: {listing.sizes[name]} bytes, and at most {limit} are read of such a file",

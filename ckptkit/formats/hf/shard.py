@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
 from ckptkit.core.errors import CkptkitError, DamagedError, code_of
 from ckptkit.core.extents import ByteRange, Reader
-from ckptkit.core.json_text import MOST_VALUES, count_values, require_characters
+from ckptkit.core.json_text import MAX_VALUES, count_values, require_characters
 from ckptkit.core.printable import shortened
-from ckptkit.core.specs import MOST_AXES, TensorSpec
+from ckptkit.core.specs import MAX_AXES, TensorSpec
 from ckptkit.storage.buffers import bytes_of, elements
 from ckptkit.storage.directory import RemoteFile
 from ckptkit.storage.links import next_move, why_unreadable
@@ -30,7 +30,7 @@ from ckptkit.storage.regular import open_regular
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MOST_BYTES = 1 << 60  # of a tensor; what is larger is a mistake
+_MAX_BYTES = 1 << 60  # of a tensor; what is larger is a mistake
 _LFS = b"version "  # a pointer of Git LFS begins with this
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
@@ -127,8 +127,8 @@ def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
             return unreadable(path, f"{size} bytes, too few for a header of {length}", remote)
         text = file.read(length)
     try:
-        if (values := count_values(text)) > MOST_VALUES:
-            return unreadable(path, f"a header of about {values} values, and at most {MOST_VALUES} are read", remote)
+        if (values := count_values(text)) > MAX_VALUES:
+            return unreadable(path, f"a header of about {values} values, and at most {MAX_VALUES} are read", remote)
         header = json.loads(text.decode())
         require_characters(text, header)
     except (ValueError, RecursionError) as error:
@@ -200,7 +200,7 @@ def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
     """Checks and parses all header entries at once; None when one is invalid and each must be parsed by itself."""
     try:
         entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items()]
-        if max((len(entry[2]) for entry in entries), default=0) > MOST_AXES:
+        if max((len(entry[2]) for entry in entries), default=0) > MAX_AXES:
             return None
         numbers = [
             *chain.from_iterable(entry[2] for entry in entries),
@@ -215,7 +215,7 @@ def _sound_spans(header: Mapping[str, Any]) -> list[_Span] | None:
         return None
     shapes_are_lists = all(type(entry[2]) is list for entry in entries)
     sound = shapes_are_lists and {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0
-    return spans if sound and max([*numbers, *(span[2] for span in spans)], default=0) < _MOST_BYTES else None
+    return spans if sound and max([*numbers, *(span[2] for span in spans)], default=0) < _MAX_BYTES else None
 
 
 def _entry(name: str, entry: Any) -> _Span | Fault:
@@ -231,11 +231,9 @@ def _entry(name: str, entry: Any) -> _Span | Fault:
             actual = f"its header entry for {name} has {shortened(values)} where whole numbers must be"
             return Fault(expected, actual, name)
     small = (
-        len(shape) <= MOST_AXES
-        and len(offsets) == 2
-        and all(0 <= number < _MOST_BYTES for number in (*shape, *offsets))
+        len(shape) <= MAX_AXES and len(offsets) == 2 and all(0 <= number < _MAX_BYTES for number in (*shape, *offsets))
     )
-    if not small or math.prod(shape) >= _MOST_BYTES:
+    if not small or math.prod(shape) >= _MAX_BYTES:
         return Fault(expected, f"its header entry for {name} is not valid: {shortened(entry)}", name)
     spec = TensorSpec(name, tuple(shape), DTYPE_OF_CODE[dtype])
     return offsets[0], offsets[1], spec.nbytes, spec

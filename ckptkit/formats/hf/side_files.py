@@ -20,7 +20,7 @@ from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.links import fetch_again, target_of
 from ckptkit.storage.regular import open_regular
 
-MOST_BYTES_BESIDE = 16 << 30  # of a file beside weights
+MAX_BYTES_BESIDE = 16 << 30  # of a file beside weights
 _OWN = {Path(MANIFEST), Path(MANIFEST + SIGNATURE_ENDING)}
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 
@@ -68,9 +68,9 @@ def pieces_of(path: Path) -> Iterator[bytes]:
     """
     try:
         with open_regular(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES_BESIDE:
+            if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES_BESIDE:
                 raise OSError(
-                    errno.EFBIG, f"{size} bytes, and at most {MOST_BYTES_BESIDE} are read of a file beside weights"
+                    errno.EFBIG, f"{size} bytes, and at most {MAX_BYTES_BESIDE} are read of a file beside weights"
                 )
             while piece := file.read(1 << 20):
                 yield piece

@@ -20,7 +20,7 @@ from ckptkit.formats.torch_save.records import is_bounded
 from ckptkit.formats.torch_save.saved_file import SavedFile, SavedTensor
 
 _EXTRA = "_extra_state"
-_MOST = 100_000  # ranks of a kind
+_MAX_RANKS = 100_000  # ranks of a kind
 _LEGACY_GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
 
 
@@ -123,7 +123,7 @@ def _args_of(file: SavedFile) -> Mapping[str, Any]:
 
 def _whole(file: SavedFile, args: Mapping[str, Any], name: str, default: int | None) -> int:
     value = args.get(name) if args.get(name) is not None else default
-    if type(value) is not int or not 0 < value <= _MOST:
+    if type(value) is not int or not 0 < value <= _MAX_RANKS:
         raise CkptkitError(
             f"{file.path}: the training argument {name} is {value!r}", "the file is damaged; copy it again"
         )

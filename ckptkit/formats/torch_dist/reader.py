@@ -25,7 +25,7 @@ from ckptkit.core.dtypes import ITEMSIZE, torch_dtype
 from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, code_of
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.printable import shortened
-from ckptkit.core.specs import MOST_AXES, TensorSpec
+from ckptkit.core.specs import MAX_AXES, TensorSpec
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
-_MOST_BYTES = 1 << 60  # of a file or an axis: what is larger is a mistake, and no offset that the kernel takes
-_MOST_NAMES = 500_000  # global tensors of one key or in all: a model of 10^12 parameters has 10^5
-_MOST_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of one key by layer and expert
-MOST_METADATA = 1 << 30  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
+_MAX_BYTES = 1 << 60  # of a file or an axis: what is larger is a mistake, and no offset that the kernel takes
+_MAX_NAMES = 500_000  # global tensors of one key or in all: a model of 10^12 parameters has 10^5
+_MAX_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of one key by layer and expert
+MAX_METADATA = 1 << 30  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
 _FIRST = attrgetter("offsets")
 _COPY = "the file is damaged; copy it again"
 _DAMAGED = f"no model has so many: {_COPY}"
@@ -112,7 +112,7 @@ def read_metadata(path: Path) -> StoredMetadata:
 
 
 def _read_metadata(path: Path, file: Path) -> StoredMetadata:
-    content, names = unpickle.loads_named(read_regular(file, MOST_METADATA))
+    content, names = unpickle.loads_named(read_regular(file, MAX_METADATA))
     keys = [index.fqn for index in content.storage_data]
     offsets = _shapes([getattr(index, "offset", None) for index in content.storage_data])
     places = dict(zip(zip(keys, offsets, strict=True), content.storage_data.values(), strict=True))
@@ -134,10 +134,10 @@ def _read_metadata(path: Path, file: Path) -> StoredMetadata:
 def _shapes(sizes: Sequence[Any]) -> Sequence[Shape | None]:
     """`_shape` of each, checked at once where all are plain: a large model has 10^5."""
     present = [size for size in sizes if size is not None]
-    if {tuple}.issuperset(map(type, present)) and max(map(len, present), default=0) <= MOST_AXES:
+    if {tuple}.issuperset(map(type, present)) and max(map(len, present), default=0) <= MAX_AXES:
         numbers = list(itertools.chain.from_iterable(present))
         plain = {int}.issuperset(map(type, numbers)) and min(numbers, default=0) >= 0
-        if plain and max(numbers, default=0) <= _MOST_BYTES:
+        if plain and max(numbers, default=0) <= _MAX_BYTES:
             return sizes
     return [_shape(size) for size in sizes]
 
@@ -146,7 +146,7 @@ def _shape(size: Any) -> Shape | None:
     if size is None:
         return None
     shape = tuple(size)
-    if len(shape) > MOST_AXES or not all(type(number) is int and 0 <= number <= _MOST_BYTES for number in shape):
+    if len(shape) > MAX_AXES or not all(type(number) is int and 0 <= number <= _MAX_BYTES for number in shape):
         raise TypeError(f"{shortened(shape)} is no shape and no place in a tensor")
     return shape
 
@@ -214,7 +214,7 @@ def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | 
     # A box can overlap only boxes that begin before it ends on the first axis. With a thousand experts, these are few.
     ends = np.searchsorted(low[:, 0], high[:, 0]) if shape else np.full(len(boxes), len(boxes))
     after = (ends - np.arange(1, len(boxes) + 1)).clip(0)
-    if after.sum() > _MOST_COMPARED:
+    if after.sum() > _MAX_COMPARED:
         return f"{len(boxes)} chunks of which too many share rows to be compared"
     for first, others in _to_compare(after):
         overlap = np.minimum(high[first], high[others]) > np.maximum(low[first], low[others])
@@ -324,8 +324,8 @@ class TorchDistCheckpoint:
         """Every global tensor by name. Raises CkptkitError when two keys hold the same one, e.g. stacked and not."""
         named: dict[str, tuple[_Part, ...]] = {}
         for name, parts in self._name_all():
-            if len(named) >= _MOST_NAMES:
-                raise DamagedError(f"{self.path} claims to hold more than {_MOST_NAMES} tensors", _DAMAGED)
+            if len(named) >= _MAX_NAMES:
+                raise DamagedError(f"{self.path} claims to hold more than {_MAX_NAMES} tensors", _DAMAGED)
             if name in named:
                 keys = f"{named[name][0].stored.key} and {parts[0].stored.key}"
                 raise DamagedError(
@@ -480,9 +480,9 @@ def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
     depth = stacked + routed
     if len(stored.shape) < depth:
         raise DamagedError(f"{key} has {len(stored.shape)} axes, too few for layers or experts", _COPY)
-    if math.prod(stored.shape[:depth]) > _MOST_NAMES:
+    if math.prod(stored.shape[:depth]) > _MAX_NAMES:
         raise DamagedError(f"{key} claims to hold {math.prod(stored.shape[:depth])} tensors", _DAMAGED)
-    left = _MOST_COMPARED
+    left = _MAX_COMPARED
     chunks: dict[Shape, list[Chunk]] = {index: [] for index in itertools.product(*map(range, stored.shape[:depth]))}
     one = (1,) * depth
     for chunk in stored.chunks:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
 from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError
 from ckptkit.core.extents import ByteRange, Extent, Reader
-from ckptkit.core.specs import MOST_AXES
+from ckptkit.core.specs import MAX_AXES
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.crc32 import crc32
 from ckptkit.formats.torch_save.records import NotAllowed, Record, kind_of
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DAMAGED = "the file is damaged; copy it again"
-_MOST_NUMBER = 1 << 60  # of an offset, an axis or a stride, in elements
-_MOST_READ = 1 << 28  # bytes of an entry that is read as a whole: a pickle of a trainer's state
-_MOST_DIRECTORY = 1 << 24  # bytes of a zip's directory: 10^5 storages
+_MAX_NUMBER = 1 << 60  # of an offset, an axis or a stride, in elements
+_MAX_READ = 1 << 28  # bytes of an entry that is read as a whole: a pickle of a trainer's state
+_MAX_DIRECTORY = 1 << 24  # bytes of a zip's directory: 10^5 storages
 AT_ONCE = ARENA - 2 * BLOCK  # bytes up to which a chunk is read as a whole
 
 
@@ -220,8 +220,8 @@ class Blob:
 
     def _bytes(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> bytes:
         info = self.entry(entries, name)
-        if info.file_size > _MOST_READ:
-            raise CkptkitError(f"{self}: {name} has {info.file_size} bytes", f"at most {_MOST_READ} of it are read")
+        if info.file_size > _MAX_READ:
+            raise CkptkitError(f"{self}: {name} has {info.file_size} bytes", f"at most {_MAX_READ} of it are read")
         content = bytearray(info.file_size)
         self.read_into(info, memoryview(content))
         return bytes(content)
@@ -229,9 +229,9 @@ class Blob:
 
 def is_layout(offset: object, shape: object, stride: object) -> bool:
     """Whether these describe how a tensor lies in its storage: whole numbers, a stride for each axis."""
-    if type(shape) is not tuple or type(stride) is not tuple or not len(shape) == len(stride) <= MOST_AXES:
+    if type(shape) is not tuple or type(stride) is not tuple or not len(shape) == len(stride) <= MAX_AXES:
         return False
-    return all(type(number) is int and 0 <= number <= _MOST_NUMBER for number in (offset, *shape, *stride))
+    return all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in (offset, *shape, *stride))
 
 
 def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -289,7 +289,7 @@ class _Stream(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         """As that of any file. Raises OSError for more than a zip's directory may have."""
-        if size > _MOST_DIRECTORY:
+        if size > _MAX_DIRECTORY:
             raise OSError(errno.EFBIG, f"a zip with a directory of {size} bytes")
         return super().read(size) or b""
 

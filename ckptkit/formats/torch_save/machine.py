@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 from ckptkit.formats.torch_save.records import Dtype, Items, Record
 
-MOST_INTEGER = 32  # bytes of an integer: states of random generators have 16
-MOST_NAMES = 4096  # classes and functions that one pickle names
-_MOST_KEY = 1 << 60  # integers as keys: Python's hash of larger ones is the same for many of them
+MAX_INTEGER = 32  # bytes of an integer: states of random generators have 16
+MAX_NAMES = 4096  # classes and functions that one pickle names
+_MAX_KEY = 1 << 60  # integers as keys: Python's hash of larger ones is the same for many of them
 _GET_1, _GET_4, _MEMOIZE, _STOP = (code[0] for code in (pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE, pickle.STOP))
 _INTEGER_1, _INTEGER_2, _TEXT = (code[0] for code in (pickle.BININT1, pickle.BININT2, pickle.SHORT_BINUNICODE))
 # Groups of instructions: a new object without arguments and the begin of its state; its end; a torch.Size of 3 axes.
@@ -178,7 +178,7 @@ class Machine:
         self._integer(self._sized(4))
 
     def _integer(self, content: bytes) -> None:
-        if len(content) > MOST_INTEGER:
+        if len(content) > MAX_INTEGER:
             raise pickle.UnpicklingError(f"an integer of {len(content)} bytes")
         self._stack.append(int.from_bytes(content, "little", signed=True))
 
@@ -335,8 +335,8 @@ class Machine:
     def _find(self, module: str, name: str) -> Any:
         key = module, name
         if key not in self._names:
-            if len(self._names) >= MOST_NAMES:
-                raise pickle.UnpicklingError(f"more than {MOST_NAMES} names of classes and functions")
+            if len(self._names) >= MAX_NAMES:
+                raise pickle.UnpicklingError(f"more than {MAX_NAMES} names of classes and functions")
             self._names[key] = self._named(module, name)
         return self._names[key]
 
@@ -414,7 +414,7 @@ def _key(value: Any) -> Any:
 
 def _may_be_in_a_key(value: Any) -> bool:
     kind = type(value)
-    return (-_MOST_KEY < value < _MOST_KEY) if kind is int else kind in _IN_A_KEY or isinstance(value, (Record, type))
+    return (-_MAX_KEY < value < _MAX_KEY) if kind is int else kind in _IN_A_KEY or isinstance(value, (Record, type))
 
 
 _IN_A_KEY = frozenset({str, bytes, float, bool, type(None), tuple, Dtype})

@@ -6,7 +6,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-_MOST_DEPTH, _MOST_PARTS = 32, 1_000_000  # of a value; a launch has some hundred arguments
+_MAX_DEPTH, _MAX_PARTS = 32, 1_000_000  # of a value; a launch has some hundred arguments
 
 _OWN = frozenset({"args", "kind", "set_state", "state", "__class__"})  # a pickle's state does not replace these
 
@@ -59,8 +59,8 @@ class Items(dict[Any, Any]):
 
 def is_bounded(value: Any) -> bool:
     """Whether a value has few enough parts to be printed and compared; one that holds itself has not."""
-    level, left = [value], _MOST_PARTS
-    for _ in range(_MOST_DEPTH):
+    level, left = [value], _MAX_PARTS
+    for _ in range(_MAX_DEPTH):
         level = [part for one in level if isinstance(one, (dict, list, tuple)) for part in _parts(one)]
         left -= len(level)
         if not level or left < 0:

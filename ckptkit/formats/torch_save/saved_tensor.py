@@ -31,7 +31,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4s4H2IH")
 _SIZES64 = struct.Struct("<2H2Q")  # extra field 1: both sizes of an entry
 _PADDING = struct.Struct("<2s1H")  # torch's own extra field, which readers skip
-_VERSION, _NEW_YEAR_1980, _IN_64, _MOST_32, _MOST_16 = 45, 0x21, 1, 0xFFFFFFFF, 0xFFFF
+_VERSION, _NEW_YEAR_1980, _IN_64, _MAX_32, _MAX_16 = 45, 0x21, 1, 0xFFFFFFFF, 0xFFFF
 _ALIGNMENT = 64
 
 
@@ -60,13 +60,13 @@ class _Entry:
 
     def local(self, crc: int) -> bytes:
         """The local header."""
-        sizes = crc, _MOST_32, _MOST_32, len(self.name), len(self.extra)
+        sizes = crc, _MAX_32, _MAX_32, len(self.name), len(self.extra)
         return _LOCAL.pack(b"PK\3\4", _VERSION, 0, 0, 0, _NEW_YEAR_1980, *sizes) + self.name + self.extra
 
     def central(self, crc: int) -> bytes:
         """The entry of the central directory."""
         extra = _SIZES64.pack(_IN_64, 16, self.size, self.size)
-        sizes = crc, _MOST_32, _MOST_32, len(self.name), len(extra)
+        sizes = crc, _MAX_32, _MAX_32, len(self.name), len(extra)
         return (
             _CENTRAL.pack(b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _NEW_YEAR_1980, *sizes, 0, 0, 0, 0, self.offset)
             + self.name
@@ -117,7 +117,7 @@ class SavedLayout:
         count, size, begin = len(self.small) + 1, len(directory), self.data.end
         end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, begin)
         locator = _LOCATOR.pack(b"PK\6\7", 0, begin + size, 1)
-        return directory + end64 + locator + _END.pack(b"PK\5\6", 0, 0, _MOST_16, _MOST_16, _MOST_32, _MOST_32, 0)
+        return directory + end64 + locator + _END.pack(b"PK\5\6", 0, 0, _MAX_16, _MAX_16, _MAX_32, _MAX_32, 0)
 
 
 class SavedTensor:

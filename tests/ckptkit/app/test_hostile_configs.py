@@ -62,7 +62,7 @@ NOT_JSON = [
     ('{"rope_theta": 1' + "0" * 400 + "}", "is not valid JSON: an integer of 401 digits"),
     ('{"rope_theta": 1, "rope_theta": 2}', 'is not valid JSON: "rope_theta" stands twice in one object'),
 ]
-_MOST_SECONDS, _MOST_MEMORY = 5, 1 << 20  # of the processor; kB more than before
+_MAX_SECONDS, _MAX_MEMORY = 5, 1 << 20  # of the processor; kB more than before
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,8 @@ def run(*command: str | Path) -> tuple[Result, str]:
     """Runs a command in this process, and returns all that it says. Fails for a traceback, and where it takes long."""
     seconds, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = CliRunner().invoke(cli, list(map(str, command)), standalone_mode=False)
-    assert time.process_time() - seconds < _MOST_SECONDS
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < _MOST_MEMORY
+    assert time.process_time() - seconds < _MAX_SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < _MAX_MEMORY
     error = result.exception
     assert error is None or isinstance(error, (CkptkitError, click.ClickException, SystemExit)), repr(error)
     said = error.message if isinstance(error, (CkptkitError, click.ClickException)) else result.output

@@ -206,6 +206,6 @@ def test_a_side_file_of_a_store_that_is_too_large_is_not_downloaded(monkeypatch:
     store = Store("memory://large")
     for name, content in (("config.json", b"{}"), ("tokenizer.json", b"x" * 1000)):
         store.write(name, content)
-    monkeypatch.setattr(remote, "MOST_BYTES", 999)
+    monkeypatch.setattr(remote, "MAX_BYTES", 999)
     with pytest.raises(CkptkitError, match="tokenizer.json: 1000 bytes, and at most 999 are read"):
         reading(store.url)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.formats.torch_save import machine, unpickle
-from ckptkit.formats.torch_save.machine import MOST_INTEGER, MOST_NAMES, Machine
+from ckptkit.formats.torch_save.machine import MAX_INTEGER, MAX_NAMES, Machine
 from ckptkit.formats.torch_save.records import Record, is_bounded, kind_of
 from ckptkit.formats.torch_save.unpickle import _named
 
@@ -91,7 +91,7 @@ _HASH_BOMB = _in_a_dict(b")" + b"2\x86" * 40)  # DUP, TUPLE2: a pair of what was
         pytest.param(_in_a_dict(b"\x8a\x09" + b"\xff" * 8 + b"\x00"), "a key", id="key of 2^64 - 1"),
         pytest.param(b"\x80\x04\x8f(]\x90.", "an element of a set", id="list in a set"),
         pytest.param(b"\x80\x02\x8b" + struct.pack("<i", 10**6) + b"\1" * 10**6 + b".", "1000000 bytes", id="integer"),
-        pytest.param(b"\x80\x02\x8a" + bytes([MOST_INTEGER + 1]) + b"\1" * 33 + b".", "33 bytes", id="smaller integer"),
+        pytest.param(b"\x80\x02\x8a" + bytes([MAX_INTEGER + 1]) + b"\1" * 33 + b".", "33 bytes", id="smaller integer"),
         pytest.param(b"\x80\x02I" + b"9" * 100_000 + b"\n.", "not allowed here", id="integer in digits"),
         pytest.param(b"\x80\x04\x8c\x03\xed\xa0\x80.", "not UTF-8", id="surrogate"),
         pytest.param(b"\x80\x02X\xff\xff\xff\xff", "too early", id="string of 4 GiB"),
@@ -154,7 +154,7 @@ def test_groups_of_instructions_do_what_each_of_them_does(pieces: list[bytes]) -
 
 
 def test_more_names_than_a_pickle_has_are_refused() -> None:
-    names = b"".join(b"cm\nn%d\n0" % index for index in range(MOST_NAMES + 1))
+    names = b"".join(b"cm\nn%d\n0" % index for index in range(MAX_NAMES + 1))
     with pytest.raises(pickle.UnpicklingError, match="4096 names"):
         unpickle.loads(b"\x80\x02" + names + b"N.")
 

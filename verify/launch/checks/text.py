@@ -15,8 +15,8 @@ from verify.launch.options.releases import engine_settings
 from verify.launch.words import Word
 
 # Letters that may differ, in a short name and in a long one.
-_FEW, _MOST, _SHORT, _SHORTEST = 1, 2, len("ckpt-step"), 4
-_MOST_NAMES = 2_000
+_FEW, _MANY, _SHORT, _SHORTEST = 1, 2, len("ckpt-step"), 4
+_MAX_NAMES = 2_000
 # Mappings whose names are those of another program, or the user's own.
 _FREE = re.compile(
     r"kwargs|env_vars|system_envs|^envs?$|override|runtime_env|^custom|^tools?$|domain|^rewards$|tags?$|^data$|"
@@ -78,9 +78,9 @@ def _parts(name: str) -> Iterator[str]:
 
 def _bounded(named: Mapping[str, Word], tally: Tally) -> list[tuple[str, Word]]:
     """The options of a launch, as many as anybody writes; a note where there are more."""
-    if len(named) > _MOST_NAMES:
-        tally.note(f"{len(named)} different options: only the first {_MOST_NAMES} were looked through for misspellings")
-    return list(named.items())[:_MOST_NAMES]
+    if len(named) > _MAX_NAMES:
+        tally.note(f"{len(named)} different options: only the first {_MAX_NAMES} were looked through for misspellings")
+    return list(named.items())[:_MAX_NAMES]
 
 
 def _meant(name: str, own: frozenset[str], known: frozenset[str]) -> str | None:
@@ -88,4 +88,4 @@ def _meant(name: str, own: frozenset[str], known: frozenset[str]) -> str | None:
     bare = name.strip("-")
     if name in known or len(bare) < _SHORTEST:
         return None
-    return nearest(name, own, _FEW if len(bare) < _SHORT else _MOST)
+    return nearest(name, own, _FEW if len(bare) < _SHORT else _MANY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-_LONGEST = 10_000
+_MAX_LAYERS = 10_000
 _CHARACTERS = re.compile(r"[\[\]\d+*(), ]*")
 
 
@@ -16,7 +16,7 @@ def frequency(text: str) -> int | list[int]:
     """
     if "[" not in text:
         return int(text)
-    if len(text) > 10 * _LONGEST or not _CHARACTERS.fullmatch(text):
+    if len(text) > 10 * _MAX_LAYERS or not _CHARACTERS.fullmatch(text):
         raise ValueError(f"{text!r} is no list of numbers")
     try:
         value = _evaluated(ast.parse(text, mode="eval").body)
@@ -33,7 +33,7 @@ def _evaluated(node: ast.expr) -> int | list[int]:
             return value
         case ast.List(elts=elements):
             values = [_evaluated(element) for element in elements]
-            return [value for value in values if isinstance(value, int)] if len(values) <= _LONGEST else _refuse()
+            return [value for value in values if isinstance(value, int)] if len(values) <= _MAX_LAYERS else _refuse()
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _added(_evaluated(left), _evaluated(right))
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
@@ -42,16 +42,16 @@ def _evaluated(node: ast.expr) -> int | list[int]:
 
 
 def _added(one: int | list[int], other: int | list[int]) -> int | list[int]:
-    if isinstance(one, list) and isinstance(other, list) and len(one) + len(other) <= _LONGEST:
+    if isinstance(one, list) and isinstance(other, list) and len(one) + len(other) <= _MAX_LAYERS:
         return one + other
     return one + other if isinstance(one, int) and isinstance(other, int) else _refuse()
 
 
 def _repeated(one: int | list[int], other: int | list[int]) -> int | list[int]:
     if isinstance(one, int) and isinstance(other, int):
-        return one * other if abs(one * other) <= _LONGEST else _refuse()
+        return one * other if abs(one * other) <= _MAX_LAYERS else _refuse()
     values, times = (one, other) if isinstance(one, list) else (other, one)
-    if isinstance(values, list) and isinstance(times, int) and len(values) * times <= _LONGEST:
+    if isinstance(values, list) and isinstance(times, int) and len(values) * times <= _MAX_LAYERS:
         return values * times
     return _refuse()
 

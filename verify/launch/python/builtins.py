@@ -20,7 +20,7 @@ from verify.launch.python.values import (
     text_of,
 )
 
-MOST_ITEMS = 10_000
+MAX_ITEMS = 10_000
 _SHOWN = 80
 
 
@@ -59,8 +59,8 @@ def items_of(many: Any) -> list[Any]:
     """The items of a collection. Raises TooMuchPythonError for too many of them."""
     if isinstance(many, dict):
         return list(many)
-    if len(many) > MOST_ITEMS:
-        raise TooMuchPythonError(f"a list of more than {MOST_ITEMS} items")
+    if len(many) > MAX_ITEMS:
+        raise TooMuchPythonError(f"a list of more than {MAX_ITEMS} items")
     return list(many)
 
 
@@ -74,8 +74,8 @@ def stripped(text: Text, how: str) -> Any:
 
 
 def _range(*bounds: int) -> list[int]:
-    if len(range(*bounds)) > MOST_ITEMS:
-        raise TooMuchPythonError(f"a range of more than {MOST_ITEMS} numbers")
+    if len(range(*bounds)) > MAX_ITEMS:
+        raise TooMuchPythonError(f"a range of more than {MAX_ITEMS} numbers")
     return list(range(*bounds))
 
 

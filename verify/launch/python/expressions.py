@@ -11,7 +11,7 @@ from typing import Any
 from verify.launch.python.builtins import (
     BUILTINS,
     LENIENT,
-    MOST_ITEMS,
+    MAX_ITEMS,
     Environment,
     items_of,
     searched,
@@ -21,8 +21,8 @@ from verify.launch.python.builtins import (
 )
 from verify.launch.python.values import (
     ENVIRONMENT,
+    MAX_CHARACTERS,
     MISSING,
-    MOST_CHARACTERS,
     Builtin,
     Class,
     Function,
@@ -41,7 +41,7 @@ from verify.launch.python.values import (
 # Calls a function: the callee, its arguments, those by name, and how the call is written.
 Call = Callable[[State, Module, Any, Sequence[Any], Mapping[str, Any], ast.Call], Any]
 _SHOWN = 80
-_LARGEST = 2**63
+_MAX_INTEGER = 2**63
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -196,14 +196,14 @@ class Expressions:
             return unknown(node, reason)
         if isinstance(symbol, ast.Mult) and any(isinstance(value, str | list | tuple) for value in (left, right)):
             many, times = (left, right) if not isinstance(left, int) else (right, left)
-            if len(many) * max(0, times) > MOST_ITEMS:
+            if len(many) * max(0, times) > MAX_ITEMS:
                 raise TooMuchPythonError("a list of more items than a model has layers")
         if isinstance(symbol, ast.Mod) and isinstance(left, str):
             return unknown(node, "a format that is not worked out here")
-        if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) + len(right) > MOST_ITEMS:
-            raise TooMuchPythonError(f"a list of more than {MOST_ITEMS} items")
+        if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) + len(right) > MAX_ITEMS:
+            raise TooMuchPythonError(f"a list of more than {MAX_ITEMS} items")
         result = _BINARY[type(symbol)](left, right)
-        if isinstance(result, int) and abs(result) > _LARGEST:
+        if isinstance(result, int) and abs(result) > _MAX_INTEGER:
             return unknown(node, "a number that no option takes")
         return result
 
@@ -284,8 +284,8 @@ class Expressions:
             if function.name == "replace" and sum(len(one) for one in arguments if isinstance(one, str)) > _SHOWN:
                 return unknown(node, "a change of a text that is not worked out here")
             result = function.call(*arguments, **named)
-            if isinstance(result, str) and len(result) > MOST_CHARACTERS:
-                raise TooMuchPythonError(f"a text has more than {MOST_CHARACTERS} characters")
+            if isinstance(result, str) and len(result) > MAX_CHARACTERS:
+                raise TooMuchPythonError(f"a text has more than {MAX_CHARACTERS} characters")
             return result
         if isinstance(function, Builtin):
             return function.call(*arguments, **named)
@@ -296,7 +296,7 @@ class Expressions:
         if isinstance(many, Unknown | Text):
             return unknown(node, "a list that is not known")
         items = items_of(many)
-        if is_known(items) and sum(len(item) for item in items) < MOST_CHARACTERS:
+        if is_known(items) and sum(len(item) for item in items) < MAX_CHARACTERS:
             return function.call(items)
         between = function.call(["", ""])
         parts = [(*((between,) if number else ()), *pieces_of(item)) for number, item in enumerate(items)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptkit.storage.regular import read_regular
 
-_LARGEST = 300_000
+_MAX_BYTES = 300_000
 
 
 def default_config(program: Path) -> Path | None:
@@ -16,7 +16,7 @@ def default_config(program: Path) -> Path | None:
     None where its file is not there, or says nothing of the kind.
     """
     try:
-        tree = ast.parse(read_regular(program, _LARGEST).decode(errors="replace"))
+        tree = ast.parse(read_regular(program, _MAX_BYTES).decode(errors="replace"))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return None
     for node in ast.walk(tree):

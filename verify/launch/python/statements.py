@@ -31,7 +31,7 @@ from verify.launch.python.values import (
 # How statements ended: on, with a value that is returned, or by an exception.
 # "unsure": a round of a loop may have been left early. A value of `MISSING` stands among those of `returned`.
 Ended = tuple[Literal["", "return", "raise", "break", "continue", "unsure"], Any]
-_LARGEST = 300_000
+_MAX_BYTES = 300_000
 # They change nothing that they are given.
 _HARMLESS = frozenset(
     {"partial", "Path", "isinstance", "hasattr", "getattr", "asdict", "replace", "repr", "type", "print"}
@@ -62,7 +62,7 @@ class Follower:
         module = self.modules[path] = Module(path)
         module.names["__file__"] = str(path)
         module.names["__name__"] = "__main__" if len(self.modules) == 1 else path.stem
-        text = read_regular(path, _LARGEST).decode(errors="replace")
+        text = read_regular(path, _MAX_BYTES).decode(errors="replace")
         self.state.step(len(text) // 100)
         for statement in ast.parse(text).body:
             self._of_module(module, statement)
@@ -100,7 +100,7 @@ class Follower:
 
     def main(self, module: Module) -> None:
         """What a file does where it is started itself."""
-        text = read_regular(module.path, _LARGEST).decode(errors="replace")
+        text = read_regular(module.path, _MAX_BYTES).decode(errors="replace")
         for statement in ast.parse(text).body:
             if isinstance(statement, ast.If) and ast.unparse(statement.test).startswith("__name__"):
                 self.block(module, statement.body)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MOST_STEPS = 50_000
-MOST_CHARACTERS = 1_000_000
-DEEPEST = 40
+MAX_STEPS = 50_000
+MAX_CHARACTERS = 1_000_000
+MAX_DEPTH = 40
 ENVIRONMENT = 0  # the number under which a state keeps the variables
 
 
@@ -96,9 +96,9 @@ class State:
     steps: list[int] = field(default_factory=lambda: [0])
 
     def step(self, count: int = 1) -> None:
-        """Counts work. Raises TooMuchPythonError after `MOST_STEPS`."""
+        """Counts work. Raises TooMuchPythonError after `MAX_STEPS`."""
         self.steps[0] += count
-        if self.steps[0] > MOST_STEPS or len(self.frames) > DEEPEST:
+        if self.steps[0] > MAX_STEPS or len(self.frames) > MAX_DEPTH:
             raise TooMuchPythonError("it does more than a launch does")
 
     def variable(self, name: Any, default: Any) -> Any:
@@ -147,8 +147,8 @@ def text_of(pieces: Iterable[Piece]) -> str | Text:
             joined[-1] += piece
         elif piece != "":
             joined.append(piece)
-    if sum(len(piece) for piece in joined if isinstance(piece, str)) > MOST_CHARACTERS:
-        raise TooMuchPythonError(f"a text has more than {MOST_CHARACTERS} characters")
+    if sum(len(piece) for piece in joined if isinstance(piece, str)) > MAX_CHARACTERS:
+        raise TooMuchPythonError(f"a text has more than {MAX_CHARACTERS} characters")
     if all(isinstance(piece, str) for piece in joined):
         return "".join(piece for piece in joined if isinstance(piece, str))
     return Text(tuple(joined))

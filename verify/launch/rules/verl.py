@@ -18,7 +18,7 @@ _AR = "actor_rollout_ref"
 _ACTOR, _ROLLOUT, _REF = f"{_AR}.actor", f"{_AR}.rollout", f"{_AR}.ref"
 _STOPS = "verl stops at its own check of settings: change one of them"
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-_LARGEST_RANK = 512
+_MAX_RANK = 512
 
 
 def refused(values: Values, *, gpus: int | None, megatron: bool, reference: bool, experts: int) -> Iterator[Issue]:
@@ -90,8 +90,8 @@ def _rollout(values: Values) -> Iterator[Issue]:
         yield values.issue((f"{_ROLLOUT}.mode",), f"{_ROLLOUT}.mode = async", hint, "warning")
     ranks = (f"{_AR}.model.lora.rank", f"{_AR}.model.lora_rank")
     for key in ranks if name == "vllm" and values.on(f"{_AR}.model.lora.merge") is False else ():
-        if (values.number(key, 0) or 0) > _LARGEST_RANK:
-            yield values.issue((key,), f"a rank of at most {_LARGEST_RANK}, which vLLM takes", "verl stops")
+        if (values.number(key, 0) or 0) > _MAX_RANK:
+            yield values.issue((key,), f"a rank of at most {_MAX_RANK}, which vLLM takes", "verl stops")
 
 
 def _loss(values: Values) -> Iterator[Issue]:

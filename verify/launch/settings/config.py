@@ -17,8 +17,8 @@ _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
 # What is not text, and numbers that Python spells as they are written.
 _TYPED = re.compile(r"(?i:true|false|null|[-+]?(?:inf|nan)|[-+]?[\d_.]+(?:e[-+]?\d+)?)")
 _SPELLED = re.compile(r"0|-?[1-9]\d*|-?(?:0|[1-9]\d{0,9})\.(?:0|\d{0,5}[1-9])|[^\d]*\.[^\d]*")
-_DEEPEST = 30
-_LONGEST = 10_000  # characters of a value with interpolations, before and after
+_MAX_DEPTH = 30
+_MAX_CHARACTERS = 10_000  # characters of a value with interpolations, before and after
 _NUMBERS: dict[str, Callable[[float, float], float]] = {
     "add": lambda a, b: a + b,
     "mul": lambda a, b: a * b,
@@ -75,9 +75,9 @@ class Config:
             raise UnresolvedError(f"{word.text}: {word.why}")
         if "${" not in word.text:
             return word
-        if len(word.text) > _LONGEST:
+        if len(word.text) > _MAX_CHARACTERS:
             raise UnresolvedError(f"a value of {len(word.text)} characters")
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise UnresolvedError(f"{word.text} goes in circles")
         parts = list(_parts(word.text))
         if len(parts) == 1:
@@ -86,8 +86,8 @@ class Config:
         text = ""
         for piece in self._text(parts, at, depth):
             text += piece
-            if len(text) > _LONGEST:
-                raise UnresolvedError(f"{shortened(word.text)} stands for more than {_LONGEST} characters")
+            if len(text) > _MAX_CHARACTERS:
+                raise UnresolvedError(f"{shortened(word.text)} stands for more than {_MAX_CHARACTERS} characters")
         return replace(word, text=text)
 
     def _text(self, parts: list[tuple[bool, str]], at: tuple[str, ...], depth: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ from verify.launch.settings.config import merged
 from verify.launch.settings.yaml_tree import NULL, Tree, read_yaml
 from verify.launch.words import Word
 
-_DEEPEST, _MOST_FILES = 20, 100
+_MAX_DEPTH, _MAX_FILES = 20, 100
 _SELF = "_self_"
 
 
@@ -37,9 +37,9 @@ def compose(path: Path, depth: int = 0, files: int = 0) -> Composed:
     Raises CkptkitError for a file that is not there or cannot be read, and for defaults that go in circles or name more
     than 100 files.
     """
-    if files >= _MOST_FILES:
-        raise CkptkitError(f"{path}: its defaults name more than {_MOST_FILES} files", "give the file of one job")
-    if depth > _DEEPEST:
+    if files >= _MAX_FILES:
+        raise CkptkitError(f"{path}: its defaults name more than {_MAX_FILES} files", "give the file of one job")
+    if depth > _MAX_DEPTH:
         raise CkptkitError(f"{path}: its defaults go in circles", "a file must not build on itself")
     tree = read_yaml(path)
     defaults = tree.pop("defaults", None)

@@ -23,7 +23,7 @@ _FUNCTIONS = frozenset(
         *("str", "tag"),
     }
 )
-_DEEPEST = 20
+_MAX_DEPTH = 20
 
 
 class _RefusedError(Exception):
@@ -66,7 +66,7 @@ class _Reader:
         return self.text[self.position : self.position + 1]
 
     def element(self, depth: int) -> Tree:
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise _RefusedError("it is nested too deeply")
         self.blanks()
         if self.peek() == "{":

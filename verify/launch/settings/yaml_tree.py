@@ -18,7 +18,7 @@ Tree: TypeAlias = "dict[str, Tree] | list[Tree] | Word"
 NULL = "null"
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 # Configurations are a few hundred lines; aliases can make a small file stand for a huge one.
-LARGEST, DEEPEST, MOST = 1 << 20, 64, 50_000
+MAX_BYTES, MAX_DEPTH, MAX_VALUES = 1 << 20, 64, 50_000
 _MERGE = "<<"
 
 
@@ -29,7 +29,7 @@ def read_yaml(path: Path) -> dict[str, Tree]:
     is too large (1 MB, 64 levels, 50,000 values with aliases expanded).
     """
     try:
-        data = read_regular(path, LARGEST)
+        data = read_regular(path, MAX_BYTES)
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else error
         raise CkptkitError(f"{path}: {said}", "check the path of the configuration") from error
@@ -73,8 +73,8 @@ class _Parser:
         return {} if tree is None or (isinstance(tree, Word) and tree.text == NULL) else tree
 
     def _node(self, event: Any, depth: int) -> Tree:
-        if depth > DEEPEST:
-            raise self._error(event, f"more than {DEEPEST} levels")
+        if depth > MAX_DEPTH:
+            raise self._error(event, f"more than {MAX_DEPTH} levels")
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.anchors:
                 raise self._error(event, f"the alias *{event.anchor} stands for nothing before it")
@@ -122,8 +122,8 @@ class _Parser:
 
     def _counted(self, event: Any, size: int) -> None:
         self.count += size
-        if self.count > MOST:
-            raise self._error(event, f"more than {MOST} values, aliases expanded")
+        if self.count > MAX_VALUES:
+            raise self._error(event, f"more than {MAX_VALUES} values, aliases expanded")
 
     def _line(self, event: Any) -> int | None:
         return None if self.path is None else event.start_mark.line + 1

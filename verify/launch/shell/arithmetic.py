@@ -21,7 +21,7 @@ _LEVELS: tuple[dict[str, Callable[[int, int], int]], ...] = (
     {"+": operator.add, "-": operator.sub},
     {"*": operator.mul, "/": lambda a, b: _quotient(a, b), "%": lambda a, b: a - b * _quotient(a, b)},
 )
-_LARGEST = 2**63
+_MAX_INTEGER = 2**63
 
 
 class ArithmeticFault(Exception):  # noqa: N818 - not an error of the program: the caller says what is not known
@@ -154,7 +154,7 @@ class _Expression:
         return value
 
     def limited(self, value: int) -> int:
-        if not -_LARGEST <= value < _LARGEST:
+        if not -_MAX_INTEGER <= value < _MAX_INTEGER:
             raise ArithmeticFault("it does not fit into 64 bits")
         return value
 

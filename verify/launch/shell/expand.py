@@ -11,7 +11,7 @@ from verify.launch.shell.arithmetic import ArithmeticFault, calculate, integer
 from verify.launch.shell.lexer import Lexer
 from verify.launch.shell.operators import changed_text
 from verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
-from verify.launch.shell.values import MOST_CHARACTERS, MOST_WORDS, Gap, Shell, TooMuchError, Value, together
+from verify.launch.shell.values import MAX_CHARACTERS, MAX_WORDS, Gap, Shell, TooMuchError, Value, together
 
 # Gives the output of the commands in `$(...)`.
 Run = Callable[[Shell, Substitution], Value]
@@ -50,8 +50,8 @@ class _Fields:
         self.there |= quoted or bool(value.text)
         if value.text or value.gaps:
             self.origin, self.pieces = value, self.pieces + 1
-        if len(self.text) > MOST_CHARACTERS:
-            raise TooMuchError(f"a word has more than {MOST_CHARACTERS} characters")
+        if len(self.text) > MAX_CHARACTERS:
+            raise TooMuchError(f"a word has more than {MAX_CHARACTERS} characters")
 
     def end(self) -> None:
         """Ends the current word. One that is an array's element alone is written where that is."""
@@ -68,8 +68,8 @@ def expand(shell: Shell, words: Sequence[ShellWord], run: Run) -> list[Value]:
     for word in words:
         found += (made := _expand(shell, word, run))
         shell.step(sum(len(value.text) for value in made) + len(made))
-        if len(found) > MOST_WORDS:
-            raise TooMuchError(f"a command has more than {MOST_WORDS} words")
+        if len(found) > MAX_WORDS:
+            raise TooMuchError(f"a command has more than {MAX_WORDS} words")
     return found
 
 

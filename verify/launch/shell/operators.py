@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase, translate
 
-from verify.launch.shell.values import MOST_CHARACTERS
+from verify.launch.shell.values import MAX_CHARACTERS
 
 # Patterns that Python's fnmatch takes in another way than bash.
 _OTHERWISE = re.compile(r"[?*+@!]\(|\[\[?[:.=]|\\")
@@ -53,7 +53,7 @@ def changed_text(text: str, operator: str, argument: str) -> str | None:
         # `#` and `%` hold a pattern to an end, and `&` is what was found.
         known = bool(plain) and not set("*?[$\"'`").intersection(argument) and plain[0] not in "#%" and "&" not in new
         known = known and "\\" not in new
-        known = known and len(text) * max(1, len(new)) <= MOST_CHARACTERS
+        known = known and len(text) * max(1, len(new)) <= MAX_CHARACTERS
         return text.replace(plain, new, -1 if operator == "//" else 1) if known else None
     return None
 

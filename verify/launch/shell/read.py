@@ -23,7 +23,7 @@ from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, V
 from verify.launch.unread import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
-_LARGEST = 1_000_000
+_MAX_BYTES = 1_000_000
 # Options with paths: those of `_BESIDE` are relative to the program, the others to where it is started.
 _BESIDE = frozenset({"--config-path", "-cp", "--config_path"})
 _PLACED = frozenset({*PATHS, *_BESIDE, "--config", "--config-dir", "-cd"})
@@ -86,7 +86,7 @@ def read_command(
 
 def _text(script: Path) -> str:
     try:
-        return read_regular(script, _LARGEST).decode(errors="replace")
+        return read_regular(script, _MAX_BYTES).decode(errors="replace")
     except OSError as error:
         raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launch script itself") from error
 

@@ -14,15 +14,15 @@ from verify.launch.shell.commands import Result
 from verify.launch.shell.expand import script_directory
 from verify.launch.shell.flow import Flow, Runner
 from verify.launch.shell.parser import parse
-from verify.launch.shell.values import DEEPEST, Shell, TooMuchError, Value, Variable, together
+from verify.launch.shell.values import MAX_DEPTH, Shell, TooMuchError, Value, Variable, together
 
-_LARGEST_FILE = 300_000
+_MAX_FILE = 300_000
 _QUIET = frozenset({"activate", ".bashrc", ".bash_profile", ".profile"})
 
 
 def deeper(shell: Shell) -> None:
-    if shell.depth > DEEPEST:
-        raise TooMuchError(f"more than {DEEPEST} functions, files and commands stand inside one another")
+    if shell.depth > MAX_DEPTH:
+        raise TooMuchError(f"more than {MAX_DEPTH} functions, files and commands stand inside one another")
 
 
 def source(run: Runner, shell: Shell, words: list[Value], line: int) -> tuple[Flow, Result]:
@@ -36,7 +36,7 @@ def source(run: Runner, shell: Shell, words: list[Value], line: int) -> tuple[Fl
         shell.unresolved[f"{shell.place(line)}: source {said}{why}"] = None
         return "", None
     try:
-        text = read_regular(path, _LARGEST_FILE).decode(errors="replace")
+        text = read_regular(path, _MAX_FILE).decode(errors="replace")
     except FileNotFoundError:
         return _not_there(shell, path, said, line)
     except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
@@ -69,7 +69,7 @@ def started(run: Runner, shell: Shell, words: list[Value], given: Mapping[str, V
     path = script_directory(shell, words[1].text)
     branch = shell.branch()
     try:
-        text = read_regular(path, _LARGEST_FILE).decode(errors="replace") if path else ""
+        text = read_regular(path, _MAX_FILE).decode(errors="replace") if path else ""
         nodes = parse(text, str(path))
     except (OSError, ValueError, CkptkitError):
         return "", None

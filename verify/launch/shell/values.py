@@ -10,12 +10,12 @@ from verify.issue import Issue
 from verify.launch.shell.syntax import Node
 
 # A script that needs more is not read to its end.
-MOST_STEPS = 20_000
-MOST_WORDS = 20_000
-MOST_CHARACTERS = 1_000_000
+MAX_STEPS = 20_000
+MAX_WORDS = 20_000
+MAX_CHARACTERS = 1_000_000
 _SHOWN = 300  # of a word, for people
 _CHARACTERS_A_STEP = 500  # so that no more than 10 MB are taken apart
-DEEPEST = 25
+MAX_DEPTH = 25
 
 
 class TooMuchError(Exception):
@@ -28,10 +28,10 @@ def clipped(text: str) -> str:
 
 
 def together(texts: Iterable[str], between: str = "") -> str:
-    """Texts with `between` in between. Raises TooMuchError past `MOST_CHARACTERS`, before they are joined."""
+    """Texts with `between` in between. Raises TooMuchError past `MAX_CHARACTERS`, before they are joined."""
     listed = list(texts)
-    if sum(map(len, listed)) + len(between) * len(listed) > MOST_CHARACTERS:
-        raise TooMuchError(f"a text has more than {MOST_CHARACTERS} characters")
+    if sum(map(len, listed)) + len(between) * len(listed) > MAX_CHARACTERS:
+        raise TooMuchError(f"a text has more than {MAX_CHARACTERS} characters")
     return between.join(listed)
 
 
@@ -142,10 +142,10 @@ class Shell:
     script: Path | None = None
 
     def step(self, characters: int = 0) -> None:
-        """Counts one command, and more for a text of many characters. Raises TooMuchError after `MOST_STEPS`."""
+        """Counts one command, and more for a text of many characters. Raises TooMuchError after `MAX_STEPS`."""
         self.steps[0] += 1 + characters // _CHARACTERS_A_STEP
-        if self.steps[0] > MOST_STEPS:
-            raise TooMuchError(f"it runs more than {MOST_STEPS} commands before a trainer starts")
+        if self.steps[0] > MAX_STEPS:
+            raise TooMuchError(f"it runs more than {MAX_STEPS} commands before a trainer starts")
 
     def branch(self) -> Shell:
         """A copy whose variables, functions and directory change apart from this one's."""
@@ -163,16 +163,16 @@ class Shell:
 
     def assign(self, name: str, value: Value) -> None:
         """Sets a scalar, which stays exported if it was."""
-        if len(value.text) > MOST_CHARACTERS:
-            raise TooMuchError(f"${name} has more than {MOST_CHARACTERS} characters")
+        if len(value.text) > MAX_CHARACTERS:
+            raise TooMuchError(f"${name} has more than {MAX_CHARACTERS} characters")
         before = self.variables.get(name)
         value = self._as_declared(name, value)
         self.variables[name] = Variable((value,), False, bool(before and before.exported))
 
     def assign_array(self, name: str, values: tuple[Value, ...]) -> None:
         """Sets an array."""
-        if len(values) > MOST_WORDS:
-            raise TooMuchError(f"${name} has more than {MOST_WORDS} words")
+        if len(values) > MAX_WORDS:
+            raise TooMuchError(f"${name} has more than {MAX_WORDS} words")
         if name in self.special:
             self.assign(name, Value(""))
         else:

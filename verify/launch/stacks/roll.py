@@ -36,7 +36,7 @@ _OWN = "model_args.model_name_or_path"
 _MCA = "mca_config.json"
 _LIST = re.compile(r"list\((\[[\d,]*\])\)")
 _RANGE = re.compile(r"list\(range\((\d{1,9})(?:,(\d{1,9}))?(?:,(\d{1,9}))?\)\)")
-_MOST_DEVICES = 1 << 17
+_MAX_DEVICES = 1 << 17
 _ELSEWHERE = re.compile(
     r"\.model_args\.(?:adapter_name_or_path|model_config_kwargs)|^(?:teacher|student_train|student_infer)\.|"
     r"^actor_train\.strategy_args\.strategy_config\.additional_configs"
@@ -229,10 +229,10 @@ def devices(settings: Settings, worker: str) -> Gpus:
 def _count(text: str) -> int | None:
     if match := _RANGE.fullmatch(text):
         numbers = [int(one) for one in match.groups() if one is not None]
-        return len(range(*numbers)) if max(numbers) < _MOST_DEVICES and numbers[2:] != [0] else None
+        return len(range(*numbers)) if max(numbers) < _MAX_DEVICES and numbers[2:] != [0] else None
     text = found[1] if (found := _LIST.fullmatch(text)) else text
     try:
-        value = ast.literal_eval(text) if len(text) < _MOST_DEVICES else None
+        value = ast.literal_eval(text) if len(text) < _MAX_DEVICES else None
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
     return len(value) if isinstance(value, list) else None
