@@ -108,10 +108,10 @@ def remarks(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
     if not lacks_mtp(config, names):
         return []
     count = family_of(config).read_dims(config).mtp_layers
-    said = (
+    message = (
         f"config.json promises {count} multi-token prediction layer{'s' * (count > 1)}, and no tensor of one is stored"
     )
-    return [f"{said}: taken for a model without, which cannot draft for itself"]
+    return [f"{message}: taken for a model without, which cannot draft for itself"]
 
 
 def _nested(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:

@@ -173,13 +173,13 @@ def _compare_loaded(args: Namespace, model: Sequence[torch.nn.Module], prefix: s
     when = f"before the first {prefix.rstrip('_') or 'actor'} log-probabilities"
     parameters, hf = parameters_asked_for(), getattr(args, "hf_checkpoint", None)
     try:
-        said = str(compare_loaded(source_of(args, prefix), hf, model, parameters))
+        outcome = str(compare_loaded(source_of(args, prefix), hf, model, parameters))
     except DiffersError:
         raise
     except CkptkitError as error:
-        said = f"not compared: {error.message}"
+        outcome = f"not compared: {error.message}"
     if _is_first_rank():
-        print(printable(f"ckptkit: {when}: {said}"), file=sys.stderr)
+        print(printable(f"ckptkit: {when}: {outcome}"), file=sys.stderr)
 
 
 def _require_alive(model: Sequence[torch.nn.Module], when: str) -> None:

@@ -178,8 +178,10 @@ def _quantize(location: Location, options: RunOptions, here: Sources) -> Convers
 def _notes(source: Checkpoint) -> tuple[str, ...]:
     """What a user should know of an HF checkpoint that keeps no run from going on."""
     lost = lost_towers(source.config, source.specs)
-    said = f"the source lacks {summarize(lost)}, which its class has: engines leave it random, and no way back finds it"
-    return (*remarks(source.config, source.specs), *([said] if lost else []))
+    message = (
+        f"the source lacks {summarize(lost)}, which its class has: engines leave it random, and no way back finds it"
+    )
+    return (*remarks(source.config, source.specs), *([message] if lost else []))
 
 
 def _require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:

@@ -138,8 +138,8 @@ def _remove_old(old: Path, path: Path) -> None:
     try:
         shutil.rmtree(old)
     except OSError as error:
-        said = f"{path} is whole, but what it replaced cannot be removed: {error}"
-        raise CkptkitError(said, f"remove {old} yourself") from error
+        message = f"{path} is whole, but what it replaced cannot be removed: {error}"
+        raise CkptkitError(message, f"remove {old} yourself") from error
     except BaseException as error:
         error.add_note(f"{path} is whole; what is left of {old} can be removed")
         raise

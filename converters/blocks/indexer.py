@@ -105,7 +105,7 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
 
     Sources: transformers `GlmMoeDsaConfig`, SGLang `dsa_layer_skips_topk`.
     """
-    layers, said = integer(config, "num_hidden_layers"), {}
+    layers, found = integer(config, "num_hidden_layers"), {}
     for key in ("indexer_types", "index_topk_pattern"):
         kinds = config.get(key)
         if kinds is not None:
@@ -118,7 +118,7 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
                     f"config.json: {key} does not say 'full' or 'shared' for each of {layers} layers",
                     "compare it with the release",
                 )
-            said[key] = tuple(_KINDS[kind] for kind in kinds)
+            found[key] = tuple(_KINDS[kind] for kind in kinds)
     if config.get("index_topk_freq") is not None:
         every, first = integer(config, "index_topk_freq"), integer(config, "index_skip_topk_offset", 2)
         if every < 1 or first < 1 < every:
@@ -126,13 +126,13 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
                 f"config.json: an indexer every {every} layers from layer {first} on cannot be right",
                 "compare it with the release",
             )
-        said["index_topk_freq"] = tuple(max(layer + 1 - first, 0) % every == 0 for layer in range(layers))
-    if len(set(said.values())) > 1:
+        found["index_topk_freq"] = tuple(max(layer + 1 - first, 0) % every == 0 for layer in range(layers))
+    if len(set(found.values())) > 1:
         raise CkptkitError(
-            f"config.json: {' and '.join(said)} name different layers with an indexer",
+            f"config.json: {' and '.join(found)} name different layers with an indexer",
             "transformers reads the first, Megatron and SGLang the last; make them agree",
         )
-    own = next(iter(said.values()), (True,) * layers)
+    own = next(iter(found.values()), (True,) * layers)
     if own and not own[0]:
         raise CkptkitError(
             "config.json: the first layer shares an indexer, but there is none before it", "compare it with the release"

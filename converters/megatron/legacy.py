@@ -128,9 +128,9 @@ def _named(files: LegacyFiles, config: Mapping[str, Any]) -> dict[str, list[_Cop
     """Every tensor of every rank, by the name of the global tensor that it is, or is a part of."""
     dims = dims_of(config)
     if files.args.get("num_layers") != dims.layers or dims.experts % files.sizes.ep:
-        said = f"num_layers {files.args.get('num_layers')}, expert_model_parallel_size {files.sizes.ep}"
+        message = f"num_layers {files.args.get('num_layers')}, expert_model_parallel_size {files.sizes.ep}"
         raise CkptkitError(
-            f"{files.path} was saved with {said}; config.json has {dims.layers} layers and {dims.experts} experts",
+            f"{files.path} was saved with {message}; config.json has {dims.layers} layers and {dims.experts} experts",
             "name the right HF directory",
         )
     names = frozenset(rule.megatron for dialect in DIALECTS for rule in rules_of(config, dialect))
@@ -138,13 +138,15 @@ def _named(files: LegacyFiles, config: Mapping[str, Any]) -> dict[str, list[_Cop
     found: dict[str, list[_Copy]] = defaultdict(list)
     for rank in files.ranks:
         if len(stages[rank.pp]) != len(rank.chunks):
-            said = f"{rank} holds {len(rank.chunks)} model chunk(s), its training arguments say {len(stages[rank.pp])}"
-            raise CkptkitError(said, "copy it again")
+            message = (
+                f"{rank} holds {len(rank.chunks)} model chunk(s), its training arguments say {len(stages[rank.pp])}"
+            )
+            raise CkptkitError(message, "copy it again")
         experts = range(rank.ep * count, (rank.ep + 1) * count)
         for layers, tensors in zip(stages[rank.pp], rank.chunks, strict=True):
             if {int(match[1]) for local in tensors if (match := _LAYER.fullmatch(local))} != set(range(len(layers))):
-                said = f"{rank} does not hold the {len(layers)} layers that its training arguments say"
-                raise CkptkitError(said, "the file is of another run; copy it again")
+                message = f"{rank} does not hold the {len(layers)} layers that its training arguments say"
+                raise CkptkitError(message, "the file is of another run; copy it again")
             for local, tensor in tensors.items():
                 found[_global(rank, local, layers, experts, names)].append(_Copy(rank, local, tensor))
     return found
@@ -179,9 +181,9 @@ def _joined(name: str, copies: Sequence[_Copy], rule: Rule | None, files: Legacy
     parts: dict[int, list[_Copy]] = defaultdict(list)
     for copy in copies:
         if (copy.tensor.shape, copy.tensor.dtype) != (expected, first.dtype):
-            is_, said = f"{list(copy.tensor.shape)} {copy.tensor.dtype}", f"{list(expected)} {first.dtype}"
+            is_, message = f"{list(copy.tensor.shape)} {copy.tensor.dtype}", f"{list(expected)} {first.dtype}"
             hint = "name the right HF directory, or copy the file again"
-            raise CkptkitError(f"{copy} is {is_}; config.json and the training arguments say {said}", hint)
+            raise CkptkitError(f"{copy} is {is_}; config.json and the training arguments say {message}", hint)
         place = files.etp_rank(copy.rank.tp) if routed else copy.rank.tp
         parts[0 if axis is None else place].append(copy)
     spec = TensorSpec(name, shape, first.dtype)
@@ -205,6 +207,6 @@ def _places(op: Op, shape: Shape, axis: int, size: int) -> tuple[Tensor, ...]:
     line = torch.arange(shape[axis]).reshape([shape[axis] if each == axis else 1 for each in range(len(shape))])
     places = tuple(op.shard(line, rank, size).flatten() for rank in range(size))
     if not torch.equal(torch.cat(places).sort().values, line.flatten()):
-        said = f"{type(op).__name__} does not give every part of {list(shape)} to one of {size} ranks"
-        raise CkptkitError(said, "this is a defect in a rule: please report it")
+        message = f"{type(op).__name__} does not give every part of {list(shape)} to one of {size} ranks"
+        raise CkptkitError(message, "this is a defect in a rule: please report it")
     return places

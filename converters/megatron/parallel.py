@@ -135,17 +135,17 @@ def refusals(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Refusal]:
         yield from _undivided("intermediate_size", "rows of the dense MLP", dims.ffn, "tp", tp)
     if not dims.experts:
         if ep > 1:
-            said, hint = f"--ep {ep}, but this model has no experts", "a dense model has no experts: leave --ep out"
+            message, hint = f"--ep {ep}, but this model has no experts", "a dense model has no experts: leave --ep out"
             yield Refusal(
-                "ep", said, f"the number of experts that divides by ep = {ep}", "the number of experts = 0", hint
+                "ep", message, f"the number of experts that divides by ep = {ep}", "the number of experts = 0", hint
             )
         return
     yield from _undivided("moe_intermediate_size", "rows of an expert", dims.expert_ffn, "etp", etp)
     yield from _undivided("the shared experts' size", "rows of the shared experts", dims.shared_ffn, "tp", tp)
     yield from _undivided("the number of experts", "experts", dims.experts, "ep", ep)
     if dims.mlp_bias and etp > 1:
-        said, hint = "the experts of this model have biases", f"Megatron has those only with --etp 1{_IN_A_LAUNCH}"
-        yield Refusal("etp", f"--etp {etp}, but {said}", f"etp = 1, because {said}", f"etp = {etp}", hint)
+        message, hint = "the experts of this model have biases", f"Megatron has those only with --etp 1{_IN_A_LAUNCH}"
+        yield Refusal("etp", f"--etp {etp}, but {message}", f"etp = 1, because {message}", f"etp = {etp}", hint)
 
 
 _IN_A_LAUNCH = " (in a launch --expert-tensor-parallel-size, which is that of tp where not given)"

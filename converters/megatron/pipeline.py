@@ -93,8 +93,8 @@ class Pipeline:
         ends = [self.first, *[None] * (self.pp - 2), self.last] if self.pp > 1 else [only]
         uneven = any(end is not None for end in ends)
         if uneven and (self.embedding or self.loss):
-            said = "first or last stage are given, and embedding or loss count as layers"
-            raise self._refused(said, "Megatron knows either, not both")
+            message = "first or last stage are given, and embedding or loss count as layers"
+            raise self._refused(message, "Megatron knows either, not both")
         left = self.layers + self.embedding + self.loss - sum(end or 0 for end in ends)
         others = ends.count(None)
         if left < 0 or bool(left) != bool(others) or (others and left % others):
@@ -107,11 +107,11 @@ class Pipeline:
             raise self._refused(f"{where} stages", f"choose another number of stages, {hint}")
         sizes = [left // others if end is None else end for end in ends]
         if self.vpp > 1 and not others:
-            said = "chunks need a stage between a first and a last one that are given"
-            raise self._refused(said, "Megatron divides by zero there: leave one out")
+            message = "chunks need a stage between a first and a last one that are given"
+            raise self._refused(message, "Megatron divides by zero there: leave one out")
         if any(size % self.vpp for size in sizes) or (uneven and 0 in sizes):
-            said = f"stages of {', '.join(map(str, sizes))} layers do not divide into {self.vpp} chunks"
-            raise self._refused(said, "choose another --vpp")
+            message = f"stages of {', '.join(map(str, sizes))} layers do not divide into {self.vpp} chunks"
+            raise self._refused(message, "choose another --vpp")
         counts = [size // self.vpp for size in sizes] * self.vpp
         counts[0] -= self.embedding
         counts[-1] -= self.loss
@@ -128,12 +128,12 @@ class Pipeline:
         if len(chunks) % self.pp or (self.vpp > 1 and len(chunks) != self.pp * self.vpp):
             raise self._refused(f"the layout has {len(chunks)} stages", "it needs one a stage and chunk")
         if flat[:1] != "E" or flat[-1:] != "L" or flat.count("E") != 1 or flat.count("L") != 1:
-            said = "the layout does not begin with its only E and end with its only L"
-            raise self._refused(said, "compare it with the launch script")
+            message = "the layout does not begin with its only E and end with its only L"
+            raise self._refused(message, "compare it with the launch script")
         if flat.count("t") != self.layers or flat.count("m") != self.mtp:
             held = f"{flat.count('t')} layers and {flat.count('m')} for multi-token prediction"
-            said = f"the layout has {held}, the model {self.layers} and {self.mtp}"
-            raise self._refused(said, "compare num_layers and mtp_num_layers")
+            message = f"the layout has {held}, the model {self.layers} and {self.mtp}"
+            raise self._refused(message, "compare num_layers and mtp_num_layers")
         if "m" in flat and ("t" in flat[flat.index("m") :] or sum("m" in chunk for chunk in chunks[-self.pp :]) != 1):
             hint = "Megatron wants them in the last chunk of one stage"
             raise self._refused("multi-token prediction layers are not together behind all others", hint)
@@ -141,8 +141,8 @@ class Pipeline:
 
     def _refused(self, what: str, hint: str) -> CkptkitError:
         given = ((name, getattr(self, field)) for field, name in _ARGUMENTS.items())
-        said = ", ".join(f"{name} {value}" for name, value in given if value not in (None, False, 0))
-        return CkptkitError(f"{what}: {said}", hint)
+        message = ", ".join(f"{name} {value}" for name, value in given if value not in (None, False, 0))
+        return CkptkitError(f"{what}: {message}", hint)
 
 
 def count_chunks(layout: str) -> int:
@@ -158,8 +158,8 @@ def _written_out(layout: Any) -> list[str]:
         text = layout.replace(",", "")
         for repeated in _REPEATED:
             if sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text)) > _MAX_LAYOUT:
-                said = f"pipeline_model_parallel_layout {shortened(layout)} is too long to be one"
-                raise CkptkitError(said, "compare it with the launch script")
+                message = f"pipeline_model_parallel_layout {shortened(layout)} is too long to be one"
+                raise CkptkitError(message, "compare it with the launch script")
             text = repeated.sub(lambda match: match[1] * int(match[2]), text)
         chunks = text.split("|")
     else:

@@ -177,7 +177,7 @@ MUTATIONS = (
         severity="warning",
     ),
     Mutation(
-        "weights in float8 without a word",
+        "weights in float8 silently",
         "one byte an element was taken for another format",
         ("F14",),
         "headers",

@@ -85,8 +85,8 @@ class LaunchArguments:
                 raise CkptkitError(f"{_CHUNK} with a first or last stage of its own size", f"give {_VPP}")
             a_stage, rest = divmod(layers + self.embedding + self.loss, pp)
             if rest or not self.chunk or a_stage % self.chunk:
-                said = f"{layers} layers over {pp} stages do not divide into chunks of {_CHUNK} {self.chunk}"
-                raise CkptkitError(said, "choose another number of layers a chunk")
+                message = f"{layers} layers over {pp} stages do not divide into chunks of {_CHUNK} {self.chunk}"
+                raise CkptkitError(message, "choose another number of layers a chunk")
             vpp = a_stage // self.chunk
         return Pipeline(layers, pp, vpp, self.first, self.last, self.embedding, self.loss, self.layout, self.mtp or 0)
 
@@ -135,24 +135,24 @@ def _number(name: str, given: GivenArguments) -> int | None:
     if not 0 <= number < 10**9:
         raise _not_a_number(option, given.places[name].text)
     if NUMBERS[name] in _RANKS and not number:
-        said = f"{option} {number} among the launch arguments is no number of ranks"
-        raise CkptkitError(said, "give 1 or more, or leave it out")
+        message = f"{option} {number} among the launch arguments is no number of ranks"
+        raise CkptkitError(message, "give 1 or more, or leave it out")
     return number
 
 
 def _not_a_number(option: str, value: str) -> CkptkitError:
-    said = f"{option} {value} among the launch arguments is no number"
-    return CkptkitError(said, "copy the arguments with their variables filled in")
+    message = f"{option} {value} among the launch arguments is no number"
+    return CkptkitError(message, "copy the arguments with their variables filled in")
 
 
 def _qat(words: Sequence[Word], environment: Mapping[str, str]) -> Iterator[tuple[str, int | bool]]:
-    said = {name: environment[name] for name in (QAT_FLAG, QAT_GROUP) if name in environment}
+    given = {name: environment[name] for name in (QAT_FLAG, QAT_GROUP) if name in environment}
     known = [word for word in words if not isinstance(word, UnresolvedWord)]
-    said |= {match[1]: match[2] for word in known for match in _VARIABLE.finditer(word.text)}
-    if QAT_FLAG in said:
-        yield "qat", said[QAT_FLAG].lower() not in ("", "0", "false")
-    if QAT_GROUP in said:
-        if not (said[QAT_GROUP].isdecimal() and len(said[QAT_GROUP]) < 10):
+    given |= {match[1]: match[2] for word in known for match in _VARIABLE.finditer(word.text)}
+    if QAT_FLAG in given:
+        yield "qat", given[QAT_FLAG].lower() not in ("", "0", "false")
+    if QAT_GROUP in given:
+        if not (given[QAT_GROUP].isdecimal() and len(given[QAT_GROUP]) < 10):
             hint = "copy the variables with their values filled in"
-            raise CkptkitError(f"{QAT_GROUP} is {shortened(said[QAT_GROUP])}, which is no number", hint)
-        yield "qat_group", int(said[QAT_GROUP])
+            raise CkptkitError(f"{QAT_GROUP} is {shortened(given[QAT_GROUP])}, which is no number", hint)
+        yield "qat_group", int(given[QAT_GROUP])

@@ -28,7 +28,7 @@ class Lent:
     """GPUs that a script has for its job, and the words that say so. `alone`: no other machine can add any."""
 
     gpus: int
-    said: str
+    source: str
     file: Path
     alone: bool = True
 
@@ -50,7 +50,7 @@ def short(found: Iterable[Lent], needed: int, nodes: int, what: str) -> Iterator
         if one.gpus < needed and (one.alone or nodes == 1):
             hint = "the job waits for GPUs that never come: ask for as many as it places, or place fewer"
             expected = f"at least {needed} GPUs, {what}"
-            yield Issue(expected, one.said, hint, file=one.file, severity="error" if one.alone else "warning")
+            yield Issue(expected, one.source, hint, file=one.file, severity="error" if one.alone else "warning")
 
 
 def _text(file: Path) -> str:
@@ -80,5 +80,5 @@ def _ray(text: str, file: Path) -> Iterator[Lent]:
     heads = [match[1] for match in _RAY.finditer(text) if "--head" in match[1]]
     if len(heads) != 1 or _JOINS.search(text) or (number := _GPUS.search(heads[0])) is None:
         return
-    said = f"{number[1]} GPUs (ray start --head --num-gpus {number[1]})"
-    yield Lent(int(number[1]), said, file, alone=_LOOPBACK.search(heads[0]) is not None)
+    message = f"{number[1]} GPUs (ray start --head --num-gpus {number[1]})"
+    yield Lent(int(number[1]), message, file, alone=_LOOPBACK.search(heads[0]) is not None)

@@ -45,16 +45,16 @@ def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
     lines: dict[str, None] = {}
     for option in options_of([Word(word) for word in words]):
         name = option.name
-        said = f"{name} {option.value.text}" if option.value else name
+        shown = f"{name} {option.value.text}" if option.value else name
         usual = name.replace("_", "-")
         if usual in _PATHS and usual not in given:
-            lines[f"{said}: give it to preflight itself, before --"] = None
+            lines[f"{shown}: give it to preflight itself, before --"] = None
         elif usual in _OTHER_PATHS or (usual in _FROM_WORDS and usual not in given):
-            lines[f"{said}: what it names is not looked at; verify it by itself"] = None
+            lines[f"{shown}: what it names is not looked at; verify it by itself"] = None
         elif usual in _FILES:
-            lines[f"{said}: the settings of this file are not read"] = None
+            lines[f"{shown}: the settings of this file are not read"] = None
         elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
-            lines[f"{said}: no parallel size that is read"] = None
+            lines[f"{shown}: no parallel size that is read"] = None
     left = overrides(words)
     matter = [word for word in left if _MATTERS.search(word.partition("=")[0])]
     lines |= {f"{word}: an override of a configuration file": None for word in matter}

@@ -81,8 +81,8 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
         "actual": finding.actual,
         "next": finding.hint,
     }
-    said = [(label, text) for label, text in fields.items() if text]
-    return Entry(finding.code, finding.severity, _about(report, finding), finding.actual, said, anchor, title)
+    given = [(label, text) for label, text in fields.items() if text]
+    return Entry(finding.code, finding.severity, _about(report, finding), finding.actual, given, anchor, title)
 
 
 def _about(report: Report, finding: Finding) -> str:
@@ -94,8 +94,8 @@ def _about(report: Report, finding: Finding) -> str:
 
 
 def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
-    said: dict[str, Sequence[str]] = {"not looked at": report.reasons} if report.reasons else {}
-    return said | {name: lines for name, lines in report.facts.items() if every or name not in _BACKGROUND}
+    given: dict[str, Sequence[str]] = {"not looked at": report.reasons} if report.reasons else {}
+    return given | {name: lines for name, lines in report.facts.items() if every or name not in _BACKGROUND}
 
 
 def _closing(report: Report, every: bool) -> list[str]:

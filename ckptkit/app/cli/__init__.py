@@ -123,8 +123,8 @@ def main() -> None:
         cause = error.__cause__ or error
         notes = getattr(cause, "__notes__", ["nothing was left behind"])
         by: int = cause.number if isinstance(cause, Ended) else signal.SIGINT
-        said = "interrupted" if by == signal.SIGINT else f"ended by {signal.Signals(by).name}"
-        echo("; ".join([said, *notes]), err=True)
+        ending = "interrupted" if by == signal.SIGINT else f"ended by {signal.Signals(by).name}"
+        echo("; ".join([ending, *notes]), err=True)
         code = 128 + by
     except Exception as error:  # noqa: BLE001 - Python's own exit code for an exception is 1, which here means findings
         _show_error(error, debug)
@@ -149,14 +149,14 @@ def _show_error(error: Exception, debug: bool) -> None:
         echo(*"".join(traceback.format_exception(error)).split("\n"), err=True)
         return
     if isinstance(error, CkptkitError):
-        said = error
+        shown = error
     elif isinstance(error, OSError):
-        said = CkptkitError(str(error), "check the path and its permissions")
+        shown = CkptkitError(str(error), "check the path and its permissions")
     else:
-        said = CkptkitError(
+        shown = CkptkitError(
             f"an error inside ckptkit: {words_of(error, with_class=True)}",
             "please report it, with the output of `ckptkit --debug ...`",
         )
     with suppress(OSError):  # `echo` then finds the same
         click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    echo(*str(said).split("\n"), *getattr(error, "__notes__", []), err=True)
+    echo(*str(shown).split("\n"), *getattr(error, "__notes__", []), err=True)

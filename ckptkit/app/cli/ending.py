@@ -46,11 +46,11 @@ def end_report(report: Report, as_json: bool, files: Sequence[Path]) -> None:
     """Ends `verify` and `preflight`, which wrote the report to `files`."""
     from verify.reports.text import groups, totals
 
-    said = [totals(report)] if as_json else []
-    said += [f"report in {', '.join(map(str, files))}"] if files else []
+    lines = [totals(report)] if as_json else []
+    lines += [f"report in {', '.join(map(str, files))}"] if files else []
     # The text has the counts and this command.
     after = f"ckptkit explain {groups(report, 1)[0].code}" if as_json and report.findings else None
-    closing("; ".join(said) or _DONE, after)
+    closing("; ".join(lines) or _DONE, after)
 
 
 def end_lint(report: LintReport, as_json: bool) -> None:

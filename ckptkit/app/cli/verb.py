@@ -21,7 +21,7 @@ LAUNCH = "launch"  # the key in `Context.meta` of the words behind `--`
 def anywhere() -> list[click.Option]:
     """The options that go before a verb and behind it. `main` reads them: it begins before any verb is imported."""
     return [
-        click.Option([*spelled, name], is_flag=True, expose_value=False, help=said) for spelled, name, said in _ANYWHERE
+        click.Option([*spelled, name], is_flag=True, expose_value=False, help=text) for spelled, name, text in _ANYWHERE
     ]
 
 
@@ -51,8 +51,8 @@ class Verb(click.Command):
             raise
         if ctx.resilient_parsing:  # a shell completes a line that is not whole yet
             return rest
-        if (said := refusal(RULES[str(self.name)], _given(ctx), _spelled(ctx))) is not None:
-            raise click.UsageError(said, ctx)
+        if (text := refusal(RULES[str(self.name)], _given(ctx), _spelled(ctx))) is not None:
+            raise click.UsageError(text, ctx)
         return rest
 
 

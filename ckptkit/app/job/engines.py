@@ -74,9 +74,9 @@ class Engine:
         answer = self._ask("weights_checker", {"action": "checksum"})
         ranks = answer.get("ranks")
         if not answer.get("success") or not ranks:
-            said = "no checksums in its answer" if answer.get("success") else answer.get("message")
+            message = "no checksums in its answer" if answer.get("success") else answer.get("message")
             raise CkptkitError(
-                f"{self.url}/weights_checker: {said}", "it needs an SGLang that knows the action `checksum`"
+                f"{self.url}/weights_checker: {message}", "it needs an SGLang that knows the action `checksum`"
             )
         found = {_seat(rank): dict(rank["checksums"]) for rank in ranks}
         if lost := sorted(_promised(found) - set(found)):
@@ -93,8 +93,8 @@ class Engine:
             with waiting(f"{self.url}/{path}"), urlopen(request, timeout=self.timeout) as answer:  # noqa: S310
                 found = json.loads(answer.read())
         except HTTPError as error:
-            said = one_line(error.read().decode(errors="replace"))[:300]
-            raise CkptkitError(f"{self.url}/{path}: HTTP {error.code}: {said}", "see the engine's log") from error
+            message = one_line(error.read().decode(errors="replace"))[:300]
+            raise CkptkitError(f"{self.url}/{path}: HTTP {error.code}: {message}", "see the engine's log") from error
         except (OSError, HTTPException, ValueError) as error:
             raise CkptkitError(
                 f"{self.url}/{path}: {words_of(error)}", "is the engine running, and reachable from here?"

@@ -136,7 +136,7 @@ def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
     if not isinstance(header, dict):
         return unreadable(path, "a header that is not a JSON object", remote)
     faults = list(_repetitions(text)) if _may_repeat(text, header) else []
-    metadata = {} if (said := header.pop("__metadata__", None)) is None else said
+    metadata = {} if (stored := header.pop("__metadata__", None)) is None else stored
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         faults.append(Fault("a __metadata__ of strings", shortened(metadata)))
         metadata = {}

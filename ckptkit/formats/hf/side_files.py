@@ -29,7 +29,7 @@ def side_files(root: Path) -> Iterator[Path]:
     """Every file of an HF directory that is no weight, relative to it; hidden files and folders are left out.
 
     Raises CkptkitError for a link to nothing, a pipe or a device, and a folder with the name of a file that loaders
-    read: a tokenizer would be lost without a word.
+    read: a tokenizer would be lost silently.
     """
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)

@@ -15,10 +15,10 @@ def not_found(checkpoint: Path) -> str | None:
     tracker = checkpoint.parent / TRACKER
     if not tracker.is_file():
         return f"{tracker} is not there, so Megatron-LM would start from random weights"
-    said = tracker.read_text(errors="replace").strip()
-    if said != "release" and not said.isdecimal():
-        return f"{tracker} says {said[:40]!r}, which is neither release nor an iteration, so Megatron-LM would stop"
-    name = said if said == "release" else f"iter_{int(said):07d}"
+    text = tracker.read_text(errors="replace").strip()
+    if text != "release" and not text.isdecimal():
+        return f"{tracker} says {text[:40]!r}, which is neither release nor an iteration, so Megatron-LM would stop"
+    name = text if text == "release" else f"iter_{int(text):07d}"
     if name != checkpoint.name:
-        return f"{tracker} says {said}, so Megatron-LM would load {name} instead"
+        return f"{tracker} says {text}, so Megatron-LM would load {name} instead"
     return None

@@ -57,8 +57,8 @@ def _optimizer(metadata: StoredMetadata, common: Mapping[str, Any]) -> dict[str,
         experts += nbytes if ".experts.experts." in key else 0
     if not kinds:
         return {}
-    said = common.get("content_metadata")
-    name = said.get("distrib_optim_sharding_type") if isinstance(said, Mapping) else None
+    stored = common.get("content_metadata")
+    name = stored.get("distrib_optim_sharding_type") if isinstance(stored, Mapping) else None
     facts: dict[str, Any] = {"bytes": sum(kinds.values()), "state": dict(sorted(kinds.items()))}
     facts["format"] = name if isinstance(name, str) else ", ".join(sorted(formats)) or "unknown"
     if experts:

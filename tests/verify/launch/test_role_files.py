@@ -97,7 +97,7 @@ def test_miles_passes_over_an_hf_directory_as_load(releases: PathOf, converted: 
     finding = only(report)
     assert (finding.code, finding.severity) == ("CK711", "error")
     assert finding.actual == (
-        f"an HF directory without a tracker: miles takes --ref-load {reference} instead, without a word"
+        f"an HF directory without a tracker: miles takes --ref-load {reference} instead, silently"
     )
     assert loads(report)["actor"] == str(reference / "release")
 

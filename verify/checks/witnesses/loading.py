@@ -196,7 +196,7 @@ def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
 @each_engine(
     3,
     "{engine} drops no tensor",
-    rationale="Most of {engine}'s loaders skip a name that they do not know, without a word: the parameter keeps what "
+    rationale="Most of {engine}'s loaders skip a name that they do not know, silently: the parameter keeps what "
     "memory held.",
     fix="Follow the hint: it depends on what kind of tensor {engine} has no place for.",
 )

@@ -44,8 +44,8 @@ def engine_dims(config: Mapping[str, Any]) -> ModelDims:
     except UnsupportedError:
         raise
     except (CkptkitError, TypeError, ValueError) as error:
-        said = error.message if isinstance(error, CkptkitError) else error
-        raise Skip(f"there is no usable config.json: {said}") from error
+        reason = error.message if isinstance(error, CkptkitError) else error
+        raise Skip(f"there is no usable config.json: {reason}") from error
 
 
 def unless_skipped(look: Callable[[Subject], object]) -> Callable[[Subject], str | None]:

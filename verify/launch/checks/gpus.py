@@ -62,7 +62,7 @@ def _cluster(groups: list[Group], job: Job) -> Iterator[Issue]:
     needed = max((group.gpus for group in groups), key=lambda gpus: gpus.count or 0, default=Gpus())
     if needed.count:
         found = (one for one in lent([*job.written.values(), *job.text.words]) if one.alone)
-        yield from short(found, needed.count, 0, f"for {needed.said}")
+        yield from short(found, needed.count, 0, f"for {needed.source}")
 
 
 def _shared_out(cut: Cut, config: Mapping[str, Any]) -> Iterator[Issue]:

@@ -34,7 +34,7 @@ def _issues(subject: Subject, tally: Tally, option: str) -> Iterator[Issue]:
     "--load is what the actor loads",
     stage="launch",
     rationale=(
-        "Where --load has no tracker file, the actor takes --ref-load without a word: "
+        "Where --load has no tracker file, the actor takes --ref-load silently: "
         "a resumed run starts again, or from the wrong weights."
     ),
     fix="Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",

@@ -66,25 +66,27 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _options(found: Speculation) -> Iterator[Issue]:
-    said = f"{found.method}, at {found.place}"
+    where = f"{found.method}, at {found.place}"
     if found.stages > 1:
         yield Issue("one pipeline stage with speculative decoding", f"{found.stages} stages", "SGLang stops")
     if found.method in _TREES and not found.steps and found.trees:
         expected = "--sglang-speculative-num-steps with the width or the tokens of a draft"
-        yield Issue(expected, f"{said}, without it", "SGLang stops: give all three of them, or none")
+        yield Issue(expected, f"{where}, without it", "SGLang stops: give all three of them, or none")
     if found.attention and found.method in ("STANDALONE", "DFLASH"):
-        yield Issue(f"no --sglang-enable-dp-attention with {found.method}", said, "SGLang stops: leave one of them out")
+        yield Issue(
+            f"no --sglang-enable-dp-attention with {found.method}", where, "SGLang stops: leave one of them out"
+        )
     if found.lora and found.method != "NGRAM":
-        yield Issue("NGRAM, the only method that goes with LoRA", said, "SGLang stops: leave one of them out")
+        yield Issue("NGRAM, the only method that goes with LoRA", where, "SGLang stops: leave one of them out")
 
 
 def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
     """A method without a draft model of its own."""
-    said = f"{found.method}, at {found.place}"
+    where = f"{found.method}, at {found.place}"
     if found.method in _OTHER or found.method in _NEEDS_MODEL:
         option = "--sglang-speculative-draft-model-path" if found.server == "sglang" else '"model" of the draft'
         yield Issue(
-            f"{option} with {found.method}", f"{said}, without it", "give the draft model that was trained for it"
+            f"{option} with {found.method}", f"{where}, without it", "give the draft model that was trained for it"
         )
         return
     if found.method not in _OWN and found.method != "mtp" and not found.method.endswith("_mtp"):
@@ -99,7 +101,7 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
     if stored is False or (stored is None and not _stated(config)):
         expected = "a model with multi-token prediction layers, or a draft model"
         lacks = "its files hold none" if stored is False else "its config.json speaks of none"
-        actual = f"{said}, with {root}: {lacks}"
+        actual = f"{where}, with {root}: {lacks}"
         yield Issue(expected, actual, "give a draft model, or leave speculative decoding out", file=root)
 
 

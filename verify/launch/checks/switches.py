@@ -74,10 +74,10 @@ def _precision(given: GivenArguments, subject: Subject) -> Iterator[Issue]:
 def _attention(given: GivenArguments) -> Iterator[Issue]:
     backend, ranks = given.get("attention_backend", "auto"), given.get("context_parallel_size", 1) or 1
     if backend in _WHOLE and ranks > 1:
-        said = f"attention_backend = {backend} with context_parallel_size = {ranks}"
+        message = f"attention_backend = {backend} with context_parallel_size = {ranks}"
         hint = "take flash or fused, or --context-parallel-size 1"
         yield _warning(
-            given, "attention_backend", "a backend that shares a sequence out: flash, fused or auto", said, hint
+            given, "attention_backend", "a backend that shares a sequence out: flash, fused or auto", message, hint
         )
 
 

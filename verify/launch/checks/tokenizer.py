@@ -93,13 +93,13 @@ def _vocabularies(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterat
     """What gives a text other ids: tokens, their ids, the merges; of a tokenizer.model alone, its bytes."""
     tally.compared(0)
     if engine.ids and trainer.ids:
-        if said := _ids(engine.ids, trainer.ids):
-            yield f"the {len(engine.ids)} tokens of --hf-checkpoint, with their ids", said
+        if difference := _ids(engine.ids, trainer.ids):
+            yield f"the {len(engine.ids)} tokens of --hf-checkpoint, with their ids", difference
         elif engine.merges and trainer.merges and list(engine.merges) != list(trainer.merges):
             pairs = enumerate(zip(engine.merges, trainer.merges, strict=False))
             first = next((number for number, (there, here) in pairs if there != here), None)
-            said = f"{len(trainer.merges)} merges" if first is None else f"other merges from number {first} on"
-            yield f"the {len(engine.merges)} merges of --hf-checkpoint", said
+            difference = f"{len(trainer.merges)} merges" if first is None else f"other merges from number {first} on"
+            yield f"the {len(engine.merges)} merges of --hf-checkpoint", difference
     elif engine.sentencepiece and trainer.sentencepiece:
         if engine.sentencepiece != trainer.sentencepiece:
             yield "the bytes of tokenizer.model of --hf-checkpoint", "others"

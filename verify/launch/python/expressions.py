@@ -241,13 +241,13 @@ class Expressions:
     def _dictionary(self, node: ast.Dict) -> Any:
         found: dict[Any, Any] = {}
         for key, value in zip(node.keys, node.values, strict=True):
-            said = self.value(value)
+            known = self.value(value)
             if key is not None:
-                found[self.value(key)] = said
-            elif isinstance(said, dict):
-                found |= said
+                found[self.value(key)] = known
+            elif isinstance(known, dict):
+                found |= known
             else:
-                found[unknown(value, "names that are not known")] = said
+                found[unknown(value, "names that are not known")] = known
         return found
 
     def _item(self, node: ast.expr, value: Any, index: ast.expr) -> Any:

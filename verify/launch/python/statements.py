@@ -356,9 +356,9 @@ class Follower:
         expressions = self.expressions(module)
         match statement:
             case ast.Assign(targets=targets, value=value):
-                said = expressions.value(value)
+                known = expressions.value(value)
                 for target in targets:
-                    expressions.bind(target, said)
+                    expressions.bind(target, known)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 expressions.bind(target, expressions.value(value))
             case ast.AugAssign(target=target, op=symbol, value=value):
@@ -396,11 +396,11 @@ class Follower:
                 "extend",
                 "update",
             ):
-                before, said = expressions.value(owner), expressions.value(argument)
-                if isinstance(before, list) and (how == "append" or isinstance(said, list | tuple)):
-                    expressions.bind(owner, [*before, said] if how == "append" else [*before, *said])
-                elif isinstance(before, dict) and isinstance(said, dict):
-                    expressions.bind(owner, before | said)
+                before, known = expressions.value(owner), expressions.value(argument)
+                if isinstance(before, list) and (how == "append" or isinstance(known, list | tuple)):
+                    expressions.bind(owner, [*before, known] if how == "append" else [*before, *known])
+                elif isinstance(before, dict) and isinstance(known, dict):
+                    expressions.bind(owner, before | known)
                 else:
                     expressions.bind(owner, Unknown(name, f"{how} at line {value.lineno}"))
             case _:

@@ -42,7 +42,7 @@ class Options:
             return None
         return self.given.values.get(name, default)
 
-    def said(self, *names: str) -> str:
+    def written(self, *names: str) -> str:
         """`--n-samples-per-prompt 8 (run.sh:12)`, or the option's name alone where it is not given."""
         return ", ".join(self._said(name) for name in names)
 
@@ -59,7 +59,9 @@ class Options:
     ) -> Issue:
         """What is wrong with these options, the first of which gives the file."""
         word = next((self.given.places[name] for name in names if name in self.given.places), None)
-        return Issue(expected, actual or self.said(*names), hint, file=word.file if word else None, severity=severity)
+        return Issue(
+            expected, actual or self.written(*names), hint, file=word.file if word else None, severity=severity
+        )
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ def read_yaml(path: Path) -> dict[str, Tree]:
     try:
         data = read_regular(path, MAX_BYTES)
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise CkptkitError(f"{path}: {said}", "check the path of the configuration") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CkptkitError(f"{path}: {reason}", "check the path of the configuration") from error
     try:
         tree = parse(data.decode(), path)
     except UnicodeDecodeError as error:

@@ -163,11 +163,11 @@ class Lexer:
         while begin < len(self.text):
             end = self.text.find("\n", begin)
             end = len(self.text) if end < 0 else end + 1
-            said = self.text[begin:end].lstrip("\t" if tabs else "")
+            shown = self.text[begin:end].lstrip("\t" if tabs else "")
             begin = end
-            if said.rstrip("\n") == mark:
+            if shown.rstrip("\n") == mark:
                 break
-            lines.append(said)
+            lines.append(shown)
         parts: list[Part] = [Literal("" if not literal else "".join(lines), quoted=True)]
         if not literal:
             Lexer("".join(lines), self.name, line=line)._expanded(parts, "")
@@ -292,8 +292,8 @@ class Lexer:
         self.take()
         self.depth -= 1
         source = self.text[start : self.position]
-        said = operator[0] if operator else ""
-        return Parameter(found[0], source, quoted, index, said, argument, mark == "#", mark == "!")
+        shown = operator[0] if operator else ""
+        return Parameter(found[0], source, quoted, index, shown, argument, mark == "#", mark == "!")
 
     def _brackets(self) -> str:
         line = self.line

@@ -327,8 +327,8 @@ class _Parser:
                 self.lexer.take()
                 return tuple(words)
             if not self.lexer.at_word():
-                said = f"unexpected {self.lexer.peek()!r} in an array" if self.lexer.rest else "( is never closed"
-                raise self.lexer.error(said, self.lexer.line if self.lexer.rest else line)
+                message = f"unexpected {self.lexer.peek()!r} in an array" if self.lexer.rest else "( is never closed"
+                raise self.lexer.error(message, self.lexer.line if self.lexer.rest else line)
             words.append(self.lexer.word())
 
     def _at_redirect(self) -> bool:

@@ -97,9 +97,9 @@ def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> Laun
         words, line, file = shell.lost[0]
         return _launch(shell, Start(words, (), {}, line, file, shell.directory), arguments)
     if shell.stopped:
-        said = f"{place}: it ends at {shell.stopped[-1]} before a trainer starts"
+        message = f"{place}: it ends at {shell.stopped[-1]} before a trainer starts"
         hint = "set the variables that it asks for in the environment of this command, as for the job"
-        raise CkptkitError(said, hint)
+        raise CkptkitError(message, hint)
     hint = "give the script that runs `python3 train.py ...`, or paste that command into a file"
     raise CkptkitError(f"{place}: no command starts a trainer (train.py, train_async.py, pretrain_gpt.py)", hint)
 
@@ -155,8 +155,8 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
         if isinstance(word, UnresolvedWord):
             anything = not about or _may_be_options(value, name)
             if anything or _matters(about):
-                said = f"{about} " if about and not anything and about != name else ""
-                unresolved[f"{word.place}: {said}{clipped(value.text)}: {clipped(word.why)}"] = None
+                prefix = f"{about} " if about and not anything and about != name else ""
+                unresolved[f"{word.place}: {prefix}{clipped(value.text)}: {clipped(word.why)}"] = None
             word = UnresolvedWord(word.text, word.file, word.line, word.why, anything)
         yield word
 
@@ -214,14 +214,19 @@ def _runtime(before: Sequence[Value], unresolved: dict[str, None]) -> Iterator[t
         content = given if equals else text.text
         try:
             variables = json.loads(content).get("env_vars") or {}
-            pairs = [(str(key), str(said)) for key, said in variables.items()]
+            pairs = [(str(key), str(variable)) for key, variable in variables.items()]
         except (ValueError, AttributeError, RecursionError):
             place = f"{text.file}:{text.line}" if text.file else "the text"
             unresolved[f"{place}: --runtime-env-json: its text is not known, or is no JSON"] = None
             continue
-        for key, said in pairs:
-            gap = next((gap for gap in text.gaps if gap.source in said), None)
-            yield key, UnresolvedWord(said, text.file, text.line, str(gap)) if gap else Word(said, text.file, text.line)
+        for key, variable in pairs:
+            gap = next((gap for gap in text.gaps if gap.source in variable), None)
+            yield (
+                key,
+                UnresolvedWord(variable, text.file, text.line, str(gap))
+                if gap
+                else Word(variable, text.file, text.line),
+            )
 
 
 def _lost(shell: Shell) -> Iterator[Issue]:

@@ -27,27 +27,27 @@ def deeper(shell: Shell) -> None:
 
 def source(run: Runner, shell: Shell, words: list[Value], line: int) -> tuple[Flow, Result]:
     """`source FILE`, whose variables stay."""
-    said = words[1].text
-    path = script_directory(shell, said) if words[1].known else None
-    if Path(said).name in _QUIET:
+    named = words[1].text
+    path = script_directory(shell, named) if words[1].known else None
+    if Path(named).name in _QUIET:
         return "", None
     if path is None:
         why = f": {words[1].gaps[0]}" if words[1].gaps else ", a path that is not known"
-        shell.unresolved[f"{shell.place(line)}: source {said}{why}"] = None
+        shell.unresolved[f"{shell.place(line)}: source {named}{why}"] = None
         return "", None
     try:
         text = read_regular(path, _MAX_FILE).decode(errors="replace")
     except FileNotFoundError:
-        return _not_there(shell, path, said, line)
+        return _not_there(shell, path, named, line)
     except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
         why = str((error.strerror if isinstance(error, OSError) else None) or error)
-        shell.unresolved[f"{shell.place(line)}: source {shortened(said)}: {why}"] = None
+        shell.unresolved[f"{shell.place(line)}: source {shortened(named)}: {why}"] = None
         return "", None
     try:
         shell.step(len(text))
         nodes = parse(text, str(path))
     except CkptkitError as error:
-        shell.unresolved[f"{shell.place(line)}: source {said}: {error.message}"] = None
+        shell.unresolved[f"{shell.place(line)}: source {named}: {error.message}"] = None
         return "", None
     before, shell.file, shell.depth = shell.file, path, shell.depth + 1
     arguments, loops = shell.arguments, shell.loops
@@ -84,7 +84,7 @@ def started(run: Runner, shell: Shell, words: list[Value], given: Mapping[str, V
     return "", run.follow(branch, nodes)[1]
 
 
-def _not_there(shell: Shell, path: Path, said: str, line: int) -> tuple[Flow, Result]:
+def _not_there(shell: Shell, path: Path, named: str, line: int) -> tuple[Flow, Result]:
     """A file that is sourced and is not there. Under `set -e` the script ends at it.
 
     Beside the script it is missing; elsewhere it may be one of the job's machine, or one that a command makes.
@@ -94,12 +94,12 @@ def _not_there(shell: Shell, path: Path, said: str, line: int) -> tuple[Flow, Re
         shell.issues.append(
             Issue(
                 "a file that is there, since the script runs with `set -e`",
-                f"{place}: source {said}: there is no such file, so the script ends here",
+                f"{place}: source {named}: there is no such file, so the script ends here",
                 f"check the path {path}",
                 file=str(shell.file),
             )
         )
-    shell.unresolved[f"{place}: source {said}: there is no such file"] = None
+    shell.unresolved[f"{place}: source {named}: there is no such file"] = None
     return "", None
 
 

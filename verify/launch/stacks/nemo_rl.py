@@ -149,8 +149,8 @@ def _iteration(path: Path, mark: str) -> tuple[Path | None, str]:
     if (path / mark).exists():
         return path, "the directory"
     if (path / TRACKER).is_file():
-        said = tracker_text(path)
-        name = said if said == "release" else f"iter_{int(said):07d}" if said.isdecimal() and len(said) < 10 else said
+        text = tracker_text(path)
+        name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 10 else text
         return path / name, f"the tracker says {name}:"
     names = [name for name in iterations_in(path) if name != "release"]
     return (path / names[-1], f"no tracker, so the last iteration, {names[-1]},") if names else (None, "")
@@ -231,15 +231,15 @@ def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
     if nodes is None or each is None:
         _missing(settings, "cluster.num_nodes", "cluster.gpus_per_node")
         return Gpus(), Gpus()
-    said = f"{settings.place('cluster.num_nodes')} {nodes} x {settings.place('cluster.gpus_per_node')} {each}"
+    where = f"{settings.place('cluster.num_nodes')} {nodes} x {settings.place('cluster.gpus_per_node')} {each}"
     rewards, teachers = _reward_model(settings, alone=nodes == 1), teacher_nodes(settings)
     if rewards is None or teachers is None:
         return Gpus(), Gpus()
     if rewards:
-        said += f", less {rewards} {'GPUs' if nodes == 1 else 'nodes'} for the reward model"
-    said += f", less {teachers} nodes for teachers" if teachers else ""
+        where += f", less {rewards} {'GPUs' if nodes == 1 else 'nodes'} for the reward model"
+    where += f", less {teachers} nodes for teachers" if teachers else ""
     each, nodes = (each - rewards, 1 - teachers) if nodes == 1 else (each, nodes - rewards - teachers)
-    all_of_them = Gpus(max(nodes, 0) * max(each, 0), said)
+    all_of_them = Gpus(max(nodes, 0) * max(each, 0), where)
     if settings.switch(f"{_GENERATION}.colocated.enabled", True):
         return all_of_them, all_of_them
     resources = f"{_GENERATION}.colocated.resources"
@@ -248,7 +248,9 @@ def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
     if own is None:
         return Gpus(), Gpus()
     apart = own if nodes == 1 else own * each
-    left = Gpus(nodes * each - apart, f"{all_of_them.said}, less {apart} for generation by {settings.place(key)} {own}")
+    left = Gpus(
+        nodes * each - apart, f"{all_of_them.source}, less {apart} for generation by {settings.place(key)} {own}"
+    )
     return left, Gpus(apart, f"{settings.place(key)} {own}")
 
 

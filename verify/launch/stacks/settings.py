@@ -121,11 +121,11 @@ class Settings:
         says so.
         """
         stand_in = self.stand_in if key in self.stands_for else None
-        said = len(self.unread)
+        before = len(self.unread)
         found = self._model(key)
         if stand_in is None:
             return found
-        del self.unread[said:]
+        del self.unread[before:]
         if found and os.path.abspath(found) != os.path.abspath(stand_in):
             note = f"--hf-checkpoint {stand_in} was looked at, although {self.place(key)} says {found}"
             self.notes += [] if note in self.notes else [note]

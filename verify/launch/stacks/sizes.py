@@ -29,7 +29,7 @@ class Gpus:
     """How many GPUs a role has, None where that is not known, and where it is written."""
 
     count: int | None = None
-    said: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Group:
     role: str
     gpus: Gpus = Gpus()
     products: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    said: str = ""
+    source: str = ""
 
     def issues(self) -> Iterator[Issue]:
         """Products that do not divide the GPUs."""
@@ -49,9 +49,9 @@ class Group:
             if count is not None and (count < 1 or count % math.prod(sizes)):
                 product = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}"
                 expected = f"GPUs of the {self.role} that divide by {names} = {product}"
-                said = f"{expected} ({self.said})" if self.said else expected
+                message = f"{expected} ({self.source})" if self.source else expected
                 hint = f"make the GPUs a multiple of {least}, or choose other sizes"
-                yield Issue(said, f"{count} GPUs: {self.gpus.said}", hint)
+                yield Issue(message, f"{count} GPUs: {self.gpus.source}", hint)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Sizes:
     ep: int | None = 1
     etp: int | None = None
     vpp: int | None = None
-    said: str = ""
+    source: str = ""
 
     @staticmethod
     def read(settings: Settings, key_of: Callable[[str], str]) -> Sizes:
@@ -130,7 +130,7 @@ class Sizes:
         etp = self.tp if self.etp is None else self.etp
         implied = (self.tp * self.cp) % (self.ep * etp) == 0
         experts = () if implied else (("ep x etp x pp", (self.ep, etp, self.pp)),)
-        return Group(role, gpus, (("tp x pp x cp", (self.tp, self.pp, self.cp)), *experts), self.said)
+        return Group(role, gpus, (("tp x pp x cp", (self.tp, self.pp, self.cp)), *experts), self.source)
 
     def arguments(self, engine: LaunchArguments) -> LaunchArguments:
         """Those of a trainer beside this rollout engine."""

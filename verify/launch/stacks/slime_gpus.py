@@ -98,15 +98,15 @@ class _Sizes:
         """The trainer's GPUs."""
         if self.world is None:
             return
-        said = f"{self.world} GPUs (actor_num_nodes x actor_num_gpus_per_node)"
+        message = f"{self.world} GPUs (actor_num_nodes x actor_num_gpus_per_node)"
         if self.tp and self.pp and self.cp and self.world % (self.tp * self.pp * self.cp):
             product = f"{self.tp} x {self.pp} x {self.cp} = {self.tp * self.pp * self.cp}"
             expected = f"a multiple of TP x PP x CP = {product} GPUs"
-            yield self.issue(expected, said, "change the number of GPUs, or these sizes")
+            yield self.issue(expected, message, "change the number of GPUs, or these sizes")
         if self.ep and self.etp and self.pp and self.ep > 1 and self.world % (self.ep * self.etp * self.pp):
             product = f"{self.ep} x {self.etp} x {self.pp} = {self.ep * self.etp * self.pp}"
             expected = f"a multiple of EP x ETP x PP = {product} GPUs"
-            yield self.issue(expected, said, "change the number of GPUs, or these sizes")
+            yield self.issue(expected, message, "change the number of GPUs, or these sizes")
 
     def vocabulary(self) -> Iterator[Issue]:
         """Rows of the embedding, which Megatron pads by itself to a multiple of TP unless it is told how many."""

@@ -6,7 +6,7 @@ Source: slime `utils/arguments.py` and `backends/megatron_utils/checkpoint.py`, 
 - Megatron reads the tracker: `release`, or a number N for `iter_N`. `--ckpt-step N` replaces a number; 0 means none.
   The reference takes the same step, unless `--ref-ckpt-step` gives it another.
 - miles takes an HF directory from `--ref-load` alone (or `--hf-checkpoint`, which stands for it in mode bridge), and
-  only with `--megatron-to-hf-mode bridge`. slime has no such option. Of `--load` it passes over one without a word.
+  only with `--megatron-to-hf-mode bridge`. slime has no such option. Of `--load` it passes over one silently.
 - Without a tracker slime and miles stop: with an assertion where the directory is empty or absent, else because it is
   no HF directory. Only of a directory called `iter_NNNNNNN` they take Megatron's word, which prints a warning and
   trains from random weights, as Megatron-LM's own scripts do of any directory.
@@ -55,7 +55,7 @@ def actor(
 def _passed_over(load: Path, ref_load: Path, step: int | None, option: str, mode: str) -> Side:
     """The actor of miles where `--load` is an HF directory, which it takes only from `--ref-load`."""
     side = trainer("actor", option, ref_load, step, mode)
-    actual = f"an HF directory without a tracker: miles takes {option} {ref_load} instead, without a word"
+    actual = f"an HF directory without a tracker: miles takes {option} {ref_load} instead, silently"
     hint = f"give {load} as --ref-load, and leave --load out"
     issue = path_issue("--load", load, f"{TRACKER}, without which miles passes over it", actual, hint)
     return replace(

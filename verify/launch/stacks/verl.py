@@ -7,7 +7,7 @@ need_reference_policy, _load_checkpoint), `utils/checkpoint/` and the YAML files
 - The reference exists for a KL term only. It takes its sizes from the actor, but not `use_dist_checkpointing`.
 - The rollout engine has config and tokenizer from `model.path`, its weights from the actor (`load_format: dummy`).
 - `resume_mode: auto` follows the tracker of `default_local_dir` to `global_step_N`. Where either is missing, the run
-  starts from the beginning without a word.
+  starts from the beginning silently.
 """
 
 from __future__ import annotations
@@ -262,8 +262,8 @@ def _gpus(settings: Settings) -> Gpus:
     nodes, each = settings.size("trainer.nnodes"), settings.size("trainer.n_gpus_per_node", 8)
     if nodes is None or each is None:
         return Gpus()
-    said = f"{settings.place('trainer.nnodes')} {nodes} x {settings.place('trainer.n_gpus_per_node')} {each}"
-    return Gpus(nodes * each, said)
+    where = f"{settings.place('trainer.nnodes')} {nodes} x {settings.place('trainer.n_gpus_per_node')} {each}"
+    return Gpus(nodes * each, where)
 
 
 def _rollout_gpus(settings: Settings) -> Gpus | None:

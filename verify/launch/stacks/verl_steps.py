@@ -45,22 +45,22 @@ def resumed_step(settings: Settings) -> Resumed:
     if not (root / TRACKER).is_file():
         if not steps:
             return Resumed(None, f"resume_mode auto finds no tracker in {root}")
-        actual = f"{', '.join(steps)} but no tracker, so verl starts from the beginning without a word"
+        actual = f"{', '.join(steps)} but no tracker, so verl starts from the beginning silently"
         hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
         issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, about=LOAD)
         return Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
-    said = tracker_text(root)
-    if not (said.isdecimal() and len(said) < 10):
+    named = tracker_text(root)
+    if not (named.isdecimal() and len(named) < 10):
         hint = "write the number of a step that is there"
-        issue = path_issue(place, root / TRACKER, "the number of a step", f"{said!r}", hint, about=LOAD)
-        return Resumed(None, f"{root / TRACKER} says {said!r}, at which verl stops", (issue,), stops=True)
-    path = root / f"global_step_{int(said)}"
+        issue = path_issue(place, root / TRACKER, "the number of a step", f"{named!r}", hint, about=LOAD)
+        return Resumed(None, f"{root / TRACKER} says {named!r}, at which verl stops", (issue,), stops=True)
+    path = root / f"global_step_{int(named)}"
     if path.exists():
-        return Resumed(path, f"the tracker of {key} says {said}")
-    actual = f"only {', '.join(steps) or 'nothing'}, so verl starts from the beginning without a word"
+        return Resumed(path, f"the tracker of {key} says {named}")
+    actual = f"only {', '.join(steps) or 'nothing'}, so verl starts from the beginning silently"
     hint = "write the number of a step that is there into the tracker"
     issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, about=STEP)
-    return Resumed(None, f"the tracker says {said}, but {path.name} is not there", (issue,))
+    return Resumed(None, f"the tracker says {named}, but {path.name} is not there", (issue,))
 
 
 def _resumed_path(settings: Settings) -> Resumed:

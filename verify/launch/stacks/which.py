@@ -103,8 +103,8 @@ def _confirmed(job: Job, launch: Launch) -> Job:
     given = launch.given
     if not job.stack.one_model:
         if given.ckpt_step is not None:
-            said = f"--ckpt-step does not go with settings of {job.stack.name}"
-            raise CkptkitError(said, "give the step in the settings")
+            message = f"--ckpt-step does not go with settings of {job.stack.name}"
+            raise CkptkitError(message, "give the step in the settings")
         for option, path, role in (("--load", given.load, "actor"), ("--ref-load", given.ref_load, "reference")):
             _require_same_checkpoint(job, option, path, role)
     for name, size in given.sizes.items():

@@ -35,5 +35,5 @@ class MegatronOptions:
     def refuse(self, vpp: int = 1) -> None:
         """Raises UsageError where an option, or `vpp` stages a rank, is given although Megatron is not asked."""
         if given := [*["--vpp"] * (vpp != 1), *self.given()]:
-            said = f"{', '.join(given)} says how Megatron is launched, and has no effect without --against-megatron"
-            raise UsageError(said, "add --against-megatron, or leave it out: files and values do not depend on it")
+            message = f"{', '.join(given)} says how Megatron is launched, and has no effect without --against-megatron"
+            raise UsageError(message, "add --against-megatron, or leave it out: files and values do not depend on it")

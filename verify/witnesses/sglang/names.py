@@ -20,7 +20,7 @@ def fuses_shared(names: Iterable[str]) -> bool:
     """Whether SGLang must keep the shared expert of GLM-4.5 as one more routed expert: where it is packed like those.
 
     SGLang 0.5.16's `glm4_moe.py` leaves no choice. It cannot build a packed shared expert of its own (it asks for its
-    `weight`), and it drops one in BF16 beside packed routed experts without a word unless fusion is disabled.
+    `weight`), and it drops one in BF16 beside packed routed experts silently unless fusion is disabled.
     """
     return any(_SHARED.fullmatch(name) and name.endswith(PACKED) for name in names)
 

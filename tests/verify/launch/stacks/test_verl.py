@@ -217,8 +217,8 @@ def test_a_path_that_is_not_there_is_found(
 @pytest.mark.parametrize(
     ("tracker", "code", "actual"),
     [
-        ("30", "CK713", "only global_step_20, so verl starts from the beginning without a word"),
-        (None, "CK711", "global_step_20 but no tracker, so verl starts from the beginning without a word"),
+        ("30", "CK713", "only global_step_20, so verl starts from the beginning silently"),
+        (None, "CK711", "global_step_20 but no tracker, so verl starts from the beginning silently"),
         ("soon", "CK711", "'soon'"),
         ("20", "CK713", "no such directory"),
     ],
