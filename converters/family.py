@@ -88,7 +88,7 @@ class Release:
 
     The rest says how transformers spells the same: `model_type` of its class for the language model (empty: the
     family's own), `moe` and `experts`: the release's names for the block with the experts and for an expert's gate, up
-    and down projection, `classes`: transformers' classes of modules that are no Linear, by their kind in
+    and down projection, `classes`: transformers' classes of modules that are not Linear, by their kind in
     `ParamMapping`.
     """
 

@@ -1,4 +1,4 @@
-"""`make audit`: the exit code is pip-audit's own, and a service that cannot be reached is no clean result."""
+"""`make audit`: the exit code is pip-audit's own, and a service that cannot be reached is not a clean result."""
 
 from __future__ import annotations
 

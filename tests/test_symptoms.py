@@ -40,7 +40,7 @@ ROWS = [
     )
     for row in _ROW.finditer(TEXT)
 ]
-# What is no defect of a checkpoint has no check.
+# What is not a defect of a checkpoint has no check.
 WITHOUT_CHECK = {"convert"}
 
 

@@ -191,7 +191,7 @@ def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = N
 
     `broken`: a gate that has failed already.
 
-    An exception that is none of ours makes the report inconclusive: a fault of this program is no verdict on the
+    An exception that is none of ours makes the report inconclusive: a fault of this program is not a verdict on the
     checkpoint. What a check found before it raised counts. Raises CkptkitError when the checkpoint cannot be
     opened although none of these checks found anything.
     """

@@ -16,7 +16,7 @@ class Issue:
     """What should be, what is, and the next move.
 
     `names` are the tensors concerned: those that differ in layer and expert numbers only become one finding, or all of
-    them where `together` is set; of no names there is no finding. None: it concerns `count` things that are no tensors.
+    them where `together` is set; of no names there is no finding. None: it concerns `count` other things.
     """
 
     expected: str

@@ -133,7 +133,7 @@ def _refuse_other_formats(subject: Subject) -> None:
 
 
 def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
-    """Raises CkptkitError, before every byte has been read, for what is no matter of the checkpoint."""
+    """Raises CkptkitError, before every byte has been read, for what is not a matter of the checkpoint."""
     if subject.source_path:
         locate(subject.source_path)
     if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):

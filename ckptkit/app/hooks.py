@@ -39,7 +39,7 @@ _TRAINED = "trained"
 def after_init(args: Namespace) -> None:
     """`--custom-megatron-init-path`: the model arguments describe the model of --hf-checkpoint.
 
-    Every rank compares, so that all stop together. Training without multi-token prediction layers is no fault. Raises
+    Every rank compares, so that all stop together. To train without multi-token prediction layers is sound. Raises
     CkptkitError naming each argument; also where config.json cannot be read or the model is not supported.
     """
     home = _hf_checkpoint(args)
@@ -118,7 +118,7 @@ def _hf_checkpoint(args: Namespace) -> Path:
     given = getattr(args, "hf_checkpoint", None)
     if not given or not Path(given).is_dir():
         hint = "give --hf-checkpoint a local directory with config.json, or leave ckptkit's hook out"
-        raise CkptkitError(f"--hf-checkpoint is {given!r}, which is no directory here", hint)
+        raise CkptkitError(f"--hf-checkpoint is {given!r}, which is not a directory here", hint)
     return Path(given)
 
 

@@ -68,7 +68,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     facts: dict[str, Any] = {"path": str(location.directory), "format": _format(location)}
     facts["tensors"] = len(specs)
     facts["bytes"] = sum(spec.nbytes for spec in specs.values())
-    # Where a tensor is packed, its elements are no parameters.
+    # Where a tensor is packed, its elements are not parameters.
     if not isinstance(checkpoint, HfCheckpoint) or not is_quantized(checkpoint.config):
         facts["parameters"] = sum(math.prod(spec.shape) for spec in specs.values())
     facts["dtypes"] = dict(Counter(spec.dtype for spec in specs.values()))

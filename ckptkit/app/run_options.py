@@ -189,5 +189,5 @@ def parse_size(text: str) -> int:
     """Bytes of `5GB`, `512MiB` or a plain number. Raises CkptkitError."""
     found = re.fullmatch(r"(\d+) ?([KMG]I?B|)", text.upper())
     if not found or not int(found[1]):
-        raise UsageError(f"{text!r} is no size", "write 512MB, 2GB or a number of bytes")
+        raise UsageError(f"{text!r} is not a size", "write 512MB, 2GB or a number of bytes")
     return int(found[1]) * _UNITS[found[2]]

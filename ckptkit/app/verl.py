@@ -22,14 +22,14 @@ def check_launch(words: Sequence[str]) -> None:
     """Preflight of verl's overrides, where they name a model.
 
     Raises CkptkitError with the findings that are errors. Says on standard error how it ended, and what it could not
-    look at, such as a model that is no local directory.
+    look at, such as a model that is not a local directory.
     """
     settings = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)}
     model = settings.get(_MODEL)
     if not model:
         return
     if not Path(model).is_dir():
-        _say(f"{model} is no directory here, so nothing was checked")
+        _say(f"{model} is not a directory here, so nothing was checked")
         return
     report = preflight(arguments=words)
     raise_errors(report.checkpoint, Outcome(findings=list(report.findings)))

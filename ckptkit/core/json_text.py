@@ -15,7 +15,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse(text: bytes, most_values: int = MAX_VALUES) -> Any:
-    """The value that `text` says. Raises ValueError for text that is no JSON, or past a bound of this module.
+    """The value that `text` says. Raises ValueError for text that is not JSON, or past a bound of this module.
 
     So does a key that an object has twice, of which readers take one or the other, and half of a surrogate pair, which
     no encoding can write again.

@@ -167,7 +167,7 @@ def refuse_url(path: str | Path) -> None:
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether an iteration's directory holds one directory a rank and is no torch_dist checkpoint."""
+    """Whether an iteration's directory holds one directory a rank and is not a torch_dist checkpoint."""
     return (
         path.is_dir()
         and not (path / ".metadata").exists()

@@ -115,7 +115,7 @@ def _try(descriptor: int, kind: int) -> str:
 
 
 def _words(path: Path, descriptor: int) -> str:
-    """Who has written the lock file. Raises CkptkitError when it is no lock file, and must not be written over."""
+    """Who has written the lock file. Raises CkptkitError when it is not a lock file, and must not be written over."""
     content = os.pread(descriptor, _MAX_BYTES, 0).decode(errors="replace")
     if content and not (found := _CONTENT.fullmatch(content)):
         raise _unusable(path, "is no lock file of ckptkit")

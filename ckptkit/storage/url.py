@@ -24,7 +24,7 @@ _PART = 8 << 20  # bytes of one request: what is being read lies in memory twice
 _AT_ONCE = 8  # requests of one thread
 _UPLOAD_PART = 16 << 20  # S3 takes 10,000 parts a file
 
-# What file systems raise that is no OSError, by the module that it is from.
+# What file systems raise that is not an OSError, by the module that it is from.
 _RAISED = (
     ("aiohttp", "ClientError"),
     ("azure.core.exceptions", "AzureError"),
@@ -233,7 +233,7 @@ def _below(root: str, path: str) -> str:
     name = path.removeprefix(root).removeprefix("/").rstrip("/")
     if not path.startswith(root) or (name and {"", ".", ".."} & set(name.split("/"))):
         raise CkptkitError(
-            f"{root} holds {path!r}, which is no file of this directory",
+            f"{root} holds {path!r}, which is not a file of this directory",
             "rename it in the store",
         )
     return name

@@ -69,7 +69,8 @@ def _check_replaced(target: Path, overwrite: bool, resume: bool) -> None:
     for taken in _taken(target):
         if taken.exists() and not _replaceable(taken):
             raise CkptkitError(
-                f"{taken} is no checkpoint, so it is not replaced", "choose another destination, or move it away first"
+                f"{taken} is not a checkpoint, so it is not replaced",
+                "choose another destination, or move it away first",
             )
 
 

@@ -142,13 +142,13 @@ def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> 
         )
     if target.exists() and not str(before.get("schema", "")).startswith(_SCHEMAS):
         raise CkptkitError(
-            f"{target} is no manifest, so it is not replaced", "move it away, or choose another place with --output"
+            f"{target} is not a manifest, so it is not replaced", "move it away, or choose another place with --output"
         )
     return before
 
 
 def has_digests(target: Path) -> bool:
-    """Whether a manifest with digests stands at `target`. Raises CkptkitError where it is no JSON."""
+    """Whether a manifest with digests stands at `target`. Raises CkptkitError where it is not JSON."""
     return target.exists() and "tensors" in read_json(target)
 
 
@@ -202,7 +202,7 @@ def read_manifest(path: Path) -> Manifest:
             "make one of the sound checkpoint with `ckptkit manifest`",
         )
     if wrong := next((name for name, one in files.items() if not is_blake3(one)), None):
-        raise CkptkitError(f"{path}: the digest of {wrong} is no BLAKE3", "take the manifest from where it was kept")
+        raise CkptkitError(f"{path}: the digest of {wrong} is not a BLAKE3", "take the manifest from where it was kept")
     found = {name: TensorDigest.parse(entry) for name, entry in tensors.items()}
     if wrong := next((name for name, digest in found.items() if digest is None), None):
         raise CkptkitError(

@@ -107,7 +107,7 @@ def signature_fault(manifest: Path, by: Any) -> str | None:
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError):
-        return "it is no signature in the format of OpenSSF Model Signing"
+        return "it is not a signature in the format of OpenSSF Model Signing"
     if [one.get("name") for one in signed] != ["."]:
         return "it signs other files than this manifest alone"
     if signed[0].get("algorithm") == "sha256" and signed[0].get("digest") != hashlib.sha256(content).hexdigest():

@@ -128,7 +128,7 @@ def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None]
         what = "holds an upload that did not finish, or is not finished yet" if _PARTIAL in there else "exists already"
         raise CkptkitError(f"{url} {what}", "choose another destination, or replace it with --overwrite")
     if there and not set(_MARKS) & set(there):
-        raise CkptkitError(f"{url} is no checkpoint, so it is not replaced", "choose another destination")
+        raise CkptkitError(f"{url} is not a checkpoint, so it is not replaced", "choose another destination")
     return there
 
 

@@ -1,4 +1,4 @@
-"""Reads values of an HF config, under every spelling that transformers v4 and v5 use, and refuses what is no value."""
+"""Reads values of an HF config, under every spelling that transformers v4 and v5 use, and refuses the rest."""
 
 from __future__ import annotations
 

@@ -146,12 +146,12 @@ class Pipeline:
 
 
 def count_chunks(layout: str) -> int:
-    """How many stages a layout has, the chunks of each counted. Raises CkptkitError for what is no layout."""
+    """How many stages a layout has, the chunks of each counted. Raises CkptkitError for what is not a layout."""
     return len(_written_out(layout))
 
 
 def _written_out(layout: Any) -> list[str]:
-    """One string of letters a chunk. Raises CkptkitError for what is no layout."""
+    """One string of letters a chunk. Raises CkptkitError for what is not a layout."""
     if isinstance(layout, (list, tuple)) and all(isinstance(chunk, (list, tuple)) for chunk in layout):
         chunks = ["".join(_LETTERS.get(str(part).strip().lower(), "?") for part in chunk) for chunk in layout]
     elif isinstance(layout, str):
@@ -166,5 +166,5 @@ def _written_out(layout: Any) -> list[str]:
         chunks = ["?"]
     if set("".join(chunks)) - set(_LETTERS.values()):
         hint = "it is made of E, t, m and L, | between stages, *n and parentheses"
-        raise CkptkitError(f"pipeline_model_parallel_layout {shortened(layout)} is no layout", hint)
+        raise CkptkitError(f"pipeline_model_parallel_layout {shortened(layout)} is not a layout", hint)
     return chunks

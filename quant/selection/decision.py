@@ -68,7 +68,7 @@ def resolve(
     `readers`, as `--reader` takes them, are those that must agree; each tensor's verdict has all of them.
 
     Raises CkptkitError, naming tensors and the next move, when one of the readers takes an entry otherwise, when a
-    tensor to quantize is no float matrix or does not divide into groups or tiles, and when `like` packs what cannot
+    tensor to quantize is not a float matrix or does not divide into groups or tiles, and when `like` packs what cannot
     be packed, or is of another model.
     """
     tree = class_tree(config)

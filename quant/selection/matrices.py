@@ -76,7 +76,7 @@ def fused_experts(names: Iterable[str], tree: ClassTree, config: Mapping[str, An
 
 
 def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    """As `matrices_of`, from names alone: every `….weight` that is no norm by its name."""
+    """As `matrices_of`, from names alone: every `….weight` that is not a norm by its name."""
     modules = (
         name.removesuffix(PACKED).removesuffix(".weight") for name in names if name.endswith((".weight", PACKED))
     )
@@ -153,7 +153,7 @@ def names_in_vllm(matrix: Matrix, ignore: Collection[str]) -> tuple[str, ...]:
 
     Read in its source, not run.
     """
-    # What lies in the release as one matrix already is no fused layer to vLLM.
+    # What lies in the release as one matrix already is not a fused layer to vLLM.
     return (
         tuple(_asked(matrix.vllm, ignore, FUSED if matrix.vllm != matrix.module else {}))
         if matrix.vllm is not None

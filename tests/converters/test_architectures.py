@@ -1,4 +1,4 @@
-"""`architectures` is read: a draft model, a classifier or a bare encoder is no language model of its `model_type`."""
+"""`architectures` is read: a draft model, a classifier or an encoder is not a language model of its `model_type`."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_tied_embeddings_are_read_from_the_top_level(top: bool | None, text: boo
 
 
 def test_arguments_are_those_of_slimes_and_megatrons_scripts() -> None:
-    """slime's qwen3-next-80B-A3B.sh, of which megatron-core's names for linear attention are no part."""
+    """slime's qwen3-next-80B-A3B.sh, of which megatron-core's names for linear attention are not part."""
     args = megatron_args(dims_of(config_of("qwen3_next")))
     slime: Config = {
         "qk_layernorm": True,

@@ -93,7 +93,7 @@ def main() -> None:
         question = torch.load(line.strip(), weights_only=False)
         try:
             content = _answer(question)
-        except BaseException:  # noqa: BLE001 - megatron-core's CheckpointException is no Exception; it is told, not lost
+        except BaseException:  # noqa: BLE001 - megatron-core's CheckpointException is not an Exception; it is told, not lost
             content = {"error": traceback.format_exc()}
         torch.save(content, question["answer"])
         print("ckptkit-answer", flush=True)

@@ -87,7 +87,7 @@ def _shard(folder: Path) -> Unit:
         else:
             with suppress(CkptkitError):
                 shard.sound()
-                raise AssertionError("faults that are no error")
+                raise AssertionError("faults that are not errors")
 
     return unit
 

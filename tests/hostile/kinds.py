@@ -1,4 +1,4 @@
-"""What is no file in place of every kind of file: pipes, directories, devices, links, sockets, endless files."""
+"""What is not a file in place of every kind of file: pipes, directories, devices, links, sockets, endless files."""
 
 from __future__ import annotations
 

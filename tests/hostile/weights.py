@@ -162,7 +162,7 @@ PICKLES: dict[str, bytes] = {
     "empty stack": b"\x80\x02.",
     "protocol 255": b"\x80\xffN.",
     "out of band buffer": b"\x80\x05\x97.",
-    "names that are no text": b"\x80\x04K\x01K\x02\x93.",
+    "names that are not text": b"\x80\x04K\x01K\x02\x93.",
     "10000 names": b"\x80\x02(" + b"".join(b"cm%d\nn\n" % number for number in range(10_000)) + b"t.",
     "text that is not UTF-8": b"\x80\x02X\x02\x00\x00\x00\xff\xfe.",
     "decimal of a million digits": b"L" + b"9" * 1_000_000 + b"L\n.",

@@ -34,7 +34,7 @@ def checkout() -> Callable[[str], Path]:
             pytest.skip(f"needs {variable}=/path/to/a/checkout of {REPOSITORIES[variable]}")
         path = Path(os.environ[variable]).resolve()
         if not path.is_dir():
-            pytest.fail(f"{variable}={path} is no directory", pytrace=False)
+            pytest.fail(f"{variable}={path} is not a directory", pytrace=False)
         return path
 
     return find

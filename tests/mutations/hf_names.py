@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         "router biases lost",
-        "a buffer is no parameter, so the export forgot it",
+        "a buffer is not a parameter, so the export forgot it",
         ("F9",),
         "headers",
         "CK104",

@@ -19,7 +19,7 @@ from verify.report import Finding, Report
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "failure-modes.md"
 MODES = [f"F{number}" for number in range(1, 30)]
-# What files cannot show, and what is no defect of a checkpoint.
+# What files cannot show, and what is not a defect of a checkpoint.
 WITHOUT_MUTATION = {"F11", "F16", "F17", "F26"}
 NORM = Mutation(
     "test",

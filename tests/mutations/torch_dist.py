@@ -71,7 +71,7 @@ MUTATIONS = (
         "ms-swift#8151",
     ),
     _of("CK111", "tracker empty", "a file system out of space", tracker(""), ROOT, ("F10",), "Megatron-Bridge#829"),
-    _of("CK111", "tracker that is no number", "a tracker written by hand", tracker("iter_0000001"), ROOT, ("F10",)),
+    _of("CK111", "tracker that is not a number", "a tracker written by hand", tracker("iter_0000001"), ROOT, ("F10",)),
     _of(
         "CK111",
         "release never moved into place",

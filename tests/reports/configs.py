@@ -50,7 +50,7 @@ def _two_spellings(content: dict[str, Any]) -> None:
 
 
 def _trained_with(work: Path) -> None:
-    """A base that is no class's default, in checkpoint and release."""
+    """A base that is not a class's default, in checkpoint and release."""
     edit_json(work / "CKPT" / "config.json", lambda content: content["rope_parameters"].update(rope_theta=500000.0))
     (work / SOURCE).unlink()
     shutil.copytree(work / "CKPT", work / SOURCE)

@@ -227,7 +227,7 @@ def _moments(save: Save, model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moment(sharded: Any, prefix: str) -> Any:
-    """The first moment of a parameter as Megatron's optimizer saves it; nothing for what is no parameter."""
+    """The first moment of a parameter as Megatron's optimizer saves it; nothing for what is not a parameter."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 

@@ -12,7 +12,7 @@ from quant.online.quantizer import Bucket, OnlineQuantizer
 from support.sglang_runs import int4_config
 
 GROUP = 32
-# The ignore list of Kimi K2 Thinking: neither router nor embeddings, which are no Linear layers.
+# The ignore list of Kimi K2 Thinking: neither router nor embeddings, which are not Linear layers.
 KIMI = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
 # What leaves only routed experts packed, beside the default list.
 QWEN = (r"re:.*\.self_attn\..*",)

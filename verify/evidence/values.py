@@ -160,7 +160,7 @@ def _compare(name: str, tensor: Tensor, origin: Tensor, values: Values) -> None:
 
 
 def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
-    """How `tensor` differs from `origin`, which is cast to its dtype first: rounding alone is no difference."""
+    """How `tensor` differs from `origin`, which is cast to its dtype first: rounding alone is not a difference."""
     source, actual = (TensorSpec.of(name, one) for one in (origin, tensor))
     if source.shape != actual.shape:
         return Difference(source, actual, tensor.numel(), float("nan"), 0, 0)

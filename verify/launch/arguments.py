@@ -135,13 +135,13 @@ def _number(name: str, given: GivenArguments) -> int | None:
     if not 0 <= number < 10**9:
         raise _not_a_number(option, given.places[name].text)
     if NUMBERS[name] in _RANKS and not number:
-        message = f"{option} {number} among the launch arguments is no number of ranks"
+        message = f"{option} {number} among the launch arguments is not a number of ranks"
         raise CkptkitError(message, "give 1 or more, or leave it out")
     return number
 
 
 def _not_a_number(option: str, value: str) -> CkptkitError:
-    message = f"{option} {value} among the launch arguments is no number"
+    message = f"{option} {value} among the launch arguments is not a number"
     return CkptkitError(message, "copy the arguments with their variables filled in")
 
 
@@ -154,5 +154,5 @@ def _qat(words: Sequence[Word], environment: Mapping[str, str]) -> Iterator[tupl
     if QAT_GROUP in given:
         if not (given[QAT_GROUP].isdecimal() and len(given[QAT_GROUP]) < 10):
             hint = "copy the variables with their values filled in"
-            raise CkptkitError(f"{QAT_GROUP} is {shortened(given[QAT_GROUP])}, which is no number", hint)
+            raise CkptkitError(f"{QAT_GROUP} is {shortened(given[QAT_GROUP])}, which is not a number", hint)
         yield "qat_group", int(given[QAT_GROUP])

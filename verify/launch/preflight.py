@@ -46,7 +46,7 @@ def preflight(
     Paths and `sizes` (ckpt_step, tp, pp, ep) that are not given here are the launch's. Variables count in the
     environment too. Where a launch names a size or a path that is not read, or that nobody can tell before it runs, the
     report is inconclusive. Raises CkptkitError when no path is given or one is a URL, when a size is given twice,
-    differently, and when the script is no launch.
+    differently, and when the script is not a launch.
     """
     config = Path(script) if script and is_config(Path(script)) else None
     if text is None:

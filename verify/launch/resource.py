@@ -20,7 +20,7 @@ _NODES, _EACH, _NODE = "--actor-num-nodes", "--actor-num-gpus-per-node", "--num-
 def options_of_resource(words: Sequence[Word]) -> Iterator[Word]:
     """The options that `--resource` stands for; they come before those of the launch, which count more.
 
-    Raises CkptkitError where its text is no JSON of this form.
+    Raises CkptkitError where its text is not JSON of this form.
     """
     options = options_of(words)
     word = _value(options, OPTION)
@@ -30,7 +30,7 @@ def options_of_resource(words: Sequence[Word]) -> Iterator[Word]:
         gpus = {str(role): int(both[1]) for role, both in json.loads(word.text).items()}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         hint = 'write it as {"actor": [1, 8], "rollout": [1, 8]}: CPUs and GPUs of every role'
-        raise CkptkitError(f"{word.place}: {OPTION} {word.text[:80]} is no JSON of roles", hint) from error
+        raise CkptkitError(f"{word.place}: {OPTION} {word.text[:80]} is not JSON of roles", hint) from error
     given = [_number(options, name, default) for name, default in ((_EACH, 8), (_NODES, 1))]
     if gpus.get("actor", 0) > 0 and given == [8, 1]:
         each = min(_number(options, _NODE, 8) or 8, gpus["actor"])

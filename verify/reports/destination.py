@@ -1,4 +1,4 @@
-"""Where a report may be written: never over a file that is no report, nor under a name that loaders read."""
+"""Where a report may be written: never over a file that is not a report, nor under a name that loaders read."""
 
 from __future__ import annotations
 

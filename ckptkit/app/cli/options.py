@@ -46,7 +46,7 @@ def _ranks(context: click.Context, parameter: click.Parameter, text: str | None)
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) > _MAX_RANKS:
-            raise click.BadParameter(f"{part!r} is no rank and no range of ranks: give numbers such as 0,5,56-63")
+            raise click.BadParameter(f"{part!r} is not a rank and no range of ranks: give numbers such as 0,5,56-63")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
 

@@ -152,7 +152,7 @@ def _held(
             core = core.module  # type: ignore[assignment]
         prefix = f"chunk {index}: " if len(model) > 1 else ""
         if not hasattr(core, "decoder"):
-            skipped["of a model that is no GPTModel"].append(f"{prefix}{type(core).__name__}")
+            skipped["of a model that is not a GPTModel"].append(f"{prefix}{type(core).__name__}")
             continue
         layers = [int(layer.layer_number) - 1 for layer in core.decoder.layers]  # type: ignore[union-attr]
         biases = ((name, one) for name, one in core.named_buffers() if name.endswith(".expert_bias"))

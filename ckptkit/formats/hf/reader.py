@@ -61,7 +61,7 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
     """The index's {tensor: file}; None without an index. Raises CkptkitError when a file lies outside `root`."""
     source = directory(root)
     index, shown = source.path / INDEX, source.at(INDEX)
-    if not os.path.lexists(index):  # a link to nothing is no absence
+    if not os.path.lexists(index):  # a link to nothing is not an absence
         return None
     weight_map = read_json(index, shown).get("weight_map")
     if (

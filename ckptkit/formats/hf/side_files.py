@@ -26,7 +26,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 def side_files(root: Path) -> Iterator[Path]:
-    """Every file of an HF directory that is no weight, relative to it; hidden files and folders are left out.
+    """Every file of an HF directory that is not a weight, relative to it; hidden files and folders are left out.
 
     Raises CkptkitError for a link to nothing, a pipe or a device, and a folder with the name of a file that loaders
     read: a tokenizer would be lost silently.
@@ -37,7 +37,7 @@ def side_files(root: Path) -> Iterator[Path]:
         if not hidden and (target := target_of(path)) is not None:
             raise MissingError(f"{path} is a link to nothing: {target}", fetch_again(path.parent))
         if not hidden and not path.is_file() and (not path.is_dir() or str(relative) in LOADED):
-            raise CkptkitError(f"{path} is no regular file", "put the file of the release in its place")
+            raise CkptkitError(f"{path} is not a regular file", "put the file of the release in its place")
         if path.is_file() and not hidden and not is_weight(path.name) and relative not in _OWN:
             yield relative
 
@@ -140,7 +140,7 @@ def stored_layout(manifest: Path) -> dict[str, list[str]] | None:
     for file in layout:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CkptkitError(
-                f"{manifest} puts tensors into {file!r}, which is no safetensors file of one directory",
+                f"{manifest} puts tensors into {file!r}, which is not a safetensors file of one directory",
                 "name the HF directory with --hf",
             )
     return {file: [str(name) for name in names] for file, names in layout.items()}

@@ -77,7 +77,7 @@ class LegacyFiles:
             if numbers[0] < self.sizes.tp and pp < self.sizes.pp and ep < self.sizes.ep:
                 return numbers[0], pp, ep
         raise DamagedError(
-            f"{entry} is no rank of {self.sizes}, which the training arguments say",
+            f"{entry} is not a rank of {self.sizes}, which the training arguments say",
             "two saves were mixed: copy one of them again",
         )
 

@@ -61,7 +61,7 @@ def rows_apart(key: str, args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:
-    """Both names of a norm, Transformer Engine's first; None for what is no norm, or one that goes by one name.
+    """Both names of a norm, Transformer Engine's first; None for what is not a norm, or one that goes by one name.
 
     `names` are those of the model or checkpoint: they tell which kind of layer this is.
     """

@@ -108,7 +108,7 @@ def read_metadata(path: Path) -> StoredMetadata:
             code=code_of(error),
         ) from error
     except (pickle.UnpicklingError, AttributeError, TypeError, LookupError) as error:
-        raise DamagedError(f"{file} is no DCP metadata: {error}", _COPY) from error
+        raise DamagedError(f"{file} is not DCP metadata: {error}", _COPY) from error
 
 
 def _read_metadata(path: Path, file: Path) -> StoredMetadata:
@@ -147,7 +147,7 @@ def _shape(size: Any) -> Shape | None:
         return None
     shape = tuple(size)
     if len(shape) > MAX_AXES or not all(type(number) is int and 0 <= number <= _MAX_BYTES for number in shape):
-        raise TypeError(f"{shortened(shape)} is no shape and no place in a tensor")
+        raise TypeError(f"{shortened(shape)} is not a shape and no place in a tensor")
     return shape
 
 
@@ -198,7 +198,7 @@ def _dtype(properties: Any) -> str:
     # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format, pin_memory).
     dtype = properties.state[0]
     if not isinstance(dtype, Dtype):
-        raise TypeError(f"{shortened(dtype)} is no dtype")
+        raise TypeError(f"{shortened(dtype)} is not a dtype")
     return dtype.name
 
 
@@ -410,7 +410,7 @@ class TorchDistCheckpoint:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """The stored training arguments; empty when there are none. Raises CkptkitError when they are no namespace."""
+        """The stored training arguments; empty when there are none. Raises CkptkitError for another type."""
         stored = self.common.get("args")
         if stored is not None and not hasattr(stored, "__dict__"):
             raise DamagedError(
@@ -470,7 +470,7 @@ def _mapping(blob: Blob) -> Mapping[str, Any]:
     content = blob.object()
     content = content[0] if isinstance(content, list) and content else content
     if not isinstance(content, dict):
-        raise DamagedError(f"{blob}: Megatron's common state is no dict", "the checkpoint is damaged")
+        raise DamagedError(f"{blob}: Megatron's common state is not a dict", "the checkpoint is damaged")
     return content
 
 

@@ -150,7 +150,7 @@ class Blob:
     def entries(self) -> dict[str, zipfile.ZipInfo]:
         """The zip's entries by name without the leading folder.
 
-        Raises CkptkitError when it is no zip, or one that torch.save does not write: entries that are compressed,
+        Raises CkptkitError when it is not a zip, or one that torch.save does not write: entries that are compressed,
         overlap, reach past its end, or in which torch's own reader could find others (`zip_problem`).
         """
         try:
@@ -212,7 +212,7 @@ class Blob:
             return unpickle.loads(self._bytes(entries, "data.pkl"), allowed)
         except NotAllowed as error:
             raise UnsupportedError(
-                f"{self.path} holds {error.kind}, which is no plain data",
+                f"{self.path} holds {error.kind}, which is not plain data",
                 "nothing in it was run; where you trust the file, load it, leave that out and save it again",
             ) from error
         except pickle.UnpicklingError as error:

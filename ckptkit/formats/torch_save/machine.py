@@ -267,7 +267,7 @@ class Machine:
         if type(target) is list:
             target.extend(items)
         elif not isinstance(target, Record):  # items of a subclass of list are of no interest
-            raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is no list")
+            raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is not a list")
 
     def add_items(self) -> None:
         items = self._to_mark()
@@ -275,7 +275,7 @@ class Machine:
         if type(target) is set:
             target.update(map(_key, items))
         elif not isinstance(target, Record):
-            raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is no set")
+            raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is not a set")
 
     def set_item(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
@@ -291,7 +291,7 @@ class Machine:
         if type(target) is dict or type(target) is Items:
             _put(target, items)
         elif not isinstance(target, Record):  # items of a subclass of dict are of no interest
-            raise pickle.UnpicklingError(f"keys for {type(target).__name__}, which is no dict")
+            raise pickle.UnpicklingError(f"keys for {type(target).__name__}, which is not a dict")
 
     # The stack and the memo.
 
@@ -329,7 +329,7 @@ class Machine:
     def named_on_stack(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise pickle.UnpicklingError("a name that is no text")
+            raise pickle.UnpicklingError("a name that is not text")
         self._push(self._find(module, name))
 
     def _find(self, module: str, name: str) -> Any:
@@ -386,7 +386,7 @@ def _takes_state(stack: list[Any]) -> bool:
 def _called(target: Any, arguments: Any) -> Any:
     """What a call gives, of the few things that may be called."""
     if type(arguments) is not tuple:
-        raise pickle.UnpicklingError("arguments that are no tuple")
+        raise pickle.UnpicklingError("arguments that are not a tuple")
     if target is tuple and len(arguments) == 1 and type(arguments[0]) in (tuple, list):
         return tuple(arguments[0])
     if _is_record(target):

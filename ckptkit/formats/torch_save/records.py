@@ -28,7 +28,7 @@ class Record:
         self.state = state
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
             if isinstance(part, dict):
-                # A dict takes any key here; those that are no names are no attributes, and harmless.
+                # A dict takes any key here; those that are not names are no attributes, and harmless.
                 self.__dict__.update(
                     part if _OWN.isdisjoint(part) else {k: v for k, v in part.items() if k not in _OWN}
                 )

@@ -76,7 +76,7 @@ class SavedFile:
         self.__dict__.pop("content", None)
 
     def tensor(self, value: Any, name: str) -> SavedTensor:
-        """The tensor that a value of `content` describes. Raises CkptkitError, with `name`, when it is no plain one."""
+        """The tensor that a value of `content` describes. Raises CkptkitError, with `name`, for another kind."""
         if isinstance(value, Record) and value.kind == "torch._utils._rebuild_parameter" and value.args:
             value = value.args[0]
         if not isinstance(value, Record) or value.kind != "torch._utils._rebuild_tensor_v2" or len(value.args) < 4:

@@ -1,7 +1,7 @@
 """Reads the pickles inside a checkpoint without running anything that they name.
 
 A pickle may name any callable. Here every name becomes an inert `Record` that only remembers its arguments and its
-attributes, so nothing in a file can run code, and a class that is not installed is no obstacle.
+attributes, so nothing in a file can run code, and a class that is not installed is not an obstacle.
 """
 
 from __future__ import annotations

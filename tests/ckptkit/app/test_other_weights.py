@@ -1,4 +1,4 @@
-"""Directories whose weights are no safetensors, or not only: what they hold is named, with the way out."""
+"""Directories whose weights are not safetensors, or not only: what they hold is named, with the way out."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_call_in_common_pt_is_refused_before_megatron_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"args": Evil()}, release / "common.pt")
-    with pytest.raises(CkptkitError, match=r"common\.pt holds posix\.system, which is no plain data"):
+    with pytest.raises(CkptkitError, match=r"common\.pt holds posix\.system, which is not plain data"):
         refuse_foreign_names(release)
     report = verify(release.parent, against=frozenset({"megatron"}))
     assert {finding.code for finding in report.findings} == {"CK701"}  # the arguments are not those of the model

@@ -135,5 +135,5 @@ def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, mon
 def test_a_partial_that_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/thesis.txt").write_text("x")
-    with pytest.raises(CkptkitError, match="out.partial is no checkpoint"):
+    with pytest.raises(CkptkitError, match="out.partial is not a checkpoint"):
         check_destination(tmp_path / "out", overwrite=True)

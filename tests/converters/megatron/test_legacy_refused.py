@@ -112,7 +112,7 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
             [],
             "was saved with num_layers 24, expert_model_parallel_size 2; config.json has 12 layers and 12 experts",
         ),
-        (argument("tensor_model_parallel_size", 1), [], "mp_rank_01_000_001 is no rank of TP1 PP2 EP2 ETP1"),
+        (argument("tensor_model_parallel_size", 1), [], "mp_rank_01_000_001 is not a rank of TP1 PP2 EP2 ETP1"),
         (argument("tensor_model_parallel_size", 4), [], "lacks mp_rank_02_000_EEE, mp_rank_03_000_EEE"),
         (argument("expert_tensor_parallel_size", 2), [], "lacks mp_rank_TT_000_000, mp_rank_TT_000_001"),
         (argument("expert_tensor_parallel_size", 4), [], "ranks of different expert shards have one file name"),

@@ -22,7 +22,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-# Routers, embeddings and norms are no Linear modules; `lm_head` is.
+# Routers, embeddings and norms are not Linear modules; `lm_head` is.
 IGNORE = ["lm_head"]
 
 

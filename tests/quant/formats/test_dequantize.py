@@ -299,7 +299,7 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     blocks = torch.randint(0, 256, (3, rows, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     scales = (
         (torch.arange(rows) % 253).to(torch.uint8).reshape(1, rows, 1).expand(3, rows, 5).contiguous()
-    )  # beyond, 6 is no bfloat16
+    )  # beyond, 6 is not a bfloat16
     name = "model.layers.0.mlp.experts.gate_up_proj"
     found = read(MXFP4, {f"{name}_blocks": blocks, f"{name}_scales": scales})
     assert found[name].shape == (3, 160, rows)

@@ -100,7 +100,7 @@ NAMES = sorted(name for name, one in CASES.items() if one.config().model_type in
 
 @pytest.mark.parametrize("name", NAMES)
 def test_language_model_from_sizes_has_the_parameters_of_the_whole_config(name: str) -> None:
-    """All but biases and norms of queries and keys, which are no Linear layers and take no part."""
+    """All but biases and norms of queries and keys, which are not Linear layers and take no part."""
     config = content(name)
     names = release_of(config)
     fields = {

@@ -203,7 +203,7 @@ def test_a_manifest_from_before_digests_is_completed(converted: PathOf, copy_of:
     [
         ({"schema": "something/2"}, "schema 'something/2'"),
         ({"tensors": {}}, "has no digests"),
-        ({"files": {"config.json": "short"}}, "the digest of config.json is no BLAKE3"),
+        ({"files": {"config.json": "short"}}, "the digest of config.json is not a BLAKE3"),
         ({"tensors": {"x": ["bfloat16", [1], "0" * 63]}}, "the entry of x is not"),
         ({"tensors": {"x": ["bfloat16", [1.5], "0" * 64]}}, "the entry of x is not"),
     ],

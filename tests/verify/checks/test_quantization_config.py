@@ -190,7 +190,7 @@ def test_an_ignore_list_that_readers_take_differently(entry: str, readers: list[
 
 
 def test_a_list_that_only_slime_reads_differently_is_a_warning(with_config: Any, only: OnlyFinding) -> None:
-    # As llm-compressor writes it: embeddings are no Linear, so engines need no entry; slime packs what no entry names.
+    # As llm-compressor writes it: embeddings are not Linear, so engines need no entry; slime packs what no entry names.
     report = verify(with_config(set_in("ignore", value=["lm_head"])))
     finding = only(report)
     assert (finding.code, finding.severity, report.status) == ("CK302", "warning", "passed")

@@ -135,14 +135,17 @@ def sign_the_directory(path: Path) -> None:
     [
         (flip_manifest, "it signs another manifest, or this one was changed"),
         (flip_signature, "it was made with another key, or changed"),
-        (lambda path: flip(path / "ckptkit.json.sig", 0), "it is no signature in the format of OpenSSF Model Signing"),
+        (
+            lambda path: flip(path / "ckptkit.json.sig", 0),
+            "it is not a signature in the format of OpenSSF Model Signing",
+        ),
         (
             lambda path: (path / "ckptkit.json.sig").write_text("{}"),
-            "it is no signature in the format of OpenSSF Model Signing",
+            "it is not a signature in the format of OpenSSF Model Signing",
         ),
         (
             lambda path: edit_signature(path, lambda one: one["dsseEnvelope"].update(signatures=[])),
-            "it is no signature in the format of OpenSSF Model Signing",
+            "it is not a signature in the format of OpenSSF Model Signing",
         ),
         (lambda path: (path / "ckptkit.json.sig").unlink(), "it cannot be read: No such file or directory"),
         (sign_the_directory, "it signs other files than this manifest alone"),
@@ -205,9 +208,9 @@ def test_manifest_of_other_weights_is_not_signed(signed: Path, keys: Path) -> No
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mine.pub", r"mine.pub is no private key on the curve P-256, P-384 or P-521"),
-        ("rsa.pem", r"rsa.pem is no private key on the curve"),
-        ("locked.pem", r"locked.pem is no private key on the curve .*: Password was not given"),
+        ("mine.pub", r"mine.pub is not a private key on the curve P-256, P-384 or P-521"),
+        ("rsa.pem", r"rsa.pem is not a private key on the curve"),
+        ("locked.pem", r"locked.pem is not a private key on the curve .*: Password was not given"),
         ("absent.pem", r"absent.pem: No such file"),
         (".", r"no regular file, but a directory"),
     ],
@@ -221,7 +224,7 @@ def test_private_key_that_is_none_is_refused_before_the_work(
 
 
 def test_public_key_that_is_none_is_refused_before_the_work(original: Path, keys: Path) -> None:
-    with pytest.raises(CkptkitError, match=r"mine.pem is no public key"):
+    with pytest.raises(CkptkitError, match=r"mine.pem is not a public key"):
         verify(original, manifest=original / "ckptkit.json", manifest_key=keys / "mine.pem")
     with pytest.raises(CkptkitError, match="a key without a manifest"):
         verify(original, manifest_key=keys / "mine.pub")

@@ -65,7 +65,7 @@ def test_single_megatron_file_counts_as_a_megatron_directory(name: str, converte
 def test_an_engine_without_an_hf_directory_cannot_start(inside: str, said: str, converted: PathOf) -> None:
     path = converted("qwen2-tied") / inside
     lines = preflight(hf_checkpoint=path).facts["what would be loaded"]
-    assert lines == [f"rollout engine cannot start: --hf-checkpoint {path} is no HF directory: {said}"]
+    assert lines == [f"rollout engine cannot start: --hf-checkpoint {path} is not an HF directory: {said}"]
 
 
 def test_what_training_saves_beside_weights_is_not_missed(converted: PathOf) -> None:

@@ -124,7 +124,7 @@ def test_launch_input_that_never_ends_is_refused(make: Callable[[Path], None], t
         ("a: " + "{b: " * 5_000, "more than 64 levels"),
         ("a: &a [*a]", "the alias \\*a stands for nothing before it"),
         ("a: \0", "."),
-        ("? [a]\n: b", "a key that is no word"),
+        ("? [a]\n: b", "a key that is not a word"),
     ],
 )
 def test_yaml_made_to_fill_memory_is_refused(text: str, why: str, tmp_path: Path) -> None:

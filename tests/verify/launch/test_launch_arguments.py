@@ -40,7 +40,7 @@ def test_launch_arguments_are_read_with_defaults_and_last_value() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--pipeline-model-parallel-size", "${PP}"], r"\$\{PP\} among the launch arguments is no number"),
+        (["--pipeline-model-parallel-size", "${PP}"], r"\$\{PP\} among the launch arguments is not a number"),
         (["--pipeline-model-parallel-size"], "has no value"),
         (["--pipeline-model-parallel-layout", "--swiglu"], "has no value"),
         (["--mtp-num-layers", "9" * 5000], "is no number"),
@@ -211,7 +211,7 @@ def test_expert_rows_of_an_odd_size_are_judged_by_what_the_launch_says(
     ],
 )
 def test_a_parallel_size_of_zero_is_no_size(name: str) -> None:
-    with pytest.raises(CkptkitError, match=f"{name} 0 among the launch arguments is no number of ranks"):
+    with pytest.raises(CkptkitError, match=f"{name} 0 among the launch arguments is not a number of ranks"):
         arguments_of([name, "0"])
 
 

@@ -122,10 +122,10 @@ def test_overrides_are_told_by_their_form(text: str, is_one: bool) -> None:
         ("a: 1\na: 2\n", "line 2: the key 'a' stands twice in one mapping"),
         ("a: *b\n", "the alias [*]b stands for nothing before it"),
         ("a: &a [*a]\n", "the alias [*]a stands for nothing before it"),
-        ("? [x]\n: 1\n", "a key that is no word"),
+        ("? [x]\n: 1\n", "a key that is not a word"),
         ("a: 1\n---\nb: 2\n", "line 2: a second document"),
         ("a: [\n", "while parsing"),
-        ("<<: 3\n", "<< with something that is no mapping"),
+        ("<<: 3\n", "<< with something that is not a mapping"),
     ],
 )
 def test_yaml_that_is_not_read_is_refused(text: str, why: str) -> None:

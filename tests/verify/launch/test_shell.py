@@ -192,7 +192,7 @@ def test_environment_of_a_trainer_is_what_was_exported_and_given_to_ray() -> Non
 
 def test_environment_that_is_no_json_is_unresolved() -> None:
     read = read_script(None, "ray job submit --runtime-env-json '{' -- python3 train.py --lr 1", environment={})
-    assert read.unresolved == ("the text: --runtime-env-json: its text is not known, or is no JSON",)
+    assert read.unresolved == ("the text: --runtime-env-json: its text is not known, or is not JSON",)
 
 
 @pytest.mark.parametrize(

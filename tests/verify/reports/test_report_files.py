@@ -180,7 +180,7 @@ def test_report_over_a_report_or_nothing_is_written_whole(tmp_path: Path, ending
     assert list(tmp_path.iterdir()) == [path]
 
 
-# What stands under these names in checkpoints and projects, and is no report.
+# What stands under these names in checkpoints and projects, and is not a report.
 PRECIOUS = {
     ".json": '{"model_type": "qwen3", "schema": "ckptkit-report/2"}',
     ".md": "# ckptkit: the notes of a user who PASSED\n",

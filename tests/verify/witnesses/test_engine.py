@@ -300,7 +300,7 @@ def test_answers_that_are_no_numbers_fail(monkeypatch: pytest.MonkeyPatch, tmp_p
     outcome = verdict(monkeypatch, tmp_path, EngineRun(broken, [[1, 2, 3]]))
     assert failed(outcome) == {"CK511"}
     hold_example("CK511", outcome.findings[0])
-    assert outcome.checks[-1].reason == "not run because the engine's answers are no numbers (CK511)"
+    assert outcome.checks[-1].reason == "not run because the engine's answers are not numbers (CK511)"
 
 
 def test_changed_tensors_are_named_with_their_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_answers_that_are_no_numbers_leave_behaviour_out(release: Path, monkeypa
     monkeypatch.setattr(behaviour, "run_engine", lambda subject: EngineRun(report, [OPENING]))
     checks = [one for one in all_checks() if one.code in ("CK604", "CK605")]
     outcome = run_checks(Subject(release, options=VerifyOptions(against=frozenset({"engine", "logits"}))), checks)
-    assert {one.reason for one in outcome.checks} == {"not run because the engine's answers are no numbers (CK511)"}
+    assert {one.reason for one in outcome.checks} == {"not run because the engine's answers are not numbers (CK511)"}
 
 
 def test_a_job_of_the_reference_is_read_as_written(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_classes_that_slime_and_miles_save_stay_inert(
     assert found.tokens == [5, 6, 7]
     given.metadata = Call(getattr, Status, "mro")
     torch.save({"samples": [given.to_dict()]}, tmp_path / "b.pt", pickle_protocol=protocol)
-    with pytest.raises(CkptkitError, match=r"holds miles\.utils\.types\.Sample\.Status\.mro, which is no plain data"):
+    with pytest.raises(CkptkitError, match=r"holds miles\.utils\.types\.Sample\.Status\.mro, which is not plain data"):
         read_recording(tmp_path / "b.pt")
 
 
@@ -100,7 +100,7 @@ def test_other_classes_and_functions_are_refused_and_never_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Any, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CkptkitError, match=rf"holds {kind}, which is no plain data") as error:
+    with pytest.raises(CkptkitError, match=rf"holds {kind}, which is not plain data") as error:
         read_recording(write(tmp_path / "a.pt", [sample(metadata={"x": call})]))
     assert "nothing in it was run" in str(error.value.hint)
     assert not (tmp_path / "ran").exists()

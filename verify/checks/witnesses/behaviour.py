@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from verify.witnesses.reference.text import Figures
 
 APART_NATS = 0.5  # a token; engines and transformers are within 0.01 on sound models (docs/gpu-results.md)
-MORE = 0.3  # of repeated runs, or of tokens that are no text, than the reference has
+MORE = 0.3  # of repeated runs, or of tokens that are not text, than the reference has
 FEW = 0.02  # of the choices of experts: near ties flip by rounding alone
 
 
 def _engine(subject: Subject) -> EngineReport:
-    """What the engine said. Raises Unable where it said nothing, Skip where that is no numbers."""
+    """What the engine said. Raises Unable where it said nothing, Skip where that is not numbers."""
     from verify.witnesses.reference.distance import not_finite
 
     report = subject.once(run_engine).require_report()
     if not_finite(report.passes[FIRST])[0]:
-        raise Skip("not run because the engine's answers are no numbers (CK511)")
+        raise Skip("not run because the engine's answers are not numbers (CK511)")
     return report
 
 
@@ -157,7 +157,7 @@ def _unlike_source(ours: float, source: float, subject: Subject) -> Iterator[Iss
 
 def _worse(ours: Figures, theirs: Figures, whose: str, subject: Subject) -> Iterator[Issue]:
     odd = (ours.odd or 0) - (theirs.odd or 0)
-    for what, more in (("repeated runs of tokens", ours.repeated - theirs.repeated), ("tokens that are no text", odd)):
+    for what, more in (("repeated runs of tokens", ours.repeated - theirs.repeated), ("tokens that are not text", odd)):
         if more > MORE:
             yield Issue(
                 f"as few {what} as {whose} writes: {theirs}",

@@ -180,7 +180,7 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     passes = subject.once(run_engine).require_report().passes
     if not_finite(passes[FIRST])[0]:
-        raise Skip("not run because the engine's answers are no numbers (CK511)")
+        raise Skip("not run because the engine's answers are not numbers (CK511)")
     reference = subject.once(run_engine_reference)
     dtype, exact = reference.dtype, reference.exact.judged
     found, noise = distance(passes[FIRST], exact), distance(reference.rounded.judged, exact)

@@ -148,7 +148,7 @@ def _findings(
 @each_engine(
     1,
     "{engine} loads the checkpoint",
-    rationale="What the reader of a format refuses is no checkpoint, whatever its files look like.",
+    rationale="What the reader of a format refuses is not a checkpoint, whatever its files look like.",
     fix="Read the exception: most often config.json describes another model than the weights, or a packed layer has "
     "the wrong group size.",
 )

@@ -178,7 +178,7 @@ def _by_digests(here: Location, there: Location) -> list[_Digests] | None:
     for name, of_megatron, _ in copied(engine_config(hf), other if forwards else mine, megatron):
         names = (of_megatron, name) if forwards else (name, of_megatron)
         one, another = mine.get(names[0]), other.get(names[1])
-        # Padding and another dtype are no difference; what one side does not store is for other checks.
+        # Padding and another dtype are not a difference; what one side does not store is for other checks.
         if one and another and _form(one) == _form(another):
             pairs.append((names[0], one, another))
     return pairs or None

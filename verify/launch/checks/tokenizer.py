@@ -20,10 +20,10 @@ _HINT = "give the HF directory of the model that the trainer's weights were conv
 
 
 def _engine(subject: Subject) -> SideFiles:
-    """The files of --hf-checkpoint. Raises Skip where it is no HF directory."""
+    """The files of --hf-checkpoint. Raises Skip where it is not an HF directory."""
     root = engine_of(subject)
     if not (root / "config.json").exists():
-        raise Skip("--hf-checkpoint is no HF directory (CK714)")
+        raise Skip("--hf-checkpoint is not an HF directory (CK714)")
     return SideFiles(root)
 
 

@@ -17,13 +17,13 @@ def frequency(text: str) -> int | list[int]:
     if "[" not in text:
         return int(text)
     if len(text) > 10 * _MAX_LAYERS or not _CHARACTERS.fullmatch(text):
-        raise ValueError(f"{text!r} is no list of numbers")
+        raise ValueError(f"{text!r} is not a list of numbers")
     try:
         value = _evaluated(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{text!r} is no list of numbers") from error
+        raise ValueError(f"{text!r} is not a list of numbers") from error
     if isinstance(value, int):
-        raise ValueError(f"{text!r} is no list of numbers")
+        raise ValueError(f"{text!r} is not a list of numbers")
     return value
 
 

@@ -61,7 +61,7 @@ def of_options(given: GivenArguments, words: Sequence[Word]) -> Speculation | No
 
 
 def of_json(text: str, place: str) -> Speculation | None:
-    """vLLM's `--speculative-config`; None where it is no JSON object that can be read."""
+    """vLLM's `--speculative-config`; None where it is not a JSON object that can be read."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):

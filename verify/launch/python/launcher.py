@@ -146,7 +146,7 @@ def _given(kind: Class, arguments: Sequence[str], environment: Mapping[str, Any]
         field = name.removeprefix("--").replace("-", "_")
         negated = field.removeprefix("no_") if field not in kind.fields else ""
         if not name.startswith("--") or (field not in kind.fields and negated not in kind.fields):
-            raise CkptkitError(f"{name} is no option of {kind.name}", f"its fields are {', '.join(kind.fields)}")
+            raise CkptkitError(f"{name} is not an option of {kind.name}", f"its fields are {', '.join(kind.fields)}")
         annotation = ast.unparse(kind.fields[negated or field].annotation)
         if annotation.startswith("bool") and not equals:
             given[negated or field] = not negated

@@ -166,7 +166,7 @@ def _length(options: Options) -> Iterator[Issue]:
     temperature = options.value("rollout_temperature", 1.0)
     if temperature is not None and temperature <= 0:
         expected = "--rollout-temperature above 0"
-        yield options.issue(("rollout_temperature",), expected, "slime stops: greedy text is no sample of a policy")
+        yield options.issue(("rollout_temperature",), expected, "slime stops: greedy text is not a sample of a policy")
     if options.value("n_samples_per_prompt", 0) == 1 and _grouped(options):
         expected = "--n-samples-per-prompt above 1 with advantages within a group"
         hint = "the trainer only logs it: the only sample of a group is its own mean, so every advantage is 0"

@@ -97,7 +97,7 @@ class Config:
                 continue
             node = self._value(text, at, depth)
             if not isinstance(node, Word):
-                raise UnresolvedError(f"${{{text}}} is no single value")
+                raise UnresolvedError(f"${{{text}}} is not a single value")
             if not _SPELLED.fullmatch(node.text) and _TYPED.fullmatch(node.text):
                 raise UnresolvedError(f"${{{text}}}: {node.text} in a text is spelled as Python has it")
             yield node.text
@@ -123,7 +123,7 @@ class Config:
         if "${" in text:
             node = self._resolved(Word(text), at, depth + 1)
             if not isinstance(node, Word):
-                raise UnresolvedError(f"{text} is no single value")
+                raise UnresolvedError(f"{text} is not a single value")
             text = node.text
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         return text[1:-1] if quoted else text
@@ -142,7 +142,7 @@ class Config:
             try:
                 value = _NUMBERS[name](*(float(one) for one in arguments))
             except (ValueError, ZeroDivisionError, OverflowError) as error:
-                raise UnresolvedError(f"${{{inner}}} is no number: {error}") from error
+                raise UnresolvedError(f"${{{inner}}} is not a number: {error}") from error
             return Word(str(int(value)) if value.is_integer() else str(value))
         raise UnresolvedError(f"${{{inner}}}: the resolver {name} is not known")
 

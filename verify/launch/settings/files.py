@@ -62,7 +62,7 @@ def _inherited(path: Path, tree: dict[str, Tree], defaults: Tree, depth: int, fi
     base = Composed({}, files=files)
     for word in defaults if isinstance(defaults, list) else [defaults]:
         if not isinstance(word, Word):
-            raise CkptkitError(f"{path}: defaults with something that is no file", "give names of YAML files")
+            raise CkptkitError(f"{path}: defaults with something that is not a file", "give names of YAML files")
         parent = path.parent / word.text
         if not parent.is_file():
             base = Composed(base.tree, (*base.absent, word), base.files)

@@ -106,7 +106,7 @@ class _Parser:
             key = self._node(event, depth + 1)
             value = self._node(next(self.events), depth + 1)
             if not isinstance(key, Word):
-                raise self._error(event, "a key that is no word")
+                raise self._error(event, "a key that is not a word")
             if key.text == _MERGE and (isinstance(event, yaml.AliasEvent) or event.implicit[0]):  # not in quotes
                 merged.append(value if isinstance(value, list) else [value])
             elif key.text in own:
@@ -115,7 +115,7 @@ class _Parser:
                 own[key.text] = value
         for one in itertools.chain.from_iterable(reversed(merged)):
             if not isinstance(one, dict):
-                raise self._error(start, f"{_MERGE} with something that is no mapping")
+                raise self._error(start, f"{_MERGE} with something that is not a mapping")
             for name, value in one.items():
                 own.setdefault(name, value)
         return own

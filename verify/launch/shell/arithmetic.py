@@ -165,7 +165,7 @@ def integer(text: str) -> int:
     if found is None:
         if not text.strip():
             return 0
-        raise ArithmeticFault(f"{text[:40]!r} is no number")
+        raise ArithmeticFault(f"{text[:40]!r} is not a number")
     return -_number(found[2]) if found[1] == "-" else _number(found[2])
 
 
@@ -176,7 +176,7 @@ def _number(text: str) -> int:
             return int(digits, int(base))
         return int(text, 16) if text[:2].lower() == "0x" else int(text, 8 if text[0] == "0" and text != "0" else 10)
     except ValueError as error:
-        raise ArithmeticFault(f"{text} is no number") from error
+        raise ArithmeticFault(f"{text} is not a number") from error
 
 
 def calculate(text: str, get: Callable[[str], int], put: Callable[[str, int], None]) -> int:

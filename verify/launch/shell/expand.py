@@ -90,7 +90,7 @@ def _expand(shell: Shell, word: ShellWord, run: Run) -> list[Value]:
                     if count:
                         fields.end()
                     fields.add(value)
-                # "${A[@]}" of an empty array is no word, but `"${A[@]}"` is parsed with an empty literal before it.
+                # "${A[@]}" of an empty array is not a word, but `"${A[@]}"` is parsed with an empty literal before it.
                 fields.there = bool(values) or fields.text != ""
             case _:
                 for count, value in enumerate(_values(shell, part, run)):
@@ -289,7 +289,7 @@ def calculate_in(shell: Shell, text: str, run: Run) -> int:
         try:
             return integer(found.text)
         except ArithmeticFault as error:
-            raise ArithmeticFault(f"${name} is {found.text[:40]!r}, which is no number") from error
+            raise ArithmeticFault(f"${name} is {found.text[:40]!r}, which is not a number") from error
 
     try:
         return calculate(value.text, get, lambda name, number: shell.assign(name, Value(str(number), (), shell.file)))

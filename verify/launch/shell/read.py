@@ -217,7 +217,7 @@ def _runtime(before: Sequence[Value], unresolved: dict[str, None]) -> Iterator[t
             pairs = [(str(key), str(variable)) for key, variable in variables.items()]
         except (ValueError, AttributeError, RecursionError):
             place = f"{text.file}:{text.line}" if text.file else "the text"
-            unresolved[f"{place}: --runtime-env-json: its text is not known, or is no JSON"] = None
+            unresolved[f"{place}: --runtime-env-json: its text is not known, or is not JSON"] = None
             continue
         for key, variable in pairs:
             gap = next((gap for gap in text.gaps if gap.source in variable), None)

@@ -27,7 +27,7 @@ def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:
     actual = "no such directory" if not path.exists() else absent(path / "config.json")
     hint = next_move(path / "config.json", "give the HF directory of the model")
     issue = path_issue(settings.place(key), path, "an HF directory with config.json", actual, hint, about=HF)
-    return Side(role, None, None, f"{key} {path} is no HF directory: {actual}", (issue,))
+    return Side(role, None, None, f"{key} {path} is not an HF directory: {actual}", (issue,))
 
 
 def torch_dist_side(role: str, place: str, path: Path, why: str, stack: str, about: str) -> Side:
@@ -43,7 +43,7 @@ def torch_dist_side(role: str, place: str, path: Path, why: str, stack: str, abo
         actual, hint = f"no {missing} in it", "check the path"
     expected = f"the torch_dist directory itself, which {stack} loads"
     issue = path_issue(place, path, expected, actual, hint, about=about)
-    return Side(role, None, None, f"{stack} stops: {path} is no torch_dist directory", (issue,))
+    return Side(role, None, None, f"{stack} stops: {path} is not a torch_dist directory", (issue,))
 
 
 def iterations_in(path: Path) -> Sequence[str]:

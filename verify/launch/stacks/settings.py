@@ -73,7 +73,7 @@ class Settings:
     def number(self, key: str, default: int | None = None) -> int | None:
         """A whole number; `default` where there is none; None where it cannot be resolved.
 
-        Raises CkptkitError for a value that is no number.
+        Raises CkptkitError for a value that is not a number.
         """
         if not self.resolved(key):
             return None
@@ -81,14 +81,14 @@ class Settings:
             return default
         text = word.text.replace("_", "").removesuffix(".0")
         if not (text.isdecimal() and len(text) < 10):
-            raise CkptkitError(f"{key}={word.text} ({word.place}) is no number", "give the number that the job has")
+            raise CkptkitError(f"{key}={word.text} ({word.place}) is not a number", "give the number that the job has")
         return int(text)
 
     def size(self, key: str, default: int | None = 1) -> int | None:
         """A number of ranks, as `number`. Raises CkptkitError for 0 too."""
         found = self.number(key, default)
         if found == 0:
-            raise CkptkitError(f"{key}=0 is no number of ranks", "give 1 or more, or leave it out")
+            raise CkptkitError(f"{key}=0 is not a number of ranks", "give 1 or more, or leave it out")
         return found
 
     def switch(self, key: str, default: bool = False) -> bool:
@@ -100,13 +100,13 @@ class Settings:
         return word.text.lower() in _TRUE
 
     def above_zero(self, key: str, default: float = 0.0) -> bool:
-        """Whether a number is above zero. Raises CkptkitError for a value that is no number."""
+        """Whether a number is above zero. Raises CkptkitError for a value that is not a number."""
         if (word := self.word(key)) is None:
             return default > 0
         try:
             return float(word.text) > 0
         except ValueError:
-            raise CkptkitError(f"{key}={word.text} ({word.place}) is no number", "give the number") from None
+            raise CkptkitError(f"{key}={word.text} ({word.place}) is not a number", "give the number") from None
 
     def place(self, key: str) -> str:
         """`key (run.yaml:12)`, or the key alone where nothing says it."""

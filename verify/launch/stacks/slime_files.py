@@ -43,12 +43,12 @@ class RoleFiles:
         return self._given(role, name) if name in _PATHS else None
 
     def step(self, role: str, name: str) -> int | None:
-        """The iteration that a setting gives. Raises CkptkitError where it is no number."""
+        """The iteration that a setting gives. Raises CkptkitError where it is not a number."""
         word = self._given(role, name) if name in _STEPS else None
         if word is None:
             return None
         if not (word.text.isdecimal() and len(word.text) < 10):
-            raise CkptkitError(f"{word.place}: {name} {word.text} is no number", "give the iteration as a number")
+            raise CkptkitError(f"{word.place}: {name} {word.text} is not a number", "give the iteration as a number")
         return int(word.text)
 
     def _given(self, role: str, name: str) -> Word | None:

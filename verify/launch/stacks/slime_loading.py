@@ -106,7 +106,7 @@ def rollout(path: Path) -> Side:
     actual = found if path.exists() else "no such directory"
     hint = next_move(path / "config.json", "give the HF directory of the same model")
     issue = path_issue("--hf-checkpoint", path, "an HF directory with config.json", actual, hint)
-    return Side(ENGINE, None, None, f"--hf-checkpoint {path} is no HF directory: {actual}", (issue,))
+    return Side(ENGINE, None, None, f"--hf-checkpoint {path} is not an HF directory: {actual}", (issue,))
 
 
 def _empty_load(load: Path, ref_load: Path | None) -> PathIssue:

@@ -112,7 +112,7 @@ class _Options:
         """An iteration. Raises CkptkitError where the words give none."""
         word = self.last(option)
         if word is not None and not (word.text.isdecimal() and len(word.text) < 10):
-            raise CkptkitError(f"{word.place}: {option} {word.text} is no number", "give the iteration as a number")
+            raise CkptkitError(f"{word.place}: {option} {word.text} is not a number", "give the iteration as a number")
         if given is None:
             return int(word.text) if word else None
         if word and int(word.text) != given:

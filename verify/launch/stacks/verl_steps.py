@@ -76,7 +76,7 @@ def _resumed_path(settings: Settings) -> Resumed:
     actual = "no such setting" if word is None else "another name" if path.is_dir() else f"not there; beside it {there}"
     expected, hint = "a directory global_step_N that is there", "choose a step that is there"
     issue = path_issue(settings.place(key), path, expected, actual, hint, about=STEP)
-    return Resumed(None, f"verl stops: {key} {path} is no step of a run", (issue,), stops=True)
+    return Resumed(None, f"verl stops: {key} {path} is not a step of a run", (issue,), stops=True)
 
 
 def _steps(root: Path) -> list[str]:

@@ -71,7 +71,7 @@ def examine(
 
 
 def main() -> None:
-    """Runs the job named on the command line, and ends at once: what libraries do at exit is no part of it."""
+    """Runs the job named on the command line, and ends at once: what libraries do at exit is not a part of it."""
     run(load(LoadJob, Path(sys.argv[1])))
     sys.stdout.flush()
     sys.stderr.flush()

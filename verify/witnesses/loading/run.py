@@ -168,7 +168,7 @@ def _cause(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[Pa
 def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
     """Raises Unable unless the engine has to choose the class that is known here.
 
-    For a name that is no class of its own an engine would take transformers' class, and to find it run the Python files
+    For a name without a class of its own an engine would take transformers' class, and to find it run the Python files
     that `auto_map` names, which come with the checkpoint.
     """
     wanted, named = FAMILIES[config["model_type"]].architectures, config.get("architectures")

@@ -192,7 +192,7 @@ def _with_missing(reports: Sequence[RankReport], subject: Subject) -> list[RankR
 def _check_release(subject: Subject) -> None:
     """Raises Unable for tensors or a model that the installed megatron-core does not take."""
     if (dialect := dialect_of(config_of(subject), subject.checkpoint.specs)) != MCORE:
-        raise Unable(f"these tensors are named for {dialect}'s own modules, which are no part of megatron-core")
+        raise Unable(f"these tensors are named for {dialect}'s own modules, which are not part of megatron-core")
     dims, found = dims_of(config_of(subject)), str(interpreter_of(subject).release("megatron-core"))
     release = tuple(map(int, found.split(".")[:2]))
     if dims.indexer and release < _INDEXER_SINCE:

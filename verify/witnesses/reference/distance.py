@@ -80,7 +80,7 @@ def _parted(one: Sequence[Judged], other: Sequence[Judged]) -> tuple[int, int] |
 
 
 def not_finite(answers: Sequence[Judged]) -> tuple[int, int]:
-    """How many of the log-probabilities of prompts' tokens are no finite number, and how many there are."""
+    """How many of the log-probabilities of prompts' tokens are not finite, and how many there are."""
     values = [value for answer in answers for value in answer.tokens]
     return sum(not math.isfinite(value) for value in values), len(values)
 

@@ -49,5 +49,5 @@ def in_float64(model: Any, layers: Sequence[nn.Module] = ()) -> Iterator[None]:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    with torch._C.DisableTorchFunction():  # our own casts are no code of the model
+    with torch._C.DisableTorchFunction():  # our own casts are not code of the model
         module.to(dtype)

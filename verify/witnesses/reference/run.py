@@ -66,7 +66,7 @@ def check_reference(subject: Subject, prompts: Ids) -> None:
     config = config_of(subject)
     why = family_of(config).unlike_transformers(config, max(map(len, prompts)))
     if why:
-        raise Unable(f"transformers is no reference for this model: {why}")
+        raise Unable(f"transformers is not a reference for this model: {why}")
 
 
 def judged_by_transformers(

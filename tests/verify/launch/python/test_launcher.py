@@ -159,7 +159,7 @@ def test_options_and_variables_set_fields_as_the_command_line_does(tmp_path: Pat
     assert "--ref-load" not in given
     variable = words(read_launcher(script, [], {"MILES_SCRIPT_MODEL_NAME": "small"}))
     assert variable[variable.index("--tensor-model-parallel-size") + 1] == "2"
-    with pytest.raises(CkptkitError, match="--nodes is no option of ScriptArgs"):
+    with pytest.raises(CkptkitError, match="--nodes is not an option of ScriptArgs"):
         read_launcher(script, ["--nodes", "2"], {})
 
 
