@@ -169,12 +169,12 @@ class Outcome:
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, list[str]] = field(default_factory=dict)
     # Why what was asked for could not be looked at, and the codes of the checks.
-    unlooked: dict[str, list[str]] = field(default_factory=dict)
+    not_checked: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def reasons(self) -> list[str]:
         """Each reason for an inconclusive report once, behind the codes of the checks that gave it."""
-        return [f"{', '.join(dict.fromkeys(codes))}: {reason}" for reason, codes in self.unlooked.items()]
+        return [f"{', '.join(dict.fromkeys(codes))}: {reason}" for reason, codes in self.not_checked.items()]
 
     def add(self, other: Outcome) -> None:
         """Takes over what other checks, or the same ones elsewhere, came to."""
@@ -182,8 +182,8 @@ class Outcome:
         self.findings += other.findings
         for name, lines in other.facts.items():
             self.facts[name] = list(dict.fromkeys([*self.facts.get(name, []), *lines]))
-        for reason, codes in other.unlooked.items():
-            self.unlooked.setdefault(reason, []).extend(codes)
+        for reason, codes in other.not_checked.items():
+            self.not_checked.setdefault(reason, []).extend(codes)
 
 
 def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = None) -> Outcome:

@@ -125,12 +125,12 @@ def _count(folded: str) -> int:
 
 def _folded(specs: Mapping[str, TensorSpec]) -> list[str]:
     """A line for the tensors that differ in layer and expert numbers alone: names, `[shape]`, dtype and their count."""
-    alike: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, spec in specs.items():
         pattern = ".".join("" if part.isdecimal() else part for part in name.split("."))
-        alike.setdefault((pattern, spec.shape, spec.dtype), []).append(name)
+        groups.setdefault((pattern, spec.shape, spec.dtype), []).append(name)
     lines = []
-    for (_, shape, dtype), names in alike.items():
+    for (_, shape, dtype), names in groups.items():
         for folded in fold(names):
             count = f" x{found}" if (found := _count(folded)) > 1 else ""
             lines.append(f"{folded} [{','.join(map(str, shape))}] {_SHORT.get(dtype, dtype)}{count}")

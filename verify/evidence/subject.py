@@ -175,10 +175,10 @@ class Subject:
         """
         if self.source_path is None:
             return None
-        alike = self.kind == "hf" and is_quantized(self.checkpoint.config)
+        quantized_too = self.is_hf and is_quantized(self.checkpoint.config)
         return (
             open_checkpoint(self.source_path, hf=self.hf_path)
-            if alike or self.source_kind == "megatron"
+            if quantized_too or self.source_kind == "megatron"
             else plain(locate(self.source_path).path)
         )
 

@@ -41,7 +41,7 @@ def junit(report: Report) -> str:
     for check in report.checks:
         _case(suite, check, [group for group in found if group.code == check.code])
     for reason in report.reasons:
-        _unlooked(suite, reason)
+        _not_checked(suite, reason)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
@@ -69,7 +69,7 @@ def _message(errors: list[Group]) -> str:
     return f"{said_of(errors[0].shown[0][1])}{more}" if errors else "a check failed"
 
 
-def _unlooked(suite: ElementTree.Element, reason: str) -> None:
+def _not_checked(suite: ElementTree.Element, reason: str) -> None:
     """A case of its own for what was asked for and not looked at: CI systems show a skipped case as green."""
     codes, _, why = reason.partition(": ")
     case = ElementTree.SubElement(

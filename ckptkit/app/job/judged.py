@@ -245,16 +245,16 @@ def _absent(sent: Sent, ranks: Sequence[_Rank], fused: bool) -> set[str]:
     return {name for name in absent if not name.endswith(scales) and not (fused and shared_part_of(name))}
 
 
-def _apart(sent: Sent, ranks: Sequence[_Rank], told: Collection[str]) -> Iterator[str]:
-    """Engines that keep weights alike, and hold others than the rest; not the parameters that were `told` already."""
-    alike = defaultdict[tuple[Layout, Seat], list[_Rank]](list)
+def _apart(sent: Sent, ranks: Sequence[_Rank], reported: Collection[str]) -> Iterator[str]:
+    """Engines that keep weights in the same way and hold others than the rest; parameters `reported` already are left out."""
+    peers = defaultdict[tuple[Layout, Seat], list[_Rank]](list)
     for rank in ranks:
-        alike[rank.setup.layout, rank.seat].append(rank)
+        peers[rank.setup.layout, rank.seat].append(rank)
     found = defaultdict[str, list[str]](list)
-    for group in alike.values():
+    for group in peers.values():
         for param in _params(sent.sources, group[0].checksums):
             values = Counter(rank.checksums.get(param) for rank in group)
-            if len(values) == 1 or param in told:
+            if len(values) == 1 or param in reported:
                 continue
             (value, most), (_, next_most), *_ = values.most_common()
             odd = [rank.label for rank in group if most == next_most or rank.checksums.get(param) != value]

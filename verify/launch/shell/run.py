@@ -211,9 +211,9 @@ def _attributes(shell: Shell, words: Sequence[Value], line: int, wanted: str) ->
     """The variables to which an assignment gives another value than the one it says, as `declare -i` makes them."""
     flags = {flag for word in words[1:] if word.text.startswith("-") for flag in word.text[1:]}
     flags |= {"r"} if words and words[0].text == "readonly" else set()
-    if told := sorted(flags & set(wanted)):
-        why = f"{'an array with indices, ' * (told[0] == 'A')}declare -{told[0]} at {shell.place(line)}"
-        if "n" in told:
+    if declared := sorted(flags & set(wanted)):
+        why = f"{'an array with indices, ' * (declared[0] == 'A')}declare -{declared[0]} at {shell.place(line)}"
+        if "n" in declared:
             shell.unresolved[f"{why}: a name for another variable is not followed"] = None
         yield from ((word.text, why) for word in words[1:] if not word.text.startswith("-"))
 

@@ -88,7 +88,7 @@ def read(launch: Launch) -> Job:
     sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
     settings.not_looked_at(_ELSEWHERE)
     _notes(settings, roles)
-    alike = [] if resumed.path else _sharing_weights(first)
+    sharing = [] if resumed.path else _sharing_weights(first)
     hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
     refused = tuple(_refused(settings, gpus.count, megatron, roles, hf))
     return Job(
@@ -97,7 +97,7 @@ def read(launch: Launch) -> Job:
         hf=hf,
         models={"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
         sizes=sizes | {ENGINE: engine},
-        sharing=tuple(alike),
+        sharing=tuple(sharing),
         placement=Placement((*groups, asked), tuple(_unlike(settings, roles)) if megatron else (), (*shared, *served)),
         speculation=_speculation(settings.quietly()),
         own_check=own_check(launch, refused),

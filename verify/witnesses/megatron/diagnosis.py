@@ -87,8 +87,8 @@ def _parts(rule: Rule, whole: Tensor, expected: Tensor, held: Tensor, at: Positi
 def _of_other_section(section: Section, sections: Sequence[Section], expected: Tensor, held: Tensor) -> str | None:
     found = held[section.rows]
     for other in sections:
-        alike = other is not section and len(other.rows) == len(section.rows)
-        if alike and not unequal(expected[other.rows], found).any():
+        same_rows = other is not section and len(other.rows) == len(section.rows)
+        if same_rows and not unequal(expected[other.rows], found).any():
             return other.name
     return None
 
