@@ -246,7 +246,7 @@ def _absent(sent: Sent, ranks: Sequence[_Rank], fused: bool) -> set[str]:
 
 
 def _apart(sent: Sent, ranks: Sequence[_Rank], reported: Collection[str]) -> Iterator[str]:
-    """Engines that keep weights in the same way and hold others than the rest; parameters `reported` already are left out."""
+    """Engines that hold other weights than those with the same layout; without the parameters `reported` already."""
     peers = defaultdict[tuple[Layout, Seat], list[_Rank]](list)
     for rank in ranks:
         peers[rank.setup.layout, rank.seat].append(rank)
