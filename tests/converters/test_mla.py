@@ -33,6 +33,7 @@ from verify.options import VerifyOptions
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
 from verify.witnesses.megatron.slices import Position, compare
+from verify.witnesses.process.interpreter import Interpreter
 
 Config = dict[str, Any]
 LAYER = "decoder.layers.11."
@@ -412,7 +413,7 @@ def test_megatron_from_019_on_has_another_moonlight(tmp_path: Path, monkeypatch:
     pytest.importorskip("megatron.core")
     save("moonlight", CASES["moonlight"], tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
-    monkeypatch.setattr(megatron_run, "version", lambda package: "0.19.0")
+    monkeypatch.setattr(Interpreter, "release", lambda self, package: "0.19.0")
     with pytest.raises(
         Skip, match=r"megatron-core 0.19.0 puts a norm before linear_q_proj, which no model without q_lora_rank has"
     ):
