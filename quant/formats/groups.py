@@ -134,7 +134,7 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
         )
     if any(weights.get("actorder") in _IN_ORDER and _strategy(weights) == "channel" for weights in packed):
         yield Refusal(
-            ("vLLM",),
+            ("vLLM 0.26",),  # the reader that is nearest
             "actorder stands beside one scale a row, which compressed-tensors refuses up to 0.15, as vLLM 0.19 to 0.22 "
             "require it",
             "set `actorder` to null: with one scale a row it says nothing",

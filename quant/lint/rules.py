@@ -16,7 +16,7 @@ from quant.formats.part_names import PACKED
 from quant.lint.subject import IgnoreList
 from quant.patterns.entries import matcher
 from quant.selection.portable import OTHER_FORMAT, quoted
-from quant.selection.readers import RULES, worst
+from quant.selection.readers import RULES, VLLM, worst
 
 Severity = Literal["error", "warning", "note"]
 
@@ -152,7 +152,7 @@ def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
             message,
             "pack all parts of a layer or none: quantize again with `ckptkit quantize`",
             names,
-            ("vLLM", "SGLang 0.5.16"),
+            (*VLLM, "SGLang 0.5.16"),
         )
 
 

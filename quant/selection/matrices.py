@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.core.specs import TensorSpec
 from converters.family import ModelFamily
-from converters.hf_names import FUSED, GATE_UP_DOWN, tail
+from converters.hf_names import FUSED, GATE_UP_DOWN, LATENT_DOWN, tail
 from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
 from quant.selection.spelling import spell
@@ -18,6 +18,9 @@ from quant.selection.tree import ClassTree
 # No reader asks about a single routed expert: about these names of the first one alone, whatever the release calls
 # them.
 FIRST_EXPERT = tuple(f"0.{name}" for name in GATE_UP_DOWN)
+# Fused layers that vLLM calls otherwise than SGLang.
+_OTHER_IN_VLLM = {"fused_qkv_a_proj_with_mqa": "fused_qkv_a_proj"}
+_FUSED_IN_VLLM: Mapping[str, tuple[str, ...]] = {**FUSED, "fused_qkv_a_proj": LATENT_DOWN}
 _FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() for shard in shards}
 # The indexer's key and head weights, which SGLang builds as one BF16 layer on CUDA.
 _DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj")
@@ -99,7 +102,7 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
         layer = fused_layer(f"{draft.sglang}{rest}", None) if asked and draft.sglang is not None else None
         in_vllm = asked or (draft.vllm_joint and module == draft.joint)
         prefix = draft.prefix if draft.vllm is None else draft.vllm
-        vllm = fused_layer(f"{prefix}{rest}", None) if in_vllm else None
+        vllm = _in_vllm(fused_layer(f"{prefix}{rest}", None)) if in_vllm else None
         return Matrix(tensor, False, reason, layer, vllm, draft.entry, ".experts." in rest, draft.unfuses)
     if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
         linear = _NO_LINEAR.fullmatch(module.rpartition(".")[2]) is None
@@ -115,10 +118,20 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
         module in tree.linears,
         reason,
         sglang,
-        module if family.engine("vllm").packs_routers and tree.is_router(module) else fused,
+        module if _alone_in_vllm(module, tree, family) else fused and _in_vllm(fused),
         dense.entry if dense else spell(module),
         module in tree.experts,
     )
+
+
+def _alone_in_vllm(module: str, tree: ClassTree, family: ModelFamily) -> bool:
+    """Whether vLLM asks about a head or a router, which no other reader packs by class."""
+    return module == tree.head or (family.engine("vllm").packs_routers and tree.is_router(module))
+
+
+def _in_vllm(layer: str) -> str:
+    parent, _, name = layer.rpartition(".")
+    return f"{parent}.{_OTHER_IN_VLLM[name]}" if name in _OTHER_IN_VLLM else layer
 
 
 def fused_layer(module: str, tree: ClassTree | None) -> str:
@@ -148,14 +161,14 @@ def names_in_sglang(
     return tuple(_asked(matrix.sglang, ignore, mapping)) if matrix.sglang is not None else ()
 
 
-def names_in_vllm(matrix: Matrix, ignore: Collection[str]) -> tuple[str, ...]:
+def names_in_vllm(matrix: Matrix, decided: Collection[str]) -> tuple[str, ...]:
     """As `names_in_sglang` for vLLM, every class of which says what its fused layers are made of.
 
-    Read in its source, not run.
+    `decided`: the fused layers that `ignore` names as a whole, whose shards are then not asked about.
     """
     # What lies in the release as one matrix already is not a fused layer to vLLM.
     return (
-        tuple(_asked(matrix.vllm, ignore, FUSED if matrix.vllm != matrix.module else {}))
+        tuple(_asked(matrix.vllm, decided, _FUSED_IN_VLLM if matrix.vllm != matrix.module else {}))
         if matrix.vllm is not None
         else ()
     )

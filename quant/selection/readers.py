@@ -16,6 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from quant.patterns.entries import matcher
 
 Rule = Callable[[str, str], bool]
+VLLM = ("vLLM 0.26", "vLLM 0.33")
 _LINEAR_CLASSES = ("Linear", "Module")
 
 
@@ -44,7 +45,7 @@ def compressed_tensors(module: str, pattern: str) -> bool:
 def vllm(layer: str, pattern: str) -> bool:
     """Whether an entry covers a layer for vLLM: `re:` from the start, else the whole name.
 
-    Source: vLLM `compressed_tensors/utils.py`, `check_equal_or_regex_match`; read, not run.
+    Source: vLLM `compressed_tensors/utils.py`, `should_ignore_layer`.
     """
     return pattern == layer
 
@@ -80,7 +81,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "compressed-tensors": compressed_tensors,
         "transformers": compressed_tensors,
-        "vLLM": vllm,
+        "vLLM 0.26": vllm,
+        "vLLM 0.33": vllm,
         "SGLang 0.5.16": sglang,
         "SGLang 0.5.23": sglang_suffix,
         "slime": slime,
@@ -90,7 +92,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 READERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "sglang": ("SGLang 0.5.16", "SGLang 0.5.23"),
-        "vllm": ("vLLM",),
+        "vllm": VLLM,
         "transformers": ("compressed-tensors", "transformers"),
         "slime": ("slime",),
         "miles": ("slime",),  # the same rule; only its bridge goes by the names of the checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -13,7 +13,8 @@ from converters.registry import FAMILIES
 from quant.formats.groups import LINEAR, Target
 from quant.patterns.entries import check_lookups, matcher
 from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
-from quant.selection.readers import RULES
+from quant.selection.readers import RULES, VLLM
+from quant.selection.vllm_classes import class_in_vllm, named_by_class
 
 Answer = Literal["packs", "other", "keeps", "refuses"]
 _BY_CLASS = ("compressed-tensors", "transformers")
@@ -93,7 +94,7 @@ def read_all(
 
 
 def _asked(
-    reader: str, matrices: Iterable[Matrix], ignore: set[str], config: Mapping[str, Any]
+    reader: str, matrices: Sequence[Matrix], ignore: set[str], config: Mapping[str, Any]
 ) -> Iterator[tuple[str, ...]]:
     if reader == "slime":
         # It packs what ends so, and fused experts do not.
@@ -103,6 +104,10 @@ def _asked(
         yield from ((matrix.module,) for matrix in matrices)
         return
     packed_modules = FAMILIES[str(config.get("model_type"))].engine("sglang").packed_modules
+    if reader == "vLLM 0.33":  # an entry that matches a fused layer's own name decides for its shards
+        layers = sorted({matrix.vllm for matrix in matrices if matrix.vllm is not None})
+        check_lookups(list(ignore), len(layers))
+        ignore = set[str]().union(*(covered(reader, pattern, layers) for pattern in ignore))
     known: dict[str | None, tuple[str, ...]] = {None: ()}  # an engine asks once about all experts of a layer
     for matrix in matrices:
         layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm
@@ -131,37 +136,46 @@ def _layer(reader: str, matrix: Matrix) -> str:
 
     Empty for routed experts, whose name is one of those.
     """
-    layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm if reader == "vLLM" else None
+    layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm if reader in VLLM else None
     return "" if layer is None or layer.endswith(".experts") else layer
 
 
 @dataclass(frozen=True)
 class _Targeted:
-    """What targets make of modules: by name, and of the class Linear; None: no target is for them."""
+    """What targets make of modules: by name, and by the class of a layer; None: no target is for them."""
 
+    reader: str
     by_name: Mapping[str, Answer]
-    by_class: Answer | None
+    by_class: Callable[[str], Answer | None]
 
     def of(self, layer: str, names: Sequence[str]) -> set[Answer | None]:
-        """The answers for a layer: by its own name, then its class, then the names of its parts."""
+        """The answers for a layer: by its own name, then its class, then the names of its parts; vLLM 0.33 parts first.
+
+        Parts by name count only where there is a target for all of them; that of the first then stands in vLLM.
+        """
         if layer in self.by_name:
             return {self.by_name[layer]}
-        parts = {self.by_name.get(name, self.by_class) for name in names}
+        by_class = self.by_class(layer or names[0])
         if not layer:
-            return parts
-        # Parts by name count only where there is a target for all of them.
-        return {self.by_class} if self.by_class is not None or None in parts else parts
+            return {self.by_name.get(name, by_class) for name in names}
+        parts = [self.by_name.get(name) for name in names]
+        if None in parts or (by_class is not None and self.reader != "vLLM 0.33"):
+            return {by_class}
+        return set(parts[:1] if self.reader in VLLM else parts)
 
 
 def _targeted(reader: str, names: Sequence[str], targets: Sequence[Target]) -> _Targeted:
     """What is to be quantized where `ignore` does not cover it. slime reads no targets."""
     if reader == "slime":
-        return _Targeted({}, "packs")
+        return _Targeted(reader, {}, lambda _: "packs")
     by_name: dict[str, Answer] = {}
     for target in targets:
         if target.pattern != "Linear":
-            by_name = dict.fromkeys(covered("vLLM", target.pattern, names), target.kind) | by_name
-    return _Targeted(by_name, next((target.kind for target in targets if target.pattern == "Linear"), None))
+            by_name = dict.fromkeys(covered("vLLM 0.26", target.pattern, names), target.kind) | by_name
+    if reader in VLLM:
+        return _Targeted(reader, by_name, lambda layer: named_by_class(class_in_vllm(layer), targets))
+    linear = next((target.kind for target in targets if target.pattern == "Linear"), None)
+    return _Targeted(reader, by_name, lambda _: linear)
 
 
 def _answer(reader: str, layer: str, asked: Sequence[str], ignored: frozenset[str], targeted: _Targeted) -> Answer:

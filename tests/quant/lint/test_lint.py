@@ -30,10 +30,11 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.lint.lint import LintReport, lint
 from quant.lint.text import lines
+from quant.selection.readers import VLLM
 
 ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
 DRAFT = r"re:model\.(layers\.4|decoder)\..*"
-BY_NAME = ("compressed-tensors", "transformers", "vLLM", "SGLang 0.5.16", "SGLang 0.5.23", "slime")
+BY_NAME = ("compressed-tensors", "transformers", *VLLM, "SGLang 0.5.16", "SGLang 0.5.23", "slime")
 
 
 def found(report: LintReport) -> list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
@@ -70,7 +71,7 @@ def test_glm_without_the_router_rule(tmp_path: Path) -> None:
         ("error", "exposed", ("model.layers.{1..3}.mlp.gate.weight",), ("slime",)),
         ("error", "exposed", ("model.layers.4.eh_proj.weight", "model.layers.4.mlp.gate.weight"), ("slime",)),
     ]
-    assert found(report)[4] == ("warning", "exposed", draft, ("vLLM",))
+    assert found(report)[4] == ("warning", "exposed", draft, VLLM)
     assert {report.findings[index].hint for index in (0, 3, 4)} == {f"use '{DRAFT}'"}
     note = report.findings[5]
     assert (note.severity, note.hint) == ("note", "start SGLang with --disable-shared-experts-fusion")

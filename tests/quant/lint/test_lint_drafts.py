@@ -19,6 +19,7 @@ from converters.registry import FAMILIES
 from quant.lint.lint import lint
 from quant.lint.subject import open_subject
 from quant.selection.class_tree import class_tree
+from quant.selection.readers import VLLM
 
 # DeepSeek-R1 less its middle: layers 0 to 2 are dense, layer 61 is the draft.
 R1 = {
@@ -99,7 +100,7 @@ def test_names_of_mimos_draft_layer_are_vllms_numbers_too(tmp_path: Path) -> Non
     layers = config["num_hidden_layers"]
     path = published.write(tmp_path / "mimo", config, ["lm_head", "model.embed_tokens", r"re:model\.mtp_layers\..*"])
     found = [one for one in lint(path).findings if any(".mtp_layers." in tensor for tensor in one.tensors)]
-    assert {one.readers for one in found} == {("SGLang 0.5.16", "SGLang 0.5.23"), ("vLLM",)}
+    assert {one.readers for one in found} == {("SGLang 0.5.16", "SGLang 0.5.23"), VLLM}
     (entry,) = {one.hint.removeprefix("use ").strip("'") for one in found}
     assert rf"model\.layers\.({layers})" in entry
     whole = published.write(tmp_path / "whole", config, ["lm_head", "model.embed_tokens", entry])

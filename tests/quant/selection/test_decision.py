@@ -233,7 +233,12 @@ REFUSED = [
         r"would pack .*\.experts\.5\.down_proj",
         None,
     ),
-    ("qwen2-untied", ("Linear",), r"vLLM and SGLang 0\.5\.16 and SGLang 0\.5\.23 and slime would pack", None),
+    (
+        "qwen2-untied",
+        ("Linear",),
+        r"vLLM 0\.26 and vLLM 0\.33 and SGLang 0\.5\.16 and SGLang 0\.5\.23 and slime would pack",
+        None,
+    ),
 ]
 
 
@@ -321,7 +326,8 @@ def test_draft_layers_stay_as_they_are() -> None:
     assert {verdicts[name].reason for name in draft} == {"draft layer"}
     with pytest.raises(
         CkptkitError,
-        match=r"\n  vLLM and SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.12\.self_attn\.q_proj",
+        match=r"\n  vLLM 0\.26 and vLLM 0\.33 and SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack "
+        r"model\.layers\.12\.self_attn\.q_proj",
     ) as caught:
         resolve(specs, config, scheme(*ignore[:-1]))
     # SGLang's eh_proj, router and head of the draft layer are none that it quantizes.

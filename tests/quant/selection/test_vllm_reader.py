@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import models
 from support.processes import run_logged
-from support.published import GLM, QWEN
+from support.published import GLM, QWEN, quantization, write
 from support.vllm_runs import release
 
-from converters.hf_names import FUSED
+from quant.formats.groups import Target
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import matrices_named
+from quant.selection.readers import VLLM
 from quant.selection.reading import read
 from verify.witnesses.process.interpreter import python_of
 
@@ -42,31 +44,68 @@ LISTS = [
     *([entry] for entry in (r"re:.*experts.1\..*", "re:.*shared_experts.*", r"re:.*shared_experts\.up_proj$")),
     *([entry] for entry in (r"re:.*mlp\.gate\..*", "model.layers.2.mlp", r"re:.*\.experts\.\d+\.(gate|up)_proj")),
 ]
-DENSE = {key: value for key, value in QWEN.items() if key not in ("num_experts", "moe_intermediate_size")} | {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-}
-MODELS = {"dense": DENSE, "Qwen3-MoE": QWEN, "GLM-4.5": GLM}
+TARGETS = [
+    *(["Linear"], ["re:.*q_proj$"], ["re:.*[qkv]_proj$"], ["re:.*qkv_proj$"], ["re:.*up_proj$"], ["re:.*o_proj"]),
+    *(
+        ["QKVParallelLinear"],
+        ["MergedColumnParallelLinear"],
+        ["linear"],
+        ["re:.*Linear"],
+        ["re:Row.*"],
+        ["RoutedExperts"],
+    ),
+    *(
+        ["experts"],
+        ["Linear", "lm_head"],
+        ["lm_head"],
+        ["ParallelLMHead"],
+        ["re:.*"],
+        ["re:.*a_proj.*"],
+        ["re:.*kv_a.*"],
+    ),
+    *(["re:.*gate"], ["re:.*mlp.*"], QKV, QKV[:1], ["model.layers.0.self_attn.qkv_proj"], ["Module"]),
+]
+MODELS = ("qwen3-untied", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_each_layer_is_read_as_vllm_reads_it(config: dict[str, Any], tmp_path: Path) -> None:
-    if release() >= (0, 33):  # type: ignore[operator]
-        pytest.skip("0.33 lets an entry that matches a fused layer's own name decide for its parts: not modelled")
+@pytest.mark.timeout(900)
+def test_each_layer_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
+    """vLLM's classes are built from a config alone, and asked which of their layers each list packs."""
+    found = release()
+    reader = "vLLM 0.33" if found is not None and found >= (0, 33) else "vLLM 0.26"
+    lists = [(one, ["Linear"]) for one in LISTS] + [(one, targets) for targets in TARGETS for one in ([], QKV)]
+    contents = [quantization(ignore, targets) for ignore, targets in lists]
+    configs = {}
+    for name in MODELS:
+        models.save(name, tmp_path / "plain" / name)
+        configs[name] = json.loads((tmp_path / "plain" / name / "config.json").read_text())
+    paths = [write(tmp_path / name, config, ["re:.*"]) for name, config in configs.items()]
+    file = tmp_path / "asked.json"
+    file.write_text(json.dumps([(str(path), contents) for path in paths]))
+    log = tmp_path / "log"
+    assert run_logged(log, "support.vllm_ignore", file, program=python_of("vllm", {}), limit_s=840), log.read_text()[
+        -2000:
+    ]
+    wrong = [
+        (name, ignore, targets, layer, wanted.get(layer), ours.get(layer))
+        for (name, config), answers in zip(configs.items(), json.loads(file.read_text()), strict=True)
+        for (ignore, targets), wanted in zip(lists, answers, strict=True)
+        for ours in [read_as(reader, config, ignore, targets)]
+        for layer in sorted({*wanted, *ours})
+        if wanted.get(layer) != ours.get(layer)
+    ]
+    assert wrong == []
+
+
+def read_as(reader: str, config: dict[str, Any], ignore: list[str], targets: list[str]) -> dict[str, str]:
+    """What ckptkit predicts of each layer that it takes this reader to ask about."""
     tree = class_tree(config)
     matrices = matrices_named([f"{module}.weight" for module in sorted([*tree.linears, *tree.others])], tree, config)
-    layers = sorted({matrix.vllm for matrix in matrices if matrix.vllm is not None})
-    fused = {name: FUSED[name] for name in ("qkv_proj", "gate_up_proj")}
-    file = tmp_path / "asked.json"
-    file.write_text(json.dumps({"layers": layers, "lists": LISTS, "fused": fused}))
-    log = tmp_path / "log"
-    assert run_logged(log, "support.vllm_ignore", file, program=python_of("vllm", {})), log.read_text()[-2000:]
-    for ignore, answers in zip(LISTS, json.loads(file.read_text()), strict=True):
-        wanted = dict(zip(layers, answers, strict=True))
-        reading = read("vLLM", matrices, ignore, config)
-        found = {matrix.vllm: answer for matrix, answer in zip(matrices, reading.answers, strict=True) if matrix.vllm}
-        assert found == wanted, ignore
+    reading = read(reader, matrices, ignore, config, [Target(one, "packs") for one in targets])
+    return {
+        matrix.vllm: answer for matrix, answer in zip(matrices, reading.answers, strict=True) if matrix.vllm is not None
+    }
 
 
 @pytest.mark.parametrize(("config", "answer"), [(QWEN, "packs"), (GLM, "keeps")], ids=["Qwen3-MoE", "GLM-4.5"])
@@ -75,5 +114,6 @@ def test_a_router_that_no_entry_names(config: dict[str, Any], answer: str) -> No
     tree = class_tree(config)
     gate = min(name for name in [*tree.linears, *tree.others] if tree.is_router(name))
     matrices = matrices_named([f"{gate}.weight"], tree, config)
-    assert read("vLLM", matrices, ["lm_head"], config).answers == (answer,)
-    assert read("vLLM", matrices, ["lm_head", gate], config).answers == ("keeps",)
+    for reader in VLLM:
+        assert read(reader, matrices, ["lm_head"], config).answers == (answer,)
+        assert read(reader, matrices, ["lm_head", gate], config).answers == ("keeps",)

@@ -15,6 +15,7 @@ from support.sglang_runs import Case, checked, int4_config, online_int4, run_cas
 from torch import Tensor
 
 from quant.lint.lint import lint
+from quant.selection.readers import VLLM
 from verify.checks.witnesses.hints import KEEP_ROUTER
 from verify.run import verify
 from verify.witnesses.loading.job import LoadReport, Observation
@@ -240,7 +241,7 @@ def test_fused_experts_of_a_draft_that_no_entry_covers_are_found(
     fused = (f"{FUSED_EXPERTS}down_proj", f"{FUSED_EXPERTS}gate_up_proj")
     assert [(one.severity, one.tensors, one.readers) for one in report.findings] == [
         ("error", fused, ("SGLang 0.5.16", "SGLang 0.5.23")),
-        ("warning", fused, ("vLLM",)),
+        ("warning", fused, VLLM),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.witnesses.loading import run as sglang_run
 from verify.witnesses.loading.bits import difference, poison, poisoned
-from verify.witnesses.loading.compare import DROPPED
+from verify.witnesses.loading.compare import DROPPED, Loaded
 from verify.witnesses.loading.job import ONE_RANK, LoadReport, Observation
 from verify.witnesses.loading.names import of_draft, promised_names
 from verify.witnesses.loading.run import LoadedBy, LoadRun
@@ -82,6 +83,17 @@ def test_poison_is_seen_element_by_element(dtype: torch.dtype) -> None:
     assert not dtype.is_floating_point or tensor.float().isnan().all()
     tensor[1, 2] = 1
     assert poisoned(tensor).sum() == 11
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("values", "why"), [([1.0, 2.0], None), ([1.0, 1.0], "every element is 1.0"), ([0.0, 0.0], "all zero")]
+)
+def test_a_dead_router_is_seen_in_any_float(dtype: torch.dtype, values: list[float], why: str | None) -> None:
+    """FP8 has neither `isfinite` nor an order."""
+    router, whole = torch.tensor(values).to(dtype), SimpleNamespace(of=lambda held: held)
+    loaded = SimpleNamespace(tensors={"p": router}, routers=lambda: ["r"], place=lambda _: ("p", whole))
+    assert [one.what for one in Loaded.dead_routers(loaded)] == ([why] if why else [])  # type: ignore[arg-type]
 
 
 def test_difference_compares_bits() -> None:

@@ -49,7 +49,7 @@ def test_a_sound_checkpoint_passes_from_hf_and_megatron(releases: PathOf, conver
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_a_missing_expert_and_a_packed_router_are_errors(releases: PathOf, tmp_path: Path, copy_of: PathOf) -> None:
+def test_a_missing_expert_is_an_error(releases: PathOf, tmp_path: Path, copy_of: PathOf) -> None:
     broken = copy_of(releases("glm4_moe"))
     name = "model.layers.3.mlp.experts.4.up_proj.weight"
     models.edit(broken, name, None)

@@ -5,11 +5,14 @@ Each tensor that is missing is named by its HF name and by vLLM's parameter, whe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import models
+from support.quantized import int4, write
 from support.sglang_formats import write_all
 from support.sglang_runs import Case, checked
 from support.vllm_runs import HALF, LOST, MUTATIONS, found_by_vllm, run_cases
@@ -104,6 +107,52 @@ def test_exchanged_keys_and_values_are_named(model: str, runs: Mapping[tuple[str
     modules = {one.tensor.rpartition(".")[0] for one in run.report.differing}
     assert modules == {f"model.layers.5.self_attn.{one}_proj" for one in "kv"}
     assert not found_by_vllm(run)
+
+
+ROUTERS = ("groups glm4_moe", "groups deepseek_v3")
+
+
+def with_packed_routers(source: Path, target: Path) -> Path:
+    """A copy whose routers are INT4 too, as a list of `ignore` that names none of them makes it."""
+
+    def edit(config: dict[str, Any]) -> dict[str, Any]:
+        content = config["quantization_config"]
+        ignore = [one for one in content["ignore"] if "gate(" not in one]
+        assert len(ignore) == len(content["ignore"]) - 1
+        return config | {"quantization_config": content | {"ignore": ignore}}
+
+    quantizer = int4(strategy="group", group_size=32, symmetric=True)
+    write(source, target, lambda name: name.endswith(".mlp.gate.weight"), quantizer, edit)
+    return target
+
+
+@pytest.fixture(scope="module")
+def quantized_routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, LoadRun]]:
+    root = tmp_path_factory.mktemp("routers")
+    made = dict(write_all(root, [*ROUTERS, "fp8 qwen3_moe"]))
+    cases = {name: Case(with_packed_routers(made[name], root / f"{name} packed")) for name in ROUTERS}
+    cases["fp8 qwen3_moe"] = Case(made["fp8 qwen3_moe"])
+    runs = run_cases(cases, tmp_path_factory.mktemp("runs"))
+    return {name: (case, runs[name]) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("model", ROUTERS)
+def test_a_packed_router_that_vllm_builds_unquantized_is_named(
+    model: str, quantized_routers: Mapping[str, tuple[Case, LoadRun]]
+) -> None:
+    results, findings, _ = checked(*quantized_routers[model], VLLM)
+    assert results["CK521"].status == "failed"
+    (stopped,) = (one.actual for one in findings if one.code == "CK521")
+    assert re.search(r"it was given: model\.layers\.\d\.mlp\.gate\.weight_packed", stopped)
+
+
+def test_a_router_that_vllm_builds_in_fp8_does_not_stop_the_check_of_routers(
+    quantized_routers: Mapping[str, tuple[Case, LoadRun]],
+) -> None:
+    """Its BF16 weight is rounded into FP8, and the scale is never written. That of dead routers ends."""
+    results, findings, _ = checked(*quantized_routers["fp8 qwen3_moe"], VLLM)
+    assert (results["CK522"].status, results["CK525"].status) == ("failed", "passed")
+    assert any("mlp.gate.weight_scale_inv" in f"{one.tensor} {one.actual}" for one in findings if one.code == "CK522")
 
 
 def test_what_vllm_says_itself_of_missing_tensors(
