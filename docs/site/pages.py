@@ -84,8 +84,8 @@ EXAMPLES = {
     ),
     "CK507": (
         "--ep 2 without --tp",
-        "inconclusive: SGLang was loaded on one rank, since an engine cannot have --ep 2: --ep divides --tp, there is no "
-        "--pp, and tp / ep ranks cut an expert; give these sizes with --against-megatron alone",
+        "inconclusive: SGLang was loaded on one rank, since an engine cannot have --ep 2: --ep divides --tp, there is "
+        "no --pp, and tp / ep ranks cut an expert; give these sizes with --against-megatron alone",
     ),
     "CK508": (
         "two multi-token prediction layers, where SGLang's draft class takes one",

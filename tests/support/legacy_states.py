@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ def rank_files(root: Path) -> dict[str, Path]:
 
 
 def loaded(path: Path) -> State:
-    return dict(torch.load(path, weights_only=False))
+    """What a rank saved. Its classes are Megatron's, whose import may warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dict(torch.load(path, weights_only=False))
 
 
 def rewrite(root: Path, change: Callable[[State], None], *names: str) -> None:
