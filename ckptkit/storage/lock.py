@@ -118,7 +118,7 @@ def _words(path: Path, descriptor: int) -> str:
     """Who has written the lock file. Raises CkptkitError when it is not a lock file, and must not be written over."""
     content = os.pread(descriptor, _MAX_BYTES, 0).decode(errors="replace")
     if content and not (found := _CONTENT.fullmatch(content)):
-        raise _unusable(path, "is no lock file of ckptkit")
+        raise _unusable(path, "is not a lock file of ckptkit")
     return found[1] if content and found else "a process that has just begun"
 
 

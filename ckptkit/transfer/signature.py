@@ -69,7 +69,7 @@ def _with_key(configured: Callable[..., Any], name: str, path: Path, hint: str) 
         # TypeError: it is encrypted. AttributeError: a key of another kind (RSA) has no curve.
         what = name.replace("_", " ")
         raise CkptkitError(
-            f"{path} is no {what} on the curve P-256, P-384 or P-521: {words_of(error)}", hint
+            f"{path} is not a {what} on the curve P-256, P-384 or P-521: {words_of(error)}", hint
         ) from error
 
 

@@ -43,7 +43,7 @@ class ShapeOnly:
         given = sizes[0] if isinstance(sizes[0], tuple) else sizes
         count, rest = math.prod(self.shape), math.prod(size for size in given if size != -1)
         result = tuple(count // max(rest, 1) if size == -1 else size for size in given)
-        return ShapeOnly(result) if math.prod(result) == count else _refuse(f"{list(self.shape)} is no {list(given)}")
+        return ShapeOnly(result) if math.prod(result) == count else _refuse(f"{list(self.shape)} is not {list(given)}")
 
     def flatten(self, first: int = 0, last: int = -1) -> ShapeOnly:
         end = last % len(self.shape) + 1

@@ -105,7 +105,7 @@ def test_no_memory_is_filled() -> None:
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        (lambda tensors: tensors[0].reshape(4, -1), r"\[3, 5\] is no \[4, -1\]"),
+        (lambda tensors: tensors[0].reshape(4, -1), r"\[3, 5\] is not \[4, -1\]"),
         (lambda tensors: tensors[0].split_with_sizes([2, 2]), r"axis 0 of \[3, 5\] cannot be split into \[2, 2\]"),
     ],
 )

@@ -35,7 +35,7 @@ def fault_of(path: Path) -> str | None:
     if path.name in {*LOADED, MANIFEST}:
         return f"{path}: is a name that loaders read; name the report otherwise"
     if path.exists() and not _is_report(path):
-        return f"{path}: is there and is no {path.suffix} report of ckptkit, so it is not replaced"
+        return f"{path}: is there and is not a {path.suffix} report of ckptkit, so it is not replaced"
     return None if os.access(parent, os.W_OK) else f"{path}: its directory cannot be written to"
 
 

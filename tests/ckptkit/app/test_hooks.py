@@ -232,7 +232,7 @@ def test_verl_process_without_overrides_checks_nothing() -> None:
 
 def test_verl_model_that_is_no_directory_is_said() -> None:
     code, said = verl("actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B")
-    assert (code, "is no directory here" in said) == (0, True)
+    assert (code, "is not a directory here" in said) == (0, True)
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))

@@ -210,7 +210,7 @@ def test_a_damaged_shard_is_refused_as_on_disk(
 def test_a_key_that_is_no_file_name_is_refused(two: Path, bucket: Bucket, key: str) -> None:
     bucket.put_directory(two, "two")
     bucket.put(key, b"{}")
-    with pytest.raises(CkptkitError, match="is no file of this directory"), opened(bucket.url("two")):
+    with pytest.raises(CkptkitError, match="is not a file of this directory"), opened(bucket.url("two")):
         pass
 
 

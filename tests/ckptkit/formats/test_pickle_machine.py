@@ -101,7 +101,7 @@ _HASH_BOMB = _in_a_dict(b")" + b"2\x86" * 40)  # DUP, TUPLE2: a pair of what was
         pytest.param(b"\x80\x02K\x01)R.", "a call of int", id="call of a number"),
         pytest.param(b"\x80\x02ctorch\nSize\nK\x09\x85R.", "a call of tuple", id="size of a number"),
         pytest.param(b"\x80\x02]}b.", "a state for list", id="state of a list"),
-        pytest.param(b"\x80\x02}K\x01a.", "no list", id="append to a dict"),
+        pytest.param(b"\x80\x02}K\x01a.", "not a list", id="append to a dict"),
         pytest.param(b"\x80\x02(K\x01d.", "without a value", id="odd dict"),
     ],
 )

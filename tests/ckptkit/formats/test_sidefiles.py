@@ -47,15 +47,15 @@ def test_a_side_file_that_is_a_link_to_nothing_is_named(releases: PathOf, copy_o
     [
         (
             lambda layout: {"../../escaped.safetensors": [name for names in layout.values() for name in names]},
-            "no safetensors file of one directory",
+            "not a safetensors file of one directory",
         ),
         (
             lambda layout: {"/tmp/escaped.safetensors": [name for names in layout.values() for name in names]},
-            "no safetensors file of one directory",
+            "not a safetensors file of one directory",
         ),
         (
             lambda layout: {"config.json": [name for names in layout.values() for name in names]},
-            "no safetensors file of one directory",
+            "not a safetensors file of one directory",
         ),
         (lambda layout: layout | {"more.safetensors": ["model.norm.weight"]}, "names tensors twice: model.norm.weight"),
         (lambda layout: {file: names[1:] for file, names in layout.items()}, "hold other tensors than this model"),

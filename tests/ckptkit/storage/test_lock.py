@@ -182,7 +182,7 @@ def test_lock_file_that_is_somebody_elses_is_left_alone(tmp_path: Path, kind: st
         (tmp_path / LOCK).mkdir()
     before = sorted(path.name for path in tmp_path.iterdir())
     with (
-        pytest.raises(CkptkitError, match=rf"{LOCK}: (is no lock file of ckptkit|Too many levels|Is a directory)"),
+        pytest.raises(CkptkitError, match=rf"{LOCK}: (is not a lock file of ckptkit|Too many levels|Is a directory)"),
         new_directory(tmp_path / "out", ASKED),
     ):
         pass

@@ -95,7 +95,7 @@ def test_overwrite_replaces_checkpoints_and_empty_directories_only(tmp_path: Pat
     (tmp_path / "home").mkdir()
     check_destination(tmp_path / "home", overwrite=True)
     (tmp_path / "home/thesis.txt").write_text("x")
-    with pytest.raises(CkptkitError, match="is no checkpoint, so it is not replaced"):
+    with pytest.raises(CkptkitError, match="is not a checkpoint, so it is not replaced"):
         check_destination(tmp_path / "home", overwrite=True)
     (tmp_path / "home/latest_checkpointed_iteration.txt").write_text("release")
     check_destination(tmp_path / "home", overwrite=True)

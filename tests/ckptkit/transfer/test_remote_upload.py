@@ -120,7 +120,7 @@ def test_what_is_there_is_kept_unless_it_is_to_be_replaced(local: Path, bucket: 
 
 def test_what_is_no_checkpoint_is_never_replaced(bucket: Bucket) -> None:
     bucket.put("out/thesis.tex", b"x")
-    with pytest.raises(CkptkitError, match="is no checkpoint, so it is not replaced"):
+    with pytest.raises(CkptkitError, match="is not a checkpoint, so it is not replaced"):
         Upload(bucket.url("out"), overwrite=True)
     assert bucket.listed() == ["out/thesis.tex"]
 

@@ -57,8 +57,8 @@ def test_layers_of_each_stage_and_chunk(pipeline: Pipeline, stages: Stages) -> N
         ),
         (Pipeline(4, 2, layout="Ett|t|tL"), "the layout has 3 stages"),
         (Pipeline(4, 2, layout="Etm|tttL", mtp=1), "not together behind all others"),
-        (Pipeline(4, 2, layout="Etx|tttL"), "is no layout"),
-        (Pipeline(4, 2, layout=7), "is no layout"),
+        (Pipeline(4, 2, layout="Etx|tttL"), "is not a layout"),
+        (Pipeline(4, 2, layout=7), "is not a layout"),
         (Pipeline(4, 2, layout="E(t)*99999999999|L"), "too long"),
     ],
 )

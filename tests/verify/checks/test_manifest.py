@@ -241,7 +241,7 @@ def test_manifest_under_a_name_that_loaders_read_is_refused(releases: PathOf, co
 def test_manifest_over_a_file_that_is_no_manifest_is_refused(releases: PathOf, copy_of: CopyOf) -> None:
     model = copy_of(releases("qwen2-tied"))
     (model / "ckptkit.json").write_text('{"notes": "of a user"}')
-    with pytest.raises(CkptkitError, match="is no manifest, so it is not replaced"):
+    with pytest.raises(CkptkitError, match="is not a manifest, so it is not replaced"):
         make_manifest(model)
     assert (model / "ckptkit.json").read_text() == '{"notes": "of a user"}'
 

@@ -43,7 +43,7 @@ def test_launch_arguments_are_read_with_defaults_and_last_value() -> None:
         (["--pipeline-model-parallel-size", "${PP}"], r"\$\{PP\} among the launch arguments is not a number"),
         (["--pipeline-model-parallel-size"], "has no value"),
         (["--pipeline-model-parallel-layout", "--swiglu"], "has no value"),
-        (["--mtp-num-layers", "9" * 5000], "is no number"),
+        (["--mtp-num-layers", "9" * 5000], "is not a number"),
     ],
 )
 def test_values_that_are_none(words: list[str], said: str) -> None:

@@ -73,11 +73,11 @@ def test_resolvers_give_what_omegaconf_gives(value: str, text: str) -> None:
         ("${z}", "${z} names no setting of this configuration"),
         ("${v}", "goes in circles"),
         ("${oc.env:NO_SUCH}", "the variable NO_SUCH is not set"),
-        ("${mul:a,2}", "is no number"),
-        ("${div:1,0}", "is no number"),
+        ("${mul:a,2}", "is not a number"),
+        ("${div:1,0}", "is not a number"),
         ("${now:%Y}", "the resolver now is not known"),
         ("${a", "has no closing brace"),
-        ("x${m}", "is no single value"),
+        ("x${m}", "is not a single value"),
         ("???", "a value that the launch must give"),
     ],
 )
@@ -150,7 +150,7 @@ def test_tags_make_no_objects() -> None:
     ("data", "why"),
     [
         (b"- 1\n", "holds no mapping"),
-        (b"a: \xff\n", "no UTF-8"),
+        (b"a: \xff\n", "not UTF-8"),
         (b"#" * (1 << 21), "at most 1048576 are"),
     ],
 )

@@ -202,7 +202,7 @@ def test_report_over_a_file_that_is_no_report_is_refused(tmp_path: Path, ending:
     else:
         (tmp_path / "precious").rename(path)
     before = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    with pytest.raises(CkptkitError, match=f"is there and is no {ending} report of ckptkit, so it is not replaced"):
+    with pytest.raises(CkptkitError, match=f"is there and is not a {ending} report of ckptkit, so it is not replaced"):
         write_report(REPORT, path)
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
 
@@ -210,7 +210,7 @@ def test_report_over_a_file_that_is_no_report_is_refused(tmp_path: Path, ending:
 @pytest.mark.parametrize("other", [ending for ending in FORMATS if ending != ".json"])
 def test_report_over_a_report_of_another_format_is_refused(tmp_path: Path, other: str) -> None:
     (tmp_path / "report.json").write_text(text_of(REPORT, other), encoding="utf-8")
-    assert "is no .json report" in (fault_of(tmp_path / "report.json") or "")
+    assert "is not a .json report" in (fault_of(tmp_path / "report.json") or "")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_report_onto_a_file_of_the_checkpoint_by_a_link_is_refused(
     (tmp_path / "report.json").symlink_to(model / "config.json")
     result = CliRunner().invoke(cli, ["verify", str(model), "--report", str(tmp_path / "report.json")])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "is no .json report of ckptkit" in result.stderr
+    assert "is not a .json report of ckptkit" in result.stderr
     assert (model / "config.json").read_bytes() == before
 
 
@@ -255,7 +255,7 @@ def test_report_onto_a_file_of_the_checkpoint_by_a_mount_is_refused(
     ).returncode:
         pytest.skip(f"no bind mount here: {done.stderr.strip()}")
     try:
-        with pytest.raises(CkptkitError, match=r"is no .json report of ckptkit"):
+        with pytest.raises(CkptkitError, match=r"is not a .json report of ckptkit"):
             write_report(REPORT, report)
         assert (model / "config.json").read_bytes() == before
     finally:

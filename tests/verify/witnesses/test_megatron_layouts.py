@@ -237,7 +237,7 @@ def edited_release(copy_of: PathOf) -> Callable[[Path, str], Path]:
             {"pipeline_layout": "Et*6|t*5mL"},
             "11 layers and 1 for multi-token prediction, the model 12 and 1",
         ),
-        ({"pp": 2}, {"pipeline_layout": "Et*6|x*6mL"}, "is no layout"),
+        ({"pp": 2}, {"pipeline_layout": "Et*6|x*6mL"}, "is not a layout"),
         ({"pp": 2, "vpp": 2}, {"pipeline_layout": "Et*6|t*6mL"}, "the layout has 2 stages"),
         ({"pp": 2}, {"pipeline_layout": "Et*6|t*6mL", "decoder_first_pipeline_num_layers": 6}, "together with other"),
         ({"pp": 2}, {"decoder_first_pipeline_num_layers": 13}, "-1 layers do not divide"),

@@ -36,7 +36,7 @@ def read_yaml(path: Path) -> dict[str, Tree]:
     try:
         tree = parse(data.decode(), path)
     except UnicodeDecodeError as error:
-        raise _refused(path, "is no UTF-8 text") from error
+        raise _refused(path, "is not UTF-8 text") from error
     if not isinstance(tree, dict):
         raise _refused(path, "holds no mapping")
     return tree
