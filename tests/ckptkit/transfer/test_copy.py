@@ -35,6 +35,7 @@ class Numbers:
         self.order: list[str] = []
         self.held, self.most = 0, 0
         self.threads: set[int] = set()
+        self.seconds = 0.002  # of a read
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         with self.lock:
@@ -42,7 +43,7 @@ class Numbers:
             self.threads.add(threading.get_ident())
             self.held += 1000 * len(names)
             self.most = max(self.most, self.held)
-        time.sleep(0.002)
+        time.sleep(self.seconds)
         return {name: torch.full((1000,), int(name[1:]), dtype=torch.uint8) for name in names}
 
 
@@ -172,6 +173,7 @@ class BrokenError(Exception):
 )
 def test_an_error_of_a_stage_ends_the_job(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:
     source = Numbers()
+    source.seconds = 0.05  # a busy machine may keep the thread that fails waiting, while the other reads on
     sink = Sink(source)
     target: Any = source if stage == "read" else sink
     original = getattr(target, stage)
@@ -187,7 +189,7 @@ def test_an_error_of_a_stage_ends_the_job(monkeypatch: pytest.MonkeyPatch, stage
     assert isinstance(raised.value, FinalError) == (isinstance(error, CkptkitError) and stage != "finish")
     assert sink.end == "discarded"
     # What was running ends, nothing new begins.
-    assert len(source.order) == 40 if stage == "finish" else len(source.order) < 40
+    assert len(source.order) == 40 if stage == "finish" else len(source.order) < 15
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptkit-copy")]
 
 
