@@ -181,6 +181,11 @@ EXAMPLES = {
         "expected global_batch_size of at most rollout_batch_size x n_samples_per_prompt = 32 x 1 = 32; actual "
         "--global-batch-size 64 (run.sh:22), --rollout-batch-size 32 (run.sh:22), no --n-samples-per-prompt",
     ),
+    "CK747": (
+        "an --hf-checkpoint in ModelOpt's FP8, which a launch of slime serves and updates",
+        "expected a quant_method that slime or miles packs: compressed-tensors, fp8, mxfp8, nvfp4; actual 'modelopt': "
+        "slime sends BF16 to it, miles stops",
+    ),
 }
 
 

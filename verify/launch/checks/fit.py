@@ -1,13 +1,14 @@
 """Whether a model can be shared out over the ranks of an engine, or of a trainer without Megatron; part of CK722.
 
-Source: SGLang's `get_attention_tp_size`, `QKVParallelLinear`, `FusedMoE` and `Fp8MoEMethod`; vLLM's
+Source: SGLang's `get_attention_tp_size`, `QKVParallelLinear` and `FusedMoE`; vLLM's
 `ModelConfig.verify_with_parallel_config` and `QKVParallelLinear`; verl `models/transformers/monkey_patch.py` and ROLL
 `fsdp2_strategy.py` for Ulysses; NeMo-RL `models/dtensor/parallelize.py` and Automodel's `validate_tp_mesh`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
@@ -17,37 +18,125 @@ from verify.launch.stacks.sizes import Cut
 
 
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
-    """What of a model an engine cannot share out. Of vLLM heads alone: it pads and replicates the rest by itself."""
+    """What of a model an engine cannot share out. vLLM pads and replicates all but heads and FP8 blocks by itself."""
     hint, attention = f"choose another {cut.where}", cut.attention or cut.ranks
     if dims.heads % attention:
         yield Issue(f"num_attention_heads that divides over {attention} ranks", f"{dims.heads}", hint)
     elif not dims.mla and dims.groups % attention and attention % dims.groups:
         expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
         yield Issue(expected, f"{dims.groups}", hint)
+    yield from _blocks(dims, config, cut)
     if cut.by == "vllm":
         return
     if dims.experts and (dims.experts + cut.redundant) % cut.ep:
         expected, actual = f"experts that divide over {cut.ep_option.removeprefix('--').replace('-', '_')}", "experts"
         hint = f"choose another {cut.ep_option}"
         yield Issue(f"{expected} = {cut.ep}", f"{dims.experts + cut.redundant} {actual}", hint)
-    yield from _blocks(dims, config, cut)
+
+
+# What verl makes of `rollout.quantization=fp8`. Source: its `vllm_fp8_utils.py` and `async_sglang_server.py`.
+_ONLINE_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The rows of a weight, or its columns, that an engine cuts; the block of FP8 has a number for each.
+
+    what: the settings that it is made of.
+    size: rows or columns, those of all ranks together.
+    share: the ranks that share it.
+    layers, module: where it stands.
+    """
+
+    what: str
+    size: int
+    share: int
+    layers: tuple[int, ...]
+    module: str
+    columns: bool = False
+
+    def broken_by(self, block: int) -> bool:
+        """Whether a rank's part ends inside a block of this size."""
+        return self.size % self.share != 0 or (self.size // self.share) % block != 0
+
+    def plain(self, names: Sequence[object]) -> bool:
+        """Whether a list of modules without FP8 may name all of these layers; a pattern may name any."""
+        paths = [f".model.layers.{layer}.{self.module}." for layer in self.layers]
+        parts = [name.removeprefix("model.") for name in names if isinstance(name, str) and not name.startswith("re:")]
+        return len(parts) < len(names) or all(any(f".{part}." in path for part in parts) for path in paths)
 
 
 def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
-    quantization = quantization_of(config)
-    block = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
-    if not isinstance(block, list) or not block or type(block[0]) is not int or block[0] < 1:
+    """Sides whose part on a rank ends inside an FP8 block, which an engine refuses while it builds the layer."""
+    quantization = _ONLINE_FP8 if cut.online_fp8 else quantization_of(config)
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
         return
-    if quantization.get("quant_method") != "fp8":
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or any(type(side) is not int or side < 1 for side in block):
         return
-    experts = dims.experts and cut.plain_experts
-    rows = [("moe_intermediate_size", dims.expert_ffn, cut.ranks // cut.ep)] if experts else []
-    rows += [("intermediate_size", dims.ffn, cut.dense)] if dims.dense and cut.dense else []
-    for name, size, share in rows:
-        if share > 1 and size and (size % share or (size // share) % block[0]):
-            expected = f"{name} whose part on each of {share} ranks divides by the FP8 block of {block[0]}"
+    lists = [quantization.get(key) or [] for key in ("modules_to_not_convert", "ignored_layers")]
+    names = [name for one in lists for name in (one if isinstance(one, list) else [None])]
+    found = set[str]()
+    for side in _sides(dims, cut):
+        size = block[side.columns]
+        if side.layers and side.what not in found and side.broken_by(size) and not side.plain(names):
+            found.add(side.what)
+            ranks = f"each of {side.share} ranks" if side.share > 1 else "one rank"
+            expected = f"{side.what} whose part on {ranks} divides by the FP8 block of {size}"
             hint = f"serve with fewer tensor parallel ranks, or more {cut.ep_option}"
-            yield Issue(expected, f"{name} = {size}, {size / share:g} a rank", hint)
+            yield Issue(expected, f"{side.what} = {side.size}, {side.size / side.share:g} a rank", hint)
+
+
+def _sides(dims: ModelDims, cut: Cut) -> Iterator[_Side]:
+    """The sides that SGLang or vLLM holds against the block.
+
+    Of weights that are read as one, q, k and v or gate and up, SGLang holds the rows of each, on a single rank too;
+    vLLM lets them pass. Otherwise both look at what tensor parallel ranks cut, SGLang only where all of them do.
+
+    Source: SGLang's `Fp8LinearMethod.validate_block_quant_shapes` and `Fp8MoEMethod.create_weights`; vLLM's
+    `validate_fp8_block_shape` and `_maybe_allow_fp8_block_shape_mismatch`.
+    """
+    merged = cut.by == "sglang"
+    yield from _attention(dims, cut.attention or cut.ranks, cut, merged)
+    if cut.dense:
+        dense = _Side("intermediate_size", dims.ffn, cut.dense, dims.dense, "mlp.gate_proj")
+        if merged:
+            yield dense
+        if cut.dense > 1 and (cut.dense == cut.ranks or not merged):
+            yield replace(dense, module="mlp.down_proj", columns=True)
+    if dims.experts and cut.plain_experts:
+        expert = _Side("moe_intermediate_size", dims.expert_ffn, cut.ranks // cut.ep, dims.moe, "mlp.experts")
+        yield expert
+        if cut.ranks > 1:
+            yield replace(expert, columns=True)
+
+
+def _attention(dims: ModelDims, ranks: int, cut: Cut, merged: bool) -> Iterator[_Side]:
+    layers, whole = dims.softmax_layers, ranks > 1 and (ranks == cut.ranks or not merged)
+    if dims.mla:
+        mla, heads = dims.mla, f"num_attention_heads {dims.heads} x"
+        query = f"{heads} (qk_nope_head_dim {mla.nope} + qk_rope_head_dim {mla.rope})"
+        sides = [
+            (query, dims.heads * (mla.nope + mla.rope), "q_b_proj" if mla.q_rank else "q_proj", False),
+            (
+                f"{heads} (qk_nope_head_dim {mla.nope} + v_head_dim {mla.value})",
+                dims.heads * (mla.nope + mla.value),
+                "kv_b_proj",
+                False,
+            ),
+            (f"{heads} v_head_dim {mla.value}", dims.heads * mla.value, "o_proj", True),
+        ]
+        for what, size, name, columns in sides if whole else ():
+            yield _Side(what, size, ranks, layers, f"self_attn.{name}", columns)
+        return
+    name = f"num_attention_heads {dims.heads} x head_dim {dims.head_dim}"
+    rows = _Side(name, dims.heads * dims.head_dim, ranks, layers, "self_attn.q_proj")
+    if merged:
+        yield replace(rows, size=rows.size * (1 + dims.attention_gate))
+        name, share = f"num_key_value_heads {dims.groups} x head_dim {dims.head_dim}", min(ranks, dims.groups)
+        yield _Side(name, dims.groups * dims.head_dim, share, layers, "self_attn.k_proj")
+    if whole:
+        yield replace(rows, module="self_attn.o_proj", columns=True)
 
 
 def sequence_fit(dims: ModelDims, ranks: int, where: str) -> Iterator[Issue]:

@@ -295,7 +295,7 @@ def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgument
     if tp is None or pp is None:
         return side, engine_of(backend, None, None), None, ()
     group = Group(ENGINE, gpus, (("tp x pp", (tp, pp)),), places(settings, keys[:2]))
-    return side, engine_of(backend, tp, pp, ep), group, engine_cut(backend, ENGINE, tp, ep, settings.place(keys[0]))
+    return side, engine_of(backend, tp, pp, ep), group, engine_cut(backend, tp, ep, settings.place(keys[0]))
 
 
 STACK = Stack(

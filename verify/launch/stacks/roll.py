@@ -256,7 +256,7 @@ def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | N
     if tp is None or pp is None:
         return side, engine_of(name, None, None), None, ()
     group = Group(ENGINE, _devices(settings, ENGINE), (("tp x pp", (tp, pp)),), places(settings, keys))
-    return side, engine_of(name, tp, pp), group, engine_cut(name, ENGINE, tp, None, settings.place(keys[0]))
+    return side, engine_of(name, tp, pp), group, engine_cut(name, tp, None, settings.place(keys[0]))
 
 
 STACK = Stack(

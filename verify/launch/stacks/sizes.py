@@ -10,6 +10,7 @@ from typing import Literal
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, Server
+from verify.launch.sides import ENGINE
 from verify.launch.stacks.settings import Settings
 from verify.launch.words import Word
 
@@ -66,6 +67,7 @@ class Cut:
     attention: ranks that heads are spread over, where these are not all.
     dense: ranks that share the layers without experts; None where they are not known.
     plain_experts: no size but these two cuts experts.
+    online_fp8: it packs what it is sent in FP8 blocks of 128 by 128, whatever the checkpoint says.
     redundant: experts that are held twice.
     ep_option: what to change for `ep`.
     words: the sizes as the launch writes them; `file` is its file.
@@ -79,6 +81,7 @@ class Cut:
     attention: int | None = None
     dense: int | None = None
     plain_experts: bool = True
+    online_fp8: bool = False
     redundant: int = 0
     ep_option: str = "ep_size"
     words: Mapping[str, Word] = field(default_factory=dict)
@@ -151,10 +154,15 @@ def server_named(name: str) -> Server | None:
     return "vllm" if name == "vllm" else "sglang" if name == "sglang" else None
 
 
-def engine_cut(server: str, role: str, tp: int | None, ep: int | None, where: str) -> tuple[Cut, ...]:
-    """How an engine cuts the model; nothing of an engine or a size that is not known."""
+def engine_cut(server: str, tp: int | None, ep: int | None, where: str, *, fp8: bool = False) -> tuple[Cut, ...]:
+    """How a rollout engine cuts the model; nothing of an engine or a size that is not known.
+
+    ep: None where more than these sizes may cut experts. fp8: it packs what it is sent in FP8.
+    """
     known = server_named(server)
-    return () if known is None or tp is None or tp < 2 else (Cut(role, known, tp, where, ep or 1, dense=tp),)
+    if known is None or tp is None or tp < 2:
+        return ()
+    return (Cut(ENGINE, known, tp, where, ep or 1, dense=tp, plain_experts=ep is not None, online_fp8=fp8),)
 
 
 def places(settings: Settings, keys: Sequence[str]) -> str:

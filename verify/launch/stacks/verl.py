@@ -329,9 +329,12 @@ def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgumen
     tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
     if tp is None or dp is None or pp is None:
         return side, engine_of(name, None, None), Group(ENGINE), ()
-    ep = settings.size(f"{prefix}.expert_parallel_size", None)
+    spread = f"{prefix}.expert_parallel_size"
+    ep = settings.size(spread, None)
     group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys))
-    cuts = engine_cut(name, ENGINE, tp, ep if dp == 1 else None, settings.place(keys[0]))
+    alone = dp == 1 and settings.resolved(spread)
+    fp8 = settings.text(f"{prefix}.quantization") == "fp8"
+    cuts = engine_cut(name, tp, ep or 1 if alone else None, settings.place(keys[0]), fp8=fp8)
     return side, engine_of(name, tp, pp, ep), group, cuts
 
 

@@ -1,4 +1,4 @@
-"""CK709 and CK715: what training rounds weights to and sends, held against the rollout engine's INT4 checkpoint."""
+"""CK709, CK715, CK747: what training rounds weights to and sends, and what the rollout engine's checkpoint packs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.compressed import stated_scheme
 from quant.online.served import served
@@ -20,6 +21,11 @@ from verify.launch.words import Word, at_places, first_file
 
 # What slime's fake quantization does whatever the config says. Source: its `fake_int4_quant_cuda.cu`, Megatron patch.
 _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+
+# The formats that slime or miles packs: `compressed-tensors` as INT4, `mxfp8` and NVFP4 by miles alone.
+_SENT = frozenset({"fp8", "compressed-tensors", "mxfp8", "nvfp4"})
+# What both assert of `fp8`: key, value, and what stands for a key that is not there.
+_ASSERTED = (("activation_scheme", "dynamic", None), ("fmt", "e4m3", "e4m3"))
 
 
 def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
@@ -83,10 +89,14 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     if (subject.arguments or LaunchArguments()).server == "vllm":
         raise Skip("the rollout engine of the launch is vLLM, not SGLang")
     config = engine_config(root)
-    content = quantization_of(config)
-    if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
+    if _method(config) != "compressed-tensors":
         raise Skip("--hf-checkpoint holds no INT4 weights of compressed-tensors")
     return root, config
+
+
+def _method(config: Mapping[str, Any]) -> object:
+    content = quantization_of(config)
+    return content.get("quant_method") if isinstance(content, Mapping) else None
 
 
 @check(
@@ -108,3 +118,45 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         expected = "INT4 weights that SGLang can take again at every update"
         yield Issue(expected, error.message, error.hint or "quantize it again", file=root)
+
+
+def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
+    """Directory and quantization of an engine that slime or miles updates. Raises Skip for any other."""
+    root, job = engine_of(subject), job_of(subject)
+    if not job.updates or job.stack.name != "slime":
+        raise Skip("neither slime nor miles updates the engine of this launch")
+    content = quantization_of(engine_config(root))
+    if not isinstance(content, Mapping) or "quant_method" not in content:
+        raise Skip("--hf-checkpoint is not quantized")
+    return root, content
+
+
+@check(
+    "CK747",
+    "the trainer can send the format that the engine serves",
+    stage="launch",
+    rationale=(
+        "slime and miles pack each update as quantization_config of --hf-checkpoint says. Of a format that it does not "
+        "know, slime sends BF16 without an error, and miles stops at the first update."
+    ),
+    fix="Give an --hf-checkpoint in block FP8 or INT4, or in BF16.",
+    unless=unless_skipped(_sent),
+)
+def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """`quant_method` of `--hf-checkpoint`, and of FP8 the two keys that both trainers assert.
+
+    Source: `megatron_to_hf/processors` of slime and of miles.
+    """
+    root, content = _sent(subject)
+    where, method = str(root / "config.json"), content["quant_method"]
+    tally.compared(0)
+    if method not in _SENT and content.get("quant_algo") != "NVFP4":
+        expected = "a quant_method that slime or miles packs: " + ", ".join(sorted(_SENT))
+        actual = f"{shortened(method)}: slime sends BF16 to it, miles stops"
+        yield Issue(expected, actual, "give a checkpoint in block FP8, INT4 or BF16", file=where)
+    for key, wanted, default in _ASSERTED if method == "fp8" else ():
+        tally.compared(0)
+        if (found := content.get(key, default)) != wanted:
+            actual = "not set" if found is None else shortened(found)
+            hint = "give a checkpoint whose activations are scaled as they come"
+            yield Issue(f"{key} = {wanted}, which slime and miles assert", actual, hint, file=where)
