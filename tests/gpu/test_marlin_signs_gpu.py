@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verify.witnesses.loading.marlin import marlin_scales, marlin_weight
+from verify.witnesses.loading.layouts.marlin import marlin_scales, marlin_weight
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),

@@ -2,7 +2,7 @@
 
 Writes report.json beside the orders. An order is {"int4": the directory that is served, "bf16": the weights of the
 trainer}, and "broken" where that is tried. The model and its `load_weights` are SGLang's own; of the repacking for
-Marlin only the CUDA kernels are replaced, by `verify.witnesses.loading.marlin`. `run` starts that.
+Marlin only the CUDA kernels are replaced, by `verify.witnesses.loading.layouts.marlin`. `run` starts that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quant.online.quantizer import OnlineQuantizer
 from support.sglang_server import ran
 from verify.evidence.extremes import as_integers
 from verify.witnesses.loading.bits import poison
-from verify.witnesses.loading.marlin import marlin_weight
+from verify.witnesses.loading.layouts.marlin import marlin_weight
 
 State = Mapping[str, Tensor]
 

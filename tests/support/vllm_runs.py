@@ -13,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from support import sglang_runs
+from support import sglang_runs, vllm_faults
 from support.processes import run_logged
 from support.sglang_runs import ALTER, Case, Weights, swapped_experts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
@@ -75,9 +75,11 @@ def release() -> tuple[int, ...] | None:
     return tuple(map(int, found.split("+")[0].split(".")[:3])) if found else None
 
 
-def run_cases(cases: Mapping[str, Case], root: Path, sizes: EngineSizes = ONE_RANK) -> dict[str, LoadRun]:
-    """What vLLM made of every case, on the CPU."""
-    start = partial(run_logged, program=python_of("vllm", {}), limit_s=840)
+def run_cases(
+    cases: Mapping[str, Case], root: Path, sizes: EngineSizes = ONE_RANK, *, gpu: bool = False
+) -> dict[str, LoadRun]:
+    """What vLLM made of every case, on the CPU unless `gpu`."""
+    start = partial(run_logged, program=python_of("vllm", {}), gpu=gpu, limit_s=840)
     return sglang_runs.run_cases(cases, root, sizes=sizes, engine=VLLM, start=start)
 
 
@@ -109,7 +111,8 @@ if __name__ == "__main__":
     from verify.witnesses.vllm import adapter
 
     adapter.load = load_and_ask
-    sglang_runs.main({**ALTER, **MUTATIONS})
+    alters = {**ALTER, **MUTATIONS, **vllm_faults.ALTER}
+    sglang_runs.main({name: vllm_faults.restored(alter) for name, alter in alters.items()})
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

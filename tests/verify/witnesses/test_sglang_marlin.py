@@ -17,17 +17,11 @@ from torch import nn
 from verify.check import Tally
 from verify.checks.witnesses.loading import repacked
 from verify.evidence.subject import Subject
-from verify.witnesses.loading.job import ONE_RANK, LoadReport
-from verify.witnesses.loading.marlin import (
-    after_repacking,
-    before_repacking,
-    free_to_change,
-    marlin_scales,
-    marlin_weight,
-    marlin_zero_points,
-)
+from verify.witnesses.loading.job import ONE_RANK, LoadReport, Observation
+from verify.witnesses.loading.layouts.layout import Expected, Outcome
+from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight, marlin_zero_points
 from verify.witnesses.loading.run import LoadedBy, LoadRun
-from verify.witnesses.sglang.adapter import unknown_layout
+from verify.witnesses.sglang.adapter import layout
 from verify.witnesses.sglang.facts import SGLANG
 
 
@@ -118,7 +112,7 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
     module.w13_weight_zero_point = nn.Parameter(
         torch.randint(-(2**31), 2**31 - 1, (2, 4, 8), dtype=torch.int32), requires_grad=False
     )
-    before = before_repacking(module)
+    expected = marlin(awq_experts=True)(module)
     zeros = module.w13_weight_zero_point.data
     module.w13_weight_packed = nn.Parameter(
         torch.stack([marlin_weight(one) for one in module.w13_weight_packed.data]), requires_grad=False
@@ -127,10 +121,16 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
     module.w13_weight_zero_point.data = of_sglang(
         "moe_awq_to_marlin_zero_points", zeros, size_k=4, size_n=64, num_bits=4
     )
-    assert list(after_repacking(module, "m", before)) == []
+    assert expected.compare() == Outcome()
     module.w13_weight_zero_point.data = zeros
-    found = list(after_repacking(module, "m", before))
-    assert [trouble.param for trouble in found] == ["m.w13_weight_zero_point[0]", "m.w13_weight_zero_point[1]"]
+    differences = expected.compare().differences
+    assert [(one.param, one.expert) for one in differences] == [
+        ("w13_weight_zero_point", 0),
+        ("w13_weight_zero_point", 1),
+    ]
+    found = [
+        Observation(f"m.{one.param}[{one.expert}]", f"m.{one.param}[{one.expert}]", one.what) for one in differences
+    ]
     report = LoadReport(
         *("0", "m", "cuda", "bfloat16", ONE_RANK, False, 1, 1, {}, {}, 0),
         *((), (), (), (), (), (), (), (), tuple(found), 2),
@@ -163,21 +163,22 @@ class Packed(nn.Module):
 
 def test_repacking_is_checked_expert_by_expert() -> None:
     module = Packed()
-    before = before_repacking(module)
+    expected = marlin()(module)
     packed, scales = module.w13_weight_packed.data, module.w13_weight_scale.data
     module.w13_weight_packed = nn.Parameter(torch.stack([marlin_weight(one) for one in packed]), requires_grad=False)
     module.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in scales])
-    assert list(after_repacking(module, "layer", before)) == []
+    assert expected.compare() == Outcome()
     module.w13_weight_packed.data[1, 3, 5] ^= 1
-    assert [(trouble.param, trouble.what.split(",")[0]) for trouble in after_repacking(module, "layer", before)] == [
-        ("layer.w13_weight_packed[1]", "1 of 1024 elements differ")
-    ]
+    (difference,) = expected.compare().differences
+    assert (difference.param, difference.expert) == ("w13_weight_packed", 1)
+    assert difference.what.startswith("1 of 1024 elements differ")
 
 
 def test_a_weight_that_was_never_repacked_is_found() -> None:
     module = Packed()
-    found = [trouble.param for trouble in after_repacking(module, "m", before_repacking(module))]
-    assert found == [f"m.{name}[{expert}]" for name in ("w13_weight_packed", "w13_weight_scale") for expert in (0, 1)]
+    differences = marlin()(module).compare().differences
+    assert [one.param for one in differences] == ["w13_weight_packed", "w13_weight_scale", "w13_weight_scale"]
+    assert differences[0].what == "[2, 16, 64] torch.int32 instead of [2, 8, 128] torch.int32"
 
 
 def test_a_repacked_linear_layer() -> None:
@@ -190,35 +191,32 @@ def test_a_repacked_linear_layer() -> None:
     module.weight_zero_point = nn.Parameter(
         torch.randint(-(2**31), 2**31 - 1, (8, 4), dtype=torch.int32), requires_grad=False
     )
-    before = before_repacking(module)
+    expected = marlin()(module)
     codes = of_sglang("unpack_cols", module.weight_zero_point.data.t(), 4, 4, 64)
     repacked = of_sglang("marlin_zero_points", codes, size_k=4, size_n=64, num_bits=4)
     module.weight_zero_point = nn.Parameter(repacked, requires_grad=False)
     module.weight_packed = nn.Parameter(marlin_weight(module.weight_packed.data.t()), requires_grad=False)
     module.weight_scale = nn.Parameter(marlin_scales(module.weight_scale.data.t())[0], requires_grad=False)
-    assert list(after_repacking(module, "m", before)) == []
+    assert expected.compare() == Outcome()
 
 
 def test_another_kernels_layout_is_not_taken_for_marlins() -> None:
     module = Packed()
-    assert unknown_layout(module) is None
+    assert not expected_of(module).free
     module.scheme = nn.Identity()
-    assert unknown_layout(module) == "Identity"
-    assert free_to_change(module, known=False) == ["w13_weight_packed", "w13_weight_scale"]
-    assert unknown_layout(nn.Linear(2, 2)) is None
-
-
-def test_layers_in_fp8_blocks_may_be_changed_by_their_kernels() -> None:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
-    assert free_to_change(module, known=True) == []
-    module.weight_scale_inv = nn.Parameter(torch.ones(1, 1), requires_grad=False)
-    assert free_to_change(module, known=True) == ["weight", "weight_scale_inv"]
-    assert free_to_change(Packed(), known=True) == []
+    assert expected_of(module).free
+    assert expected_of(module).compare().unknown == "Identity has a layout of its own"
+    assert layout(nn.Linear(2, 2)) is None
 
 
 def test_columns_in_activation_order_are_not_checked() -> None:
     """SGLang sorts them by their groups while it repacks, which `marlin_weight` does not."""
     module = Packed()
     module.scheme.actorder = "group"
-    assert unknown_layout(module) == "CompressedTensorsWNA16MoE"
+    assert expected_of(module).compare().unknown == "CompressedTensorsWNA16MoE has a layout of its own"
+
+
+def expected_of(module: nn.Module) -> Expected:
+    found = layout(module)
+    assert found is not None
+    return found(module)

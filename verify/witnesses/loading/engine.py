@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from verify.witnesses.loading.layouts.layout import Layout
+
 Weights = Iterator[tuple[str, "Tensor"]]
 Loading = Callable[["nn.Module", Weights, "torch.device"], None]
 
@@ -56,6 +58,16 @@ class Build:
     draft: bool = False  # the draft model for speculative decoding instead, of the multi-token prediction layers
 
 
+@dataclass(frozen=True)
+class Step:
+    """What an engine runs on a module after all weights are loaded."""
+
+    name: str  # of the module
+    module: nn.Module
+    run: Callable[[], None]
+    layout: Layout | None  # what it makes of the module's parameters; None: they stay as they are
+
+
 class Engine(Protocol):
     """What an adapter offers. Parameters and modules go by the engine's own names, tensors by those of HF."""
 
@@ -73,11 +85,8 @@ class Engine(Protocol):
     def load(self, model: nn.Module, weights: Weights) -> None:
         """Loads weights by the model's own method."""
 
-    def post_process(self, module: nn.Module) -> Callable[[], None] | None:
-        """What the engine runs on a module after all weights are loaded; None: nothing."""
-
-    def unknown_layout(self, module: nn.Module) -> str | None:
-        """The scheme of a packed module that `post_process` turns into another layout than Marlin's; else None."""
+    def steps_after_loading(self, model: nn.Module) -> Iterable[Step]:
+        """What the engine runs after all weights are loaded, in its order."""
 
     def share(self, target: Any, draft: Any) -> None:
         """Gives a loaded draft model the embeddings and the output layer of its target, as when serving."""

@@ -60,6 +60,7 @@ class Examination:
     repacked: tuple[Observation, ...] | None = None
     repacked_seen: int = 0
     unchecked: tuple[str, ...] = ()
+    requantized: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, model: nn.Module, weights: Weights, device: torch.device) -> None:
         before = self._tensors(model)
@@ -111,6 +112,7 @@ class Examination:
         equal, after = self.comparison.equal, partial(self._tensors, model)
         seen = repack(self.loaded, equal, model, after, self.reference, self.phases)
         self.unchecked = tuple(seen.unchecked)
+        self.requantized = seen.requantized
         self.repacked = tuple(seen.wrong)
         self.repacked_seen = len(seen.repacked | seen.unchanged)
 
@@ -148,6 +150,7 @@ class Examination:
             repacked=self.repacked,
             repacked_seen=self.repacked_seen,
             unchecked=self.unchecked,
+            requantized=self.requantized,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -88,6 +88,8 @@ class LoadReport:
     repacked: tuple[Observation, ...] | None  # wrong after the quantization methods; None: they did not run
     repacked_seen: int
     unchecked: tuple[str, ...] = ()  # what they turned into a layout that is not known here
+    # Parameters that they rounded to other scales, and their largest change, as a part of a block's largest value.
+    requantized: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tensors(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from verify.witnesses.loading.compare import DROPPED, NO_ROUTER
@@ -38,11 +38,19 @@ def merged(reports: Sequence[LoadReport]) -> LoadReport:
         repacked=_grouped(repacked) if len(repacked) == len(reports) else None,
         repacked_seen=sum(report.repacked_seen for report in reports),
         unchecked=_all(report.unchecked for report in reports),
+        requantized=_largest(report.requantized for report in reports),
     )
 
 
 def _all(lists: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one for several in lists for one in several))
+
+
+def _largest(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for one in several:
+        found |= {name: max(change, found.get(name, 0.0)) for name, change in one.items()}
+    return found
 
 
 def _grouped(seen: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,12 @@ import torch
 from torch import nn
 
 from ckptkit.core.errors import CkptkitError
-from verify.witnesses.loading.engine import Build, Loading, Weights
+from quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
+from verify.witnesses.loading.engine import Build, Loading, Step, Weights
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from verify.witnesses.loading.marlin import repacked_parameters
+from verify.witnesses.loading.layouts.fp8_blocks import fp8_blocks
+from verify.witnesses.loading.layouts.layout import Layout, unknown
+from verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.sglang.names import fuses_shared as fuses_shared
@@ -80,18 +83,29 @@ def load(model: nn.Module, weights: Weights) -> None:
     model.load_weights(weights)  # type: ignore[operator]
 
 
-def post_process(module: nn.Module) -> Callable[[], None] | None:
-    """The step of the module's quantization method, as SGLang's loader runs it after loading."""
+def steps_after_loading(model: nn.Module) -> Iterator[Step]:
+    """The step of each module's quantization method, as SGLang's loader runs it after loading."""
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        if method is not None:
+            run = partial(method.process_weights_after_loading, module)
+            yield Step(name, module, run, layout(module))
+
+
+def layout(module: nn.Module) -> Layout | None:
+    """Marlin's for packed INT4, unless columns are in activation order; FP8 blocks as they are, or in other scales."""
+    scheme: Any = getattr(module, "scheme", None)
+    if packed_parameters(module):
+        ordered = getattr(scheme, "has_g_idx", False) or getattr(scheme, "actorder", None) == "group"
+        known = type(scheme).__name__ in _MARLIN and not ordered
+        return marlin(awq_experts=True) if known else unknown(type(scheme).__name__)
+    scales = [name for name, _ in module.named_parameters(recurse=False) if name.endswith(WEIGHT_SCALE_INV)]
+    if not scales:
+        return None
     method: Any = getattr(module, "quant_method", None)
-    return None if method is None else partial(method.process_weights_after_loading, module)
-
-
-def unknown_layout(module: nn.Module) -> str | None:
-    """The scheme of a packed module whose layout is not checked: no Marlin kernel, or columns in activation order."""
-    scheme = getattr(module, "scheme", None)
-    ordered = getattr(scheme, "has_g_idx", False) or getattr(scheme, "actorder", None) == "group"
-    known = type(scheme).__name__ in _MARLIN and not ordered
-    return None if known or not repacked_parameters(module) else type(scheme).__name__
+    block = getattr(getattr(method, "quant_config", None), "weight_block_size", None)
+    pairs = [(name.removesuffix(FP8_SCALE_INV), name) for name in scales]
+    return fp8_blocks((block[0], block[1]), pairs) if block else unknown(type(method).__name__)
 
 
 def chosen_for() -> None:

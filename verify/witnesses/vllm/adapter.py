@@ -7,7 +7,7 @@ weights with CUDA kernels. Works with the releases in `VLLM.tested`. vLLM is imp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from verify.witnesses.loading.engine import Build, Loading, Weights
-from verify.witnesses.loading.marlin import repacked_parameters
+from verify.witnesses.loading.engine import Build, Loading, Step, Weights
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.vllm import platform
 from verify.witnesses.vllm.facts import VLLM
+from verify.witnesses.vllm.layouts import layout, of_attention
 from verify.witnesses.vllm.names import fuses_shared as fuses_shared
 from verify.witnesses.vllm.names import has_default as has_default
 from verify.witnesses.vllm.names import left_empty as left_empty
@@ -76,20 +76,21 @@ def load(model: nn.Module, weights: Weights) -> None:
     model.load_weights(weights)  # type: ignore[operator]
 
 
-def post_process(module: nn.Module) -> Callable[[], None] | None:
-    """The step of the module's quantization method, as vLLM's loader runs it after loading."""
+def steps_after_loading(model: nn.Module) -> Iterator[Step]:
+    """The steps of vLLM's loader: of each module's quantization method, and then those of attention."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    method: Any = getattr(module, "quant_method", None)
-    known = isinstance(method, QuantizeMethodBase)
-    return partial(method.process_weights_after_loading, module) if known else None
-
-
-def unknown_layout(module: nn.Module) -> str | None:
-    """The scheme of a packed module whose kernel is not Marlin's, as far as its kernel says so; else None."""
-    scheme = getattr(module, "scheme", None) or getattr(module, "quant_method", None)
-    kernel = type(getattr(scheme, "kernel", scheme)).__name__
-    return None if kernel == "MarlinLinearKernel" or not repacked_parameters(module) else kernel
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            yield Step(name, module, partial(method.process_weights_after_loading, module), layout(module, method))
+    dtype = get_current_vllm_config().model_config.dtype
+    for name, module in model.named_modules():
+        step: Any = getattr(module, "process_weights_after_loading", None)
+        if isinstance(module, (Attention, MLAAttention, MMEncoderAttention)) and step:
+            yield Step(name, module, partial(step, dtype), of_attention(module))
 
 
 def share(target: Any, draft: Any) -> None:

@@ -1,0 +1,86 @@
+"""Real vLLM on a GPU: checkpoints load, and what its steps after loading make for the kernels is what was loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from support.vllm_faults import CASES
+from support.vllm_formats import CLEAN, MISORDERED, REFUSED
+from support.vllm_runs import run_cases
+from support.vllm_steps import LABELS, Runs, all_runs, is_clean, is_misordered, is_refused, names_fault
+
+from verify.report import Report
+from verify.run import verify
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.vllm,
+    pytest.mark.timeout(1500),
+]
+Made = tuple[dict[str, Path], Runs]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    paths, runs = all_runs(tmp_path_factory.mktemp("steps"), partial(run_cases, gpu=True))
+    if out := os.environ.get("OUT"):
+        (Path(out) / "vllm_steps.json").write_text(json.dumps(summary(runs), indent=1))
+    return paths, runs
+
+
+def summary(runs: Runs) -> dict[str, object]:
+    """What became of each, for whoever reads it without the machine."""
+    found: dict[str, object] = {}
+    for name, run in runs.items():
+        if (report := run.report) is None:
+            found[name] = {"crash": run.crash, "unable": run.unable}
+            continue
+        wrong = (*report.unwritten, *report.dropped, *report.differing, *report.routers, *(report.repacked or ()))
+        found[name] = {
+            "wrong": [f"{one.param}: {one.what}" for one in wrong[:5]],
+            "seen": report.repacked_seen,
+            "unchecked": report.unchecked[:3],
+            "requantized": [len(report.requantized), max(report.requantized.values(), default=0.0)],
+            "draft": run.draft_crash or run.draft_error,
+        }
+    return found
+
+
+@pytest.mark.parametrize("label", CLEAN)
+def test_sound_checkpoints_stand_for_the_same(label: str, made: Made) -> None:
+    is_clean(label, *made)
+    report = made[1][label].report
+    assert report is not None
+    assert report.device == torch.cuda.get_device_name()
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_what_vllm_refuses_is_quoted(label: str, made: Made) -> None:
+    is_refused(label, made[1])
+
+
+@pytest.mark.parametrize("label", MISORDERED)
+def test_scales_of_experts_no_wider_than_a_group_are_misordered(label: str, made: Made) -> None:
+    is_misordered(label, made[1])
+
+
+@pytest.mark.parametrize(("fault", "label"), CASES)
+def test_a_planted_fault_is_named(fault: str, label: str, made: Made) -> None:
+    names_fault(fault, label, made[1])
+
+
+@pytest.mark.parametrize("label", ["moe, groups of 32", "mla, FP8"])
+def test_verify_against_vllm_on_the_gpu_passes(label: str, made: Made) -> None:
+    report: Report = verify(made[0][label], against=frozenset({"vllm"}))
+    assert report.status == "passed", (report.findings, report.reasons)
+    checks = {check.code: check.status for check in report.checks if check.code.startswith("CK52")}
+    assert checks["CK526"] == "passed"
+
+
+def test_every_checkpoint_was_made(made: Made) -> None:
+    assert made[0].keys() == set(LABELS)

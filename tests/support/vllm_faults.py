@@ -1,0 +1,145 @@
+"""Faults of a feed, and of vLLM's steps after loading, that the witness must name; on a GPU as without one.
+
+Each is a name of ALTER. A fault of a step replaces a function of vLLM until `restored` puts it back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from support.sglang_runs import Weights
+
+Alter = Callable[[Weights], Weights]
+EXPERT = "model.layers.2.mlp.experts.3."
+LINEAR = "model.layers.2.self_attn.o_proj."
+ROUTER = "model.layers.2.mlp.gate.weight"
+_PATCHES = ExitStack()
+
+
+def restored(alter: Alter) -> Alter:
+    """The same after all faults before it are undone."""
+
+    def altered(weights: Weights) -> Weights:
+        _PATCHES.close()
+        return alter(weights)
+
+    return altered
+
+
+def _halved(pattern: str) -> Alter:
+    def alter(weights: Weights) -> Weights:
+        for name, tensor in weights:
+            yield name, tensor / 2 if re.fullmatch(pattern, name) else tensor
+
+    return alter
+
+
+def router_zeroed(weights: Weights) -> Weights:
+    for name, tensor in weights:
+        yield name, torch.zeros_like(tensor) if name == ROUTER else tensor
+
+
+def experts_exchanged(weights: Weights) -> Weights:
+    """Experts 3 and 4 of layer 2 under each other's names."""
+    other = EXPERT.replace(".3.", ".4.")
+    for name, tensor in weights:
+        first = name.replace(EXPERT, other) if name.startswith(EXPERT) else name
+        yield first if first != name else name.replace(other, EXPERT), tensor
+
+
+FEED: Mapping[str, Alter] = {
+    "two experts exchanged": experts_exchanged,
+    "a scale of an expert halved": _halved(re.escape(EXPERT) + r"up_proj\.weight_scale(_inv)?"),
+    "a scale halved": _halved(re.escape(LINEAR) + r"weight_scale(_inv)?"),
+    "a router zeroed": router_zeroed,
+}
+
+_OPS = "vllm._custom_ops"
+_LAYERS = "vllm.model_executor.layers."
+_MARLIN = "vllm.model_executor.kernels.linear.mixed_precision.marlin"
+_EXPERTS = _LAYERS + "fused_moe.oracle.int_wna16"
+_DEEP_GEMM = "vllm.model_executor.kernels.linear.scaled_mm.deep_gemm"
+
+
+def _with(change: Callable[[Any], Any], *places: tuple[str, str]) -> Alter:
+    """Changes what functions of vLLM return while weights are repacked; `places`: modules and names in them."""
+
+    def alter(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        yield from weights
+        for module, name in places:
+            original = getattr(import_module(module), name)
+
+            def changed(*words: Any, original: Callable[..., Any] = original, **options: Any) -> Any:
+                return change(original(*words, **options))
+
+            _PATCHES.enter_context(patch.object(import_module(module), name, changed))
+
+    return alter
+
+
+def _last_row_lost(found: Tensor) -> Tensor:
+    found = found.clone()
+    found[..., -1, :] = 0
+    return found
+
+
+def _of_first_expert_lost(found: Tensor) -> Tensor:
+    found = found.clone()
+    found[0, -1] = 0
+    return found
+
+
+def _reversed_heads(weight: Tensor) -> Tensor:
+    return weight.reshape(4, -1, weight.shape[-1]).flip(0).reshape(weight.shape)
+
+
+# What each changes, by a part of the parameter's name.
+STEPS: Mapping[str, tuple[Alter, str]] = {
+    "words of a Marlin layer lost": (_with(_last_row_lost, (_OPS, "gptq_marlin_repack")), ".weight_packed"),
+    "words of a Machete layer lost": (_with(_last_row_lost, (_OPS, "machete_prepack_B")), ".weight_packed"),
+    "words of an expert lost": (_with(_of_first_expert_lost, (_OPS, "gptq_marlin_moe_repack")), "_weight_packed[0]"),
+    "scales halved": (_with(lambda found: found / 2, (_MARLIN, "marlin_permute_scales")), ".weight_scale"),
+    "scales of experts halved": (
+        _with(lambda found: found / 2, (_EXPERTS, "marlin_moe_permute_scales")),
+        "_weight_scale",
+    ),
+    "zero points in another order": (
+        _with(lambda found: found.flip(-1), (_MARLIN, "marlin_zero_points")),
+        "zero_point",
+    ),
+    "a bias in another order": (_with(lambda found: found.flip(-1), (_MARLIN, "marlin_permute_bias")), ".bias"),
+    "scales of FP8 doubled": (
+        _with(lambda found: (found[0], found[1] * 2), (_DEEP_GEMM, "deepgemm_post_process_fp8_weight_block")),
+        ".weight",
+    ),
+    "heads exchanged": (
+        _with(_reversed_heads, (_LAYERS + "attention.mla_attention", "get_and_maybe_dequant_weights")),
+        ".W_U",
+    ),
+}
+ALTER: Mapping[str, Alter] = {**FEED, **{name: alter for name, (alter, _) in STEPS.items()}}
+# In which checkpoints of `vllm_formats` each can be planted.
+PLANTED: Mapping[str, tuple[str, ...]] = {
+    "two experts exchanged": ("moe, BF16", "moe, groups of 32", "moe, FP8", "mla, groups of 128"),
+    "a scale of an expert halved": ("moe, groups of 32", "moe, groups of 128 with zero points", "mla, FP8"),
+    "a scale halved": ("dense, groups of 32", "dense, rows", "dense, FP8", "mla, groups of 64"),
+    "a router zeroed": ("moe, BF16", "moe, groups of 128", "mla, FP8"),
+    "words of a Marlin layer lost": ("dense, groups of 32", "mla, groups of 32"),
+    "words of a Machete layer lost": ("dense, groups of 128", "dense, rows with zero points", "mla, groups of 64"),
+    "words of an expert lost": ("moe, groups of 32", "moe, groups of 64 with zero points", "mla, groups of 128"),
+    "scales halved": ("dense, groups of 32",),
+    "scales of experts halved": ("moe, groups of 128",),
+    "zero points in another order": ("dense, groups of 32 with zero points",),
+    "a bias in another order": ("biases, groups of 32",),
+    "scales of FP8 doubled": ("dense, FP8",),
+    "heads exchanged": ("mla, BF16", "mla, groups of 128"),
+}
+CASES = [(fault, label) for fault, several in PLANTED.items() for label in several]

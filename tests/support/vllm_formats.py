@@ -1,0 +1,149 @@
+"""Small models in sizes that kernels of an H100 take, in every format: for vLLM's steps after loading."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import CASES
+from families.case import save
+from transformers import DeepseekV3Config, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from support.quantized import Edit, Quantizer, compressed_config, fp8_blocks, int4, write
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "max_position_embeddings": 256,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
+# Tiles of 64 outputs and 128 inputs: not of these experts, nor of the layer for queries, keys and values, nor `down`.
+ODD: dict[str, Any] = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 288}
+MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
+    "dense": ("qwen3-untied", partial(Qwen3Config, **SIZES, head_dim=64)),
+    "biases": ("qwen2-untied", partial(Qwen2Config, **SIZES)),
+    "moe": ("qwen3_moe", partial(Qwen3MoeConfig, **SIZES, **EXPERTS, head_dim=64, num_experts=8, norm_topk_prob=True)),
+    "odd": (
+        "qwen3_moe",
+        partial(
+            Qwen3MoeConfig,
+            **SIZES | ODD,
+            **EXPERTS | {"moe_intermediate_size": 96},
+            num_experts=8,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        ),
+    ),
+    "narrow": (  # experts no wider than a group of 128
+        "qwen3_moe",
+        partial(
+            Qwen3MoeConfig,
+            **SIZES,
+            **EXPERTS | {"moe_intermediate_size": 128},
+            head_dim=64,
+            num_experts=8,
+            norm_topk_prob=True,
+        ),
+    ),
+    "mla": (
+        "deepseek_v3",
+        partial(
+            DeepseekV3Config,
+            **SIZES | {"num_key_value_heads": 4},
+            **EXPERTS,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=128,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+        ),
+    ),
+}
+_QUANTIZED = re.compile(r".*layers\.\d+\..*(?<!eh)_proj(_with_mqa)?\.weight")
+_KEPT = ["lm_head", r"re:.*\.mlp\.gate$"]
+_GROUPS: Mapping[str, Mapping[str, Any]] = {
+    "groups of 32": {"strategy": "group", "group_size": 32},
+    "groups of 64": {"strategy": "group", "group_size": 64},
+    "groups of 128": {"strategy": "group", "group_size": 128},
+    "rows": {"strategy": "channel"},
+}
+SYMMETRIC = tuple(_GROUPS)
+ZERO_POINTS = tuple(f"{name} with zero points" for name in _GROUPS)
+FP8 = "FP8"
+FORMATS = ("BF16", *SYMMETRIC, *ZERO_POINTS, FP8)
+ROWS = ("rows", "rows with zero points")
+
+
+def labels(models: Iterable[str], forms: Iterable[str] = FORMATS) -> list[str]:
+    """Every format of these models."""
+    return [f"{model}, {form}" for model in models for form in forms]
+
+
+_SMALL_GROUPS = ("groups of 32", "groups of 32 with zero points")  # the only ones that divide 96 and 288
+REFUSED = labels(("moe", "mla", "odd"), ROWS)
+# Of experts no wider than a group vLLM 0.26 orders the scales of gate and up as if a row had one.
+MISORDERED = labels(("narrow",), ("groups of 128", "groups of 128 with zero points"))
+CLEAN = [
+    label
+    for label in [
+        *labels(("dense", "moe", "mla")),
+        *labels(("biases",), (*_SMALL_GROUPS, "groups of 128", "rows", FP8)),
+        *labels(("odd",), ("BF16", *_SMALL_GROUPS)),
+        *labels(("narrow",), ("BF16", *_SMALL_GROUPS, FP8)),
+    ]
+    if label not in REFUSED
+]
+NO_GROUPS = "'>' not supported between instances of 'NoneType' and 'int'"  # what vLLM 0.26 says of REFUSED
+
+
+def write_all(root: Path, wanted: Iterable[str]) -> Iterator[tuple[str, Path]]:
+    """Makes the checkpoints of these labels, and gives each with its path."""
+    for label in wanted:
+        model, _, form = label.partition(", ")
+        family, config = MODELS[model]
+        if not (plain := root / model).exists():
+            save(family, replace(CASES[family], config=config), plain, torch.bfloat16)
+        if form == "BF16":
+            yield label, plain
+            continue
+        target = root / label
+        quantizer, edit = _fp8(config()) if form == FP8 else _int4(form)
+        write(plain, target, lambda name: _QUANTIZED.fullmatch(name) is not None, quantizer, edit)
+        yield label, target
+
+
+def _int4(form: str) -> tuple[Quantizer, Edit]:
+    """Packed by compressed-tensors itself."""
+    arguments = {**_GROUPS[form.removesuffix(" with zero points")], "symmetric": form in SYMMETRIC}
+    stated = compressed_config("pack-quantized", **arguments) | {"ignore": _KEPT}
+    return int4(**arguments), lambda config: config | {"quantization_config": stated}
+
+
+def _fp8(config: PretrainedConfig) -> tuple[Quantizer, Edit]:
+    """Blocks of 128 x 128; vLLM makes the routers of Qwen3-MoE FP8 that are not named."""
+    kept = [f"model.layers.{layer}.mlp.gate" for layer in range(config.num_hidden_layers)]
+    stated = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", *kept],
+    }
+    return fp8_blocks(128, 128), lambda content: content | {"quantization_config": stated}

@@ -1,0 +1,239 @@
+"""Layouts that engines repack into, of layers written here: what is right passes, and what is wrong is named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.quantized import fp8_blocks as quantized_blocks
+from support.quantized import int4
+from torch import Tensor, nn
+
+from verify.witnesses.loading.job import ONE_RANK, LoadReport
+from verify.witnesses.loading.layouts.fp8_blocks import fp8_blocks
+from verify.witnesses.loading.layouts.layout import Layout, Outcome, not_kept, reordered, swapped_halves, unknown
+from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight
+from verify.witnesses.loading.layouts.values import absorbed, products
+from verify.witnesses.loading.merge import merged
+from verify.witnesses.sglang import adapter
+
+BLOCK = (16, 16)
+PAIR = [("weight", "weight_scale_inv")]
+
+
+def module(**parameters: Tensor) -> nn.Module:
+    found = nn.Module()
+    for name, tensor in parameters.items():
+        found.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return found
+
+
+def weight(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).bfloat16() / 50
+
+
+def in_fp8() -> nn.Module:
+    parts, _ = quantized_blocks(*BLOCK)(weight(40, 48))
+    return module(weight=parts[""], weight_scale_inv=parts["_scale_inv"])
+
+
+def power_of_two(layer: nn.Module, factor: float = 1.0) -> None:
+    """Rounds to the smallest power of two that holds each block, times `factor`: block by block, in float64."""
+    codes, scales = layer.weight.data.double(), layer.weight_scale_inv.data
+    for down in range(scales.shape[0]):
+        for right in range(scales.shape[1]):
+            at = slice(16 * down, 16 * down + 16), slice(16 * right, 16 * right + 16)
+            loaded = codes[at] * scales[down, right].double()
+            scale = torch.exp2(torch.ceil(torch.log2(loaded.abs().max() / 448))) * factor
+            layer.weight.data[at] = (loaded / scale).float().to(torch.float8_e4m3fn)
+            scales[down, right] = scale
+
+
+def test_fp8_blocks_as_loaded_pass() -> None:
+    layer = in_fp8()
+    assert fp8_blocks(BLOCK, PAIR)(layer).compare() == Outcome()
+
+
+def test_fp8_blocks_rounded_to_powers_of_two_pass_and_are_told() -> None:
+    layer = in_fp8()
+    expected = fp8_blocks(BLOCK, PAIR)(layer)
+    power_of_two(layer)
+    outcome = expected.compare()
+    assert (outcome.differences, outcome.unknown) == ([], None)
+    assert outcome.requantized.keys() == {"weight"}
+    assert 0 < outcome.requantized["weight"] <= 1 / 16
+
+
+def lost_code(layer: nn.Module) -> None:
+    layer.weight.data[3, 4] = 0
+
+
+def doubled_scale(layer: nn.Module) -> None:
+    layer.weight_scale_inv.data[1, 2] *= 2
+
+
+def coarse(layer: nn.Module) -> None:
+    power_of_two(layer, 4.0)
+
+
+def clipped(layer: nn.Module) -> None:
+    power_of_two(layer, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lost_code, "1 of 1920 values differ, first at [3, 4]: 0.0 instead of "),
+        (doubled_scale, "256 of 1920 values differ, first at [16, 32]: "),  # of a block
+        (coarse, "1920 of 1920 values differ"),
+        (clipped, "1920 of 1920 values differ"),
+    ],
+)
+def test_fp8_blocks_of_other_values_are_named(change: object, what: str) -> None:
+    layer = in_fp8()
+    expected = fp8_blocks(BLOCK, PAIR)(layer)
+    change(layer)  # type: ignore[operator]
+    (difference,) = expected.compare().differences
+    assert difference.param == "weight"
+    assert difference.what.startswith(what)
+
+
+def test_fp8_scales_in_a_kernels_own_layout_are_not_judged() -> None:
+    layer = in_fp8()
+    expected = fp8_blocks(BLOCK, PAIR)(layer)
+    layer.weight_scale_inv = nn.Parameter(torch.zeros(2, 3, dtype=torch.int32), requires_grad=False)
+    assert expected.compare() == Outcome(unknown="weight_scale_inv has a layout of its kernel's own")
+
+
+def packed(symmetric: bool = True) -> tuple[nn.Module, Tensor]:
+    """A layer in INT4 groups of 32, by compressed-tensors itself, and what it stands for."""
+    parts, meant = int4(strategy="group", group_size=32, symmetric=symmetric)(weight(64, 128))
+    names = {"_packed": "weight_packed", "_scale": "weight_scale", "_zero_point": "weight_zero_point"}
+    return module(**{names[name]: part for name, part in parts.items() if name in names}), meant
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("wrong", [None, (5, 6), float("nan")])
+def test_a_layer_is_compared_by_its_products(symmetric: bool, wrong: object) -> None:
+    layer, meant = packed(symmetric)
+    held = meant.clone()
+    if isinstance(wrong, tuple):
+        held[wrong] += layer.weight_scale[5, 0]  # one step
+    elif wrong is not None:
+        held[5, 6] = wrong  # type: ignore[call-overload]
+    outcome = products(lambda inputs: inputs @ held.t(), torch.bfloat16)(layer).compare()
+    assert [one.param for one in outcome.differences] == ["weight_packed"] * (wrong is not None)
+    for difference in outcome.differences:
+        count = 128 if wrong != (5, 6) else 1  # NaN makes a whole row of products NaN
+        assert difference.what.startswith(f"{count} of 8192 elements differ by what the kernel computes, first at [5, ")
+
+
+def test_products_of_a_form_that_is_not_known_are_not_judged() -> None:
+    layer = module(weight=torch.zeros(4, 4, dtype=torch.int8))
+    outcome = products(lambda inputs: inputs, torch.bfloat16)(layer).compare()
+    assert outcome == Outcome(unknown="its kernel has a layout of its own")
+
+
+@pytest.mark.parametrize("form", ["plain", "int4", "fp8"])
+@pytest.mark.parametrize("fault", [None, "W_UK_T", "W_UV"])
+def test_what_latent_attention_absorbs_is_compared(form: str, fault: str | None) -> None:
+    """Two heads of 12 rows of keys and 20 of values, each of 128 latent inputs."""
+    block = None
+    if form == "int4":
+        layer, meant = packed()
+    elif form == "fp8":
+        block = BLOCK
+        parts, meant = quantized_blocks(*BLOCK)(weight(64, 128))
+        layer = module(weight=parts[""], weight_scale_inv=parts["_scale_inv"])
+    else:
+        meant = weight(64, 128)
+        layer = module(weight=meant)
+    expected = absorbed(layer, 2, 12, block)(attention := nn.Module())
+    if form == "int4":
+        layer.weight_packed.data.zero_()  # repacked meanwhile
+    heads = meant.reshape(2, 32, 128)
+    attention.W_UK_T, attention.W_UV = heads[:, :12].clone(), heads[:, 12:].transpose(1, 2).clone()
+    if fault:
+        getattr(attention, fault)[1, 2, 3] += 0.1
+    outcome = expected.compare()
+    assert [one.param for one in outcome.differences] == [fault] * (fault is not None)
+    for difference in outcome.differences:
+        assert "1 of " in difference.what
+        assert "elements differ from kv_b_proj's, first at [1, 2, 3]" in difference.what
+
+
+def repacked(layer: nn.Module) -> None:
+    """Into Marlin's layout, as an engine does with sizes that are whole tiles."""
+    words, scales = layer.weight_packed.data.t(), layer.weight_scale.data.t()
+    layer.weight_packed = nn.Parameter(marlin_weight(words), requires_grad=False)
+    layer.weight_scale = nn.Parameter(marlin_scales(scales)[0], requires_grad=False)
+
+
+def test_padding_that_is_not_zero_is_named() -> None:
+    layer, _ = packed()
+    expected = marlin()(layer)
+    repacked(layer)
+    assert expected.compare() == Outcome()
+    wider = nn.functional.pad(layer.weight_scale.data, (0, 64))
+    wider[0, 70] = 1
+    layer.weight_scale = nn.Parameter(wider, requires_grad=False)
+    (difference,) = expected.compare().differences
+    assert difference.what.startswith("1 of 512 elements differ, first at [0, 70]: 1.0 instead of 0.0")
+
+
+def test_a_parameter_that_is_taken_away_is_named() -> None:
+    layer, _ = packed()
+    expected = marlin()(layer)
+    repacked(layer)
+    del layer.weight_scale
+    (difference,) = expected.compare().differences
+    assert (difference.param, difference.what) == ("weight_scale", "it is not there any more")
+
+
+def test_gate_and_up_in_the_other_order() -> None:
+    layer = module(w13_weight=torch.randn(2, 8, 3))
+    expected = reordered({"w13_weight": swapped_halves})(layer)
+    loaded = layer.w13_weight.data.clone()
+    layer.w13_weight.data = torch.cat([loaded[:, 4:], loaded[:, :4]], 1)
+    assert expected.compare() == Outcome()
+    layer.w13_weight.data[1] = loaded[1]
+    (difference,) = expected.compare().differences
+    assert (difference.param, difference.expert) == ("w13_weight", 1)
+
+
+def test_layouts_that_judge_nothing() -> None:
+    assert unknown("Humming")(nn.Module()).free
+    assert not_kept(["k_scale"])(nn.Module()).compare() == Outcome()
+
+
+def layout_of(layer: nn.Module) -> Layout:
+    found = adapter.layout(layer)
+    assert found is not None
+    return found
+
+
+def test_sglang_fp8_layers_are_compared_by_value() -> None:
+    layer = in_fp8()
+    layer.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=list(BLOCK)))  # type: ignore[assignment]
+    expected = layout_of(layer)(layer)
+    power_of_two(layer)
+    assert expected.compare().differences == []
+    lost_code(layer)
+    assert len(expected.compare().differences) == 1
+
+
+def test_sglang_fp8_scales_without_a_block_size_are_not_known() -> None:
+    assert layout_of(in_fp8())(in_fp8()).free
+
+
+def test_the_largest_change_of_all_ranks_is_told() -> None:
+    reports = [
+        LoadReport(
+            *("0", "m", "cuda", "bfloat16", ONE_RANK, False, 1, 1, {}, {}, 0),
+            *((), (), (), (), (), (), (), (), (), 2, ()),
+            requantized={"a": change, f"{rank}": 0.01},
+        )
+        for rank, change in enumerate((0.02, 0.03))
+    ]
+    assert merged(reports).requantized == {"a": 0.03, "0": 0.01, "1": 0.01}

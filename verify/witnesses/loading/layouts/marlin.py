@@ -1,0 +1,152 @@
+"""Packed INT4 weights in the layout of the Marlin kernels of SGLang and vLLM, computed from what was loaded.
+
+Running an engine's repacking kernel a second time would prove nothing, so this computes the layout from the format. A
+tile is 16 input rows by 64 output columns; each of 32 GPU threads owns 8 values in each of the tile's four 16-column
+blocks (IST Austria's Marlin; vLLM and SGLang `gptq_marlin_repack`). Zero points are in the order of the threads too,
+then in that of the nibbles which the kernel takes apart (SGLang `marlin_zero_points`); those of experts start in AWQ's
+order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
+from verify.witnesses.loading.layouts.layout import Expected, Layout, Outcome, own_parameters, unlike
+
+_TILE_ROWS, _TILE_COLUMNS, _BLOCK, _WORD = 16, 64, 16, 8
+_NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_GATE_AND_UP = "w13_"
+_MATRICES = ("", _GATE_AND_UP, "w2_")
+_REPACKED = tuple(matrix + part for matrix in _MATRICES for part in (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT))
+_BIASES = tuple(f"{matrix}bias" for matrix in _MATRICES)
+
+
+def _tile_order() -> Tensor:
+    """For each of a tile's 1024 places, the number of its value, counted block by block and row by row."""
+    order = []
+    for thread in range(32):
+        column, row = thread // 4, 2 * (thread % 4)
+        own = [_BLOCK * (row + down) + column + right for right in (0, 8) for down in (0, 1, 8, 9)]
+        order += [[block * _TILE_ROWS * _BLOCK + own[nibble] for nibble in _NIBBLE_ORDER] for block in range(4)]
+    return torch.tensor(order).flatten()
+
+
+def marlin_weight(packed: Tensor) -> Tensor:
+    """Words [inputs / 8, outputs], eight input rows each, low bits first -> words [inputs / 16, 2 x outputs] int32."""
+    shifts = 4 * torch.arange(_WORD, device=packed.device)
+    values = ((packed.long().unsqueeze(1) >> shifts[None, :, None]) & 15).reshape(-1, packed.shape[1])
+    inputs, outputs = values.shape
+    tiles = values.reshape(inputs // _TILE_ROWS, _TILE_ROWS, outputs // _BLOCK, _BLOCK).transpose(1, 2)
+    ordered = tiles.reshape(-1, _TILE_ROWS * _TILE_COLUMNS)[:, _tile_order().to(packed.device)]
+    return (ordered.reshape(inputs // _TILE_ROWS, -1, _WORD) << shifts).sum(-1).to(torch.int32)
+
+
+def marlin_scales(scales: Tensor) -> tuple[Tensor, ...]:
+    """Scales [groups, outputs] in the order of Marlin's threads: 8 x 8 columns transposed.
+
+    A single group may also be in the order of channel-wise scales.
+    """
+    transposed = scales.reshape(-1, 8, 8).transpose(1, 2).reshape(scales.shape)
+    if scales.shape[0] > 1:
+        return (transposed,)
+    return (transposed, scales.reshape(-1, 32)[:, _single_order().to(scales.device)].reshape(scales.shape))
+
+
+def _single_order() -> Tensor:
+    """Of 32 columns, where each is read with a scale for a whole column."""
+    return torch.tensor([2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)])
+
+
+def marlin_zero_points(packed: Tensor, *, awq: bool) -> Tensor:
+    """Words [groups, outputs / 8] int32, eight output rows each, in row or AWQ order -> the same in Marlin's order."""
+    shifts = 4 * torch.arange(_WORD, device=packed.device)
+    codes = (packed.long().unsqueeze(-1) >> shifts) & 15
+    if awq:
+        codes = codes[..., torch.tensor(_NIBBLE_ORDER, device=packed.device).argsort()]
+    threads = codes.reshape(-1, 8, 8).transpose(1, 2).reshape(codes.shape)
+    return (threads[..., list(_NIBBLE_ORDER)] << shifts).sum(-1).to(torch.int32)
+
+
+def marlin_bias(bias: Tensor) -> Tensor:
+    """A bias [..., outputs] in the order of Marlin's threads, which is that of channel-wise scales."""
+    return bias.reshape(-1, 32)[:, _single_order().to(bias.device)].reshape(bias.shape)
+
+
+def packed_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """A layer's own packed weights, scales and zero points, by their names in it."""
+    return {name: tensor for name, tensor in own_parameters(module).items() if name in _REPACKED}
+
+
+def marlin(*, awq_experts: bool = False, bias: bool = False) -> Layout:
+    """Packed INT4 for Marlin's kernels; sizes may have been padded with zeros to their tiles.
+
+    `awq_experts`: the zero points of experts are stored in AWQ's order. `bias`: it is permuted too.
+    """
+
+    def expect(module: nn.Module) -> Expected:
+        own = own_parameters(module)
+        before = {name: _inputs_first(tensor).clone() for name, tensor in packed_parameters(module).items()}
+        before |= {name: own[name].clone() for name in _BIASES if bias and name in own}
+
+        def compare() -> Outcome:
+            found = {name: getattr(module, name, None) for name in before}
+            awq = {name: awq_experts and name != WEIGHT_ZERO_POINT for name in before}
+            wanted = ((name, _wanted(name, loaded, found[name], awq[name])) for name, loaded in before.items())
+            return Outcome([one for name, tensors in wanted for one in unlike(module, name, tensors)])
+
+        return Expected(frozenset(before), compare)
+
+    return expect
+
+
+def _inputs_first(tensor: Tensor) -> Tensor:
+    """[inputs / 8, outputs], [groups, outputs] or [groups, outputs / 8]; those of experts are stored so."""
+    return tensor.t() if tensor.dim() == 2 else tensor
+
+
+def _wanted(name: str, loaded: Tensor, found: Tensor | None, awq: bool) -> list[Tensor]:
+    """What a parameter may hold: its loaded value, padded to the size of what is there."""
+    is_bias, is_packed = name in _BIASES, name.endswith(WEIGHT_PACKED)
+    matrices = loaded.unsqueeze(-2) if is_bias else loaded
+    there = found.unsqueeze(-2) if is_bias and found is not None else found
+    tile = _TILE_COLUMNS // _WORD if name.endswith(WEIGHT_ZERO_POINT) else _TILE_COLUMNS
+    rows, columns = _sizes(matrices, there, (2, 0.5) if is_packed else (1, 1), (2 if is_packed else 1, tile))
+    whole = padded(matrices, rows, columns, _halves(name))
+    if is_bias:
+        return [marlin_bias(whole.squeeze(-2))]
+    each = [_orders(name, matrix, awq) for matrix in (whole if whole.dim() == 3 else whole.unsqueeze(0))]
+    together = [torch.stack(several) for several in zip(*each, strict=True)]
+    return together if whole.dim() == 3 else [one[0] for one in together]
+
+
+def _halves(name: str) -> int:
+    return 2 if name.startswith(_GATE_AND_UP) else 1
+
+
+def _sizes(
+    loaded: Tensor, found: Tensor | None, factors: tuple[float, float], units: tuple[int, int]
+) -> tuple[int, int]:
+    """Rows and columns before repacking, in whole `units`: as found, times `factors`, where none is smaller."""
+    sizes = loaded.shape[-2:]
+    if found is not None and found.dim() == loaded.dim():
+        there = [int(size * factor) for size, factor in zip(found.shape[-2:], factors, strict=True)]
+        if all(one >= size for one, size in zip(there, sizes, strict=True)):
+            sizes = torch.Size(there)
+    rows, columns = (-(-size // unit) * unit for size, unit in zip(sizes, units, strict=True))
+    return rows, columns
+
+
+def padded(tensor: Tensor, rows: int, columns: int, halves: int = 1) -> Tensor:
+    """[..., rows, columns] with zeros below and to the right, where each of `halves` of the columns is padded alone."""
+    wider = columns // halves - tensor.shape[-1] // halves
+    parts = [nn.functional.pad(part, (0, wider, 0, rows - part.shape[-2])) for part in tensor.chunk(halves, -1)]
+    return torch.cat(parts, -1)
+
+
+def _orders(name: str, matrix: Tensor, awq: bool) -> tuple[Tensor, ...]:
+    """A matrix of a parameter in each order that Marlin's kernels may read it in."""
+    if name.endswith(WEIGHT_PACKED):
+        return (marlin_weight(matrix),)
+    return (marlin_zero_points(matrix, awq=awq),) if name.endswith(WEIGHT_ZERO_POINT) else marlin_scales(matrix)
