@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import models
 from support.fixture_types import PathOf
+from support.nightly import daily
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -138,7 +139,7 @@ def test_small_tensors_and_what_every_rank_holds_are_whole(converted: PathOf, in
 
 
 @needs_megatron
-@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("name", daily(("glm4_moe", "qwen3_next", "deepseek_v3"), ("glm4_moe",)))
 def test_megatron_loads_chunks(in_chunks: PathOf, releases: PathOf, name: str) -> None:
     path = in_chunks(name)
     cut = [

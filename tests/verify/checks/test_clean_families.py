@@ -18,6 +18,7 @@ import pytest
 import torch
 from families import CASES, case
 from support.megatron_layouts import EXPERTS, judge, two_of
+from support.nightly import daily
 
 from ckptkit.app.api import convert, quantize
 from converters.planner import dims_of
@@ -95,24 +96,23 @@ REFUSED = {
 
 
 @pytest.mark.usefixtures("served")
-def test_every_rank_of_megatron_holds_its_slice(made: Made) -> None:
+@pytest.mark.parametrize("layout", daily((0, 1), (0,)))
+def test_every_rank_of_megatron_holds_its_slice(layout: int, made: Made) -> None:
     """At two layouts. test_families.py loads the same models on one rank, and runs them."""
     name, dims = made["hf"].parent.name, dims_of(json.loads((made["hf"] / "config.json").read_text()))
-    layouts = {label: EXPERTS[label] for label in two_of(list(CASES).index(name), dims.experts > 0)}
-    for label, sizes in layouts.items():
-        subject = Subject(
-            made["megatron"], made["hf"], options=VerifyOptions(**{"against": frozenset({"megatron"}), **sizes})
-        )
-        refused = None
-        try:
-            findings, tallies = judge(subject)
-        except Unable as unable:
-            refused = str(unable)
-        if refused is not None:
-            assert re.search(REFUSED[name], refused), label
-            continue
-        assert findings == [], label
-        run = subject.once(run_megatron)
-        stages = run.sizes.pipeline(dims).stages
-        assert [report.layers for report in run.reports] == [stages[report.pp] for report in run.reports], label
-        assert tallies["CK402"].tensors >= len(subject.checkpoint.specs), label
+    label = two_of(list(CASES).index(name), dims.experts > 0)[layout]
+    options = VerifyOptions(**{"against": frozenset({"megatron"}), **EXPERTS[label]})
+    subject = Subject(made["megatron"], made["hf"], options=options)
+    refused = None
+    try:
+        findings, tallies = judge(subject)
+    except Unable as unable:
+        refused = str(unable)
+    if refused is not None:
+        assert re.search(REFUSED[name], refused), label
+        return
+    assert findings == [], label
+    run = subject.once(run_megatron)
+    stages = run.sizes.pipeline(dims).stages
+    assert [report.layers for report in run.reports] == [stages[report.pp] for report in run.reports], label
+    assert tallies["CK402"].tensors >= len(subject.checkpoint.specs), label

@@ -13,9 +13,12 @@ import torch
 from families import CASES
 from families.case import Case, save, tokens
 from support import sglang_cpu_logits
+from support.nightly import collected, daily
 from torch import Tensor
 from transformers import PretrainedConfig
 
+# SGLang's logits or its refusal, and transformers' logits in float32 and in bfloat16.
+Answer = tuple[Tensor | str, Tensor, Tensor]
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 # Its class takes the hidden size divided by the heads for a head's size, whatever head_dim says.
@@ -25,6 +28,7 @@ COMPUTED = (
     *("qwen3_moe", "glm4_moe", "qwen3_vl_moe", "deepseek_v3", "moonlight", "glm4_moe_lite"),
     FOUR_HEADS,
 )
+DAILY = ("qwen2-untied", "gemma3_text", "qwen2_5_vl", "qwen3_moe", "glm4_moe", "deepseek_v3")
 # What SGLang's class does not compute: biases of the MLP, which the witness names, and a window of Mistral's.
 WITHOUT = ("llama-biases", "mistral-window")
 # What needs a GPU: Triton kernels of linear attention, of Qwen2-MoE's shared expert and of MiniMax's norms; and sinks,
@@ -49,11 +53,11 @@ def sized(name: str) -> Case:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor | str, Tensor, Tensor]]:
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     """For each model: SGLang's logits or its refusal, and transformers' logits in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
     expected: dict[str, tuple[Tensor, Tensor]] = {}
-    for name in (*COMPUTED, *WITHOUT, *RAISED):
+    for name in sorted(collected(request, "name")):
         case = sized(name)
         model, _ = save(name, case, root / "models" / name, torch.bfloat16)
         with torch.no_grad():
@@ -63,10 +67,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor 
     return {name: (found[name], *logits) for name, logits in expected.items()}
 
 
-@pytest.mark.parametrize("name", COMPUTED)
-def test_sglang_computes_the_logits_of_transformers(
-    name: str, answers: Mapping[str, tuple[Tensor | str, Tensor, Tensor]]
-) -> None:
+@pytest.mark.parametrize("name", daily(COMPUTED, DAILY))
+def test_sglang_computes_the_logits_of_transformers(name: str, answers: Mapping[str, Answer]) -> None:
     """Not further from float32 than twice what transformers' own bfloat16 is, of logits that differ far more."""
     answer, exact, rounded = answers[name]
     assert isinstance(answer, Tensor), answer
@@ -76,16 +78,14 @@ def test_sglang_computes_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_what_sglangs_class_leaves_out_shows_in_the_logits(
-    name: str, answers: Mapping[str, tuple[Tensor | str, Tensor, Tensor]]
-) -> None:
+def test_what_sglangs_class_leaves_out_shows_in_the_logits(name: str, answers: Mapping[str, Answer]) -> None:
     answer, exact, rounded = answers[name]
     assert isinstance(answer, Tensor), answer
     assert distance(answer, exact) > 20 * distance(rounded, exact)
 
 
 @pytest.mark.parametrize("name", RAISED)
-def test_what_needs_a_gpu_is_said(name: str, answers: Mapping[str, tuple[Tensor | str, Tensor, Tensor]]) -> None:
+def test_what_needs_a_gpu_is_said(name: str, answers: Mapping[str, Answer]) -> None:
     assert RAISED[name] in str(answers[name][0])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import models
+from support.nightly import collected, daily
 from support.sglang_cells import BF16, FP8, Cell, checkpoint, values
 from support.sglang_families import EXPERT
 from support.sglang_formats import LABELS, NOT_IN_FP8, write_all
@@ -35,13 +36,20 @@ CELLS = {
         Cell("qwen3_5", "odd", FP8, "HF"),
     )
 }
+# Of each kind a dense model, one with experts, one with latent attention, and those that are like no other.
+DAILY = (
+    *("groups qwen2-tied", "groups qwen3_moe", "groups deepseek_v3", "groups qwen3_vl_moe", "groups minimax_m2"),
+    *("groups qwen3_5", "groups glm4_moe-mtp", "rows qwen2-untied", "rows glm4_moe", "zero points minimax_m2"),
+    *("zero points deepseek_v3", "fp8 qwen2-tied", "fp8 qwen3_moe", "fp8 deepseek_v3", "fp8 gemma3_text"),
+)
 BROKEN = ("qwen2-tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "qwen3_vl_moe")
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    root = tmp_path_factory.mktemp("formats")
-    labels = [*LABELS, *(f"fp8 {name}" for name in NOT_IN_FP8)]
+def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    root, needed = tmp_path_factory.mktemp("formats"), collected(request, "label")
+    needed |= {"fp8 qwen3_moe", *(f"groups {name}" for name in BROKEN)}
+    labels = [*(label for label in LABELS if label in needed), *(f"fp8 {name}" for name in NOT_IN_FP8)]
     broken = {f"broken {name}": Case(root / f"groups {name}", alter="lost_and_exchanged") for name in BROKEN}
     cells = {label: checkpoint(cell, root) for label, cell in CELLS.items()}
     return {label: Case(path) for label, path in write_all(root, labels)} | broken | cells
@@ -52,7 +60,7 @@ def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("label", daily(LABELS, DAILY))
 def test_every_part_is_where_sglang_keeps_it(
     label: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
