@@ -25,7 +25,7 @@ from families.mtp import added_layer, reference
 # The Hadamard transform needs a head size that is a power of two. The rotary part is not half of it.
 # With 14 heads scores are hardly ever all zero.
 INDEXER: dict[str, Any] = {"index_n_heads": 14, "index_head_dim": 64, "index_topk": 5}
-# What the releases of GLM-5 say beside what transformers writes; SGLang reads most of it.
+# What the releases of GLM-5 say beside what transformers writes; SGLang and vLLM read most of it.
 GLM_AS_RELEASED = {
     "num_nextn_predict_layers": 1,
     "indexer_rope_interleave": True,
@@ -33,6 +33,14 @@ GLM_AS_RELEASED = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
+
+
+def glm_as_released(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of GLM-5 as its releases have it.
+
+    transformers 5.12 also writes its default of `num_experts`, 256, and from 5.20 takes it for `n_routed_experts`.
+    """
+    return {key: value for key, value in config.items() if key != "num_experts"} | GLM_AS_RELEASED
 
 
 def strong(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -113,7 +121,7 @@ def glm_case(since: tuple[int, int] = (0, 0), **sharing: Any) -> Case:
     return Case(
         lambda: glm(**sharing),
         added=strong_layer(glm_layer),
-        edit=lambda config: config | GLM_AS_RELEASED,
+        edit=glm_as_released,
         value=strong,
         reference=in_pairs(lambda model, tokens: model(tokens).logits),
         mtp=in_pairs(reference(glm_layer)),

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,16 +24,14 @@ from torch import Tensor
 
 from support.processes import run_logged
 from support.sglang_server import ran
-from verify.check import all_checks, run_checks
-from verify.evidence.subject import Subject
-from verify.options import VerifyOptions
-from verify.report import CheckResult, Finding
-from verify.run import choose
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob
 from verify.witnesses.loading.run import LoadedBy, LoadRun, outcome
 from verify.witnesses.process.codec import decoded
 from verify.witnesses.sglang.facts import SGLANG
+
+if TYPE_CHECKING:
+    from verify.report import CheckResult, Finding
 
 Weights = Iterator[tuple[str, Tensor]]
 Start = Callable[..., bool]
@@ -275,6 +273,12 @@ def checked(
     case: Case, run: LoadRun, engine: EngineFacts = SGLANG
 ) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
     """The CK5xx checks over a run of the witness that has been made already."""
+    # The processes that load have none of the packages that checks need.
+    from verify.check import all_checks, run_checks
+    from verify.evidence.subject import Subject
+    from verify.options import VerifyOptions
+    from verify.run import choose
+
     subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({engine.name})))
     subject._results[LoadedBy(engine)] = run
     chosen, _ = choose(subject, [one for one in all_checks() if one.stage == engine.name])

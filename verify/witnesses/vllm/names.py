@@ -9,7 +9,11 @@ from typing import Any
 from verify.evidence.expected import weights_of
 
 # Scales and zero points of attention in FP8, which only few checkpoints have; else what they are made with is meant.
-_OF_ATTENTION = re.compile(r".+\.(?:mla_)?attn\.(?:_?[kqv]_scale|_?prob_scale|[kqv]_zero_point|prob_zero_point)")
+# Sparse attention has them in a module `attn` up to 0.26, in the layer itself in 0.33.
+_OF_ATTENTION = re.compile(
+    r".+\.(?:mla_)?attn\.(?:_?[kqv]_scale|_?prob_scale|[kqv]_zero_point|prob_zero_point)"
+    r"|.+\.self_attn\.(?:_[kqv]_scale|_prob_scale)"
+)
 # Allocated for every packed layer of experts up to 0.26, but read only with activation ordering.
 _G_IDX = re.compile(r".+\.experts\.(?:routed_experts\.)?w(?:13|2)_(?:weight_g_idx|g_idx_sort_indices)")
 # Which rank has which expert, when they are shared out: computed while the model is built.
