@@ -20,6 +20,7 @@ _EXPERTS = ".experts."
 # that nobody wrote. Source: `marlin_moe/marlin_template.h` of 0.5.16 and 0.5.23, whose `zp_sh_wr_pred` covers one
 # group; that of dense layers is without the fault.
 SMALL_TILE, LARGE_TILE = 64, 128
+_READ_AS_STORED = frozenset({"vllm", "transformers"})  # readers that take compressed-tensors' own layout
 
 
 def is_expert(name: str) -> bool:
@@ -31,9 +32,9 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
     """Whether to store the zero points of routed experts in SGLang's layout, which no other reader takes.
 
     `has_experts`: whether routed experts are quantized. Raises CkptkitError when they need zero points and `readers` is
-    not SGLang alone: no layout suits SGLang and another reader.
+    neither SGLang alone nor without it: no layout suits SGLang and another reader. slime and miles send weights to it.
     """
-    if scheme.symmetric or not has_experts:
+    if scheme.symmetric or not has_experts or (readers and _READ_AS_STORED.issuperset(readers)):
         return False
     if tuple(readers) == ("sglang",):
         if is_misread(scheme.group_size):
@@ -46,7 +47,7 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
     raise CkptkitError(
         "SGLang reads the zero points of routed experts in another layout "
         "than compressed-tensors stores and every other reader takes",
-        "quantize symmetrically; or, for SGLang alone, use --reader sglang",
+        "quantize symmetrically; or, for one engine alone, use --reader sglang or --reader vllm",
     )
 
 

@@ -80,10 +80,10 @@ def every_cell() -> Iterator[Cell]:
                 yield Cell(model, sizes, form, "Megatron")
 
 
-def checkpoint(cell: Cell, root: Path) -> Case:
+def checkpoint(cell: Cell, root: Path, reader: str = "sglang") -> Case:
     """Makes the cell's checkpoint under `root`, from a release and a Megatron one that cells share.
 
-    Raises CkptkitError where ckptkit refuses the format.
+    `reader`: the engine whose layout zero points get. Raises CkptkitError where ckptkit refuses the format.
     """
     release = root / f"{cell.sizes} {cell.model}"
     if not release.exists():
@@ -99,7 +99,7 @@ def checkpoint(cell: Cell, root: Path) -> Case:
         plain = one_an_expert(release, root / f"{release.name} experts", transposed="qwen3_vl" in cell.model)
         return Case(with_fp8_blocks(plain, target, cell.block))
     # Zero points of experts are in a layout of SGLang's own, of which its kernel does not read small groups.
-    readers: dict[str, Any] = {"readers": ("sglang",)} if cell.format.endswith("zero points") else {}
+    readers: dict[str, Any] = {"readers": (reader,)} if cell.format.endswith("zero points") else {}
     with small_groups_allowed():
         if cell.way == "HF":
             quantize(release, target, int4_scheme(**cell.scheme), **readers)

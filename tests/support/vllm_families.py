@@ -6,7 +6,7 @@ from families import CASES
 
 from support.vllm_runs import release
 
-_NEWER = (release() or ()) >= (0, 33)
+NEWER = (release() or ()) >= (0, 33)  # 0.33, not 0.26
 # What vLLM says where it does not build or load a model at all.
 SAID = {
     "mimo": "Transformers does not recognize this architecture",  # its config class comes with the release, as code
@@ -15,7 +15,7 @@ SAID = {
     "gemma3": "There is no module or parameter named 'vision_tower.embeddings'",  # transformers 5 names it so
     "qwen3_vl_moe": "'Qwen3VLMoeTextConfig' object has no attribute 'norm_topk_prob'",  # releases have it
 }
-if not _NEWER:
+if not NEWER:
     SAID |= {
         "qwen3_5_text-tied": "'Qwen3_5TextConfig' object has no attribute 'vision_config'",
         "qwen3_5_moe_text": "'Qwen3_5MoeTextConfig' object has no attribute 'vision_config'",
@@ -26,14 +26,14 @@ LEFT_OUT = dict.fromkeys(("qwen2-tied", "qwen2-untied", "qwen2_moe", "qwen2_moe-
 DRAFTS = {
     "glm4_moe-mtp": "Glm4MoeMTP",
     "deepseek_v3": "DeepSeekMTP",
-    "deepseek_v32": "DeepseekV32MTP" if _NEWER else "DeepSeekMTP",
-    "glm_moe_dsa": "DeepseekV32MTP" if _NEWER else "DeepSeekMTP",
-    "glm_moe_dsa-shared": "DeepseekV32MTP" if _NEWER else "DeepSeekMTP",
+    "deepseek_v32": "DeepseekV32MTP" if NEWER else "DeepSeekMTP",
+    "glm_moe_dsa": "DeepseekV32MTP" if NEWER else "DeepSeekMTP",
+    "glm_moe_dsa-shared": "DeepseekV32MTP" if NEWER else "DeepSeekMTP",
     "glm4_moe_lite": "Glm4MoeLiteMTP",
     "qwen3_next": "Qwen3NextMTP",
     "qwen3_5": "Qwen3_5MTP",
     "qwen3_5_moe": "Qwen3_5MoeMTP",
 }
-if _NEWER:
+if NEWER:
     DRAFTS["qwen3_5_moe_text"] = "Qwen3_5MoeMTP"
 CLEAN = [name for name in CASES if name not in SAID and name not in LEFT_OUT]

@@ -52,12 +52,13 @@ def test_who_may_have_it() -> None:
     assert misread.value.hint == "--group-size 128 or channel; or quantize symmetrically"
     assert is_expert("model.layers.0.mlp.experts.3.up_proj.weight")
     assert not is_expert("model.layers.0.mlp.shared_experts.up_proj.weight")
-    for readers in [("sglang", "vllm"), ("vllm",), ()]:
+    assert not check_zero_point_layout(ASYMMETRIC, True, ("vllm",))
+    for readers in [("sglang", "vllm"), ("slime", "vllm"), ("slime",), ()]:
         with pytest.raises(
             CkptkitError, match="SGLang reads the zero points of routed experts in another layout"
         ) as error:
             check_zero_point_layout(ASYMMETRIC, True, readers)
-        assert error.value.hint == "quantize symmetrically; or, for SGLang alone, use --reader sglang"
+        assert error.value.hint == "quantize symmetrically; or, for one engine alone, use --reader sglang or --reader vllm"
 
 
 def test_a_shared_expert_that_sglang_keeps_among_the_routed_ones(releases: Callable[..., Path], tmp_path: Path) -> None:
@@ -94,6 +95,22 @@ def test_a_mixture_of_experts(releases: Callable[..., Path], tmp_path: Path) -> 
     assert inspect(tmp_path / "out")["quantization"].startswith(
         "INT4 (compressed-tensors pack-quantized, asymmetric, one scale for each 32 weights): "
     )
+
+
+def test_for_vllm_alone_experts_have_compressed_tensors_own_layout(
+    releases: Callable[..., Path], tmp_path: Path
+) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    source = releases("qwen3_moe")
+    quantize(source, tmp_path / "out", ASYMMETRIC, readers=("vllm",))
+    after = models.tensors(tmp_path / "out")
+    module = "model.layers.1.mlp.experts.2.up_proj"
+    weight = models.tensors(source)[f"{module}.weight"]
+    shape = torch.Size((weight.shape[0], weight.shape[1] // 32))
+    read = unpack_from_int32(after[f"{module}.weight_zero_point"], 4, shape, packed_dim=0)
+    assert torch.equal(read, by_formula(weight, ASYMMETRIC).zero_point)  # type: ignore[arg-type]
+    assert "experts_zero_points" not in (tmp_path / "out" / "config.json").read_text()
 
 
 def test_experts_in_sglangs_layout_are_dequantized_as_the_formula_says(

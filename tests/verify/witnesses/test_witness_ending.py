@@ -11,6 +11,10 @@ import torch
 
 from verify.witnesses.process.exit_report import ExitReport, Phase, PhaseLog, exit_report_of, how_it_ended, is_verdict
 from verify.witnesses.sglang.adapter import BUILD, LOAD, REPACK, SET_UP
+from verify.witnesses.vllm.adapter import BUILD as VLLM_BUILD
+from verify.witnesses.vllm.adapter import BUILD_WITHOUT_GPU
+from verify.witnesses.vllm.adapter import LOAD as VLLM_LOAD
+from verify.witnesses.vllm.adapter import SET_UP as VLLM_SET_UP
 
 MEGATRON_LOAD = Phase("loading the weights", ("megatron", "torch"))
 Call = Callable[..., Any]
@@ -73,6 +77,53 @@ DISPATCH = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors
 def test_a_config_that_is_refused_by_its_format_is_a_verdict(statement: str, verdict: bool) -> None:
     """SGLang says of formats that it does not have by an ImportError, which elsewhere is about the machine."""
     assert is_verdict(error_of(chain(OURS, LOADER, MODEL, DISPATCH, statement=statement)), BUILD) is verdict
+
+
+VLLM_LOADER, VLLM_MODEL = "vllm.model_executor.model_loader.base_loader", "vllm.model_executor.models.qwen3_moe"
+VLLM_DISPATCH = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
+VLLM_FP8 = "vllm.model_executor.layers.quantization.utils.fp8_utils"
+# What vLLM 0.26.0 and 0.33.0 say while they build a model, and by which module.
+OF_CONFIG = [
+    ((VLLM_MODEL,), "raise ValueError('Unsupported activation: gelu. Only silu is supported for now.')"),
+    (("vllm.models.deepseek_v32.nvidia.model",), "raise ValueError('Unsupported activation: gelu.')"),
+    (
+        (VLLM_MODEL, VLLM_DISPATCH),
+        "raise NotImplementedError('No compressed-tensors compatible scheme was found for layer_name=1')",
+    ),
+    ((VLLM_FP8,), "raise ValueError('Weight output_partition_size = 96 is not divisible by block_n = 128.')"),
+    ((VLLM_MODEL,), "from transformers import Qwen3Config; Qwen3Config().norm_topk_prob"),
+]
+OF_DEVICE = [
+    (("vllm.model_executor.layers.fused_moe.oracle",), "raise NotImplementedError('No WNA16 MoE backend supports it')"),
+    (("vllm.model_executor.layers.fused_moe.layer",), "raise ValueError('no')"),
+    ((VLLM_MODEL,), "raise ValueError('Failed to find a kernel that can implement the WNA16 linear layer')"),
+    ((VLLM_MODEL,), "raise AssertionError"),
+    ((VLLM_MODEL,), "None.shape"),
+    ((VLLM_MODEL,), "from types import SimpleNamespace; SimpleNamespace().regs_per_multiprocessor"),
+    ((VLLM_MODEL,), "{}['an H100']"),
+    ((VLLM_MODEL, "torch.cuda"), "raise RuntimeError('Found no NVIDIA driver on your system')"),
+    ((VLLM_DISPATCH,), "raise RuntimeError('Quantization scheme is not supported for the current GPU.')"),
+    (
+        (VLLM_LOADER,),
+        "exec(compile('raise ValueError(1)', 'a module', 'exec'), {'__name__': 'vllm.model_executor.models.qwen3'})",
+    ),
+]
+
+
+@pytest.mark.parametrize(("modules", "statement"), OF_CONFIG)
+def test_what_vllm_says_of_a_config_is_a_verdict_without_a_gpu(modules: tuple[str, ...], statement: str) -> None:
+    error = error_of(chain(OURS, VLLM_LOADER, *modules, statement=statement))
+    assert [is_verdict(error, phase) for phase in (BUILD_WITHOUT_GPU, VLLM_BUILD, VLLM_SET_UP)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("modules", "statement"), OF_DEVICE)
+def test_what_may_be_due_to_the_absent_gpu_is_none(modules: tuple[str, ...], statement: str) -> None:
+    assert not is_verdict(error_of(chain(OURS, VLLM_LOADER, *modules, statement=statement)), BUILD_WITHOUT_GPU)
+
+
+def test_the_same_words_are_a_verdict_where_vllm_loads_weights_or_has_a_gpu() -> None:
+    refusal = error_of(chain(OURS, VLLM_LOADER, "vllm.model_executor.layers.fused_moe.layer"))
+    assert [is_verdict(refusal, phase) for phase in (BUILD_WITHOUT_GPU, VLLM_BUILD, VLLM_LOAD)] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,11 @@ _MACHINE_SAYS = re.compile(
     r"|current (?:platform|GPU)|only for NPU",
     re.IGNORECASE,
 )
+# What a refusal names that may be due to the device, and not to the config.
+_NAMES_DEVICE = re.compile(r"\b(?:GPU|CUDA|SM ?\d+|device|platform|capability|kernel|backend)s?\b", re.IGNORECASE)
+# What Python raises by itself where code meets what it was not written for.
+_BY_ACCIDENT = (AttributeError, LookupError, NameError, TypeError)
+_CONFIGS = frozenset({"PretrainedConfig", "PreTrainedConfig"})  # of transformers, up to 4 and from 5 on
 # Modules that start compilers, ask devices or make process groups.
 _MACHINERY = (
     *("ctypes", "subprocess", "triton", "tvm_ffi", "torch.cuda", "torch.utils.cpp_extension"),
@@ -46,7 +51,7 @@ class Phase:
 
     name: str
     speakers: tuple[str, ...] = ()  # modules under test whose exceptions are verdicts in this phase
-    deciders: tuple[str, ...] = ()  # those of them that refuse a config by any exception, an ImportError for one
+    deciders: tuple[str, ...] = ()  # modules that refuse a config in words of their own, by an ImportError for one
     machinery: tuple[str, ...] = ()  # modules of the engine whose exceptions are about our set-up, or the machine
 
 
@@ -134,11 +139,20 @@ def is_verdict(error: BaseException, phase: Phase) -> bool:
 
 
 def _is_decision(error: BaseException, phase: Phase) -> bool:
-    """Whether a decider itself raised this, and neither a failed import within it nor for the GPU that is here."""
+    """Whether a decider itself refused the config, or looked for a key that config.json does not have.
+
+    Neither what fails within it, an import for one, nor what it says of the device that is here.
+    """
+    if isinstance(error, AttributeError) and {kind.__name__ for kind in type(error.obj).__mro__} & _CONFIGS:
+        return bool(phase.deciders)
     theirs = _beyond_ours(error)
     raised_by = str(theirs[-1].f_globals.get("__name__", "")) if theirs else ""
-    failed_import = isinstance(error, ImportError) and error.name is not None
-    return _is_within(raised_by, phase.deciders) and not failed_import and _MACHINE_SAYS.search(str(error)) is None
+    if any(frame.f_code.co_name == "<module>" for frame in theirs):
+        return False
+    by_accident = isinstance(error, _BY_ACCIDENT) or (isinstance(error, ImportError) and error.name is not None)
+    says = str(error)
+    of_device = _MACHINE_SAYS.search(says) or _NAMES_DEVICE.search(says)
+    return _is_within(raised_by, phase.deciders) and not by_accident and says.strip() != "" and not of_device
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

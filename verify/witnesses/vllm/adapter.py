@@ -34,7 +34,17 @@ _MACHINERY = (
 )
 # What vLLM raises before a model's constructor runs is about our set-up.
 SET_UP = Phase("setting vLLM up")
-BUILD = Phase("building the model", ("vllm.model_executor",), machinery=_MACHINERY)
+# Where vLLM refuses what a config says, in words about it.
+_DECIDERS = (
+    *("vllm.model_executor.models", "vllm.models"),
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
+    "vllm.model_executor.layers.quantization.utils.fp8_utils",
+    "vllm.model_executor.layers.quantization.utils.quant_utils",
+)
+BUILD = Phase("building the model", ("vllm.model_executor", "vllm.models"), _DECIDERS, _MACHINERY)
+# There vLLM may stumble on what a GPU has and its stand-in lacks.
+BUILD_WITHOUT_GPU = Phase("building the model without a GPU", deciders=_DECIDERS)
 LOAD = Phase("loading the weights", ("vllm",), machinery=_MACHINERY)
 REPACK = Phase("repacking the weights", ("vllm.model_executor.layers",), machinery=_MACHINERY)
 _QUIET = {
@@ -62,7 +72,7 @@ def build(wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
             loading(model, weights, config.device_config.device)
 
     model_config = config.speculative_config.draft_model_config if wanted.draft else config.model_config
-    phases.enter(BUILD)
+    phases.enter(BUILD if torch.cuda.is_available() else BUILD_WITHOUT_GPU)
     # `loading` has run them already, where they can run.
     without_repacking = patch.object(base_loader, "process_weights_after_loading")
     with set_current_vllm_config(config), without_repacking:

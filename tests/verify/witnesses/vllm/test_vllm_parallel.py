@@ -9,7 +9,7 @@ import pytest
 from support import models
 from support.sglang_families import EXPERT
 from support.sglang_runs import LOST, LOST_ON_RANK_1, Case
-from support.vllm_families import DRAFTS
+from support.vllm_families import DRAFTS, NEWER
 from support.vllm_runs import run_cases
 
 from verify.witnesses.loading.job import EngineSizes
@@ -70,13 +70,12 @@ def test_lost_and_exchanged_tensors_are_named_with_the_rank(
         assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT.search(one)}
 
 
-def test_draft_models_are_clean_but_have_no_pipeline_stages(
-    root: Path, runs: tuple[str, Mapping[str, LoadRun]]
-) -> None:
+def test_draft_models_are_clean(root: Path, runs: tuple[str, Mapping[str, LoadRun]]) -> None:
+    """Beside pipeline stages 0.33 has them whole on every rank, 0.26 has none."""
     sizes, found = runs
     for name in (one for one in NAMES if one in DRAFTS):
         report = found[name].draft
-        if "pp" in sizes:
+        if "pp" in sizes and not NEWER:
             assert report is None
             assert "Pipeline parallelism is not supported for this model" in str(found[name].draft_error)
             continue
