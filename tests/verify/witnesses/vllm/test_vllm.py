@@ -62,6 +62,23 @@ def test_a_missing_expert_is_an_error(releases: PathOf, tmp_path: Path, copy_of:
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_key_that_config_lacks_is_an_error_without_a_gpu_too(releases: PathOf, copy_of: PathOf) -> None:
+    """transformers 5 does not write `norm_topk_prob`, which releases of Qwen3-VL-MoE have and vLLM reads."""
+    sound = copy_of(releases("qwen3_vl_moe"))
+    report = verify(sound, against=AGAINST)
+    (found,) = (one for one in report.findings if one.code == "CK521")
+    assert "'Qwen3VLMoeTextConfig' object has no attribute 'norm_topk_prob'" in found.actual
+    assert "norm_topk_prob" in str(found.hint)
+    config = json.loads((sound / "config.json").read_text())
+    config["text_config"]["norm_topk_prob"] = True
+    (sound / "config.json").write_text(json.dumps(config))
+    report = verify(sound, against=AGAINST)
+    assert next(one for one in report.checks if one.code == "CK521").status == "passed"
+    assert [one for one in report.findings if one.code.startswith("CK52")] == []
+
+
+@pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_int4_is_compared_before_repacking_alone(releases: PathOf, tmp_path: Path) -> None:
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7"))
