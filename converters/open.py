@@ -15,7 +15,7 @@ from converters.megatron.legacy import LegacyCheckpoint
 def open_checkpoint(path: str | Path | Directory, hf: str | Path | Directory | None = None) -> Checkpoint:
     """An HF or Megatron checkpoint. `hf` gives the config for a Megatron one that does not carry its own."""
     location = locate(path)
-    return HfCheckpoint(location.directory) if location.kind == "hf" else open_megatron(location, hf)
+    return HfCheckpoint(location.directory) if location.is_hf else open_megatron(location, hf)
 
 
 def open_megatron(

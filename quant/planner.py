@@ -50,6 +50,7 @@ def require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
             f"{scheme.title} {config['model_type']} is not supported: its experts are one tensor a layer, "
             "and no reader knows them one by one",
             "serve it as it is, or in the format of its release",
+            code="unsupported",
         )
 
 

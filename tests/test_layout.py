@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ LAYERS = (
     "ckptkit",
 )
 MAX_FOLDER = 15
+MAX_FUNCTION = 60
+MAX_PARAMETERS = 8
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -123,6 +126,39 @@ def test_folders_say_what_they_are_for() -> None:
     assert [
         str(folder) for folder in folders if not ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
     ] == []
+
+
+def test_kinds_of_checkpoints_are_told_apart_in_one_place() -> None:
+    known = {module: file.read_text() for module, file in modules(ROOT).items()}
+    compares = re.compile(r"""\.kind [!=]= ["'](hf|megatron)["']|Literal\[["']hf["'], ["']megatron["']\]""")
+    assert {module for module, text in known.items() if compares.search(text)} == {"ckptkit.formats.detect"}
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function and method of the packages, as `module.name`."""
+    for module, file in modules(ROOT).items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{module}.{node.name}", node
+
+
+def decorated(node: ast.FunctionDef | ast.AsyncFunctionDef, *words: str) -> bool:
+    return any(word in ast.unparse(one) for one in node.decorator_list for word in words)
+
+
+def test_functions_fit_on_a_page() -> None:
+    assert {name for name, node in functions() if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION} == set()
+
+
+def test_public_functions_take_few_parameters() -> None:
+    """A command has one for each of its options, a kernel of Triton one for each pointer and size."""
+    many = set()
+    for name, node in functions():
+        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        counted = [one for one in given if one.arg not in ("self", "cls")]
+        if len(counted) > MAX_PARAMETERS and not decorated(node, "click", "command", "triton.jit"):
+            many.add(name)
+    assert many == set()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
+from typing import TypedDict, Unpack
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError, words_of
 from ckptkit.core.progress import phase
@@ -116,17 +117,17 @@ class Check:
 _CHECKS: dict[str, Check] = {}
 
 
+class _When(TypedDict, total=False):
+    """When a check runs, and what follows from it; fields as in `Check`."""
+
+    needs: tuple[str, ...]
+    gate: bool
+    preflight: bool
+    unless: Unless
+
+
 def check(
-    code: str,
-    title: str,
-    *,
-    stage: str,
-    rationale: str,
-    fix: str,
-    needs: tuple[str, ...] = (),
-    gate: bool = False,
-    preflight: bool = False,
-    unless: Unless = always,
+    code: str, title: str, *, stage: str, rationale: str, fix: str, **when: Unpack[_When]
 ) -> Callable[[Callable[[Subject, Tally], Iterator[Issue]]], Run]:
     """Registers a generator function as the check `code` (fields as in `Check`); called, it then gives findings."""
 
@@ -138,9 +139,9 @@ def check(
 
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
-        if stage not in LOOKS_AT or not NEEDS.issuperset(needs):
-            raise ValueError(f"{code} is of the stage {stage} and needs {needs}: one of these is unknown")
-        _CHECKS[code] = Check(code, title, rationale, fix, run, stage, needs, gate, preflight, unless)
+        one = _CHECKS[code] = Check(code, title, rationale, fix, run, stage, **when)
+        if stage not in LOOKS_AT or not NEEDS.issuperset(one.needs):
+            raise ValueError(f"{code} is of the stage {stage} and needs {one.needs}: one of these is unknown")
         return run
 
     return register

@@ -136,7 +136,7 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
     """Raises CkptkitError, before every byte has been read, for what is not a matter of the checkpoint."""
     if subject.source_path:
         locate(subject.source_path)
-    if hf is not None and "megatron" not in (subject.kind, subject.source_path and subject.source_kind):
+    if hf is not None and not subject.is_megatron and subject.source_is_hf:
         refuse_hf(hf, path)
     _refuse_other_formats(subject)
     if subject.options.manifest_key is not None:
@@ -155,10 +155,10 @@ def _config_home(here: Subject) -> Path | None:
         here.kind  # noqa: B018 - raises where there is no checkpoint
         return None
     there = locate(source)
-    if here.kind == "hf":
-        return path if there.kind == "megatron" and not (there.root / "hf" / "config.json").exists() else None
+    if here.is_hf:
+        return path if there.is_megatron and not (there.root / "hf" / "config.json").exists() else None
     root = path if (path / TRACKER).exists() else path.parent
-    return None if (root / "hf" / "config.json").exists() or there.kind == "megatron" else source
+    return None if (root / "hf" / "config.json").exists() or there.is_megatron else source
 
 
 def choose(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:

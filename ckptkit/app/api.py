@@ -72,7 +72,7 @@ def make_manifest(
     if hf:
         refuse_url(hf)
     location = locate(path)
-    if location.kind == "hf":
+    if location.is_hf:
         refuse_hf(hf, path)
     target = Path(output) if output else location.root / MANIFEST
     by = signer(Path(sign)) if sign else None

@@ -62,7 +62,7 @@ def run(options: RunOptions) -> ConversionResult:
             len(specs),
             sum(spec.nbytes for spec in specs.values()),
             fold(specs),
-            plan.layout if plan.kind == "hf" else {},
+            plan.layout if plan.is_hf else {},
             plan.dequantized,
             forecast(options, plan) if options.dry_run else None,
             plan.notes,
@@ -72,7 +72,7 @@ def run(options: RunOptions) -> ConversionResult:
 def _check_destination(options: RunOptions, sources: Sources, location: Location) -> None:
     """Raises CkptkitError where nothing may be written, for one because what is read there would be lost."""
     if isinstance(options.dst, Path):
-        beside = [location.root / "hf", location.root / FOLDER] if location.kind == "megatron" else []
+        beside = [location.root / "hf", location.root / FOLDER] if location.is_megatron else []
         read = [location.path, *beside, *(sources[path].path for path in (options.hf, options.like) if path)]
         check_destination(options.dst, read, overwrite=options.overwrite, resume=options.resume)
     else:
@@ -81,7 +81,7 @@ def _check_destination(options: RunOptions, sources: Sources, location: Location
 
 def _check_direction(options: RunOptions, location: Location) -> None:
     """Raises UsageError for options of the other direction."""
-    if location.kind == "megatron":
+    if location.is_megatron:
         if options.verb == "quantize":
             raise UsageError(
                 f"{options.src} is a Megatron checkpoint",

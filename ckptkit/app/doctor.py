@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptkit.core.installation import program_version, requirements
 from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.vllm.facts import VLLM
+from verify.witnesses.registry import ENGINES
 
 SCHEMA = "ckptkit-doctor/1"
 _MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors", "pyyaml": "yaml"} | {
@@ -38,7 +38,7 @@ _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
 PARTS = tuple(_NEEDS)
 _PYTHON_OF = {"megatron": "megatron", "sglang": "sglang", "engine": "sglang", "vllm": "vllm"}
 _BESIDE = ("torch", "transformers")  # whose versions say which environment that is
-_INSTALL = {"vllm": VLLM.install}
+_INSTALL = {one.name: one.install for one in ENGINES}
 
 
 @dataclass(frozen=True)

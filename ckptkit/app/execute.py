@@ -74,7 +74,7 @@ def _write_manifest(
     for file in plan.outputs[0].files.names:
         digests |= journal.recorded(file) or {}
     more = {"source": plan.side_files.path.name, "lineage": lineage, "hf_layout": dict(plan.layout)}
-    written = Location(plan.kind, partial / "release" if plan.kind == "megatron" else partial, partial)
+    written = Location(plan.kind, partial / "release" if plan.is_megatron else partial, partial)
     tensors = {name: digests[name] for name in sorted(digests)}
     files = described_files(written, [partial / FOLDER])
     write_manifest(partial / MANIFEST, options.command(), tensors, files, more)

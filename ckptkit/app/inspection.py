@@ -35,7 +35,7 @@ def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     """Describes what lies at `path`: format, sizes, dtypes, dimensions, Megatron's arguments, folded tensor names."""
     with _opened(path, hf) as (here, hf_here):
         location = locate(here)
-        if location.kind == "hf":
+        if location.is_hf:
             refuse_hf(hf, path)
         return _facts(location, open_checkpoint(here, hf=hf_here))
 
@@ -105,7 +105,7 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format(location: Location) -> str:
-    if location.kind == "hf":
+    if location.is_hf:
         return "HF safetensors"
     return "Megatron legacy torch (mp_rank_*)" if location.legacy else "Megatron torch_dist"
 

@@ -12,7 +12,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
-from ckptkit.formats.detect import Kind, Location, locate
+from ckptkit.formats.detect import Kind, Location, OfKind, locate
 from ckptkit.formats.files import FILE_BYTES, Files
 from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
 from ckptkit.formats.hf.side_files import MANIFEST, layout_for, main_dtype, stored_layout
@@ -50,7 +50,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class ConversionPlan:
+class ConversionPlan(OfKind):
     """Everything that a run will write: `outputs`, the first with the model, the second with what passes through.
 
     `side_files`: the HF directory whose config, tokenizer and code go into `side_folder` of the destination. `layout`:
@@ -75,7 +75,7 @@ class ConversionPlan:
     @property
     def side_folder(self) -> str:
         """Where side files go, below the destination."""
-        return "hf" if self.kind == "megatron" else ""
+        return "hf" if self.is_megatron else ""
 
     def files(self) -> dict[str, Output]:
         """Every file to write, in order, and the output that it belongs to."""
@@ -96,7 +96,7 @@ def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     location = locate(here[options.src])
     if options.verb == "quantize":
         return _quantize(location, options, here)
-    if location.kind == "hf":
+    if location.is_hf:
         return _to_megatron(location, options)
     return _to_hf(location, options, here)
 

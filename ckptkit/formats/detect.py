@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError
 from ckptkit.storage.directory import Directory, Listing
@@ -97,8 +97,30 @@ _OTHER_WEIGHTS = {
 Kind = Literal["hf", "megatron"]
 
 
+class HasKind(Protocol):
+    """What a kind belongs to, where it is known."""
+
+    @property
+    def kind(self) -> Kind | None:
+        """An HF directory or a Megatron checkpoint."""
+
+
+class OfKind:
+    """Tells the kinds apart, so that nothing else compares their names."""
+
+    @property
+    def is_hf(self: HasKind) -> bool:
+        """Whether it is an HF directory."""
+        return self.kind == "hf"
+
+    @property
+    def is_megatron(self: HasKind) -> bool:
+        """Whether it is a Megatron checkpoint."""
+        return self.kind == "megatron"
+
+
 @dataclass(frozen=True)
-class Location:
+class Location(OfKind):
     """A checkpoint found by `locate`.
 
     `path` holds the weights; `root` is what the user gave or, for Megatron, the directory with the tracker.
@@ -118,7 +140,7 @@ class Location:
     @property
     def legacy(self) -> bool:
         """Whether these are Megatron's files of one rank each (`mp_rank_*`), from before torch_dist."""
-        return self.kind == "megatron" and is_legacy(self.path)
+        return self.is_megatron and is_legacy(self.path)
 
 
 def locate(path: str | Path | Directory) -> Location:

@@ -76,7 +76,7 @@ def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str
     In an HF directory: config, tokenizer, templates, code. In a Megatron one: the iteration's metadata, and everything
     below `hf/` and the directories `beside`.
     """
-    if location.kind == "hf":
+    if location.is_hf:
         found: Iterable[Path] = (location.path / relative for relative in side_files(location.path))
     else:
         names = ("common.pt", ".metadata", "metadata.json")

@@ -69,7 +69,9 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
     for key, only in _ONLY.items():
         if config.get(key, only) not in (only, None):
             raise CkptkitError(
-                f"config.json: {key} {shortened(config[key])} is not supported", "Megatron's indexer does not know it"
+                f"config.json: {key} {shortened(config[key])} is not supported",
+                "Megatron's indexer does not know it",
+                code="unsupported",
             )
     if interleaved is None and config.get("indexer_rope_interleave") is None:
         raise CkptkitError(
@@ -79,7 +81,9 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
         )
     if mla.q_rank is None:
         raise CkptkitError(
-            "config.json: q_lora_rank null with an indexer is not supported", "the indexer reads the compressed queries"
+            "config.json: q_lora_rank null with an indexer is not supported",
+            "the indexer reads the compressed queries",
+            code="unsupported",
         )
     head_dim = integer(config, "index_head_dim")
     if mla.rope > head_dim:

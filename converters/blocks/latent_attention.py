@@ -45,6 +45,7 @@ def read_mla(config: Mapping[str, Any]) -> Mla:
         raise CkptkitError(
             "config.json: attention_bias with latent attention is not supported",
             "Megatron's has no biases; no released model has them",
+            code="unsupported",
         )
     heads = integer(config, "num_attention_heads")
     if integer(config, "num_key_value_heads", heads) != heads:
@@ -56,11 +57,13 @@ def read_mla(config: Mapping[str, Any]) -> Mla:
         raise CkptkitError(
             "config.json: rope_interleave false is not supported",
             "Megatron's latent attention turns the rotary dimensions in pairs",
+            code="unsupported",
         )
     if number(rope_of(config), "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)) != 1:
         raise CkptkitError(
             "config.json: partial_rotary_factor with latent attention is not supported",
             "qk_rope_head_dim says how many dimensions turn",
+            code="unsupported",
         )
     return Mla(
         q_rank=None if config["q_lora_rank"] is None else integer(config, "q_lora_rank"),
@@ -137,4 +140,5 @@ def refuse_scaling(rope: Mapping[str, Any]) -> None:
         raise CkptkitError(
             f"config.json: yarn with mscale {mscale:g} and mscale_all_dim {all_dim:g} is not supported",
             "transformers ignores one without the other, but Megatron and SGLang do not",
+            code="unsupported",
         )

@@ -72,11 +72,15 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     for key, value in usual.items():
         if flag(config, key, value) != value:
             raise CkptkitError(
-                f"config.json: {key} {str(not value).lower()} is not supported", "no released model has it"
+                f"config.json: {key} {str(not value).lower()} is not supported",
+                "no released model has it",
+                code="unsupported",
             )
     if config.get("mlp_only_layers") or integer(config, "decoder_sparse_step", 1) != 1:
         raise CkptkitError(
-            "config.json: mlp_only_layers or decoder_sparse_step != 1 is not supported", "no released model uses them"
+            "config.json: mlp_only_layers or decoder_sparse_step != 1 is not supported",
+            "no released model uses them",
+            code="unsupported",
         )
 
 
@@ -101,7 +105,9 @@ def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default:
     count = next(iter(given.values()), default)
     if count not in (0, 1):
         raise CkptkitError(
-            f"config.json: {next(iter(given))} {count} is not supported", "no released model has more than one"
+            f"config.json: {next(iter(given))} {count} is not supported",
+            "no released model has more than one",
+            code="unsupported",
         )
     last = integer(config, "num_hidden_layers") - 1
     if count and last in linear.layers:

@@ -28,16 +28,20 @@ def read_sigmoid_moe(config: Mapping[str, Any], absent: Mapping[str, Any]) -> di
             raise CkptkitError(
                 f"config.json: {kind} with {key} {shortened(config[key])} is not supported",
                 f"released models have {only!r}",
+                code="unsupported",
             )
     if not flag(config, "norm_topk_prob", True):
         raise CkptkitError(
             f"config.json: {kind} with norm_topk_prob false is not supported",
             "Megatron's sigmoid router always normalizes",
+            code="unsupported",
         )
     shared = integer(config, "n_shared_experts")
     if shared < 1:
         raise CkptkitError(
-            f"config.json: {kind} without shared experts is not supported", "no released model is without one"
+            f"config.json: {kind} without shared experts is not supported",
+            "no released model is without one",
+            code="unsupported",
         )
     expert_ffn = integer(config, "moe_intermediate_size")
     return {
@@ -69,5 +73,6 @@ def _groups(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: {top_k} experts a token out of {top_groups} groups is not supported",
             f"Megatron would score a group by its best {top_k // top_groups} experts, not by its best 2; "
             "no released model needs that",
+            code="unsupported",
         )
     return {"router_groups": groups, "router_top_groups": top_groups}

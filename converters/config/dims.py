@@ -269,6 +269,7 @@ def base_dims(
         raise CkptkitError(
             f"config.json: hidden_act {shortened(config['hidden_act'])} is not supported",
             f"this family is trained with {activation}",
+            code="unsupported",
         )
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     rope = rope_of(config, default_theta)

@@ -117,6 +117,7 @@ def without_windows(config: Mapping[str, Any]) -> None:
         raise CkptkitError(
             f"config.json: {config['model_type']} with use_sliding_window is not supported",
             "no released model uses it; set it to false if you train with contexts shorter than the window",
+            code="unsupported",
         )
 
 

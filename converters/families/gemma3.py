@@ -51,6 +51,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
             raise CkptkitError(
                 f"config.json: gemma3 with {key} {shortened(text[key])} is not supported",
                 "Megatron's attention and MLP would be another model's",
+                code="unsupported",
             )
     full, local_theta = _ropes(text)
     scalar = number(text, "query_pre_attn_scalar", 256)
@@ -94,6 +95,7 @@ def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
             f"config.json: gemma3 with rope {full['rope_type']!r} in full layers and {local['rope_type']!r} "
             "in those with a window is not supported",
             "releases scale linearly, and only the full layers; Megatron-Bridge's model cannot do anything else",
+            code="unsupported",
         )
     if full["rope_type"] == "linear":
         number(full, "factor")  # raises where there is none

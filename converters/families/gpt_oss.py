@@ -41,11 +41,13 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         raise CkptkitError(
             "config.json: gpt_oss without attention_bias is not supported",
             "Megatron has one switch for the biases of attention and experts",
+            code="unsupported",
         )
     if number(config, "swiglu_limit", 7.0) != 7.0:
         raise CkptkitError(
             f"config.json: swiglu_limit {config['swiglu_limit']} is not supported",
             "transformers clamps at 7.0 whatever it says",
+            code="unsupported",
         )
     given = dict(config)
     if not config.get("rope_parameters") and not config.get("rope_scaling"):

@@ -28,6 +28,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
             f"config.json: llama with {with_bias} but without {without} is not supported",
             "Megatron has one switch for the biases of attention's output and MLP (--disable-bias-linear); "
             "no training run could say this model",
+            code="unsupported",
         )
     return base_dims(config, qkv_bias=attention_bias, qk_norm=False, out_bias=attention_bias, mlp_bias=mlp_bias)
 

@@ -23,7 +23,9 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     for key, only in _ONLY.items():
         if flag(config, key, only) != only:
             raise CkptkitError(
-                f"config.json: mimo with {key} {str(not only).lower()} is not supported", "no released model uses it"
+                f"config.json: mimo with {key} {str(not only).lower()} is not supported",
+                "no released model uses it",
+                code="unsupported",
             )
     return base_dims(config, qkv_bias=True, qk_norm=False, mtp_layers=integer(config, "num_nextn_predict_layers", 0))
 

@@ -40,6 +40,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
             raise CkptkitError(
                 f"config.json: minimax_m2 with {key} {shortened(config[key])} is not supported",
                 f"the releases are with {value!r}",
+                code="unsupported",
             )
     kinds = config.get("attn_type_list") or []
     if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):

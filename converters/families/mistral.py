@@ -23,6 +23,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         raise CkptkitError(
             "config.json: mistral with layer_types is not supported",
             "attention that differs by layer makes it a ministral model",
+            code="unsupported",
         )
     dims = base_dims(config, qkv_bias=False, qk_norm=False, window=window_of(config, absent=4096))
     return replace(dims, window_layers=dims.all_layers) if dims.window else dims

@@ -214,20 +214,3 @@ ARGUMENTS = (
     Argument("moe_permute_fusion", bool, compared=never, of_run=True),
 )
 BY_NAME: Mapping[str, Argument] = {row.name: row for row in ARGUMENTS}
-# The order in which reports name arguments that differ; some name only the first three. One without a place here comes
-# after those with one, in the order of the table.
-_NAMED_IN_REPORTS = """
-num_layers hidden_size num_attention_heads num_query_groups kv_channels rotary_base rotary_percent norm_epsilon
-qk_layernorm add_qkv_bias add_bias_linear swiglu normalization position_embedding_type
-untie_embeddings_and_output_weights multi_latent_attention num_experts mtp_num_layers apply_layernorm_1p
-rotary_interleaved attention_output_gate quick_geglu glu_linear_offset activation_func_clamp_value softmax_type
-post_self_attn_layernorm post_mlp_layernorm window_size window_attn_skip_freq q_lora_rank kv_lora_rank qk_head_dim
-qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast
-yarn_beta_slow yarn_correction_range_round_to_int mscale mscale_all_dim use_rope_scaling rope_scaling_factor
-original_max_position_embeddings beta_fast beta_slow ffn_hidden_size moe_layer_freq moe_ffn_hidden_size
-moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk moe_router_score_function
-moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
-moe_router_pre_softmax
-""".split()  # noqa: SIM905 - twelve lines instead of sixty
-_PLACES = {name: place for place, name in enumerate(_NAMED_IN_REPORTS)}
-COMPARED = tuple(sorted(ARGUMENTS, key=lambda row: _PLACES.get(row.name, len(_PLACES))))

@@ -168,7 +168,7 @@ EXAMPLES = {
     "CK740": (
         "a Qwen3 model as --opd-teacher-load of a launch that trains Qwen2",
         "decoder.layers.{0..11}.self_attention.linear_qkv.bias, …: expected the model of config.json; actual "
-        "another one: qk_layernorm = True and not False, add_qkv_bias = False and not True, 36 tensors with "
+        "another one: add_qkv_bias = False and not True, qk_layernorm = True and not False, 36 tensors with "
         "other names or shapes",
     ),
     "CK745": (

@@ -156,4 +156,6 @@ def _require(weights: QuantizationArgs, known: Mapping[str, tuple[Any, ...]]) ->
 
 
 def _unsupported(what: str) -> CkptkitError:
-    return CkptkitError(f"config.json: a compressed-tensors release with {what} is not supported", _HINT)
+    return CkptkitError(
+        f"config.json: a compressed-tensors release with {what} is not supported", _HINT, code="unsupported"
+    )

@@ -64,7 +64,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
     if method == "compressed-tensors":
         return compressed_format(content)
     hint = "ckptkit reads fp8, mxfp4 and compressed-tensors: start from the unquantized release"
-    raise CkptkitError(f"config.json: quantization method {method!r} is not supported", hint)
+    raise CkptkitError(f"config.json: quantization method {method!r} is not supported", hint, code="unsupported")
 
 
 def described(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:

@@ -95,7 +95,9 @@ def fp8_format(content: Mapping[str, Any]) -> Fp8:
     for key, value, known in (("fmt", content.get("fmt"), _FMTS), ("scale_fmt", scale_fmt, _SCALE_FMTS)):
         if value not in known:
             raise CkptkitError(
-                f"config.json: FP8 with {key} {value!r} is not supported", f"known: {', '.join(filter(None, known))}"
+                f"config.json: FP8 with {key} {value!r} is not supported",
+                f"known: {', '.join(filter(None, known))}",
+                code="unsupported",
             )
     if block is not None and not (
         isinstance(block, (list, tuple)) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)

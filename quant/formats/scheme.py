@@ -54,6 +54,7 @@ class QuantScheme:
             raise CkptkitError(
                 f"group size {self.group_size} is not supported",
                 f"choose one of {', '.join(map(str, GROUP_SIZES))}, or one scale a row",
+                code="unsupported",
             )
         _choice("grid", self.grid, GRIDS)
         _choice("search", self.search, SEARCHES)

@@ -63,14 +63,14 @@ def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
 
 
 def _open(place: Location, hf: str | Path | None, other: Location) -> Checkpoint:
-    if place.kind == "hf":
+    if place.is_hf:
         return plain(place.path)
     beside = (place.root / "hf" / "config.json").exists()
-    return open_megatron(place, hf or (other.path if other.kind == "hf" and not beside else None))
+    return open_megatron(place, hf or (other.path if other.is_hf and not beside else None))
 
 
 def _words(place: Location) -> str:
-    if place.kind == "megatron":
+    if place.is_megatron:
         return "Megatron legacy (mp_rank_*)" if place.legacy else "Megatron torch_dist"
     config = HfFiles(place.path).config
     if not config or not is_quantized(config):
@@ -97,7 +97,7 @@ def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Ite
     """Yields a note for a Megatron side whose vocabulary is padded: the padding has no place under HF names."""
     for checkpoint, place in zip(stored, places, strict=True):
         config = config_or_empty(checkpoint)
-        if place.kind != "megatron" or not supported(config):
+        if not place.is_megatron or not supported(config):
             continue
         rules = rules_in(as_stored(config, checkpoint.specs), checkpoint.specs)
         rows = {

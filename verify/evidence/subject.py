@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.detect import TRACKER, Kind, Location, locate
+from ckptkit.formats.detect import TRACKER, Kind, Location, OfKind, locate
 from ckptkit.formats.hf.side_files import is_quantized
 from converters.open import open_checkpoint
 from verify.evidence.folding import group_by_pattern
@@ -30,7 +30,7 @@ _DEFAULT = VerifyOptions()
 
 
 @dataclass(frozen=True)
-class Subject:
+class Subject(OfKind):
     """A checkpoint and the question asked of it. Opening is lazy, so that file checks can look at broken ones.
 
     hf_path: the HF directory that gives the config of a Megatron side; None: what is stored beside its weights.
@@ -111,16 +111,6 @@ class Subject:
         return locate(self.path).kind
 
     @property
-    def is_hf(self) -> bool:
-        """Whether it is an HF directory. Raises as `kind`."""
-        return self.kind == "hf"
-
-    @property
-    def is_megatron(self) -> bool:
-        """Whether it is a Megatron checkpoint. Raises as `kind`."""
-        return self.kind == "megatron"
-
-    @property
     def weights_root(self) -> Path:
         """The directory that holds the weights."""
         return self.path if self.is_hf else self.megatron_files.weights
@@ -148,7 +138,7 @@ class Subject:
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor that headers or `.metadata` name. Raises CkptkitError where `.metadata` cannot be read."""
-        return self.hf_files.specs if self.kind == "hf" else self.megatron_files.opened.specs
+        return self.hf_files.specs if self.is_hf else self.megatron_files.opened.specs
 
     @cached_property
     def kinds(self) -> Sequence[Sequence[str]]:
@@ -163,7 +153,7 @@ class Subject:
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The checkpoint itself. Raises CkptkitError when it cannot be opened; CK1xx checks have said why by then."""
-        if self.location.kind == "hf":
+        if self.location.is_hf:
             return self.hf_files.checkpoint
         return open_checkpoint(self.path, hf=self.hf_path)
 
@@ -178,11 +168,11 @@ class Subject:
         quantized_too = self.is_hf and is_quantized(self.checkpoint.config)
         return (
             open_checkpoint(self.source_path, hf=self.hf_path)
-            if quantized_too or self.source_kind == "megatron"
+            if quantized_too or not self.source_is_hf
             else plain(locate(self.source_path).path)
         )
 
     @cached_property
-    def source_kind(self) -> Kind:
-        """What lies at `source_path`; "hf" when there is no source."""
-        return locate(self.source_path).kind if self.source_path else "hf"
+    def source_is_hf(self) -> bool:
+        """Whether an HF directory lies at `source_path`; true when there is no source."""
+        return self.source_path is None or locate(self.source_path).is_hf

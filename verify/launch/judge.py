@@ -75,8 +75,8 @@ def _directories(job: Job) -> Iterator[Subject]:
         usable = model if model and (model / "config.json").exists() else None
         yield Subject(
             side.path,
-            hf_path=usable if side.kind == "megatron" else None,
-            source_path=usable if side.kind == "hf" and side.path != usable else None,
+            hf_path=usable if side.is_megatron else None,
+            source_path=usable if side.is_hf and side.path != usable else None,
             arguments=sizes,
             options=_options(job.stack, sizes),
             # In mode bridge miles packs what the checkpoint stores packed, whatever its `ignore` list says.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
-from ckptkit.formats.detect import ITERATION
+from ckptkit.formats.detect import ITERATION, Kind, OfKind
 from ckptkit.formats.hf.reader import read_json
 from converters.registry import family_of
 from verify.issue import Issue
@@ -33,7 +32,7 @@ def path_issue(
 
 
 @dataclass(frozen=True)
-class Side:
+class Side(OfKind):
     """The actor, the reference or the rollout engine: the weights it would load, and why these.
 
     Without weights (`path` is None) it starts from random ones where `random` is set, from some that are not on this
@@ -41,7 +40,7 @@ class Side:
     """
 
     role: str
-    kind: Literal["hf", "megatron"] | None
+    kind: Kind | None
     path: Path | None
     why: str
     issues: tuple[PathIssue, ...] = ()
@@ -51,7 +50,7 @@ class Side:
     def __str__(self) -> str:
         without = "starts from RANDOM weights" if self.random else "cannot start"
         without = "loads what is not on this machine" if self.elsewhere else without
-        what = f"loads {self.path} ({'HF' if self.kind == 'hf' else 'Megatron'})" if self.path else without
+        what = f"loads {self.path} ({'HF' if self.is_hf else 'Megatron'})" if self.path else without
         return f"{self.role} {what}: {self.why}"
 
 

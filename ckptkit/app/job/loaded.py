@@ -102,11 +102,9 @@ def compare_loaded(
 
     Raises DiffersError naming every parameter that holds something else, and CkptkitError where it cannot be compared.
     """
-    reference: Checkpoint
-    if location.kind == "hf":
-        reference = to_megatron(plain(location.path), str(location.path))
-    else:
-        reference = open_megatron(location, hf)
+    reference: Checkpoint = (
+        to_megatron(plain(location.path), str(location.path)) if location.is_hf else open_megatron(location, hf)
+    )
     config = as_stored(reference.config, reference.specs)
     rules = {rule.megatron: rule for rule in rules_in(config, reference.specs)}
     skipped: dict[str, list[str]] = defaultdict(list)
@@ -176,7 +174,7 @@ def _digests(location: Location, rules: Mapping[str, Rule], skipped: dict[str, l
     except CkptkitError as error:
         skipped[f"manifest ({error.message})"].append(str(path))
         return {}
-    if location.kind == "megatron":
+    if location.is_megatron:
         return dict(tensors)
     copied = {rule.megatron: next(iter(rule.hf)) for rule in rules.values() if type(rule.mapping.op) is Copy}
     return {name: tensors[hf] for name, hf in copied.items() if hf in tensors}

@@ -144,6 +144,7 @@ def _sizes_of(file: SavedFile) -> Sizes:
         raise CkptkitError(
             f"{file.path}: --moe-extended-tp is not supported",
             "save it with a Megatron that has --expert-tensor-parallel-size",
+            code="unsupported",
         )
     if sizes.tp % sizes.etp:
         raise CkptkitError(
@@ -161,6 +162,7 @@ def _stamp_of(file: SavedFile) -> dict[str, Any]:
         raise CkptkitError(
             f"{file.path}: checkpoint_version {version} is not supported",
             "only 3.0 has q, k and v in the order that is known here",
+            code="unsupported",
         )
     return {
         "iteration": file.content.get("iteration"),

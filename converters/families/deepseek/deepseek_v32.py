@@ -49,6 +49,7 @@ def sparse_dims(config: Mapping[str, Any], *, interleaved: bool | None, absent: 
         raise CkptkitError(
             f"config.json: {dims.mtp_layers} multi-token prediction layers with shared indexers are not supported",
             "Megatron would share the indexer of the first; no released model has more than one",
+            code="unsupported",
         )
     return dims
 

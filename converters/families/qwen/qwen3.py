@@ -20,6 +20,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         raise CkptkitError(
             "config.json: qwen3 with attention_bias is not supported",
             "Megatron has no bias on o_proj without biases in the MLP",
+            code="unsupported",
         )
     return base_dims({**config, "head_dim": integer(config, "head_dim", 128)}, qkv_bias=False, qk_norm=True)
 

@@ -20,7 +20,11 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a qwen3_moe config. Source: transformers `Qwen3MoeConfig`."""
     without_windows(config)
     if flag(config, "attention_bias", False):
-        raise CkptkitError("config.json: qwen3_moe with attention_bias is not supported", "no released model uses it")
+        raise CkptkitError(
+            "config.json: qwen3_moe with attention_bias is not supported",
+            "no released model uses it",
+            code="unsupported",
+        )
     return base_dims(
         config,
         qkv_bias=False,

@@ -25,12 +25,15 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     text, root = text_part(config)
     if flag(text, "attention_bias", False):
         raise CkptkitError(
-            f"config.json: {config['model_type']} with attention_bias is not supported", "no released model uses it"
+            f"config.json: {config['model_type']} with attention_bias is not supported",
+            "no released model uses it",
+            code="unsupported",
         )
     if not flag(text, "norm_topk_prob", True):
         raise CkptkitError(
             "config.json: qwen3_vl_moe with norm_topk_prob false is not supported",
             "transformers' router always normalizes",
+            code="unsupported",
         )
     routed: dict[str, Any] = {}
     if config["model_type"] == "qwen3_vl_moe":

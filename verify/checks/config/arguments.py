@@ -8,7 +8,7 @@ from typing import Any
 
 from converters.config.dims import ModelDims
 from converters.megatron.argument import Args, Argument, OfModel, always, of_model
-from converters.megatron.argument_table import BY_NAME, COMPARED
+from converters.megatron.argument_table import ARGUMENTS, BY_NAME
 from converters.megatron.argument_values import not_latent
 from converters.megatron.arguments import comparable_args
 
@@ -24,7 +24,7 @@ def hint_of(argument: str) -> str:
 def _rows(dims: ModelDims, args: Args) -> list[Argument]:
     """What to compare: of an indexer or linear attention only where the run had Megatron's own modules."""
     own = args.get("experimental_attention_variant") is not None
-    return [row for row in COMPARED if of_model(row.scope, dims) and (own or not row.own_modules)]
+    return [row for row in ARGUMENTS if of_model(row.scope, dims) and (own or not row.own_modules)]
 
 
 def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
@@ -47,7 +47,7 @@ def differing(here: Args, there: Args) -> Iterator[tuple[str, str, str]]:
         not_latent: not BY_NAME["multi_latent_attention"].of_args(here),
         "experts": BY_NAME["num_experts"].of_args(here),
     }
-    for row in COMPARED:
+    for row in ARGUMENTS:
         if row.name != "mtp_num_layers" and compared.get(row.scope):
             want, found = row.of_args(here), row.of_args(there)
             if not _same(want, found):

@@ -33,7 +33,7 @@ def _source_side(subject: Subject) -> SideFiles:
     if subject.source_path is None:
         raise Skip("no --source was given")
     place = locate(subject.source_path)
-    return SideFiles(place.path if place.kind == "hf" else place.root / "hf")
+    return SideFiles(place.path if place.is_hf else place.root / "hf")
 
 
 def unreadable(subject: Subject, side: SideFiles, expected: str, error: CkptkitError) -> Issue:

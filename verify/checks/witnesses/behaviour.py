@@ -73,7 +73,7 @@ def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
             file=subject.path,
         )
     whose = "transformers"
-    if subject.source_path is not None and subject.source_kind == "hf":
+    if subject.source_path is not None and subject.source_is_hf:
         whose = "the source"
         exact = subject.once(run_source).exact
         tally.facts["text"].append(f"the source gives it perplexity {perplexity(loss(exact.scored))}")

@@ -128,7 +128,7 @@ def _incomparable(side: Side, first: Side | None) -> str | None:
 def _from_config(side: Side, config: Mapping[str, Any], hf: Path | None) -> _Difference:
     """What a side holds otherwise than the launch's config says. Raises CkptkitError where it cannot be read."""
     critic, path = side.role == "critic", side.path or Path()
-    if side.kind == "hf":
+    if side.is_hf:
         want, have = (comparable_args(dims_of(one)) for one in (config, SideFiles(path).config))
         names = sorted(want.keys() | have.keys())
         pairs = [(name, str(want.get(name)), str(have.get(name))) for name in names if want.get(name) != have.get(name)]
@@ -146,7 +146,7 @@ def _from_side(first: Side, side: Side) -> _Difference:
     want, have = ({name: shape for name, shape in _shapes(one).items() if LAYER.search(name)} for one in (here, there))
     critic = side.role == "critic"
     tensors = _other_shapes(want, have, critic)
-    if side.kind == "hf":
+    if side.is_hf:
         # Packed tensors have names of their own.
         return _Difference([name for name in tensors if name in want and name in have])
     args = here.megatron_files.args, there.megatron_files.args

@@ -152,7 +152,7 @@ def _unrelated(subject: Subject, sides: tuple[Side, Side]) -> Sequence[str]:
 
 def _stored(side: Subject) -> Stored:
     """What can be sampled of a directory. Raises CkptkitError where `.metadata` cannot be read."""
-    return side.hf_files if side.kind == "hf" else side.megatron_files.opened
+    return side.hf_files if side.is_hf else side.megatron_files.opened
 
 
 def _alike(here: Subject, there: Subject) -> Iterator[SamplePair]:
@@ -160,7 +160,7 @@ def _alike(here: Subject, there: Subject) -> Iterator[SamplePair]:
     if here.kind == there.kind:
         yield from (SamplePair(name, name) for name in here.specs)
         return
-    hf, megatron = (here, there) if here.kind == "hf" else (there, here)
+    hf, megatron = (here, there) if here.is_hf else (there, here)
     for name, other, padded in copied(engine_config(hf.path), hf.specs, megatron.specs):
         yield SamplePair(*((name, other) if here is hf else (other, name)), padded)
 
@@ -172,7 +172,7 @@ def _by_digests(here: Location, there: Location) -> list[_Digests] | None:
         return None
     if here.kind == there.kind:
         return [(name, mine.get(name), other.get(name)) for name in {**mine, **other}] or None
-    forwards = here.kind == "megatron"
+    forwards = here.is_megatron
     hf, megatron = (there.path, mine) if forwards else (here.path, other)
     pairs: list[_Digests] = []
     for name, of_megatron, _ in copied(engine_config(hf), other if forwards else mine, megatron):

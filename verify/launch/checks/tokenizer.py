@@ -49,7 +49,7 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield _none(subject, engine)
         return
     for root in dict.fromkeys(
-        side.path.parent / "hf" for side in job_of(subject).sides if side.kind == "megatron" and side.path
+        side.path.parent / "hf" for side in job_of(subject).sides if side.is_megatron and side.path
     ):
         trainer = SideFiles(root)
         if not trainer.has_tokenizer or engine.root.resolve() == root.resolve():

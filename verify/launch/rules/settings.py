@@ -9,11 +9,9 @@ from collections.abc import Sequence
 
 from ckptkit.core.errors import CkptkitError
 from verify.issue import Issue
-from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.settings import FALSE, TRUE, Settings
 from verify.launch.words import Word
 from verify.report import Severity
-
-_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
 
 class Values:
@@ -53,7 +51,7 @@ class Values:
         if self.off(key):
             return default
         text = (self.text(key) or "").lower()
-        return True if text in _TRUE else False if text in _FALSE else None
+        return True if text in TRUE else False if text in FALSE else None
 
     def text(self, key: str, default: str | None = None) -> str | None:
         """The text of a key; `default` where there is none; None for what is not known."""

@@ -57,7 +57,7 @@ def read(launch: Launch) -> Job:
     sides: list[Side] = []
     resumed = False
     # Weights of pretrained_checkpoint need not be those of the model that gives config and tokenizer.
-    copied = megatron and start is not None and start.kind == "megatron" and not _pretrained_keys(settings)
+    copied = megatron and start is not None and start.is_megatron and not _pretrained_keys(settings)
     if start:
         actor = _resumed(settings, start, megatron)
         resumed = actor is not start

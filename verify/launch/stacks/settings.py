@@ -14,7 +14,7 @@ from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.words import Word, is_new_at_start
 
-_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
+TRUE, FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 # What stands before a path of another machine.
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
 
@@ -95,9 +95,9 @@ class Settings:
         """A truth value, `default` where there is none or it cannot be resolved. Raises CkptkitError for another."""
         if (word := self.word(key)) is None:
             return default
-        if word.text.lower() not in _TRUE | _FALSE:
+        if word.text.lower() not in TRUE | FALSE:
             raise CkptkitError(f"{key}={word.text} ({word.place}) is neither true nor false", "give one of them")
-        return word.text.lower() in _TRUE
+        return word.text.lower() in TRUE
 
     def above_zero(self, key: str, default: float = 0.0) -> bool:
         """Whether a number is above zero. Raises CkptkitError for a value that is not a number."""

@@ -136,7 +136,7 @@ def unread_of(launch: Launch, paths: Paths) -> tuple[str, ...]:
 def notes_of(paths: Paths, sides: Sequence[Side]) -> tuple[str, ...]:
     """Remarks on what these sides load."""
     notes = []
-    if paths.mode is None and any(side.kind == "hf" and side.role != ENGINE for side in sides):
+    if paths.mode is None and any(side.is_hf and side.role != ENGINE for side in sides):
         notes.append("slime loads the HF directory itself; miles does so with --megatron-to-hf-mode bridge only")
     if paths.critic:
         notes.append("--critic-load is an option of miles; slime passes over it and reads --megatron-config-path")

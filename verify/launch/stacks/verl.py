@@ -154,7 +154,7 @@ def _sharing_weights(first: Mapping[str, Side | None]) -> list[tuple[str, str]]:
     """Roles with the same weights before anything is resumed; Megatron weights are those of `model.path` too."""
     actor, reference = first.get("actor"), first.get("reference")
     pairs = [("actor", "reference")] if actor and reference else []
-    return [*pairs, ("actor", ENGINE)] if actor and actor.kind == "megatron" else pairs
+    return [*pairs, ("actor", ENGINE)] if actor and actor.is_megatron else pairs
 
 
 def _is_megatron(settings: Settings) -> bool:

@@ -50,7 +50,7 @@ class Material:
 def material_of(job: LoadJob, engine: Engine) -> Material:
     """The checkpoint of a job. A Megatron one gets a directory for its config in the job's scratch directory."""
     location = locate(job.checkpoint)
-    if location.kind == "hf":
+    if location.is_hf:
         fused = engine.fuses_shared(HfCheckpoint(location.path).specs)
         config = read_json(location.path / "config.json")
         return Material(location.path, config, fused, lambda wanted: None, partial(safetensors_of, location.path))

@@ -198,6 +198,6 @@ def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str
 def _source(subject: Subject) -> str | None:
     """The unquantized HF directory that a Megatron checkpoint's values are held against, if any."""
     path = subject.source_path
-    if subject.is_hf or path is None or subject.source_kind != "hf":
+    if subject.is_hf or path is None or not subject.source_is_hf:
         return None
     return None if is_quantized(read_json(path / "config.json")) else str(path.absolute())

@@ -57,7 +57,7 @@ with importing_megatron():
 def reference_of(source: str, hf: str | None) -> Checkpoint:
     """The global Megatron tensors to compare with: an HF directory seen through the rules, or a Megatron one."""
     location = locate(source)
-    return to_megatron(plain(location.path), source) if location.kind == "hf" else open_megatron(location, hf)
+    return to_megatron(plain(location.path), source) if location.is_hf else open_megatron(location, hf)
 
 
 def held_by(chunk: GPTModel) -> dict[str, Tensor]:

@@ -129,7 +129,7 @@ def run_megatron(subject: Subject) -> MegatronRun:
     sizes = sizes_of(subject)
     _check_release(subject)
     refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
-    if subject.source is not None and subject.source_kind == "hf":
+    if subject.source is not None and subject.source_is_hf:
         to_megatron(subject.source, str(subject.source_path))
     trainer = subject.options.megatron.trainer_loader
     ranks = subject.options.megatron.ranks or range(sizes.world)

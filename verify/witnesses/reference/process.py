@@ -104,7 +104,7 @@ def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path
     cannot be opened, or is of a model or a format that is not supported.
     """
     location = locate(path)
-    if location.kind == "hf":
+    if location.is_hf:
         return plain(location.path), location.path
     megatron = open_megatron(location, hf)
     return to_hf(megatron, str(path)), megatron.hf_path

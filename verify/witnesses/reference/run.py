@@ -76,7 +76,7 @@ def judged_by_transformers(
 
     `dtype` and `streams` as in `ReferenceJob`. Raises Unable.
     """
-    path = subject.source_path if subject.source_kind == "hf" and subject.source_path else subject.path
+    path = subject.source_path if subject.source_path and subject.source_is_hf else subject.path
     hf = str(subject.hf_path) if subject.hf_path else None
     job = ReferenceJob(str(path), prompts=prompts, top_ids=top_ids, hf=hf, dtype=dtype, streams=streams)
     return run_reference(subject, job)
