@@ -58,7 +58,9 @@ def test_who_may_have_it() -> None:
             CkptkitError, match="SGLang reads the zero points of routed experts in another layout"
         ) as error:
             check_zero_point_layout(ASYMMETRIC, True, readers)
-        assert error.value.hint == "quantize symmetrically; or, for one engine alone, use --reader sglang or --reader vllm"
+        assert (
+            error.value.hint == "quantize symmetrically; or, for one engine alone, use --reader sglang or --reader vllm"
+        )
 
 
 def test_a_shared_expert_that_sglang_keeps_among_the_routed_ones(releases: Callable[..., Path], tmp_path: Path) -> None:

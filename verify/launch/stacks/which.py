@@ -14,8 +14,9 @@ from verify.launch.options.argv import last, options_of
 from verify.launch.settings.config import Config
 from verify.launch.settings.files import Composed, compose
 from verify.launch.settings.overrides import applied, is_override
-from verify.launch.stacks import nemo_rl, roll, slime, supervised, verl
+from verify.launch.stacks import nemo_rl, roll, supervised, verl
 from verify.launch.stacks.settings import Settings
+from verify.launch.stacks.slime import job as slime
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 # How Hydra, NeMo-RL and ROLL are told their file of settings.

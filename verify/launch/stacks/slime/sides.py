@@ -12,8 +12,8 @@ from ckptkit.formats.hf.hub_cache import HubModel, hub_model
 from verify.launch.job import Launch
 from verify.launch.options.argv import Option, last, options_of
 from verify.launch.sides import ENGINE, Side, is_trained
-from verify.launch.stacks import slime_loading
-from verify.launch.stacks.slime_files import RoleFiles
+from verify.launch.stacks.slime import loading
+from verify.launch.stacks.slime.files import RoleFiles
 from verify.launch.unread import unread
 from verify.launch.words import Word, known_words
 
@@ -161,7 +161,7 @@ def sharing_of(paths: Paths, sides: Sequence[Side]) -> tuple[tuple[str, str], ..
 def _rollout(paths: Paths) -> list[Side]:
     if paths.hf is None:
         return [_download(paths.hub, ENGINE)] if paths.hub else []
-    side = slime_loading.rollout(paths.hf)
+    side = loading.rollout(paths.hf)
     return [replace(side, why=f"--hf-checkpoint {paths.hub.why}") if paths.hub else side]
 
 
@@ -181,7 +181,7 @@ def _trainers(paths: Paths, words: bool) -> Iterator[Side]:
         yield _download(paths.hub, "actor")
     elif load or ref_load or (fallback and words) or paths.files.path("actor", "load"):
         option = "--ref-load" if ref_load else "--hf-checkpoint"
-        side = slime_loading.actor(load, fallback, shared, option, mode)
+        side = loading.actor(load, fallback, shared, option, mode)
         yield _of_file(paths, "actor", "load", "--load", shared) or side
     others = (
         ("reference", "ref_load", "--ref-load", ref_load, paths.ref_step),
@@ -193,7 +193,7 @@ def _trainers(paths: Paths, words: bool) -> Iterator[Side]:
         if found := _of_file(paths, role, name, option, step):
             yield found
         elif path:
-            yield slime_loading.trainer(role, option, path, step, None if role == "critic" else mode)
+            yield loading.trainer(role, option, path, step, None if role == "critic" else mode)
 
 
 def _of_file(paths: Paths, role: str, name: str, option: str, step: int | None) -> Side | None:
@@ -205,5 +205,5 @@ def _of_file(paths: Paths, role: str, name: str, option: str, step: int | None) 
     own = files.step(of, "ref_ckpt_step") if role == "reference" else None
     steps = [own, files.step(of, "ckpt_step"), step]
     first = next((one for one in steps if one is not None), None)
-    side = slime_loading.trainer(role, option, Path(word.text), first, paths.mode)
+    side = loading.trainer(role, option, Path(word.text), first, paths.mode)
     return replace(side, why=f"{side.why} ({name} at {word.place})")

@@ -20,9 +20,9 @@ from verify.launch.options.tables import OPTIONS
 from verify.launch.rules import megatron, slime
 from verify.launch.rules.options import Options
 from verify.launch.stacks.directories import experts_in
-from verify.launch.stacks.slime_files import role_files
-from verify.launch.stacks.slime_gpus import placement_of
-from verify.launch.stacks.slime_sides import Paths, notes_of, sharing_of, sides_of, unread_of
+from verify.launch.stacks.slime.files import role_files
+from verify.launch.stacks.slime.gpus import placement_of
+from verify.launch.stacks.slime.sides import Paths, notes_of, sharing_of, sides_of, unread_of
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 _SIZES = {

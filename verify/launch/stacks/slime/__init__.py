@@ -1,0 +1,3 @@
+"""What jobs of slime, miles, vime, Relax and Megatron-LM load, by their options, and how their GPUs are shared out."""
+
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "verify.issue", "verify.launch")
