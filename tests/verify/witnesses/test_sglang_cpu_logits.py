@@ -6,16 +6,12 @@ As tests/gpu/test_sglang_logits_gpu.py, for what SGLang computes with torch alon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
-import torch
-from families import CASES
-from families.case import Case, save, tokens
 from support import sglang_cpu_logits
+from support.logits import distance, saved_with_logits, sized
 from support.nightly import collected, daily
 from torch import Tensor
-from transformers import PretrainedConfig
 
 # SGLang's logits or its refusal, and transformers' logits in float32 and in bfloat16.
 Answer = tuple[Tensor | str, Tensor, Tensor]
@@ -41,28 +37,14 @@ RAISED = {
 }
 
 
-def sized(name: str) -> Case:
-    case = CASES[name]
-
-    def config() -> PretrainedConfig:
-        found = case.config()
-        found.num_attention_heads = 4
-        return found
-
-    return replace(case, config=config) if name == FOUR_HEADS else case
-
-
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     """For each model: SGLang's logits or its refusal, and transformers' logits in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
     expected: dict[str, tuple[Tensor, Tensor]] = {}
     for name in sorted(collected(request, "name")):
-        case = sized(name)
-        model, _ = save(name, case, root / "models" / name, torch.bfloat16)
-        with torch.no_grad():
-            rounded = case.reference(model, tokens()).float()
-            expected[name] = case.reference(model.float(), tokens()).float(), rounded
+        case = sized(name, {"num_attention_heads": 4} if name == FOUR_HEADS else {})
+        expected[name] = saved_with_logits(name, case, root / "models" / name)
     found = sglang_cpu_logits.run(root / "models", root / "answers", root / "log")
     return {name: (found[name], *logits) for name, logits in expected.items()}
 
@@ -87,8 +69,3 @@ def test_what_sglangs_class_leaves_out_shows_in_the_logits(name: str, answers: M
 @pytest.mark.parametrize("name", RAISED)
 def test_what_needs_a_gpu_is_said(name: str, answers: Mapping[str, Answer]) -> None:
     assert RAISED[name] in str(answers[name][0])
-
-
-def distance(logits: Tensor, exact: Tensor) -> Tensor:
-    """The mean difference; SGLang pads the vocabulary."""
-    return (logits[..., : exact.shape[-1]] - exact).abs().mean()

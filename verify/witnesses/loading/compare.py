@@ -14,7 +14,7 @@ from torch import Tensor
 
 from converters.planner import expected_hf
 from converters.registry import family_of
-from quant.formats.part_names import INT4_ENDINGS, WEIGHT_SCALE_INV, WEIGHT_SHAPE
+from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
 from verify.witnesses.loading.bits import difference, poisoned
 from verify.witnesses.loading.engine import Engine
 from verify.witnesses.loading.job import Observation
@@ -23,6 +23,8 @@ from verify.witnesses.loading.placement import Piece, Placement, covered, flat, 
 from verify.witnesses.loading.trace import Region
 
 _OF_QUANTIZED = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
+_MATRICES = ("w13_", "w2_")  # of experts
+_WEIGHTS = ("weight", WEIGHT_PACKED)
 NO_ROUTER = "has no such parameter"
 DROPPED = "it was given to load_weights and written nowhere"
 
@@ -156,6 +158,14 @@ class Loaded:
         for param in masks:
             modules[param.rpartition(".")[0]].append(param)
         shapes = {name: shape for name, shape in expected_hf(self.config).items() if name not in self.sizes}
+        for param in [param for params in modules.values() for param in params if self.absent_beside(param)]:
+            module = param.rpartition(".")[0]
+            modules[module].remove(param)
+            names, count = self.absent_beside(param), int(masks[param].sum())
+            others = f" of {len(names)} tensors together" if len(names) > 1 else ""
+            for name in names:
+                what = f"{count} of {masks[param].numel()} elements{others} were never written"
+                yield Observation(name, param, f"{what}: {self.why_absent(name)}")
         for module, params in modules.items():
             absent = {name: math.prod(shape) for name, shape in shapes.items() if name.startswith(f"{module}.")}
             if absent and sum(absent.values()) == sum(int(masks[param].sum()) for param in params):
@@ -171,6 +181,29 @@ class Loaded:
                     why = part if self.ranks == 1 else "none that was given was written there"
                 what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {why}"
                 yield Observation(param, param, what)
+
+    def absent_beside(self, param: str) -> list[str]:
+        """Tensors that no checkpoint gave and that belong in a parameter: parts of the weights in the one beside it.
+
+        A bias of a fused layer, say, or the scales of experts.
+        """
+        module, _, leaf = param.rpartition(".")
+        matrix = next((one for one in _MATRICES if leaf.startswith(one)), "")
+        if not matrix and leaf in _WEIGHTS:
+            return []
+        weights = [f"{module}.{matrix}{one}" for one in _WEIGHTS]
+        beside = [name for weight in weights for name in self.in_param.get(weight, ())]
+        names = [f"{name.rpartition('.')[0]}.{leaf.removeprefix(matrix)}" for name in beside]
+        return [name for name in dict.fromkeys(names) if name not in self.sizes]
+
+    @cached_property
+    def in_param(self) -> Mapping[str, Sequence[str]]:
+        """Which tensors went into each parameter."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name, pieces in self.placement.pieces.items():
+            for piece in pieces:
+                found[piece.param].append(name)
+        return found
 
     @cached_property
     def in_part(self) -> Mapping[str, int]:

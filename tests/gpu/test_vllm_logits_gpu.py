@@ -1,0 +1,141 @@
+"""vLLM's own forward pass on a GPU against transformers' log-probabilities: each model type, and after repacking.
+
+What `verify --against-vllm` cannot see, it takes from here: it follows every tensor into vLLM's parameters and through
+its steps after loading, and these log-probabilities show that they are what its kernels want.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from families.case import tokens
+from support.logits import distance, saved_with_logits, sized
+from support.vllm_formats import CLEAN, FP8, MISORDERED, REFUSED, write_all
+from support.vllm_logits import Answer, answers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from verify.witnesses.process.interpreter import python_of
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.vllm,
+    pytest.mark.timeout(3000),
+]
+
+# Sizes that vLLM's kernels take: of heads, and powers of two. Its class for Qwen2 does not read head_dim.
+FOUR_HEADS = {"num_attention_heads": 4}
+LINEAR = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 32}
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_head_dim": 192,  # this and the next are what configs make of them
+    "head_dim": 64,
+}
+OF_32 = {"head_dim": 32}
+SIZES: Mapping[str, Mapping[str, int]] = {
+    **dict.fromkeys(("qwen2-tied", "qwen2-untied", "qwen2_moe"), FOUR_HEADS),
+    **dict.fromkeys(("llama", "llama-tied", "llama-biases", "gemma3_text", "gemma3_text-v4"), OF_32),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), LINEAR),
+    **dict.fromkeys(("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite"), LATENT),
+}
+FAMILIES = (
+    *("qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "llama", "llama-tied", "llama-biases", "mistral"),
+    *("mistral-window", "glm4", "glm4-tied", "gemma3_text", "gemma3_text-v4", "qwen3_vl-tied"),
+    *("qwen3_moe", "qwen3_moe-dense-between", "qwen2_moe", "mixtral", "glm4_moe", "glm4_moe-mtp", "minimax_m2"),
+    *("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite", "gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+)
+PLAIN = [label for label in CLEAN if label.endswith("BF16")]
+PACKED = [label for label in CLEAN if label not in PLAIN]
+Row = tuple[Answer, Tensor, Tensor]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
+    """For each model what vLLM computed, or raised, and transformers' log-probabilities in float32 and in bfloat16."""
+    root = tmp_path_factory.mktemp("logits")
+    expected: dict[str, tuple[Tensor, Tensor]] = {}
+    paths: dict[str, Path] = {}
+    for name in FAMILIES:
+        paths[name] = root / name
+        expected[name] = saved_with_logits(name, sized(name, SIZES.get(name, {})), paths[name])
+    paths |= write_all(root / "formats", [*CLEAN, *MISORDERED, *REFUSED], root / "meant")
+    for label in [*CLEAN, *MISORDERED, *REFUSED]:
+        expected[label] = logits_of(paths[label] if label in PLAIN else root / "meant" / label)
+    (root / "answers").mkdir()
+    got = answers(paths, root / "answers", "bfloat16", program=python_of("vllm", {}), gpu=True)
+    found = {name: (got[name], *(torch.log_softmax(one, -1) for one in expected[name])) for name in paths}
+    if out := os.environ.get("OUT"):
+        (Path(out) / "vllm_logits.json").write_text(json.dumps(summary(found), indent=1))
+    return found
+
+
+def logits_of(path: Path) -> tuple[Tensor, Tensor]:
+    """Transformers' logits of a plain checkpoint, in float32 and in bfloat16."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        with torch.no_grad():
+            found.append(model(tokens()).logits.float())
+    return found[0], found[1]
+
+
+def summary(rows: Mapping[str, Row]) -> dict[str, object]:
+    """Mean and largest difference of vLLM and of transformers in bfloat16 from float32, and the spread."""
+    found: dict[str, object] = {}
+    for name, (answer, exact, rounded) in rows.items():
+        if isinstance(answer, str):
+            found[name] = answer[-600:]
+            continue
+        ours, noise = ((one[..., : exact.shape[-1]] - exact).abs() for one in (answer, rounded))
+        values = (ours.mean(), ours.max(), noise.mean(), noise.max(), exact.std())
+        found[name] = [round(float(value), 5) for value in values]
+    return found
+
+
+def is_near(row: Row, times: float) -> None:
+    """Not further from float32 than so many times what transformers' own bfloat16 is; log-probabilities differ more."""
+    answer, exact, rounded = row
+    assert isinstance(answer, Tensor), answer
+    ours, noise = distance(answer, exact), distance(rounded, exact)
+    assert ours <= times * noise
+    assert ours <= exact.std() / 10
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *PLAIN])
+def test_vllm_computes_the_log_probabilities_of_transformers(name: str, rows: Mapping[str, Row]) -> None:
+    is_near(rows[name], 2)
+
+
+@pytest.mark.parametrize("label", [label for label in PACKED if not label.endswith(FP8)])
+def test_packed_weights_compute_what_they_stand_for(label: str, rows: Mapping[str, Row]) -> None:
+    is_near(rows[label], 2)
+
+
+@pytest.mark.parametrize("label", [label for label in PACKED if label.endswith(FP8)])
+def test_fp8_computes_what_it_stands_for(label: str, rows: Mapping[str, Row]) -> None:
+    """Activations are rounded to FP8 too, of three bits behind the point where bfloat16 has seven: 16 times the noise.
+
+    Errors of single products are not alike, so that much less is left of it.
+    """
+    is_near(rows[label], 16)
+
+
+@pytest.mark.parametrize("label", MISORDERED)
+def test_misordered_scales_show_in_the_log_probabilities(label: str, rows: Mapping[str, Row]) -> None:
+    """So CK526 is right to name them."""
+    answer, exact, rounded = rows[label]
+    assert isinstance(answer, Tensor), answer
+    assert distance(answer, exact) > 4 * distance(rounded, exact)
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_what_vllm_refuses_is_not_served(label: str, rows: Mapping[str, Row]) -> None:
+    assert "'>' not supported between instances of 'NoneType' and 'int'" in str(rows[label][0])

