@@ -46,6 +46,7 @@ def unfuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: st
             f"{where} has the experts of each layer in one tensor, "
             f"under transformers v5's own names for {config['model_type']}",
             "save it with save_pretrained(..., save_original_format=True), which writes the names of the release",
+            code="unsupported",
         )
     return Plan(tuple(_unfuse_step(spec, layout) for spec in specs.values()), specs, where=where, config=config)
 

@@ -158,6 +158,7 @@ def _schedule(own: Sequence[bool]) -> tuple[int, int]:
         raise CkptkitError(
             "config.json: the layers with an indexer of their own do not follow one another at one distance",
             "Megatron has no arguments for such a pattern",
+            code="unsupported",
         )
     return every, first
 

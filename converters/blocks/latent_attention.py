@@ -128,12 +128,14 @@ def refuse_scaling(rope: Mapping[str, Any]) -> None:
         raise CkptkitError(
             f"config.json: rope scaling {shortened(kind)} with latent attention has no Megatron arguments",
             "Megatron only knows yarn there",
+            code="unsupported",
         )
     for key, only in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, only) not in (only, None):
             raise CkptkitError(
                 f"config.json: yarn with {key} {shortened(rope[key])} has no Megatron arguments",
                 "training would run another model than this one",
+                code="unsupported",
             )
     mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
     if bool(mscale) != bool(all_dim):

@@ -115,6 +115,7 @@ def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default:
             f"config.json: a multi-token prediction layer, but decoder layer {last}, the last, has linear attention",
             "Megatron builds the two alike, and `mtp` has full attention; "
             "set mtp_num_hidden_layers to 0 and leave out the mtp tensors",
+            code="unsupported",
         )
     return count
 

@@ -47,6 +47,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         raise CkptkitError(
             f"config.json: attn_type_list is {shortened(kinds)}",
             "the releases have softmax attention (1) on every layer, and only that is supported",
+            code="unsupported",
         )
     head_dim = integer(config, "head_dim", 128)
     return base_dims(

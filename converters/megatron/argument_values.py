@@ -70,6 +70,7 @@ def refuse_inexpressible(dims: ModelDims) -> None:
     raise CkptkitError(
         f"config.json: rope scaling {shortened(kind)} as it stands there has no Megatron arguments",
         f"training would run another model than this one; {hint}",
+        code="unsupported",
     )
 
 

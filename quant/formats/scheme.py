@@ -230,4 +230,5 @@ def _require(key: str, actual: object, expected: object) -> None:
         raise CkptkitError(
             f"quantization_config: {key} is {actual!r}, only {expected!r} is supported",
             "ckptkit handles INT4 weights (W4A16)",
+            code="unsupported",
         )

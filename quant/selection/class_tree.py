@@ -51,6 +51,7 @@ def release_of(config: Mapping[str, Any]) -> Release:
         raise CkptkitError(
             f"model_type {shortened(model_type)}: which of its tensors are Linear layers is not known",
             f"INT4 is supported for {known}",
+            code="unsupported",
         )
     return family.release
 
