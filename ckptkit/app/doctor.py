@@ -28,15 +28,14 @@ _MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compress
 # What each part needs beyond ckptkit's own requirements, and what it is for.
 _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "megatron": (("megatron-core",), "verify --against-megatron"),
-    "sglang": (("sglang",), "verify --against-sglang"),
-    "vllm": (("vllm",), "verify --against-vllm"),
+    **{one.name: ((one.name,), f"verify --against-{one.name}") for one in ENGINES},
     "engine": (("sglang",), "verify --engine [--logits], --update, --release-resume"),
     "ray": (("ray",), "--ray"),
     "remote": (("s3fs", "gcsfs"), "s3:// and gs:// (hf:// needs neither)"),
     "sign": (("model-signing", "pyopenssl"), "manifest --sign, --verify-signature"),
 }
 PARTS = tuple(_NEEDS)
-_PYTHON_OF = {"megatron": "megatron", "sglang": "sglang", "engine": "sglang", "vllm": "vllm"}
+_PYTHON_OF = {"engine": "sglang"}  # of a part that is not named as the program in that environment
 _BESIDE = ("torch", "transformers")  # whose versions say which environment that is
 _INSTALL = {one.name: one.install for one in ENGINES}
 
@@ -153,11 +152,11 @@ def _part(name: str, packages: Sequence[Package], purpose: str, gpus: Sequence[s
     missing = [one.name for one in packages if not _usable(one)]
     devices = {
         "megatron": f"CPU, or one GPU a rank: {len(gpus)} here",
-        "sglang": f"CPU, or one GPU a rank: {len(gpus)} here; "
-        + ("repacks INT4 and FP8" if gpus else "INT4 and FP8 are not repacked without one"),
-        "vllm": f"CPU, or one GPU a rank: {len(gpus)} here; "
-        + ("repacks INT4 and FP8" if gpus else "built as for an H100, INT4 and FP8 are not repacked"),
         "engine": f"one GPU a rank: {len(gpus)} here",
+        **{
+            one.name: f"CPU, or one GPU a rank: {len(gpus)} here; {'repacks INT4 and FP8' if gpus else one.on_cpu}"
+            for one in ENGINES
+        },
     }.get(name, "")
     if missing:
         return Part(name, purpose, False, devices, _INSTALL.get(name, f"pip install {' '.join(missing)}"))

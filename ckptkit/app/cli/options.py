@@ -62,7 +62,7 @@ def _writable(context: click.Context, parameter: click.Parameter, paths: tuple[P
     return paths
 
 
-def _together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Makes one decorator of several options, which --help lists in this order."""
 
     def decorate(command: Any) -> Any:
@@ -102,7 +102,7 @@ reports = click.option(
     callback=_writable,
     help="Also write the report to this file: .json, .md, .xml (JUnit), .sarif or .html. Repeatable.",
 )
-writing = _together(
+writing = together(
     workers,
     click.option(
         "--memory",
@@ -132,7 +132,7 @@ writing = _together(
     ),
 )
 PROGRAMS = ("megatron", "sglang", "vllm")  # that may be in environments of their own
-pythons = _together(
+pythons = together(
     *(
         click.option(
             f"--{name}-python",
@@ -150,7 +150,7 @@ def pythons_of(given: Mapping[str, str | None]) -> dict[str, str]:
     return {name: path for name, path in found.items() if path is not None}
 
 
-parallel = _together(
+parallel = together(
     *(
         click.option(
             f"--{name}",
@@ -162,7 +162,7 @@ parallel = _together(
         for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
     )
 )
-megatron = _together(
+megatron = together(
     click.option("--cp", default=1, show_default=True, type=click.IntRange(1), help="Megatron: context parallel size."),
     click.option(
         "--pipeline-layout",
@@ -195,7 +195,7 @@ megatron = _together(
         help="Megatron: load with Megatron-LM's own load_checkpoint, by the tracker in the root, as a trainer does.",
     ),
 )
-quantizing = _together(
+quantizing = together(
     click.option(
         "--group-size",
         type=click.Choice(["32", "64", "128", "channel"]),

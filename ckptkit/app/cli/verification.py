@@ -14,6 +14,7 @@ from ckptkit.app.cli.output import echo, echo_json, saying
 from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
 from ckptkit.core.progress import phase
 from quant.selection.readers import ALL_READERS
+from verify.witnesses.registry import ENGINES, WITNESSES
 
 if TYPE_CHECKING:
     from verify.report import Report
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Load it into real Megatron, one process a rank, and compare every parameter.",
 )
-@click.option(
-    "--against-sglang",
-    is_flag=True,
-    help="Load it into the real SGLang model class, one process a rank, and compare every parameter.",
-)
-@click.option(
-    "--against-vllm",
-    is_flag=True,
-    help="Load it into the real vLLM model class, one process a rank, and compare every parameter.",
+@common.together(
+    *(
+        click.option(
+            f"--against-{one.name}",
+            is_flag=True,
+            help=f"Load it into the real {one.label} model class, one process a rank, and compare every parameter.",
+        )
+        for one in ENGINES
+    )
 )
 @common.pythons
 @click.option("--engine", is_flag=True, help="Serve it with a live SGLang engine. Needs GPUs, as do the next two.")
@@ -90,13 +91,6 @@ if TYPE_CHECKING:
 @common.as_json
 def verify(
     checkpoint: Path,
-    against_megatron: bool,
-    against_sglang: bool,
-    against_vllm: bool,
-    engine: bool,
-    update: bool,
-    release_resume: bool,
-    logits: bool,
     readers: tuple[str, ...],
     reports: tuple[Path, ...],
     strict: bool,
@@ -105,16 +99,8 @@ def verify(
     **options: Any,
 ) -> None:
     """Prove CHECKPOINT: files, values, quantization, and what real Megatron, SGLang and vLLM make of it."""
-    asked = {
-        "megatron": against_megatron,
-        "sglang": against_sglang,
-        "vllm": against_vllm,
-        "engine": engine,
-        "update": update,
-        "release-resume": release_resume,
-        "logits": logits,
-    }
     pythons = common.pythons_of({f"{name}_python": options.pop(f"{name}_python") for name in common.PROGRAMS})
+    asked = {one.name: options.pop(one.option.removeprefix("--").replace("-", "_")) for one in WITNESSES}
     against = frozenset(name for name, wanted in asked.items() if wanted)
     with phase("loading ckptkit and torch"):
         from verify.run import verify as run

@@ -13,6 +13,7 @@ SGLANG = EngineFacts(
     adapter="verify.witnesses.sglang.adapter",
     sizes="--ep divides --tp, there is no --pp",
     server="python -m sglang.launch_server",
+    on_cpu="INT4 and FP8 are not repacked without one",
     attention_whole=True,
     unfused_option="--disable-shared-experts-fusion",
     hidden=("SGLANG_USE_CPU_ENGINE",),

@@ -13,6 +13,7 @@ VLLM = EngineFacts(
     adapter="verify.witnesses.vllm.adapter",
     sizes="--ep is --tp or 1, --pp its pipeline stages",
     server="vllm serve",
+    on_cpu="built as for an H100, INT4 and FP8 are not repacked",
     stages=True,
     shares_experts=False,
     without_gpu=(("VLLM_TARGET_DEVICE", "cpu"),),
