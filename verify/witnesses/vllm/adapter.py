@@ -63,6 +63,7 @@ def build(wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import base_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.platforms import current_platform
 
     config = configure(wanted)
 
@@ -72,7 +73,7 @@ def build(wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
             loading(model, weights, config.device_config.device)
 
     model_config = config.speculative_config.draft_model_config if wanted.draft else config.model_config
-    phases.enter(BUILD if torch.cuda.is_available() else BUILD_WITHOUT_GPU)
+    phases.enter(BUILD_WITHOUT_GPU if current_platform.device_type == "cpu" else BUILD)
     # `loading` has run them already, where they can run.
     without_repacking = patch.object(base_loader, "process_weights_after_loading")
     with set_current_vllm_config(config), without_repacking:
