@@ -15,6 +15,7 @@ import pytest
 import torch
 from families.case import tokens
 from support.logits import distance, saved_with_logits, sized
+from support.nightly import collected
 from support.vllm_formats import CLEAN, FP8, MISORDERED, REFUSED, write_all
 from support.vllm_logits import Answer, answers
 from torch import Tensor
@@ -42,7 +43,8 @@ LATENT = {
 OF_32 = {"head_dim": 32}
 SIZES: Mapping[str, Mapping[str, int]] = {
     **dict.fromkeys(("qwen2-tied", "qwen2-untied", "qwen2_moe"), FOUR_HEADS),
-    **dict.fromkeys(("llama", "llama-tied", "llama-biases", "gemma3_text", "gemma3_text-v4"), OF_32),
+    **dict.fromkeys(("llama", "llama-biases", "gemma3_text", "gemma3_text-v4"), OF_32),
+    "llama-tied": FOUR_HEADS | OF_32,  # its config states no head_dim
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), LINEAR),
     **dict.fromkeys(("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite"), LATENT),
 }
@@ -58,22 +60,24 @@ Row = tuple[Answer, Tensor, Tensor]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     """For each model what vLLM computed, or raised, and transformers' log-probabilities in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
     expected: dict[str, tuple[Tensor, Tensor]] = {}
     paths: dict[str, Path] = {}
-    for name in FAMILIES:
+    asked = collected(request, "name") | collected(request, "label")
+    for name in (name for name in FAMILIES if name in asked):
         paths[name] = root / name
         expected[name] = saved_with_logits(name, sized(name, SIZES.get(name, {})), paths[name])
-    paths |= write_all(root / "formats", [*CLEAN, *MISORDERED, *REFUSED], root / "meant")
-    for label in [*CLEAN, *MISORDERED, *REFUSED]:
+    labels = [label for label in (*CLEAN, *MISORDERED, *REFUSED) if label in asked]
+    paths |= write_all(root / "formats", labels, root / "meant")
+    for label in labels:
         expected[label] = logits_of(paths[label] if label in PLAIN else root / "meant" / label)
     (root / "answers").mkdir()
     got = answers(paths, root / "answers", "bfloat16", program=python_of("vllm", {}), gpu=True)
     found = {name: (got[name], *(torch.log_softmax(one, -1) for one in expected[name])) for name in paths}
     if out := os.environ.get("OUT"):
-        (Path(out) / "vllm_logits.json").write_text(json.dumps(summary(found), indent=1))
+        (Path(out) / f"vllm_logits_{os.getpid()}.json").write_text(json.dumps(summary(found), indent=1))
     return found
 
 
@@ -116,7 +120,8 @@ def test_vllm_computes_the_log_probabilities_of_transformers(name: str, rows: Ma
 
 @pytest.mark.parametrize("label", [label for label in PACKED if not label.endswith(FP8)])
 def test_packed_weights_compute_what_they_stand_for(label: str, rows: Mapping[str, Row]) -> None:
-    is_near(rows[label], 2)
+    """Machete multiplies zero points by scales in bfloat16 before it subtracts them, which rounds once more."""
+    is_near(rows[label], 3 if label.endswith("zero points") else 2)
 
 
 @pytest.mark.parametrize("label", [label for label in PACKED if label.endswith(FP8)])

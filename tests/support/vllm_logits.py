@@ -66,7 +66,12 @@ def log_probs(path: str, dtype: str) -> Tensor:
     """Those of one model, in this process."""
     import vllm
 
-    memory = {"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
+    # The size of the cache is given, so that vLLM measures nothing: other processes may use the GPU meanwhile.
+    on_gpu = {
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": 1 << 28,
+        "additional_config": {"gdn_prefill_backend": "triton"},
+    }
     llm = vllm.LLM(
         model=path,
         skip_tokenizer_init=True,
@@ -78,7 +83,7 @@ def log_probs(path: str, dtype: str) -> Tensor:
         disable_log_stats=True,
         enable_prefix_caching=False,
         limit_mm_per_prompt={"image": 0, "video": 0},
-        **memory,
+        **(on_gpu if torch.cuda.is_available() else {}),
     )
     size = llm.llm_engine.model_config.get_vocab_size()
     wanted = vllm.SamplingParams(max_tokens=1, prompt_logprobs=_ALL, logprobs=_ALL, temperature=0, detokenize=False)
@@ -89,6 +94,8 @@ def log_probs(path: str, dtype: str) -> Tensor:
 
 def main(jobs: Path) -> None:
     os.environ.update(_SETTINGS)
+    # SGLang's fork of DeepGEMM goes by the same name; vLLM has DeepGEMM itself among its own modules.
+    sys.modules["deep_gemm"] = None  # type: ignore[assignment]
     import vllm.model_executor.models.registry as registry
     from vllm.distributed import cleanup_dist_env_and_memory
 
