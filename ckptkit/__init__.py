@@ -1,8 +1,8 @@
-"""Converts HF <-> Megatron checkpoints, quantizes them to INT4, and proves what Megatron and SGLang loaded.
+"""Converts HF <-> Megatron checkpoints, quantizes them to INT4 or FP8, and proves what Megatron and SGLang loaded.
 
 `convert`, `quantize`, `inspect`, `make_manifest`, `lint`, `verify`, `preflight`, `diff` and `triage` return data and
 raise `CkptkitError`; the command line is a thin cover over them. `int4_scheme` makes the `QuantScheme` that `convert`
-and `quantize` take; the other classes are what the functions return.
+and `quantize` take, or a `FloatScheme` is one; the other classes are what the functions return.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptkit.app.inspection import inspect
     from quant.formats.scheme import QuantScheme
     from quant.lint.lint import LintReport, lint
+    from quant.schemes.floats import FloatScheme
     from quant.schemes.w4a16 import int4_scheme
     from verify.diff.diff import diff
     from verify.diff.result import Diff
@@ -36,6 +37,7 @@ __all__ = [
     "ConversionResult",
     "Diff",
     "Finding",
+    "FloatScheme",
     "Forecast",
     "LintReport",
     "QuantScheme",
@@ -61,6 +63,7 @@ _HOME = {
     "Finding": "verify.report",
     "Forecast": "ckptkit.app.forecast",
     "LintReport": "quant.lint.lint",
+    "FloatScheme": "quant.schemes.floats",
     "QuantScheme": "quant.formats.scheme",
     "Report": "verify.report",
     "Triage": "verify.triage.triage",

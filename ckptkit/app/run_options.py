@@ -18,6 +18,7 @@ from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, place
 from ckptkit.transfer.copy import IN_FLIGHT
 from converters.planner import DIALECTS
+from quant.schemes.registry import DEFAULT
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ class RunOptions:
         if self._is_given("readers"):
             words += [word for reader in self.readers for word in ("--reader", reader)]
         if self.scheme is not None:
-            words += ["--quantize", self.scheme.name] if self.verb == "convert" else []
+            spelled = "--quantize" if self.verb == "convert" else "--scheme"
+            words += [spelled, self.scheme.name] if self.verb == "convert" or self.scheme.name != DEFAULT else []
             words += self.scheme.command_line()
         return words
 

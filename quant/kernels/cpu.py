@@ -30,7 +30,7 @@ def quantize_pack_cpu(weights: Sequence[Tensor], scheme: QuantScheme, names: Seq
     """
     jobs = [_Job(weight, scheme) for weight in weights]
     tasks = [(job, first, last) for job in jobs for first, last in job.tasks()]
-    results = _pool().map(_run, tasks) if len(tasks) > 1 and cores() > 1 else map(_run, tasks)
+    results = pool().map(_run, tasks) if len(tasks) > 1 and cores() > 1 else map(_run, tasks)
     bad = {job for job, wrong in results if wrong}
     for job, name in zip(jobs, names, strict=True):
         if job in bad:
@@ -63,7 +63,7 @@ class _Job:
     def run(self, first: int, last: int) -> bool:
         """Quantizes these groups. Returns whether a weight or a scale is not finite."""
         zeros = torch.empty(0, dtype=torch.int8) if self.zero_point is None else self.zero_point
-        arrays = (_bits(self.weight), self.words.view(torch.uint8), _bits(self.scale), zeros)
+        arrays = (bits_of(self.weight), self.words.view(torch.uint8), bits_of(self.scale), zeros)
         return self.kernel(*(array.flatten().numpy() for array in arrays), first, last, self.size)
 
     def packed(self) -> Packed:
@@ -76,15 +76,16 @@ def _run(task: tuple[_Job, int, int]) -> tuple[_Job, bool]:
     return job, job.run(first, last)
 
 
-def _bits(floats: Tensor) -> Tensor:
+def bits_of(floats: Tensor) -> Tensor:
+    """The bits of float32, bfloat16 or float16 as integers."""
     return floats.view(torch.int32 if floats.dtype == torch.float32 else torch.int16)
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
+def pool() -> ThreadPoolExecutor:
     """As many threads as cores, shared by all callers of the process."""
     return ThreadPoolExecutor(cores(), "ckptkit-quantize")
 
 
 # Threads do not survive a fork, and the child would wait for them.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+os.register_at_fork(after_in_child=pool.cache_clear)

@@ -25,8 +25,8 @@ from quant.formats.scheme import Grid
 _BLOCK = 1024  # weights, unless a row is longer
 _TILE, _HALF = 64, 32  # weights encoded together; the smallest group is half of them
 _LONG = 256  # neighbours from which on a loop over them is as fast as halving
-_FLOAT32, _BFLOAT16, _FLOAT16 = range(3)
-_KINDS = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}
+FLOAT32, _BFLOAT16, _FLOAT16 = range(3)
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}
 _INFINITIES = (0x7F800000, 0x7F80, 0x7C00)
 
 _F32 = np.float32
@@ -35,7 +35,7 @@ _ROUNDS, _ROUNDS_CODE = _F32(12582912), _F32(12582912 + 8)
 _SEVENTH, _SMALLEST_QMAX7_SCALE, _INFINITY = _F32(1 / 7), _F32(1e-5), _F32(np.inf)
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
-_inlined = njit(**_OPTIONS, forceinline=True)
+inlined = njit(**_OPTIONS, forceinline=True)
 
 
 class _Variant(NamedTuple):
@@ -59,7 +59,7 @@ def kernel(weight: torch.dtype, scale: torch.dtype, grid: Grid, symmetric: bool)
     Returns whether a weight or a scale is not finite.
     """
     quotient = torch.float32 if grid == "qmax7" else torch.promote_types(weight, scale)
-    kinds = _KINDS[weight], _KINDS[scale], _KINDS[quotient]
+    kinds = KINDS[weight], KINDS[scale], KINDS[quotient]
     variant = _Variant(*kinds, grid == "qmax7", symmetric, _INFINITIES[kinds[0]], _F32(torch.finfo(scale).eps))
 
     def quantize(weights: Any, words: Any, scales: Any, zeros: Any, first: int, last: int, size: int) -> bool:
@@ -80,11 +80,16 @@ def kernel(weight: torch.dtype, scale: torch.dtype, grid: Grid, symmetric: bool)
             _pack(codes, words[begin * size // 2 : end * size // 2])
         return bad
 
+    return compiled(quantize)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function at its first call, and keeps the code on disk for later processes."""
     try:
-        compiled: Callable[..., bool] = njit(**_OPTIONS, cache=True)(quantize)
+        kept: Callable[..., Any] = njit(**_OPTIONS, cache=True)(function)
     except RuntimeError:  # neither this folder nor the user's cache can be written
-        compiled = njit(**_OPTIONS)(quantize)
-    return compiled
+        kept = njit(**_OPTIONS)(function)
+    return kept
 
 
 @intrinsic
@@ -103,25 +108,25 @@ def _float_to_half(context: Any, x: Any) -> Any:
     return types.int16(types.float32), generate
 
 
-@_inlined
-def _float(bits: Any, kind: int) -> Any:
+@inlined
+def from_bits(bits: Any, kind: int) -> Any:
     """The float32 that the bits of a kind mean."""
     if kind == _FLOAT16:
         return _half_to_float(np.int16(bits))
     return np.int32(bits << 16 if kind == _BFLOAT16 else bits).view(np.float32)
 
 
-@_inlined
+@inlined
 def _bits(x: Any, kind: int) -> Any:
-    """The bits of a float32 that is `_rounded` to a kind already."""
+    """The bits of a float32 that is `rounded` to a kind already."""
     if kind == _FLOAT16:
         return np.int32(_float_to_half(_F32(x)))
     bits = _F32(x).view(np.int32)
     return np.int32(bits >> 16 if kind == _BFLOAT16 else bits)
 
 
-@_inlined
-def _rounded(x: Any, kind: int) -> Any:
+@inlined
+def rounded(x: Any, kind: int) -> Any:
     """A float32 rounded, half to even, to what a kind can hold; still a float32."""
     if kind == _FLOAT16:
         return _half_to_float(_float_to_half(_F32(x)))
@@ -131,14 +136,14 @@ def _rounded(x: Any, kind: int) -> Any:
     return _F32(x)
 
 
-@_inlined
+@inlined
 def _key(bits: Any, kind: int, symmetric: bool) -> Any:
     """Integers that order as these floats, or as their absolute values; keys of keys are the bits again."""
-    sign, magnitude = (31, 0x7FFFFFFF) if kind == _FLOAT32 else (15, 0x7FFF)
+    sign, magnitude = (31, 0x7FFFFFFF) if kind == FLOAT32 else (15, 0x7FFF)
     return bits & magnitude if symmetric else bits ^ ((bits >> sign) & magnitude)
 
 
-@_inlined
+@inlined
 def _maxima(weights: Any, keys: Any, spare: Any, size: int, kind: int, absolute: bool, flip: int) -> Any:
     """The largest key of every `size` weights, in one of the arrays; with `flip` -1 the complement of the smallest."""
     if size >= _LONG:
@@ -167,29 +172,29 @@ def _halve(keys: Any, half: Any) -> None:
         half[at] = max(keys[2 * at], keys[2 * at + 1])
 
 
-@_inlined
+@inlined
 def _scales(low: Any, high: Any, scales: Any, zeros: Any, divisors: Any, offsets: Any, variant: _Variant) -> Any:
     """Scales and zero points, as stored and as `_codes` takes them. Returns whether something is not finite."""
     bad: Any = False
     for group in range(scales.size):
         top: Any = max(np.int64(high[group]), 0)
         bad |= top >= variant.infinity
-        most = _float(top, variant.weight)
+        most = from_bits(top, variant.weight)
         if variant.qmax7:
             scale = max(_F32(most * _SEVENTH), _SMALLEST_QMAX7_SCALE)
         elif variant.symmetric:
-            scale = _rounded(most / _F32(7.5), variant.weight)
+            scale = rounded(most / _F32(7.5), variant.weight)
         else:  # every operation rounded to the weight's dtype
             bottom: Any = min(~np.int64(low[group]), 0)
             bad |= ~bottom >= variant.infinity
-            least = _float(_key(bottom, variant.weight, False), variant.weight)
-            scale = _rounded(_rounded(most - least, variant.weight) / _F32(15), variant.weight)
-            zero = _rounded(_F32(-8) - _rounded(least / scale, variant.weight), variant.weight)
+            least = from_bits(_key(bottom, variant.weight, False), variant.weight)
+            scale = rounded(rounded(most - least, variant.weight) / _F32(15), variant.weight)
+            zero = rounded(_F32(-8) - rounded(least / scale, variant.weight), variant.weight)
             none = zero != zero  # 0 / 0: no range, no zero point
             zero = _F32(_clamped(zero) + _ROUNDS) - _ROUNDS
             offsets[group] = _F32(0) if none else zero
             zeros[group] = np.int8(offsets[group])
-        stored = _rounded(scale, variant.scale)
+        stored = rounded(scale, variant.scale)
         stored = variant.eps if stored == _F32(0) else stored
         bad |= stored >= _INFINITY
         scales[group] = _bits(stored, variant.scale)
@@ -197,7 +202,7 @@ def _scales(low: Any, high: Any, scales: Any, zeros: Any, divisors: Any, offsets
     return bad
 
 
-@_inlined
+@inlined
 def _codes(weights: Any, divisors: Any, offsets: Any, codes: Any, size: int, variant: _Variant) -> None:
     """A byte for each weight: its code + 8."""
     done = 0
@@ -215,15 +220,15 @@ def _codes(weights: Any, divisors: Any, offsets: Any, codes: Any, size: int, var
             codes[place] = _code(weights[place], scale, zero, variant)
 
 
-@_inlined
+@inlined
 def _code(bits: Any, divisor: Any, offset: Any, variant: _Variant) -> Any:
-    x = _rounded(_float(bits, variant.weight) / divisor, variant.quotient)
+    x = rounded(from_bits(bits, variant.weight) / divisor, variant.quotient)
     if not variant.symmetric:
-        x = _rounded(x + offset, variant.quotient)
+        x = rounded(x + offset, variant.quotient)
     return np.uint8(_F32(_clamped(x) + _ROUNDS_CODE).view(np.int32))
 
 
-@_inlined
+@inlined
 def _clamped(x: Any) -> Any:
     x = x if x < _F32(7) else _F32(7)
     return x if x > _F32(-8) else _F32(-8)

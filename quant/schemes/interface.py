@@ -89,8 +89,8 @@ class Packing(Protocol):
 class SchemeModule(Protocol):
     """What a module of `quant.schemes` has."""
 
-    def from_options(self, given: dict[str, Any], reference: str | Path | None) -> Scheme:
-        """Makes a scheme of command line options, which it takes out of `given`.
+    def from_options(self, name: str, given: dict[str, Any], reference: str | Path | None) -> Scheme:
+        """Makes the scheme called `name` of command line options, which it takes out of `given`.
 
         Options not given default to those of the checkpoint at `reference`. Raises CkptkitError.
         """

@@ -12,8 +12,22 @@ if TYPE_CHECKING:
 
 DEFAULT = "w4a16"  # of `ckptkit quantize`
 # By the name that `--quantize` takes.
-_MODULES: Mapping[str, str] = MappingProxyType({"w4a16": "quant.schemes.w4a16"})
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {"w4a16": "quant.schemes.w4a16", "fp8-block": "quant.schemes.floats"},
+)
 NAMES = tuple(_MODULES)
+# Command line options, by their parameters' names, that only the schemes of one module have.
+_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "quant.schemes.w4a16": ("group_size", "grid", "asymmetric", "search", "scale_dtype", "tp"),
+        "quant.schemes.floats": ("rounding",),
+    }
+)
+
+
+def options_of_others(name: str) -> tuple[str, ...]:
+    """The options that have no effect on the scheme called `name`."""
+    return tuple(option for module, own in _OPTIONS.items() if module != _MODULES[name] for option in own)
 
 
 def scheme_module(name: str) -> SchemeModule:

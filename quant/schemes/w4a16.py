@@ -35,7 +35,7 @@ from quant.selection.fused_experts import refuse_for_transformers
 from quant.selection.readers import compressed_tensors
 
 
-def from_options(given: dict[str, Any], reference: str | Path | None) -> QuantScheme:
+def from_options(name: str, given: dict[str, Any], reference: str | Path | None) -> QuantScheme:
     """As `SchemeModule.from_options`."""
     group, scale_dtype = given.pop("group_size"), given.pop("scale_dtype")
     return int4_scheme(

@@ -50,6 +50,11 @@ class ClassTree:
 
     def reason_to_keep(self, module: str) -> str | None:
         """Why this module is never INT4; None when it may be."""
+        dense = self.dense_for(module)
+        return self.reason_in_any_format(module) or (dense.reason if dense else None)
+
+    def reason_in_any_format(self, module: str) -> str | None:
+        """Why this module is not quantized to any format; None when it may be."""
         if module in self.others:
             return f"{self.others[module]} is not a Linear"
         if module == self.head:
@@ -60,10 +65,7 @@ class ClassTree:
             return DRAFT_LAYER
         if module.startswith(self.outside or ("\0",)):
             return "outside the language model"
-        if module not in self.linears:
-            return "not a module of the model"
-        dense = self.dense_for(module)
-        return dense.reason if dense else None
+        return None if module in self.linears else "not a module of the model"
 
     def is_router(self, module: str) -> bool:
         """Whether a module of a decoder layer chooses experts: a gate, or of a class of its own in the layer."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.ending import end
@@ -15,7 +16,7 @@ from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.storage.url import is_url
-from quant.schemes.registry import DEFAULT, NAMES, scheme_module
+from quant.schemes.registry import DEFAULT, NAMES, options_of_others, scheme_module
 
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
@@ -57,14 +58,21 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     _run(run_options("convert", src, dst, scheme if quantization else None, **options), as_json)
 
 
-@click.command(cls=Verb, short_help="Quantize HF to INT4 W4A16.")
+@click.command(cls=Verb, short_help="Quantize HF to INT4 or FP8.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
+@click.option(
+    "--scheme",
+    default=DEFAULT,
+    show_default=True,
+    type=click.Choice(NAMES),
+    help="w4a16: INT4 in groups (compressed-tensors pack-quantized); fp8-block: FP8 in blocks of 128 x 128.",
+)
 @common.quantizing
 @common.writing
 @common.as_json
-def quantize(src: str | Path, dst: str | Path, as_json: bool, **options: Any) -> None:
-    """Quantize the HF checkpoint SRC to INT4 W4A16 (compressed-tensors pack-quantized) at DST.
+def quantize(src: str | Path, dst: str | Path, scheme: str, as_json: bool, **options: Any) -> None:
+    """Quantize the HF checkpoint SRC to DST: to INT4 W4A16, or to what --scheme names.
 
     Each may be at a URL: s3://, gs://, hf://. A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one
     keeps its scales where they still give its weights.
@@ -72,13 +80,22 @@ def quantize(src: str | Path, dst: str | Path, as_json: bool, **options: Any) ->
     with phase("loading ckptkit and torch"):
         from ckptkit.app.run_options import run_options
 
-        scheme = _scheme(DEFAULT, options, options["like"] or src)
-    _run(run_options("quantize", src, dst, scheme, **options), as_json)
+        chosen = _scheme(scheme, options, options["like"] or src)
+    _run(run_options("quantize", src, dst, chosen, **options), as_json)
 
 
 def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) -> Scheme:
-    """Takes the options of a scheme out. Options not given default to those of the checkpoint at `reference`."""
-    return scheme_module(name).from_options(options, reference)
+    """Takes the options of all schemes out. Options not given default to those of the checkpoint at `reference`.
+
+    Raises click.UsageError for options of another scheme.
+    """
+    context = click.get_current_context()
+    for option in options_of_others(name):
+        if context.get_parameter_source(option) is ParameterSource.COMMANDLINE:
+            spelled = f"--{option.replace('_', '-')}"
+            raise click.UsageError(f"{spelled}: no effect with the scheme {name}; leave it out", context)
+        options.pop(option)
+    return scheme_module(name).from_options(name, options, reference)
 
 
 def _run(options: RunOptions, as_json: bool) -> None:

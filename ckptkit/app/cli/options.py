@@ -222,12 +222,19 @@ quantizing = together(
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
         help="What scales are stored in; auto: the weight's own dtype.",
     ),
-    click.option("--like", type=PATH_OR_URL, help="INT4 checkpoint of the same model: pack what it has packed."),
+    click.option(
+        "--rounding",
+        type=click.Choice(["online", "slime", "slime-cuda", "transformers", "deepgemm", "compressed-tensors"]),
+        help="fp8-block: the writer whose bytes are wanted. [default: online, as trainers update an engine]",
+    ),
+    click.option(
+        "--like", type=PATH_OR_URL, help="A checkpoint of the same model in the same scheme: pack what it has packed."
+    ),
     click.option(
         "--preset",
         type=click.Choice(["rl"]),
-        help="rl: pack routed experts alone, symmetric and on the qmax7 grid, as slime's training rounds them and "
-        "SGLang takes them again at every update.",
+        help="rl: what updates of an engine bring. w4a16: routed experts alone, symmetric and on the qmax7 grid, as "
+        "slime's training rounds them.",
     ),
     click.option(
         "--tp", type=click.IntRange(1), help="Tensor parallel size that SGLang's INT4 kernels must be able to load."

@@ -1,0 +1,105 @@
+"""The formulas by which writers of FP8 checkpoints make a scale of the largest weight of a block.
+
+All give the same error, but other bits: more than half of the scales differ in the last place. So a file is equal to
+what another tool writes, or to what an engine receives in an update, only by that tool's own formula.
+A weight's code is weight / scale, or weight x (1 / scale), rounded half to even to float8_e4m3fn; all in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+MAX_VALUE = 448.0  # the largest float8_e4m3fn
+_INVERSE = 1 / 448  # rounded to float32 where it is multiplied by: what CUDA makes of a division by a number
+_EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A writer's formula.
+
+    `scales` makes of the largest absolute weights of blocks, in the weight's dtype: the scales as they are stored, and
+    the float32 factors that weights are divided by, or multiplied by unless it `divides`.
+    """
+
+    writer: str
+    scales: Callable[[Tensor], tuple[Tensor, Tensor]]
+    divides: bool = False
+    # Whether a quotient is rounded to the weight's dtype before it becomes a code.
+    in_weight_dtype: bool = False
+
+
+def _slime(largest: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _divided(_at_least_tiny(largest))
+    return scale, scale
+
+
+def _slime_cuda(largest: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _at_least_tiny(largest) * _INVERSE
+    return scale, scale
+
+
+def _online(largest: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest.float().clamp(min=1e-10) * _INVERSE
+    return scale, scale.reciprocal()
+
+
+def _transformers(largest: Tensor) -> tuple[Tensor, Tensor]:
+    # A number divided by a tensor is its reciprocal times the number in torch: two roundings.
+    inverse = largest.float().reciprocal() * MAX_VALUE
+    # A block of zeros, or of numbers so small that transformers itself would store NaN, has a scale of 1.
+    inverse = torch.where(inverse.isinf(), 1.0, inverse)
+    return inverse.reciprocal(), inverse
+
+
+def _deepgemm(largest: Tensor) -> tuple[Tensor, Tensor]:
+    above = _divided(largest.float().clamp(min=1e-4)).view(torch.int32) + _MANTISSA
+    scale = (above & _EXPONENT).view(torch.float32)
+    return scale, scale.reciprocal()
+
+
+def _compressed_tensors(largest: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _divided(largest.float()).to(largest.dtype)
+    scale = torch.where(scale == 0, torch.finfo(largest.dtype).eps, scale)
+    return scale, scale.float()
+
+
+def _powers(largest: Tensor) -> tuple[Tensor, Tensor]:
+    bits = (largest.float() * _INVERSE).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & _MANTISSA
+    exponent += (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000))
+    return exponent.to(torch.uint8), ((254 - exponent) << 23).view(torch.float32)
+
+
+def _divided(largest: Tensor) -> Tensor:
+    # The divisor is a tensor: a number is multiplied by its rounded inverse on a GPU.
+    return largest / torch.full_like(largest, MAX_VALUE)
+
+
+def _at_least_tiny(largest: Tensor) -> Tensor:
+    """At least 1e-12 in the weight's dtype, in float32. float16 cannot hold it, and has it as float32 does."""
+    dtype = torch.float32 if largest.dtype == torch.float16 else largest.dtype
+    return torch.maximum(largest.float(), torch.full((), 1e-12, dtype=dtype, device=largest.device).float())
+
+
+# By the name that `--rounding` takes. Zero blocks: a scale that is not zero, and codes of zero.
+ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
+    {
+        "online": Rounding("the Triton kernel of slime, miles and verl, which updates an engine", _online),
+        "slime": Rounding(
+            "slime `tools/convert_hf_to_fp8.py` on a CPU; miles, and vLLM a channel", _slime, divides=True
+        ),
+        "slime-cuda": Rounding("the same on a GPU, which is its default", _slime_cuda, divides=True),
+        "transformers": Rounding("transformers `Fp8Quantize`; Transformer Engine with float32 scales", _transformers),
+        "deepgemm": Rounding("DeepGEMM `per_block_cast_to_fp8`: powers of two (`scale_fmt` ue8m0)", _deepgemm),
+        "compressed-tensors": Rounding(
+            "compressed-tensors and llm-compressor on a CPU", _compressed_tensors, divides=True, in_weight_dtype=True
+        ),
+        "powers": Rounding("Transformer Engine, nvidia-modelopt and vLLM: MXFP8's bytes", _powers),
+    }
+)

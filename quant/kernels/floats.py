@@ -1,0 +1,100 @@
+"""Quantizes matrices to float8_e4m3fn with a scale for each block; the bytes are the same on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.transfer.copy import cores
+from quant.kernels.cpu import bits_of, pool
+from quant.kernels.float_roundings import MAX_VALUE, ROUNDINGS, Rounding
+
+_TASK = 1 << 20  # weights worked on at a time, at least a row of blocks: they stay in the cache
+
+
+class Fp8Weight(NamedTuple):
+    """Codes float8_e4m3fn [rows, columns]; scales [blocks down, blocks across] in the dtype of the formula."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def quantize_fp8(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str) -> Fp8Weight:
+    """Quantizes [rows, columns] in bfloat16, float16 or float32, on its own device.
+
+    `block`: rows and columns that share a scale, None for a whole row; the last blocks may be smaller. `rounding`: of
+    `ROUNDINGS`. Raises CkptkitError, naming the tensor, for NaN, infinity, and what is not a float matrix.
+    """
+    return _quantized(weight, block, rounding, name, kernel=weight.device.type == "cpu")
+
+
+def quantize_fp8_in_torch(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str) -> Fp8Weight:
+    """As `quantize_fp8`, in plain torch on every device: what the kernel's bits are held to."""
+    return _quantized(weight, block, rounding, name, kernel=False)
+
+
+def _quantized(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str, *, kernel: bool) -> Fp8Weight:
+    if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        what = f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
+        raise CkptkitError(f"{name} is {what}", "only matrices in bfloat16, float16 or float32 can be quantized")
+    rows, columns = weight.shape
+    job = _Job(weight.detach().contiguous(), (block[0], block[1] or max(columns, 1)), ROUNDINGS[rounding])
+    step = max(1, _TASK // max(1, columns * block[0])) * block[0]
+    starts = range(0, rows if columns else 0, step)
+    run = job.run_kernel if kernel else job.run
+    parallel = kernel and len(starts) > 1 and cores() > 1
+    finished = list((pool().map if parallel else map)(lambda start: run(start, min(start + step, rows)), starts))
+    if not all(finite for _, finite in finished):
+        raise CkptkitError(
+            f"{name} holds NaN or infinity", "the source checkpoint is broken; nothing can be quantized from it"
+        )
+    return Fp8Weight(job.codes.view(torch.float8_e4m3fn), job.joined([scales for scales, _ in finished]))
+
+
+class _Job:
+    """One matrix and what is made of it, some rows of blocks at a time."""
+
+    def __init__(self, weight: Tensor, block: tuple[int, int], rounding: Rounding) -> None:
+        self.weight, self.block, self.rounding = weight, block, rounding
+        self.codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+        self.quotient = weight.dtype if rounding.in_weight_dtype else torch.float32
+
+    def joined(self, scales: Sequence[Tensor]) -> Tensor:
+        """All scales; of an empty matrix those of no blocks."""
+        none = self.rounding.scales(self.weight.new_zeros(0, 0))[0]
+        return torch.cat(list(scales)) if scales else none
+
+    def run_kernel(self, first: int, last: int) -> tuple[Tensor, bool]:
+        """Quantizes these rows. Returns their scales, and whether all weights are finite."""
+        # Imported here because Numba takes a while.
+        from quant.kernels.floats_cpu import codes_kernel, largest_kernel
+
+        weight, codes = self.weight[first:last], self.codes[first:last]
+        height, width = self.block
+        bits = bits_of(weight).numpy()
+        largest = weight.new_zeros(-(-len(weight) // height), -(-weight.shape[1] // width))
+        largest_kernel(weight.dtype)(bits, bits_of(largest).numpy(), height, width)
+        scales, factors = self.rounding.scales(largest)
+        encode = codes_kernel(weight.dtype, self.quotient, self.rounding.divides)
+        encode(bits, factors.numpy(), codes.numpy(), height, width)
+        return scales, bool(torch.isfinite(largest).all())
+
+    def run(self, first: int, last: int) -> tuple[Tensor, bool]:
+        """As `run_kernel`, in plain torch on any device."""
+        weight, (height, width) = self.weight[first:last], self.block
+        rows, columns = weight.shape
+        padded = functional.pad(weight, (0, -columns % width, 0, -rows % height))
+        blocks = padded.view(len(padded) // height, height, -1, width)
+        largest = blocks.abs().amax((1, 3))
+        scales, factors = self.rounding.scales(largest)
+        across = factors[:, None, :, None]
+        quotients = blocks.float() / across if self.rounding.divides else blocks.float() * across
+        quotients = quotients.to(self.quotient).float().clamp_(-MAX_VALUE, MAX_VALUE)
+        codes = quotients.to(torch.float8_e4m3fn).view(torch.uint8).view(padded.shape)
+        self.codes[first:last] = codes[:rows, :columns]
+        return scales, bool(torch.isfinite(largest).all())

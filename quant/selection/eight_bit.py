@@ -1,0 +1,155 @@
+"""Decides which weights become FP8: the Linear layers that engines and trainers' updates have in FP8 too.
+
+Unlike INT4, engines hold latent and linear attention and multi-token prediction layers in FP8. Layers that an engine
+fuses into one, and all experts of a layer, are quantized together or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.dtypes import COMPUTED
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec, summarize
+from converters.hf_names import FUSED, LATENT_DOWN, tail
+from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
+from quant.selection.class_tree import class_tree
+from quant.selection.matrices import Matrix, fused_layer, matrices_of
+from quant.selection.readers import compressed_tensors
+from quant.selection.spelling import ignore_options
+from quant.selection.tree import ClassTree
+
+# Linear layers that engines always build in BF16: the head weights of the DSA indexer, the decay and step of the gated
+# delta net. slime's and miles' quantizers leave them out as well.
+_BF16_IN_ENGINES = (".indexer.weights_proj", ".linear_attn.in_proj_a", ".linear_attn.in_proj_b", ".in_proj_ba")
+
+
+@dataclass(frozen=True)
+class EightBit:
+    """Weights that are quantized; modules that readers must be told to leave out; what a user should know."""
+
+    names: frozenset[str]
+    ignore: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def select_eight_bit(
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    ignore: Sequence[str],
+    block: tuple[int, int],
+    like: Collection[str] | None = None,
+) -> EightBit:
+    """Decides from headers. `specs` has one tensor an expert. `block`: rows and columns that share a scale.
+
+    `ignore`: entries, in compressed-tensors' language, for more modules to leave out. `like`: the names of an FP8
+    checkpoint of the same model; what it has a scale for is quantized. A layer that blocks do not fit, in the way that
+    engines need, stays as it is, with a note. Raises CkptkitError where `ignore` or `like` tears a fused layer apart,
+    and where nothing is left to quantize.
+    """
+    tree = class_tree(config)
+    matrices = matrices_of(specs, tree, config)
+    wanted = {
+        matrix.tensor
+        for matrix in matrices
+        if _may_be_fp8(matrix, tree)
+        and (like is None or _has_scale(matrix.module, like))
+        and not any(compressed_tensors(matrix.module, entry) for entry in ignore)
+    }
+    ragged: dict[str, str] = {}
+    for layer in _by_layer(matrices, tree):
+        chosen = [specs[matrix.tensor] for matrix in layer if matrix.tensor in wanted]
+        if chosen and len(chosen) < len(layer):
+            _refuse_torn([matrix.tensor for matrix in layer], [spec.name for spec in chosen])
+        fault = _fault(chosen, layer[0], block)
+        if fault:
+            ragged.update(dict.fromkeys((spec.name for spec in chosen), fault))
+    names = frozenset(wanted - ragged.keys())
+    notes = tuple(
+        f"stay as they are, since {fault}: {summarize(name for name in ragged if ragged[name] == fault)}"
+        for fault in dict.fromkeys(ragged.values())
+    )
+    if not names:
+        raise CkptkitError("no weight is left to quantize" + "".join(f"; {note}" for note in notes))
+    _check_dtypes([specs[name] for name in names])
+    return EightBit(names, _left_out(matrices, names, tree), notes)
+
+
+def _may_be_fp8(matrix: Matrix, tree: ClassTree) -> bool:
+    module = matrix.module
+    if module.endswith(_BF16_IN_ENGINES) or not matrix.tensor.endswith(".weight"):
+        return False
+    return tree.reason_in_any_format(module) is None or (
+        tree.draft_of(module) is not None and tail(module) in tree.tails
+    )
+
+
+def _has_scale(module: str, names: Collection[str]) -> bool:
+    return any(f"{module}.weight{ending}" in names for ending in (FP8_SCALE_INV, FP8_SCALE))
+
+
+def _by_layer(matrices: Sequence[Matrix], tree: ClassTree) -> list[list[Matrix]]:
+    """What may be FP8, by the layer that engines hold it in."""
+    layers: dict[str, list[Matrix]] = {}
+    for matrix in matrices:
+        if _may_be_fp8(matrix, tree):
+            known = None if tree.draft_of(matrix.module) else tree
+            layers.setdefault(fused_layer(matrix.module, known), []).append(matrix)
+    return list(layers.values())
+
+
+def _refuse_torn(layer: Sequence[str], chosen: Sequence[str]) -> None:
+    kept = [name for name in layer if name not in set(chosen)]
+    raise CkptkitError(
+        f"{summarize(kept)} would stay as it is beside {summarize(chosen)}, and engines hold them as one layer",
+        f"leave out all of them: {ignore_options(layer)}",
+    )
+
+
+def _fault(specs: Sequence[TensorSpec], first: Matrix, block: tuple[int, int]) -> str | None:
+    """Why blocks do not fit a layer; None: they do.
+
+    Kernels quantize activations in groups as wide as a block, so that columns must divide. Scales of fused layers are
+    joined, so that the rows of each part must: SGLang wants all of several parts to, latent attention's all but the
+    last. Source: SGLang `Fp8LinearMethod.validate_block_quant_shapes`, `per_token_group_quant_fp8`.
+    """
+    height, width = block
+    if any(spec.shape[1] % width for spec in specs if len(spec.shape) == 2):
+        return f"blocks of {width} columns do not divide them"
+    latent = first.module.endswith(LATENT_DOWN)
+    joined = [spec for spec in specs if not (latent and spec.name.endswith(f"{LATENT_DOWN[-1]}.weight"))]
+    if (len(specs) > 1 or first.expert) and any(spec.shape[0] % height for spec in joined):
+        return f"blocks of {height} rows do not divide what engines join to one layer"
+    return None
+
+
+def _check_dtypes(chosen: Sequence[TensorSpec]) -> None:
+    if odd := [spec for spec in chosen if len(spec.shape) != 2 or spec.dtype not in COMPUTED]:
+        raise CkptkitError(
+            f"{odd[0]} cannot be quantized" + (f", nor can {len(odd) - 1} more" if odd[1:] else ""),
+            "only matrices in bfloat16, float16 or float32 can; start from the unquantized release",
+        )
+
+
+def _left_out(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTree) -> tuple[str, ...]:
+    """Whole names of modules that are not quantized, sorted; of experts the name of their container.
+
+    Beside the release's own name of a draft layer's or another tower's module stands the one that an engine asks by.
+    """
+    found = {tree.head}
+    for matrix in matrices:
+        if matrix.tensor in names:
+            continue
+        elsewhere = tree.reason_in_any_format(matrix.module) is not None
+        for name in filter(None, (matrix.module, *((matrix.sglang, matrix.vllm) if elsewhere else ()))):
+            block, experts, _ = name.partition(".experts.")
+            found |= {f"{block}.experts"} if experts else {name, *_shards(name)}
+    return tuple(sorted(found))
+
+
+def _shards(layer: str) -> list[str]:
+    """The parts of a fused layer by its name: some classes of an engine ask for these, others for the layer."""
+    parent, _, name = layer.rpartition(".")
+    return [f"{parent}.{shard}" for shard in FUSED.get(name, ())]

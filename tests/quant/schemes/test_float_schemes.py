@@ -1,0 +1,225 @@
+"""Whole checkpoints in FP8: what is quantized, what config.json says, and the bytes that transformers would write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support import models
+from support.engine_models import saved
+from support.nightly import daily
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from ckptkit.app.api import convert, quantize
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from quant.schemes.floats import FloatScheme
+from verify.run import verify
+
+LAYERS = range(6)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`plain(name)`: one of the models whose sizes blocks of 128 divide."""
+    root = tmp_path_factory.mktemp("plain")
+    return lambda name: root / name if (root / name).exists() else saved(name, root)
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """The `quantization_config`."""
+    content: dict[str, Any] = json.loads((path / "config.json").read_text())["quantization_config"]
+    return content
+
+
+def in_fp8(path: Path) -> set[str]:
+    """The modules whose weights are FP8."""
+    return {
+        name.removesuffix(".weight")
+        for name, tensor in models.tensors(path).items()
+        if tensor.dtype == torch.float8_e4m3fn
+    }
+
+
+def run(*arguments: str | Path) -> Any:
+    """Runs the command line."""
+    return CliRunner().invoke(cli, [*map(str, arguments)])
+
+
+def test_linear_layers_are_fp8_and_config_names_the_rest(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(plain("moe"), tmp_path / "out", FloatScheme("fp8-block"))
+    layers = [f"model.layers.{layer}" for layer in LAYERS]
+    experts = {f"{at}.mlp.experts.{expert}.{name}" for at in layers for expert in range(16) for name in MLP}
+    assert in_fp8(tmp_path / "out") == experts | {f"{at}.self_attn.{name}" for at in layers for name in ATTENTION}
+    assert config_of(tmp_path / "out") == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens", *(f"{at}.mlp.gate" for at in layers)],
+    }
+
+
+def test_every_byte_is_what_transformers_writes(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(plain("moe"), tmp_path / "out", FloatScheme("fp8-block", "transformers"))
+    written, source = models.tensors(tmp_path / "out"), models.tensors(plain("moe"))
+    config = SimpleNamespace(weight_block_size=[128, 128], scale_fmt="float")
+    writer = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    wanted = dict(source)
+    for module in in_fp8(tmp_path / "out"):
+        wanted |= writer.convert({f"{module}.weight": source[f"{module}.weight"]})
+    assert written.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert written[name].dtype == tensor.dtype, name
+        assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("rounding", ["online", "slime", "slime-cuda", "deepgemm", "compressed-tensors"])
+def test_what_is_written_verifies_against_its_source(
+    rounding: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", rounding))
+    report = verify(tmp_path / "out", source=plain("dense"))
+    assert report.status == "passed", report.findings
+    assert "CK305" in {check.code for check in report.checks if check.status == "passed"}
+
+
+def test_powers_of_two_are_labelled_and_have_no_mantissa(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", "deepgemm"))
+    assert config_of(tmp_path / "out")["scale_fmt"] == "ue8m0"
+    scales = [tensor for name, tensor in models.tensors(tmp_path / "out").items() if name.endswith("_scale_inv")]
+    assert scales
+    assert not any(bool((scale.view(torch.int32) & 0x7FFFFF).any()) for scale in scales)
+
+
+def test_draft_layers_are_fp8_but_for_what_joins_them_to_the_model(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantize(plain("glm"), tmp_path / "out", FloatScheme("fp8-block"))
+    draft = "model.layers.6"
+    assert {f"{draft}.self_attn.q_proj", f"{draft}.mlp.experts.3.up_proj"} <= in_fp8(tmp_path / "out")
+    left = {name for name in config_of(tmp_path / "out")["modules_to_not_convert"] if name.startswith(draft)}
+    joining = ("eh_proj", "embed_tokens", "mlp.gate", "shared_head.head")
+    assert left == {f"{draft}.{name}" for name in joining}
+
+
+def test_what_blocks_do_not_divide_stays_with_all_that_engines_join_to_it(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    result = quantize(plain("mla"), tmp_path / "out", FloatScheme("fp8-block"))
+    left = {name.rpartition(".")[2] for name in config_of(tmp_path / "out")["modules_to_not_convert"]}
+    assert {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"} <= left
+    assert not {name for name in in_fp8(tmp_path / "out") if name.endswith(("q_a_proj", "kv_a_proj_with_mqa"))}
+    assert {"model.layers.3.self_attn.kv_b_proj", "model.layers.3.mlp.shared_experts.up_proj"} <= in_fp8(
+        tmp_path / "out"
+    )
+    assert len(result.notes) == 2
+    assert "blocks of 128 rows do not divide what engines join to one layer: model.layers.{0..6}" in result.notes[0]
+
+
+def test_a_part_of_a_fused_layer_cannot_be_left_out(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match=r"k_proj\.weight would stay as it is beside") as caught:
+        quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", ignore=(r"re:.*\.k_proj$",)))
+    assert "(q|k|v|qkv)_proj" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_to_quantize_is_an_error(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="no weight is left to quantize"):
+        quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", ignore=("re:.*",)))
+
+
+def test_like_quantizes_what_the_release_has_in_fp8(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(plain("dense"), tmp_path / "like", FloatScheme("fp8-block", ignore=(r"re:.*\.self_attn\..*",)))
+    quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block"), like=tmp_path / "like")
+    assert in_fp8(tmp_path / "out") == in_fp8(tmp_path / "like")
+    assert config_of(tmp_path / "out") == config_of(tmp_path / "like")
+
+
+def test_fp8_quantized_again_keeps_every_byte(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(plain("moe"), tmp_path / "once", FloatScheme("fp8-block"))
+    quantize(tmp_path / "once", tmp_path / "twice", FloatScheme("fp8-block"))
+    once, twice = models.tensors(tmp_path / "once"), models.tensors(tmp_path / "twice")
+    assert once.keys() == twice.keys()
+    assert all(torch.equal(once[name].view(torch.uint8), twice[name].view(torch.uint8)) for name in once)
+
+
+def test_megatron_becomes_fp8_in_one_pass(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    convert(plain("moe"), tmp_path / "megatron")
+    options = ("--quantize", "fp8-block", "--rounding", "slime")
+    result = run("convert", tmp_path / "megatron", tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    quantize(plain("moe"), tmp_path / "wanted", FloatScheme("fp8-block", "slime"))
+    found, wanted = models.tensors(tmp_path / "out"), models.tensors(tmp_path / "wanted")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), wanted[name].view(torch.uint8)) for name in wanted)
+
+
+def test_the_command_line_and_its_record(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    result = run("quantize", plain("dense"), tmp_path / "out", "--scheme", "fp8-block", "--rounding", "deepgemm")
+    assert result.exit_code == 0, result.output
+    command = json.loads((tmp_path / "out" / "ckptkit.json").read_text())["command"]
+    assert command[3:] == ["--scheme", "fp8-block", "--rounding", "deepgemm"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--scheme", "fp8-block", "--group-size", "32"), "--group-size: no effect with the scheme fp8-block"),
+        (("--rounding", "slime"), "--rounding: no effect with the scheme w4a16"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    options: tuple[str, ...], message: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    result = run("quantize", plain("dense"), tmp_path / "out", *options)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_preset_rl_wants_the_rounding_of_updates(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="--preset rl rounds fp8-block as online"):
+        quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", "slime"), preset="rl")
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", daily(["moe", "mla", "glm"], ["mla"]))
+def test_sglang_loads_it_with_its_draft_model(name: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """With latent attention of 96 rows, which blocks do not fit: SGLang must be told, by its draft class's names too."""
+    quantize(plain(name), tmp_path / "out", FloatScheme("fp8-block"))
+    report = verify(tmp_path / "out", source=plain(name), against=frozenset({"sglang"}))
+    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
+    assert {"CK501", "CK502", "CK503", "CK504", "CK505"} <= {
+        check.code for check in report.checks if check.status == "passed"
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(("fp9",), "unknown scheme 'fp9'"), (("fp8-block", "nearest"), "fp8-block is not rounded as 'nearest'")],
+)
+def test_a_scheme_that_is_not_known_is_refused(given: tuple[str, ...], message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        FloatScheme(*given)
+
+
+def test_a_missing_linear_is_refused(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(plain("dense"), tmp_path / "torn")
+    name = "model.layers.2.mlp.down_proj.weight"
+    models.edit(tmp_path / "torn", name, None)
+    index = tmp_path / "torn" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"].pop(name)
+    index.write_text(json.dumps(content))
+    with pytest.raises(CkptkitError, match=r"model\.layers\.2\.mlp\.down_proj\.weight"):
+        quantize(tmp_path / "torn", tmp_path / "out", FloatScheme("fp8-block"))
