@@ -16,12 +16,13 @@ from ckptkit.app.cli import cli, effects, options
 from ckptkit.core.errors import CkptkitError
 from verify.run import verify
 
-INT4 = [
+QUANTIZING = [
     ["--group-size", "64"],
     ["--grid", "qmax7"],
     ["--asymmetric"],
     ["--search", "none"],  # also where it says what is so anyway
     ["--scale-dtype", "auto"],
+    ["--rounding", "slime"],
     ["--like", "{like}"],
     ["--preset", "rl"],
     ["--tp", "4"],
@@ -36,15 +37,15 @@ def run(*arguments: str | Path) -> str:
     return CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False).output
 
 
-def test_every_int4_option_is_known() -> None:
+def test_every_quantizing_option_is_known() -> None:
     decorated = options.quantizing(lambda: None)
     assert {option.name for option in decorated.__click_params__} == set(effects.QUANTIZING)
-    assert {words[0] for words in INT4} == {option.opts[0] for option in decorated.__click_params__}
+    assert {words[0] for words in QUANTIZING} == {option.opts[0] for option in decorated.__click_params__}
 
 
 @pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
-@pytest.mark.parametrize("words", INT4, ids=lambda words: words[0])
-def test_int4_option_without_quantize_is_refused(
+@pytest.mark.parametrize("words", QUANTIZING, ids=lambda words: words[0])
+def test_quantizing_option_without_quantize_is_refused(
     words: list[str], direction: str, releases: PathOf, converted: PathOf, tmp_path: Path
 ) -> None:
     source = (releases if direction == "to Megatron" else converted)("qwen2-tied")

@@ -195,7 +195,7 @@ def test_preset_rl_wants_the_rounding_of_updates(plain: Callable[[str], Path], t
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", daily(["moe", "mla", "glm"], ["mla"]))
 def test_sglang_loads_it_with_its_draft_model(name: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
-    """With latent attention of 96 rows, which blocks do not fit: SGLang must be told, by its draft class's names too."""
+    """Blocks do not fit latent attention of 96 rows: SGLang must be told so, by its draft class's names too."""
     quantize(plain(name), tmp_path / "out", FloatScheme("fp8-block"))
     report = verify(tmp_path / "out", source=plain(name), against=frozenset({"sglang"}))
     assert [finding.code for finding in report.findings if finding.severity == "error"] == []
