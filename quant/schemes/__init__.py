@@ -6,6 +6,7 @@ MAY_IMPORT = (
     "converters",
     "quant.formats",
     "quant.kernels",
+    "quant.patterns",
     "quant.requantize",
     "quant.selection",
 )
