@@ -50,7 +50,8 @@ def _run(module: nn.Module, inputs: Tensor) -> Tensor:
 def _of_packed(module: nn.Module, kernel: Any) -> Layout:
     """INT4 of a Linear layer: Marlin's layout is known, every other kernel is run."""
     config, name = kernel.config, type(kernel).__name__
-    if config.has_g_idx or config.weight_type.size_bits != _BITS or config.act_type.itemsize == 1:
+    ordered = getattr(config, "has_g_idx", False)  # 0.33 refuses such checkpoints
+    if ordered or config.weight_type.size_bits != _BITS or config.act_type.itemsize == 1:
         return unknown(name)
     return marlin(bias=True) if name == "MarlinLinearKernel" else products(partial(_run, module), config.act_type)
 
@@ -90,7 +91,8 @@ def _of_experts(module: nn.Module, method: Any) -> Layout | None:
     )
     block, pairs = _block(module), _pairs(module)
     if hasattr(method, "wna16_backend"):
-        known = backend in _MARLIN and method.marlin_input_dtype is None
+        # 0.33 has no such attribute, and its layout was not compared.
+        known = backend in _MARLIN and getattr(method, "marlin_input_dtype", method) is None
         return marlin(bias=True) if known else unknown(f"{backend} of experts")
     if type(method).__name__ == "CompressedTensorsWNA16MoEMethod":
         return reordered(_OF_TRITON)
