@@ -69,7 +69,8 @@ def _compressed_tensors(largest: Tensor) -> tuple[Tensor, Tensor]:
     return scale, scale.float()
 
 
-def _powers(largest: Tensor) -> tuple[Tensor, Tensor]:
+def _modelopt(largest: Tensor) -> tuple[Tensor, Tensor]:
+    # Transformer Engine `float_to_e8m0`: up to the next power of two, as the exponent that float8_e8m0fnu stores.
     bits = (largest.float() * _INVERSE).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
     exponent += (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -100,6 +101,6 @@ ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
         "compressed-tensors": Rounding(
             "compressed-tensors and llm-compressor on a CPU", _compressed_tensors, divides=True, in_weight_dtype=True
         ),
-        "powers": Rounding("Transformer Engine, nvidia-modelopt and vLLM: MXFP8's bytes", _powers),
+        "modelopt": Rounding("nvidia-modelopt, Transformer Engine, miles and vLLM: MXFP8's powers of two", _modelopt),
     }
 )

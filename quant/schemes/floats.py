@@ -33,23 +33,26 @@ _CT = "compressed-tensors"
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the schemes. `block`: rows and columns that share a scale; None: a whole row."""
+    """One of the schemes."""
 
     title: str
-    block: tuple[int, int | None]
+    block: tuple[int, int | None]  # rows and columns that share a scale; None: a whole row
     roundings: tuple[str, ...]  # the first is the default
-
-    @property
-    def fitted(self) -> tuple[int, int]:
-        """What must divide the rows of fused layers, and columns."""
-        return self.block[0], self.block[1] or 1
+    fitted: tuple[int, int]  # what must divide the rows of a layer that engines join of several, and columns
+    updates: str | None = None  # the rounding of trainers that update an engine in this format
 
 
 _KINDS: Mapping[str, _Kind] = MappingProxyType(
     {
         "fp8-block": _Kind(
-            "FP8 in blocks", (128, 128), ("online", "slime", "slime-cuda", "transformers", "deepgemm", _CT)
+            "FP8 in blocks",
+            (128, 128),
+            ("online", "slime", "slime-cuda", "transformers", "deepgemm", _CT),
+            (128, 128),
+            "online",
         ),
+        "fp8-channel": _Kind("FP8 in rows", (1, None), ("slime", "slime-cuda", _CT), (16, 16)),
+        "mxfp8": _Kind("MXFP8", (1, 32), ("modelopt",), (1, 32), "modelopt"),
     }
 )
 
@@ -101,9 +104,13 @@ class FloatScheme:
 
     def check_preset(self) -> None:
         """Raises CkptkitError unless updates of an engine are rounded so (`--preset rl`)."""
-        if self.formula != self.kind.roundings[0]:
+        if self.kind.updates is None:
             raise CkptkitError(
-                f"--preset rl rounds {self.name} as {self.kind.roundings[0]}, which is how trainers update an engine",
+                f"--preset rl is not for {self.name}, in which no trainer updates an engine", "quantize to fp8-block"
+            )
+        if self.formula != self.kind.updates:
+            raise CkptkitError(
+                f"--preset rl rounds {self.name} as {self.kind.updates}, which is how trainers update an engine",
                 "leave out --rounding",
             )
 
@@ -134,7 +141,7 @@ class FloatWeights:
         height, width = self.scheme.kind.block
         grid = (-(-rows // height), -(-columns // (width or max(columns, 1))))
         ending = FP8_SCALE if self._is_compressed_tensors else FP8_SCALE_INV
-        dtype = spec.dtype if self.scheme.formula == _CT else "float32"
+        dtype = {_CT: spec.dtype, "modelopt": "uint8"}.get(self.scheme.formula, "float32")
         return (TensorSpec(spec.name, spec.shape, "float8_e4m3fn"), TensorSpec(spec.name + ending, grid, dtype))
 
     def pack(self, spec: TensorSpec, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -147,19 +154,19 @@ class FloatWeights:
         """As `Packing.config`."""
         if self._is_compressed_tensors:
             return _compressed_tensors_config(self.scheme.kind.block, self.ignore)
-        label = {"scale_fmt": "ue8m0"} if self.scheme.formula == "deepgemm" else {}
+        powers = self.scheme.formula in ("deepgemm", "modelopt")
         return {
-            "quant_method": "fp8",
+            "quant_method": "mxfp8" if self.scheme.name == "mxfp8" else "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": list(self.scheme.kind.block),
-            **label,
+            **({"scale_fmt": "ue8m0"} if powers else {}),
             "modules_to_not_convert": list(self.ignore),
         }
 
     @property
     def _is_compressed_tensors(self) -> bool:
-        return self.scheme.formula == _CT
+        return self.scheme.formula == _CT or self.scheme.name == "fp8-channel"
 
 
 def _compressed_tensors_config(block: tuple[int, int | None], ignore: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 DEFAULT = "w4a16"  # of `ckptkit quantize`
 # By the name that `--quantize` takes.
 _MODULES: Mapping[str, str] = MappingProxyType(
-    {"w4a16": "quant.schemes.w4a16", "fp8-block": "quant.schemes.floats"},
+    {
+        "w4a16": "quant.schemes.w4a16",
+        "fp8-block": "quant.schemes.floats",
+        "fp8-channel": "quant.schemes.floats",
+        "mxfp8": "quant.schemes.floats",
+    }
 )
 NAMES = tuple(_MODULES)
 # Command line options, by their parameters' names, that only the schemes of one module have.

@@ -66,7 +66,8 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     default=DEFAULT,
     show_default=True,
     type=click.Choice(NAMES),
-    help="w4a16: INT4 in groups (compressed-tensors pack-quantized); fp8-block: FP8 in blocks of 128 x 128.",
+    help="w4a16: INT4 in groups (compressed-tensors pack-quantized); fp8-block: FP8 in blocks of 128 x 128; "
+    "fp8-channel: FP8 with a scale a row; mxfp8: FP8 with a power of two for 32 neighbours.",
 )
 @common.quantizing
 @common.writing

@@ -224,8 +224,11 @@ quantizing = together(
     ),
     click.option(
         "--rounding",
-        type=click.Choice(["online", "slime", "slime-cuda", "transformers", "deepgemm", "compressed-tensors"]),
-        help="fp8-block: the writer whose bytes are wanted. [default: online, as trainers update an engine]",
+        type=click.Choice(
+            ["online", "slime", "slime-cuda", "transformers", "deepgemm", "compressed-tensors", "modelopt"]
+        ),
+        help="The writer whose bytes are wanted. fp8-block: all but modelopt; fp8-channel: slime, slime-cuda, "
+        "compressed-tensors; mxfp8: modelopt. [default: online, slime, modelopt]",
     ),
     click.option(
         "--like", type=PATH_OR_URL, help="A checkpoint of the same model in the same scheme: pack what it has packed."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import product
 from types import SimpleNamespace
 
@@ -60,6 +61,33 @@ def test_a_block_has_the_bits_that_its_writer_gives_it(
     found = quantize_fp8(torch.tensor(weights).bfloat16(), (128, 128), rounding, "a")
     assert found.scales.view(torch.int32).tolist() == [[scale]]
     assert found.codes.view(torch.uint8).numpy().tobytes().hex() == codes
+
+
+@pytest.mark.parametrize(
+    ("weights", "exponent", "codes"),
+    [
+        ([1.75, -0.4, 0.2, 0.02], 119, "7eed654a"),
+        ([1.765625, -0.4, 0.2, 0.02], 120, "76e55d42"),
+        ([0.0, -0.0, 0.0, 0.0], 0, "00800000"),
+        ([448.0, 2.0**-9, -(2.0**-10), 3 * 2.0**-10], 127, "7e018002"),
+    ],
+)
+def test_mxfp8_has_the_exponent_and_codes_of_its_writers(weights: list[float], exponent: int, codes: str) -> None:
+    found = quantize_fp8(torch.tensor([weights]).bfloat16(), (1, 32), "modelopt", "a")
+    assert found.scales.dtype == torch.uint8
+    assert found.scales.tolist() == [[exponent]]
+    assert found.codes.view(torch.uint8).numpy().tobytes().hex() == codes
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_an_mxfp8_exponent_is_the_smallest_that_holds_the_group(dtype: torch.dtype) -> None:
+    """By exact fractions, without floating point."""
+    weight = hard_weights(dtype, 96)
+    found = quantize_fp8(weight, (1, 32), "modelopt", "a")
+    for group, exponent in zip(weight.reshape(-1, 32).tolist(), found.scales.flatten().tolist(), strict=True):
+        most = max(abs(Fraction(number)) for number in group)
+        assert most <= 448 * Fraction(2) ** (exponent - 127)
+        assert exponent == 0 or most > 448 * Fraction(2) ** (exponent - 128)
 
 
 def test_every_float_is_rounded_to_a_code_as_torch_does() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from compressed_tensors.quantization import QuantizationConfig
 from support import models
 from support.engine_models import saved
 from support.nightly import daily
@@ -83,14 +84,49 @@ def test_every_byte_is_what_transformers_writes(plain: Callable[[str], Path], tm
         assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("rounding", ["online", "slime", "slime-cuda", "deepgemm", "compressed-tensors"])
+@pytest.mark.parametrize(
+    ("name", "rounding"),
+    [
+        *(("fp8-block", rounding) for rounding in ("online", "slime", "slime-cuda", "deepgemm", "compressed-tensors")),
+        *(("fp8-channel", rounding) for rounding in ("slime", "slime-cuda", "compressed-tensors")),
+    ],
+)
 def test_what_is_written_verifies_against_its_source(
-    rounding: str, plain: Callable[[str], Path], tmp_path: Path
+    name: str, rounding: str, plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", rounding))
+    quantize(plain("dense"), tmp_path / "out", FloatScheme(name, rounding))
     report = verify(tmp_path / "out", source=plain("dense"))
     assert report.status == "passed", report.findings
     assert "CK305" in {check.code for check in report.checks if check.status == "passed"}
+
+
+def test_fp8_channel_is_laid_out_as_compressed_tensors_reads_it(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(plain("mla"), tmp_path / "out", FloatScheme("fp8-channel"))
+    group = QuantizationConfig.model_validate(config_of(tmp_path / "out")).config_groups["group_0"]
+    assert (group.weights.strategy, group.weights.num_bits, group.weights.type) == ("channel", 8, "float")
+    assert (group.input_activations.strategy, group.input_activations.dynamic) == ("token", True)
+    written, source = models.tensors(tmp_path / "out"), models.tensors(plain("mla"))
+    name = "model.layers.2.self_attn.q_a_proj.weight"
+    largest = source[name].float().abs().amax(1, keepdim=True)
+    assert torch.equal(written[f"{name}_scale"], largest / torch.full_like(largest, 448))
+    assert "re:" not in str(config_of(tmp_path / "out")["ignore"])
+
+
+def test_mxfp8_has_an_exponent_for_each_32_neighbours(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(plain("moe"), tmp_path / "out", FloatScheme("mxfp8"))
+    content = config_of(tmp_path / "out")
+    assert [content[key] for key in ("quant_method", "weight_block_size", "scale_fmt")] == ["mxfp8", [1, 32], "ue8m0"]
+    assert content["modules_to_not_convert"][:3] == ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
+    written, source = models.tensors(tmp_path / "out"), models.tensors(plain("moe"))
+    quantized = [name for name, tensor in written.items() if tensor.dtype == torch.float8_e4m3fn]
+    assert len(quantized) == 6 * (4 + 16 * 3)
+    for name in quantized:
+        exponents = written[f"{name}_scale_inv"]
+        assert exponents.dtype == torch.uint8
+        values = written[name].float() * (2.0 ** (exponents.float() - 127)).repeat_interleave(32, 1)
+        largest = source[name].float().abs().reshape(-1, 32).amax(1, keepdim=True)
+        error = (values - source[name].float()).abs().reshape(-1, 32)
+        assert bool((error <= largest / 16).all()), name
 
 
 def test_powers_of_two_are_labelled_and_have_no_mantissa(plain: Callable[[str], Path], tmp_path: Path) -> None:
