@@ -17,12 +17,24 @@ _HINTS = {
     "bitsandbytes": f"{_START}, or load it with transformers, call dequantize() and save_pretrained()",
     "GPTQ": f"{_START}; `ckptkit quantize` makes INT4 of it that SGLang, vLLM and slime read",
     "AWQ or AutoRound": f"{_START}; `ckptkit quantize` makes INT4 of it that SGLang, vLLM and slime read",
-    "NVIDIA ModelOpt": _START,
-    "NVFP4": _START,
+    "NVIDIA ModelOpt's AWQ": _START,
 }
 _STACKED = ".switch_mlp."  # mlx-lm's module of routed experts, in quantized and other models
-# Beginnings of compressed-tensors' names of floating formats in small blocks (`CompressionFormat`).
-_BLOCKS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8")
+# Beginnings of compressed-tensors' names of floating formats that are not read (`CompressionFormat`).
+_NOT_READ = ("mxfp6",)
+# Values of ModelOpt's `quant_algo` that are read.
+MODELOPT_READ = frozenset(
+    {
+        "FP8",
+        "FP8_PB_WO",
+        "FP8_PER_CHANNEL_PER_TOKEN",
+        "MIXED_PRECISION",
+        "MXFP4",
+        "MXFP8",
+        "NVFP4",
+        "W4A16_NVFP4",
+    }
+)
 
 
 def refuse_foreign(names: Collection[str], where: object) -> None:
@@ -38,7 +50,7 @@ def refuse_foreign(names: Collection[str], where: object) -> None:
 def refuse_stated(config: Mapping[str, Any], where: object) -> None:
     """Raises UnsupportedError for formats whose tensors have the names of one that is read, by what config.json says.
 
-    These are MLX's, of which a mode has scales alone, NVIDIA ModelOpt's, and compressed-tensors' NVFP4 and MX formats.
+    These are MLX's, of which a mode has scales alone, others of NVIDIA ModelOpt, and compressed-tensors' MXFP6.
     """
     if _is_mlx(config):
         raise UnsupportedError(
@@ -60,13 +72,15 @@ def _is_mlx(config: Mapping[str, Any]) -> bool:
 def _stated(content: Mapping[str, Any]) -> str | None:
     method = content.get("quant_method")
     if method == "modelopt":
-        return f"NVIDIA ModelOpt ({content.get('quant_algo')})"
+        inner = content.get("quantization")
+        algorithm = (inner if isinstance(inner, Mapping) else content).get("quant_algo")
+        return None if str(algorithm).upper() in MODELOPT_READ else f"NVIDIA ModelOpt ({algorithm})"
     if method != "compressed-tensors":
         return None
     groups = content.get("config_groups")
     inside = groups.values() if isinstance(groups, Mapping) else ()
     for one in (content, *(group for group in inside if isinstance(group, Mapping))):
-        if isinstance(form := one.get("format"), str) and form.startswith(_BLOCKS):
+        if isinstance(form := one.get("format"), str) and form.startswith(_NOT_READ):
             return f"{form.partition('-')[0].upper()} (compressed-tensors {form})"
     return None
 
@@ -74,14 +88,12 @@ def _stated(content: Mapping[str, Any]) -> str | None:
 def foreign_format(names: Collection[str]) -> str | None:
     """The name of the format, by what stands beside each weight (or in its place); None for any other.
 
-    AutoRound stores GPTQ's tensors without an order of the input features, and so under the names that AWQ has. Of
-    NVFP4, compressed-tensors has a `weight_global_scale` beside each weight, and ModelOpt a `weight_scale_2`.
+    AutoRound stores GPTQ's tensors without an order of the input features, and so under the names that AWQ has.
+    ModelOpt's AWQ has a `pre_quant_scale` for each input of a weight, which is multiplied by that.
     """
     endings = {name[name.rfind(".") :] for name in names}
-    if ".weight_scale_2" in endings:
-        return "NVIDIA ModelOpt"
-    if ".weight_global_scale" in endings:
-        return "NVFP4"
+    if ".pre_quant_scale" in endings:
+        return "NVIDIA ModelOpt's AWQ"
     if ".qweight" in endings:
         return "GPTQ" if ".g_idx" in endings else "AWQ or AutoRound"
     if not endings.isdisjoint(_LAST_OF_BITSANDBYTES) and any(name.endswith(_BITSANDBYTES) for name in names):

@@ -19,7 +19,7 @@ from converters.planner import dims_of
 from verify.check import NOT_APPLICABLE, Check, Skip, all_checks, looked_at, run_checks
 from verify.checks.values.manifest import manifest_verifier
 from verify.evidence.expected import stated_config_of, usable_config
-from verify.evidence.float_rounding import float_rounding_of, float_weights
+from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.formats.fp8 import Fp8
+from quant.formats.floats.layout import Layout
+from quant.formats.floats.release import Floats
+from quant.formats.floats.table import compressed_fp8, compressed_nvfp4, mxfp4, mxfp8
+from quant.formats.groups import Group, group_of, groups_of
 from quant.formats.int4 import PackedInt4
 from quant.formats.part_names import FP8_SCALE
 from quant.formats.scheme import (
@@ -25,8 +28,9 @@ from quant.formats.scheme import (
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-_FP8 = "float-quantized"
-_HINT = "ckptkit reads INT4 pack-quantized and FP8 float-quantized releases: start from the unquantized release"
+_FP8 = ("float-quantized", "naive-quantized")
+_MXFP8, _MXFP4, _NVFP4 = "mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+_HINT = "ckptkit reads INT4, FP8, MXFP8, MXFP4 and NVFP4 of compressed-tensors: start from the unquantized release"
 # Values of QuantizationArgs that do not change how weights are stored.
 _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "actorder": IN_ORDER,
@@ -40,10 +44,91 @@ _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
 _GROUP = frozenset({"input_activations", "output_activations", "format"})
 
 
-def compressed_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
+def compressed_format(content: Mapping[str, Any]) -> Floats | PackedInt4:
     """Returns the format of the quantized weights. Raises CkptkitError, naming the key, for what is not supported."""
     _refuse_reordered(content)
-    return usual_int4(content) or judged_format(content)
+    if (usual := usual_int4(content)) is not None:
+        return usual
+    floats = compressed_floats(content)
+    if floats is not None and all(_is_float(group.weights) for group in _weighted(content)):
+        return floats
+    return judged_format(content)
+
+
+def compressed_floats(content: Mapping[str, Any]) -> Floats | None:
+    """Returns the formats of the groups that store weights in floats, which others may stand beside; None without one.
+
+    Reads them without compressed-tensors. Raises CkptkitError, naming the key, for what is not supported.
+    """
+    every = content.get("config_groups")
+    if not isinstance(every, Mapping) or not any(
+        isinstance(group, Mapping) and _is_float(group.get("weights") or {}) for group in every.values()
+    ):
+        return None
+    groups = groups_of({"quantization_config": content})
+    layouts = [
+        _layout(group, stated.get("format") or content.get("format"), stated.get("input_activations"))
+        if _is_float(group.weights)
+        else None
+        for group, stated in zip(groups, every.values(), strict=True)
+    ]
+    found = tuple(dict.fromkeys(layout for layout in layouts if layout is not None))
+
+    def of_module(module: str) -> Layout | None:
+        group = group_of(groups, module)
+        return None if group is None else layouts[groups.index(group)]
+
+    return Floats(found, of_module, content.get("kv_cache_scheme") is not None)
+
+
+def _is_float(weights: Any) -> bool:
+    return isinstance(weights, Mapping) and weights.get("type") == "float"
+
+
+def _weighted(content: Mapping[str, Any]) -> list[Group]:
+    return [group for group in groups_of({"quantization_config": content}) if group.weights]
+
+
+def _layout(group: Group, form: Any, inputs: Any) -> Layout:
+    """The layout of one group's weights. Source: compressed-tensors `QuantizationArgs` and its compressors."""
+    weights = group.weights
+    static = isinstance(inputs, Mapping) and inputs.get("dynamic", False) is False
+    _hold(weights, {"symmetric": (True, None)})
+    if form in _FP8 or (form == "mixed-precision" and weights.get("num_bits") == 8):
+        _hold(weights, {"num_bits": (8,), "strategy": ("tensor", "channel", "block")})
+        return compressed_fp8(_block(weights), static=static)
+    if form == _MXFP8:
+        _hold(weights, {"num_bits": (8,), "strategy": ("group", None), "group_size": (32,)})
+        return mxfp8(FP8_SCALE)
+    if form == _MXFP4:
+        _hold(weights, {"num_bits": (4,), "group_size": (32,)})
+        return mxfp4(packed=True)
+    if form == _NVFP4:
+        _hold(weights, {"num_bits": (4,), "strategy": ("tensor_group", None)})
+        # "local" is dynamic within one scale of the tensor, which is stored.
+        return compressed_nvfp4(weights.get("group_size") or 16, static=_has_stored_scale(inputs))
+    raise _unsupported(f"format {form}" if form != FORMAT else "type 'float'")
+
+
+def _has_stored_scale(inputs: Any) -> bool:
+    return isinstance(inputs, Mapping) and inputs.get("dynamic", False) in (False, "local")
+
+
+def _block(weights: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    if weights.get("strategy") != "block":
+        return (1 if weights.get("strategy") == "channel" else None), None
+    size = weights.get("block_structure")
+    if isinstance(size, str):  # as "128x128"
+        size = [int(part) if part.isdecimal() else 0 for part in size.split("x")]
+    if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(type(one) is int and one > 0 for one in size):
+        raise _unsupported(f"block_structure {weights.get('block_structure')!r}")
+    return size[0], size[1]
+
+
+def _hold(weights: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
+    for key, values in known.items():
+        if weights.get(key) not in values:
+            raise _unsupported(f"{key} {weights.get(key)!r}")
 
 
 def usual_int4(content: Mapping[str, Any]) -> PackedInt4 | None:
@@ -101,8 +186,8 @@ def stated_scheme(config: Mapping[str, Any]) -> QuantScheme:
     return QuantScheme(usual.group, grid, ignore, usual.symmetric, search)
 
 
-def judged_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
-    """Reads the format with compressed-tensors. Raises CkptkitError as `compressed_format` does."""
+def judged_format(content: Mapping[str, Any]) -> PackedInt4:
+    """Reads INT4 with compressed-tensors. Raises CkptkitError as `compressed_format` does."""
     parsed = parse(content)
     groups = list(parsed.config_groups.values())
     weights = [group.weights for group in groups]
@@ -114,8 +199,8 @@ def judged_format(content: Mapping[str, Any]) -> Fp8 | PackedInt4:
     unused = (".input_scale", ".input_zero_point") if static else ()
     if formats == {FORMAT}:
         return _packed(first, unused)
-    if formats == {_FP8}:
-        return _float(first, unused)
+    if formats <= set(_FP8):
+        _require(first, {"type": ("float",)})
     raise _unsupported(f"format {' and '.join(sorted(map(str, formats)))}")
 
 
@@ -135,17 +220,6 @@ def _packed(weights: QuantizationArgs, unused: tuple[str, ...]) -> PackedInt4:
     if layout not in ("none", "sglang"):
         raise _unsupported(f"{EXPERTS_ZERO_POINTS} {layout!r}")
     return PackedInt4(group, bool(weights.symmetric), unused, layout == "sglang")
-
-
-def _float(weights: QuantizationArgs, unused: tuple[str, ...]) -> Fp8:
-    _require(
-        weights,
-        {"type": ("float",), "num_bits": (8,), "strategy": ("tensor", "channel", "block"), "symmetric": (True,)},
-    )
-    if weights.strategy == "block":
-        rows, columns = weights.block_structure
-        return Fp8((rows, columns), (FP8_SCALE,), unused=unused)
-    return Fp8((1 if weights.strategy == "channel" else None, None), (FP8_SCALE,), unused=unused)
 
 
 def _require(weights: QuantizationArgs, known: Mapping[str, tuple[Any, ...]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.side_files import quantization_of, without_quantization
-from quant.formats.compressed import compressed_format
-from quant.formats.fp8 import fp8_format
-from quant.formats.mxfp4 import Mxfp4
+from quant.formats.compressed import compressed_floats, compressed_format
+from quant.formats.floats.release import Floats
+from quant.formats.floats.stated import fp8_format, modelopt_format, mxfp4_format, mxfp8_format, quark_format
 from quant.formats.release import Format, Release
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _SAME = 0.25
 def dequantized(source: Checkpoint, where: str, copies: Mapping[str, str] | None = None) -> View:
     """Returns the plain weights of a quantized checkpoint, with the names and config of the unquantized model.
 
-    FP8 and MXFP4 become bfloat16, INT4 the dtype of its scales; other tensors are untouched. `copies` maps tensors to
+    Floats become bfloat16, INT4 the dtype of its scales; other tensors are untouched. `copies` maps tensors to
     those they repeat: where only the copy is quantized, it gets the values of the original. Raises CkptkitError, naming
     tensor and file, for an unknown format and for parts that are missing, left over or do not fit. Scales that are not
     finite raise when they are read.
@@ -56,15 +57,34 @@ def format_of(config: Mapping[str, Any]) -> Format:
             f"config.json: quantization_config is {content!r:.80}, not an object",
             "restore config.json from the release",
         )
-    method = content.get("quant_method")
-    if method == "fp8":
-        return fp8_format(content)
-    if method == "mxfp4":
-        return Mxfp4()
-    if method == "compressed-tensors":
-        return compressed_format(content)
-    hint = "ckptkit reads fp8, mxfp4 and compressed-tensors: start from the unquantized release"
-    raise CkptkitError(f"config.json: quantization method {method!r} is not supported", hint, code="unsupported")
+    match content.get("quant_method"):
+        case "fp8":
+            return fp8_format(content, config)
+        case "mxfp8":
+            return mxfp8_format(content)
+        case "mxfp4":
+            return mxfp4_format()
+        case "modelopt":
+            return modelopt_format(content)
+        case "quark":
+            return quark_format(content)
+        case "compressed-tensors":
+            return compressed_format(content)
+    hint = "ckptkit reads fp8, mxfp8, mxfp4, modelopt, quark and compressed-tensors: start from the unquantized release"
+    what = f"config.json: quantization method {content.get('quant_method')!r} is not supported"
+    raise CkptkitError(what, hint, code="unsupported")
+
+
+def floats_of(config: Mapping[str, Any]) -> Floats | None:
+    """Returns the formats of weights in 8-bit and 4-bit floats, beside which others may stand; None without any.
+
+    Imports no compressed-tensors. Raises CkptkitError as `format_of`.
+    """
+    content = quantization_of(config)
+    if isinstance(content, Mapping) and content.get("quant_method") == "compressed-tensors":
+        return compressed_floats(content)
+    form = format_of(config) if content is not None else None
+    return form if isinstance(form, Floats) else None
 
 
 def described(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
@@ -76,7 +96,11 @@ def described(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str
         count = sum(1 for _ in form.steps(Release("the checkpoint", specs, {})))
     except CkptkitError as error:
         return f"not to be dequantized here: {error.message}"
-    return f"{form.words}: {count} tensors; `ckptkit convert` dequantizes them"
+    text = f"{form.words}: {count} tensors"
+    if isinstance(form, Floats) and len(form.layouts) > 1:
+        several = Counter(stored.layout.words for stored in form.weights(specs))
+        text = " and ".join(f"{words}: {number} tensors" for words, number in several.items()) or text
+    return f"{text}; `ckptkit convert` dequantizes them"
 
 
 def _check_left(release: Release, form: Format, left: Sequence[TensorSpec]) -> None:

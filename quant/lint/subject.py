@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.hf.reader import SINGLE, read_json, shard_names
+from ckptkit.formats.hf.reader import SINGLE, read_config, shard_names
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.foreign import refuse_stated
@@ -97,7 +97,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
     Raises CkptkitError when there is no compressed-tensors INT4 config, as `refuse_stated`, or the model is not known.
     """
     wanted = readers_of(ALL_READERS if readers is None else readers)
-    config: Mapping[str, Any] = read_json(path / "config.json")
+    config: Mapping[str, Any] = read_config(path)
     refuse_stated(config, path)
     content = quantization_of(config)
     if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":

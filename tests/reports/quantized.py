@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mutations.edits import edit_json, names, replace, tensor
+from mutations.edits import edit_config, edit_json, names, replace, tensor
 from mutations.int4 import packed, unpack
+from support.floats import modelopt_nvfp4
 from support.quantized import int4
 from support.sglang_fp8 import with_fp8_blocks
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
-from reports.files import on_checkpoint
+from reports.files import number_files, on_checkpoint
 from reports.report import SOURCE, Change, Report
 
 VERIFY = "ckptkit verify CKPT"
@@ -122,7 +123,51 @@ def _targets(work: Path) -> None:
     quantization(lambda content: content["config_groups"]["group_0"].update(targets=targets))(work)
 
 
+def _nvfp4(work: Path) -> None:
+    """The projections as ModelOpt stores them in NVFP4, with scales of activations."""
+    path, new, store = work / "CKPT", dict[str, torch.Tensor](), modelopt_nvfp4(inputs=True)
+    old = names(path, "_proj.weight")
+    for name in old:
+        new |= store(name.removesuffix(".weight"), tensor(path, name))
+    replace(path, new, [name for name in old if name not in new])
+    number_files(path)
+    edit_config(path, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
+
+
+def _gates_scale(path: Path) -> None:
+    name = "model.layers.3.mlp.gate_proj.weight_scale_2"
+    replace(path, {name: tensor(path, name) * 1.7}, [])
+
+
+def _two_experts_unmeasured(path: Path) -> None:
+    experts = [f"model.layers.5.mlp.experts.{expert}." for expert in (3, 9)]
+    dropped = [name for name in names(path, "input_scale") if name.startswith(tuple(experts))]
+    replace(path, {}, dropped)
+
+
 REPORTS = (
+    Report(
+        "vllm#54974",
+        "2026-09",
+        "NVFP4: gate and up have two global scales, and the kernel takes one for both.",
+        VERIFY,
+        "qwen2-untied/hf",
+        "CK306",
+        ("model.layers.3.mlp.", "weight_scale_2", "by up to 1.7 times"),
+        on_checkpoint(_gates_scale),
+        prepare=_nvfp4,
+    ),
+    Report(
+        "vllm#45212",
+        "2026-06",
+        "NVFP4: experts without an input_scale are read with a scale of zero; NaN for some prompts.",
+        VERIFY,
+        "qwen3_moe/hf",
+        "CK303",
+        ("model.layers.5.mlp.experts.{3,9}", "input_scale", "lack it"),
+        on_checkpoint(_two_experts_unmeasured),
+        prepare=_nvfp4,
+    ),
     Report(
         "sglang#35797",
         "2026-08",

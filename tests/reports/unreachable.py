@@ -42,15 +42,6 @@ def _filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.full(shape, 1, dtype=torch.float32).to(dtype)
 
 
-NVFP4 = _quantized(
-    (
-        ("weight", torch.uint8, 2),
-        ("weight_scale", torch.float8_e4m3fn, 16),
-        ("weight_scale_2", torch.float32, 0),
-        ("input_scale", torch.float32, 0),
-    ),
-    {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
-)
 GPTQ = _quantized(
     (("qweight", torch.int32, 8), ("qzeros", torch.int32, 32), ("scales", torch.float16, 32)),
     {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq"},
@@ -81,28 +72,6 @@ def _unknown(work: Path) -> None:
 
 
 REPORTS = (
-    Report(
-        "vllm#54974",
-        "2026-09",
-        "NVFP4: gate and up have two global scales, and the kernel takes one for both.",
-        VERIFY,
-        "qwen2-untied/hf",
-        names=("quantized format of NVIDIA ModelOpt",),
-        prepare=NVFP4,
-        verdict="named",
-        reason="weights in NVFP4 are not judged",
-    ),
-    Report(
-        "vllm#45212",
-        "2026-06",
-        "NVFP4: experts without an input_scale are read with a scale of zero; NaN for some prompts.",
-        VERIFY,
-        "qwen3_moe/hf",
-        names=("quantized format of NVIDIA ModelOpt",),
-        prepare=NVFP4,
-        verdict="named",
-        reason="weights in NVFP4 are not judged",
-    ),
     Report(
         "auto-round#1464",
         "2026-02",

@@ -19,11 +19,11 @@ from converters.foreign import refuse_stated as refuse_stated_format
 from converters.planner import dims_of, rules_in, rules_of, tied_head
 from converters.registry import family_of
 from converters.stored import OtherSpelling, as_stored, other_spelling, remarks
+from quant.formats.dequantize import floats_of
+from quant.formats.floats.layout import E4M3
+from quant.formats.floats.release import Floats
+from quant.formats.floats.table import MXFP4_EXPERTS, fp8
 from quant.formats.part_names import (
-    FP8_SCALE,
-    FP8_SCALE_INV,
-    MXFP4_BLOCKS,
-    MXFP4_SCALES,
     PACKED,
     WEIGHT_G_IDX,
     WEIGHT_PACKED,
@@ -36,6 +36,8 @@ from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
 
 Shape = tuple[int, ...]
+# The names that parts have in formats which are not read.
+_UNREAD = Floats((fp8((None, None)), MXFP4_EXPERTS))
 # As compressed-tensors and llm-compressor write them, of keys, values and queries.
 _CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq])_(?:scale|zero_point)")
 
@@ -196,8 +198,9 @@ def has_floats(config: Mapping[str, Any]) -> bool:
 def is_cache_scale(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor scales the key-value cache, where config.json has a scheme for that."""
     content = quantization_of(config)
-    scheme = content.get("kv_cache_scheme") if isinstance(content, Mapping) else None
-    return scheme is not None and _CACHE_SCALE.fullmatch(name) is not None
+    keys = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
+    stated = isinstance(content, Mapping) and any(content.get(key) is not None for key in keys)
+    return stated and _CACHE_SCALE.fullmatch(name) is not None
 
 
 def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -208,25 +211,48 @@ def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
     return (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, *zero_point, *order)
 
 
+def stated_floats(config: Mapping[str, Any]) -> Floats | None:
+    """Formats of weights in 8-bit and 4-bit floats; None where there are none, or none that are read."""
+    try:
+        return floats_of(config)
+    except CkptkitError:
+        return None
+
+
 def _packed(
-    shapes: Mapping[str, Shape | None], names: Collection[str], config: Mapping[str, Any]
+    shapes: Mapping[str, Shape | None], names: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Shape | None]:
-    """Replaces every weight that is stored packed by its parts, and adds the scales of weights in 8-bit floats."""
-    integers = weights_of(config).get("type", "float") == "int" and not has_floats(config)
-    scales = () if integers else (FP8_SCALE_INV, FP8_SCALE)
+    """Replaces every weight that is stored packed by its parts, and adds the scales of weights in floats."""
+    integers = weights_of(config).get("type", "float") == "int"
+    floats = stated_floats(config) or (None if integers and not has_floats(config) else _UNREAD)
     parts = [f".{part}" for part in packed_parts(config)]
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
-        if module + PACKED in names:
+        if floats is not None and (found := _float_parts(name, shape, floats, names)):
+            result |= found
+        elif integers and module + PACKED in names:
             for part in parts:
                 result[module + part] = None
-        elif name + MXFP4_BLOCKS in names:
-            result |= {name + MXFP4_BLOCKS: None, name + MXFP4_SCALES: None}
         else:
             result[name] = shape
-            result |= {name + scale: None for scale in scales if name + scale in names}
     return result
+
+
+def _float_parts(
+    name: str, shape: Shape | None, floats: Floats, names: Mapping[str, Any]
+) -> dict[str, Shape | None] | None:
+    """The parts that are stored of a weight in floats; None where none is. What is missing or misshapen is CK303's."""
+    for layout in floats.layouts:
+        codes = name + layout.codes
+        endings = (*layout.scales, *([layout.second] if layout.second else []), *layout.inputs)
+        beside = [part for ending in endings if (part := layout.beside(name, ending)) in names]
+        if codes in names and (layout.codes or beside):
+            spec = names[codes]
+            whole = not isinstance(spec, TensorSpec) or (layout.number == E4M3 and not layout.codes)
+            packed = isinstance(spec, TensorSpec) and spec.dtype in ("uint8", "int8")
+            return {codes: shape if whole and not packed else None} | dict.fromkeys(beside)
+    return None
 
 
 def refuse_stated(subject: Subject) -> None:

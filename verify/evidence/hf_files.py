@@ -15,7 +15,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, is_file_name, read_json
+from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, is_file_name, read_config, read_json
 from ckptkit.formats.hf.shard import Shard, scan_shard, unreadable
 from ckptkit.storage.links import dangling_in
 from ckptkit.storage.read import FileExtent
@@ -31,7 +31,7 @@ class HfFiles:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """`config.json`. Raises CkptkitError when it is missing or no JSON object."""
-        return read_json(self.root / "config.json")
+        return read_config(self.root)
 
     @cached_property
     def _index(self) -> tuple[Mapping[str, Any], tuple[Issue, ...]]:

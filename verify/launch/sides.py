@@ -8,7 +8,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import ITERATION, Kind, OfKind
-from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.reader import read_config
 from converters.registry import family_of
 from verify.issue import Issue
 from verify.report import Severity
@@ -71,7 +71,7 @@ def hf_config_of(path: Path) -> str | None:
     A trainer may load what is not known here. CK101 then makes the report inconclusive.
     """
     try:
-        config = read_json(path / "config.json")
+        config = read_config(path)
         family_of(config)
     except UnsupportedError:
         return f"a config.json of model_type {shortened(config['model_type'])}, which is not known here"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verify.report import Finding, anchors
 
 if TYPE_CHECKING:
-    from verify.evidence.float_rounding import FloatRounding
+    from verify.evidence.floats.rounding import FloatRounding
     from verify.evidence.rounding import Rounding
     from verify.evidence.values import Values
 

@@ -27,6 +27,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # A config is read for many questions. The largest name every layer that is not quantized: some ten thousand.
 _CONFIG, _MAX_IN_CONFIG = "config.json", 250_000
+MODELOPT_CONFIG = "hf_quant_config.json"
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _MAX_NAME = 255  # bytes of a file's name, on every file system of Linux
 
 
@@ -38,6 +40,31 @@ def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
         hint = next_move(path, "an HF checkpoint directory needs it")
         raise CkptkitError(f"{shown or path}: {why_unreadable(path, error)}", hint, code=code_of(error)) from error
     return parse_json(content, shown or str(path))
+
+
+def read_config(root: Path | Directory) -> dict[str, Any]:
+    """The config.json of an HF directory. Raises CkptkitError as `read_json`.
+
+    Where it says nothing of quantized weights and ModelOpt's hf_quant_config.json beside it does, that is its
+    `quantization_config`, as SGLang and vLLM have it.
+    """
+    source = directory(root)
+    config = read_json(source.path / _CONFIG, source.at(_CONFIG))
+    beside = source.path / MODELOPT_CONFIG
+    text = config.get("text_config")
+    stated = [holder.get(key) for holder in (config, text) if isinstance(holder, dict) for key in QUANTIZATION_KEYS]
+    if not os.path.lexists(beside) or any(one is not None for one in stated):
+        return config
+    content = read_json(beside, source.at(MODELOPT_CONFIG))
+    inner = content.get("quantization")
+    if not isinstance(inner, dict):
+        raise DamagedError(
+            f"{source.at(MODELOPT_CONFIG)} has no object `quantization`", "restore it from the release, or remove it"
+        )
+    # Of a key-value cache alone, no weight is quantized.
+    return (
+        config | {"quantization_config": {"quant_method": "modelopt", **inner}} if inner.get("quant_algo") else config
+    )
 
 
 def parse_json(text: bytes, shown: str) -> dict[str, Any]:
@@ -104,7 +131,7 @@ class HfCheckpoint:
     def __init__(self, root: str | Path | Directory, shards: Mapping[str, Shard] | None = None) -> None:
         self.directory = directory(root)
         self.root = self.directory.path
-        self.config = read_json(self.root / "config.json", self.directory.at("config.json"))
+        self.config = read_config(self.directory)
         weight_map = shard_names(self.directory)
         files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
         refuse_other_format(self.root)

@@ -16,7 +16,7 @@ from ckptkit.core.errors import CkptkitError, MissingError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import LOADED, SIGNATURE_ENDING
 from ckptkit.formats.detect import MANIFEST as MANIFEST
-from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.reader import MODELOPT_CONFIG, QUANTIZATION_KEYS, read_json
 from ckptkit.storage.links import fetch_again, target_of
 from ckptkit.storage.regular import open_regular
 
@@ -78,16 +78,13 @@ def pieces_of(path: Path) -> Iterator[bytes]:
         raise CkptkitError(f"{path}: {error.strerror}", "it belongs to the checkpoint; make it readable") from error
 
 
-_QUANTIZATION = ("quantization_config", "compression_config")
-
-
 def quantization_of(config: Mapping[str, Any]) -> Any:
     """What an HF config says of quantized weights; None: they are not.
 
     It may stand in `text_config`, or under compressed-tensors' older key.
     """
     holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
-    return next((holder[key] for holder in holders for key in _QUANTIZATION if holder.get(key) is not None), None)
+    return next((holder[key] for holder in holders for key in QUANTIZATION_KEYS if holder.get(key) is not None), None)
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
@@ -97,19 +94,23 @@ def is_quantized(config: Mapping[str, Any]) -> bool:
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the same model with weights that are not quantized."""
-    plain = {key: value for key, value in config.items() if key not in _QUANTIZATION}
+    plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     if isinstance(text := plain.get("text_config"), Mapping):
-        plain["text_config"] = {key: value for key, value in text.items() if key not in _QUANTIZATION}
+        plain["text_config"] = {key: value for key, value in text.items() if key not in QUANTIZATION_KEYS}
     return plain
 
 
 def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
     """Makes `config.json` true to the weights beside it: their dtype, and whether they are quantized.
 
-    The file is left as it is, byte for byte, when it is true already.
+    The file is left as it is, byte for byte, when it is true already. What ModelOpt says beside it of other weights is
+    removed.
     """
     before = read_json(target / "config.json")
     after = without_quantization(before)
+    method = quantization_of(config).get("quant_method") if isinstance(quantization_of(config), Mapping) else None
+    if method != "modelopt":
+        (target / MODELOPT_CONFIG).unlink(missing_ok=True)
     if is_quantized(config):
         after["quantization_config"] = quantization_of(config)
     if dtype := main_dtype(specs):

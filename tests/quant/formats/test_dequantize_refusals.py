@@ -64,7 +64,7 @@ def read_all(quantization: Any, tensors: Tensors) -> Tensors:
     ("quantization", "message"),
     [
         ({"quant_method": "awq", "bits": 4}, "quantization method 'awq' is not supported"),
-        ({"quant_method": "modelopt"}, "quantization method 'modelopt' is not supported"),
+        ({"quant_method": "modelopt"}, "quantization method 'modelopt' with quant_algo None is not supported"),
         ({}, "quantization method None is not supported"),
         ([1], r"quantization_config is \[1\], not an object"),
         (BLOCK | {"fmt": "e5m2"}, "FP8 with fmt 'e5m2' is not supported"),

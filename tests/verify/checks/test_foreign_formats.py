@@ -1,4 +1,4 @@
-"""MLX, bitsandbytes, GPTQ, AWQ, AutoRound, ModelOpt, NVFP4: named once, and not judged by the rules of others."""
+"""MLX, bitsandbytes, GPTQ, AWQ, AutoRound, ModelOpt's AWQ, MXFP6: named once, and not judged by the rules of others."""
 
 from __future__ import annotations
 
@@ -68,42 +68,22 @@ def awq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     return {name: tensor for name, tensor in gptq(module, weight).items() if not name.endswith(".g_idx")}
 
 
-def modelopt(module: str, weight: Tensor) -> Mapping[str, Tensor]:
-    """FP8 with one scale a matrix and one for its input, as `export_hf_checkpoint` of nvidia-modelopt 0.47 saves it."""
-    return {
-        f"{module}.weight": weight.to(torch.float8_e4m3fn),
-        f"{module}.weight_scale": torch.tensor(0.5),
-        f"{module}.input_scale": torch.tensor(0.5),
-    }
-
-
-def nvfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
-    """Two codes a byte, groups of 16. Source: compressed-tensors `nvfp4/base.py`."""
-    rows, columns = weight.shape
-    return {
-        f"{module}.weight_packed": torch.randint(0, 255, (rows, columns // 2), dtype=torch.uint8),
-        f"{module}.weight_scale": torch.rand(rows, columns // 16).to(torch.float8_e4m3fn),
-        f"{module}.weight_global_scale": torch.rand(1),
-        f"{module}.input_global_scale": torch.rand(1),
-    }
-
-
-def modelopt_nvfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
-    """The same as nvidia's releases have it, such as DeepSeek-R1-FP4."""
+def modelopt_awq(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """NVFP4 of weights that were scaled first, as `export_hf_checkpoint` of nvidia-modelopt 0.47 saves it."""
     rows, columns = weight.shape
     return {
         f"{module}.weight": torch.randint(0, 255, (rows, columns // 2), dtype=torch.uint8),
         f"{module}.weight_scale": torch.rand(rows, columns // 16).to(torch.float8_e4m3fn),
         f"{module}.weight_scale_2": torch.tensor(0.5),
-        f"{module}.input_scale": torch.tensor(0.5),
+        f"{module}.pre_quant_scale": torch.rand(columns).bfloat16(),
     }
 
 
-def mxfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
-    """Two codes a byte, groups of 32 with a power of two. Source: compressed-tensors `mxfp4/base.py`."""
+def mxfp6(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """Four codes in three bytes, groups of 32 with a power of two. Source: compressed-tensors `mxfp6/base.py`."""
     rows, columns = weight.shape
     return {
-        f"{module}.weight_packed": torch.randint(0, 255, (rows, columns // 2), dtype=torch.uint8),
+        f"{module}.weight_packed": torch.randint(0, 255, (rows, columns * 3 // 4), dtype=torch.uint8),
         f"{module}.weight_scale": torch.randint(110, 130, (rows, columns // 32), dtype=torch.uint8),
     }
 
@@ -138,24 +118,16 @@ FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
         awq,
         {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}},
     ),
-    "NVIDIA ModelOpt": (
-        modelopt,
-        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}},
+    "NVIDIA ModelOpt's AWQ": (
+        modelopt_awq,
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "ignore": ["lm_head"]}},
     ),
-    "NVIDIA ModelOpt of NVFP4": (
-        modelopt_nvfp4,
-        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}},
+    "NVIDIA ModelOpt's AWQ of a config that says nothing": (modelopt_awq, {}),
+    "MXFP6": (mxfp6, floats("mxfp6-quantized", 32)),
+    "MXFP6 of a config that says mixed-precision": (
+        mxfp6,
+        {"quantization_config": floats("mxfp6-quantized", 32)["quantization_config"] | {"format": "mixed-precision"}},
     ),
-    "NVIDIA ModelOpt of NVFP4, in hf_quant_config.json alone": (modelopt_nvfp4, {}),
-    "NVFP4": (nvfp4, floats("nvfp4-pack-quantized", 16)),
-    "NVFP4 of a config that says mixed-precision": (
-        nvfp4,
-        {
-            "quantization_config": floats("nvfp4-pack-quantized", 16)["quantization_config"]
-            | {"format": "mixed-precision"}
-        },
-    ),
-    "MXFP4": (mxfp4, floats("mxfp4-pack-quantized", 32)),
 }
 
 
@@ -194,7 +166,8 @@ def test_lint_names_the_format_that_config_json_states(foreign: tuple[str, Path]
         with pytest.raises(CkptkitError, match="has no quantization_config of compressed-tensors"):
             lint(path)
         return
-    with pytest.raises(UnsupportedError, match=f"quantized format of {name}"):
+    stated_name = name.partition("'s")[0]
+    with pytest.raises(UnsupportedError, match=f"quantized format of {stated_name}"):
         lint(path)
 
 

@@ -1,4 +1,4 @@
-"""CK301 to CK304: INT4 weights in compressed-tensors' pack-quantized format."""
+"""CK301 to CK304: packed INT4 weights; those in floats are looked at by `floats`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from quant.formats.zero_points import is_expert
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.renamed import renamed_of
+from verify.checks.quantization.floats import float_parts, float_scales, forbidden_floats, has_floats
 from verify.checks.quantization.quantization_config import config_issue, refused_parts
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
 from verify.evidence.folding import group_by_pattern
@@ -60,6 +61,11 @@ def packed_weights(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, Te
     return config, specs, form
 
 
+def _packs_integers(subject: Subject) -> bool:
+    """Whether INT4 stands beside weights in floats."""
+    return int4_format_of(subject.hf_files.config) is not None and any(packed_in(subject.hf_files.specs))
+
+
 def never_packed(subject: Subject) -> dict[str, str]:
     """Modules that no reader expects packed, and what each is: routers, embedding, head, norms."""
     found = {}
@@ -84,6 +90,10 @@ def never_packed(subject: Subject) -> dict[str, str]:
 )
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares the packed set with the modules of other classes: by name alone a router looks like a Linear."""
+    if has_floats(subject):
+        yield from forbidden_floats(subject, subject.once(never_packed), tally)
+        if not _packs_integers(subject):
+            return
     config, specs, _ = _quantized(subject)
     forbidden = subject.once(never_packed)
     wrong: dict[str, list[str]] = defaultdict(list)
@@ -134,6 +144,8 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.once(renamed_of) is not None:
         raise Skip("not run because the tensors have other names than config.json promises (CK104)")
     config, specs, where = subject.once(config_of), subject.checkpoint.specs, str(subject.path)
+    if has_floats(subject) and not _packs_integers(subject):
+        raise Skip("weights are stored in floats, of which the lists in config.json are not checked here")
     packed = set(packed_in(specs))
     tally.compared(0, len(packed))
     if (issue := config_issue(config, subject.readers)) is not None:
@@ -220,6 +232,10 @@ def _nothing_packed(config: Mapping[str, Any], actual: str) -> Skip:
 )
 def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Shape and dtype of every part: words int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
+    if has_floats(subject):
+        yield from float_parts(subject, tally)
+        if not _packs_integers(subject):
+            return
     config, specs, _ = packed_weights(subject)
     shapes, parts, groups = expected_hf(config), packed_parts(config), groups_of(config)
     forms = {}
@@ -262,6 +278,10 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Readers multiply by a scale with its sign (compressed-tensors `_dequantize`, the Marlin kernels of SGLang), so a
     negative one is wrong only on a grid that has none (`_is_signed`).
     """
+    if has_floats(subject):
+        yield from float_scales(subject, tally)
+        if not _packs_integers(subject):
+            return
     config, _, form = packed_weights(subject)
     shapes, scales = expected_hf(config), subject.once(read_scales)
     signed = _is_signed(config, form, scales)

@@ -8,7 +8,7 @@ from quant.formats.part_names import SCALE
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import is_quantized
-from verify.evidence.float_rounding import float_rounding_of, float_weights
+from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_of
 from verify.evidence.rounding import grid_of, is_gptq, rounding_of
@@ -33,7 +33,7 @@ _HINT = "quantize again from this source"
     unless=not_quantized,
 )
 def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every quantized weight against the source; `verify.evidence.rounding` and `float_rounding` derive the bounds."""
+    """Every quantized weight against the source; `verify.evidence.rounding` and `floats.rounding` derive the bounds."""
     if subject.source is None:
         raise Skip("no --source was given")
     plain = not is_quantized(subject.source.config)

@@ -15,8 +15,10 @@ from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.zero_points import LARGE_TILE, SMALL_TILE, is_expert
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.files import names_of
+from verify.checks.quantization.floats import float_pairs, has_floats
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import usable_config
+from verify.evidence.floats.stored import float_scales_of
 from verify.evidence.folding import by_pattern, group_by_pattern
 from verify.evidence.packed import int4_format_in, int4_format_of, read_scales
 from verify.evidence.subject import Subject
@@ -49,6 +51,10 @@ _PACKED: Scheme = ()  # packed, however
 def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Packed or not, group size, dtype of scales and zero points, over each fused layer and each layer's experts."""
     specs = subject.hf_files.specs
+    if has_floats(subject):
+        yield from float_pairs(subject, _FUSED_OF, tally)
+        if not (int4_format_of(subject.hf_files.config) is not None and any(packed_in(specs))):
+            return
     if not any(packed_in(specs)):
         raise Skip("nothing is packed (CK302)")
     parameters: dict[tuple[str, str], dict[Scheme, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -253,16 +259,30 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Much smaller is a warning only: experts that training never chose keep small weights.
     """
+    if has_floats(subject):
+        float_sizes = {}
+        for one in subject.once(float_scales_of):
+            tally.compared(one.nbytes)
+            if one.median is not None:
+                float_sizes[one.stored.scale] = one.median
+        yield from _odd_sizes(float_sizes, str(subject.path))
+        if int4_format_of(subject.hf_files.config) is None or not any(packed_in(subject.hf_files.specs)):
+            return
     packed_weights(subject)
-    sizes = {scale.module: scale.median for scale in subject.once(read_scales) if scale.median is not None}
+    sizes = {scale.module + SCALE: scale.median for scale in subject.once(read_scales) if scale.median is not None}
     for scale in subject.once(read_scales):
         tally.compared(scale.nbytes)
+    yield from _odd_sizes(sizes, str(subject.path))
+
+
+def _odd_sizes(sizes: Mapping[str, float], where: str) -> Iterator[Issue]:
+    """Scales, by their names and medians, that are far from those of their kind."""
     for _, modules in by_pattern(sizes):
         usual = median(sizes[module] for module in modules)
         large = [module for module in modules if sizes[module] > usual * _MAX_FACTOR]
         small = [module for module in modules if sizes[module] * _MAX_FACTOR < usual]
-        yield from _far_off(large, "larger", "error", usual, sizes, str(subject.path))
-        yield from _far_off(small, "smaller", "warning", usual, sizes, str(subject.path))
+        yield from _far_off(large, "larger", "error", usual, sizes, where)
+        yield from _far_off(small, "smaller", "warning", usual, sizes, where)
 
 
 def _far_off(
@@ -277,7 +297,7 @@ def _far_off(
             expected,
             actual,
             "quantize again from the release",
-            names=[name + SCALE for name in names],
+            names=names,
             file=where,
             severity=severity,
         )

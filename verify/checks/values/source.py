@@ -12,7 +12,7 @@ from verify.check import Skip, Tally, check
 from verify.checks.values.values import PARTS, UNREAD, counted
 from verify.evidence.expected import fp32_names, is_quantized, tied_head_of, usable_config
 from verify.evidence.extremes import same_bytes
-from verify.evidence.float_rounding import float_weights
+from verify.evidence.floats.rounding import float_weights
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.moved.layers import moved_layers
 from verify.evidence.moved.stages import stages_of

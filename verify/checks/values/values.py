@@ -16,7 +16,10 @@ from collections.abc import Iterator, Sequence, Sized
 
 from quant.formats.part_names import (
     FP8_SCALE_INV,
+    GLOBAL_SCALE,
+    INPUT_SCALES,
     MXFP4_SCALES,
+    SCALE_2,
     WEIGHT_G_IDX,
     WEIGHT_SCALE,
     WEIGHT_SHAPE,
@@ -40,7 +43,17 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight"
 
 UNREAD = "not run because no tensor can be read (CK201)"
 # What stands beside the words of quantized weights.
-PARTS = (WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT_ZERO_POINT, WEIGHT_G_IDX, FP8_SCALE_INV, MXFP4_SCALES)
+PARTS = (
+    WEIGHT_SCALE,
+    WEIGHT_SHAPE,
+    WEIGHT_ZERO_POINT,
+    WEIGHT_G_IDX,
+    FP8_SCALE_INV,
+    MXFP4_SCALES,
+    SCALE_2,
+    GLOBAL_SCALE,
+    *INPUT_SCALES,
+)
 
 
 def counted(tally: Tally, names: Sized, none: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.witnesses.engine import FURTHEST, rounds_activations
@@ -141,7 +141,7 @@ def _predicts(predicted: Predicted, subject: Subject, tally: Tally) -> Iterator[
 
 
 def _quantization(subject: Subject) -> Mapping[str, Any]:
-    return quantization_of(read_json(subject.path / "config.json")) or {}
+    return quantization_of(read_config(subject.path)) or {}
 
 
 def _unlike_source(ours: float, source: float, subject: Subject) -> Iterator[Issue]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.folding import by_pattern
@@ -176,7 +176,7 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
     from verify.witnesses.reference.distance import best_tokens, distance, not_finite
 
-    if rounds_activations(quantization_of(read_json(subject.path / "config.json")) or {}):
+    if rounds_activations(quantization_of(read_config(subject.path)) or {}):
         raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     passes = subject.once(run_engine).require_report().passes
     if not_finite(passes[FIRST])[0]:

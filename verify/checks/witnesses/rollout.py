@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from verify.check import Tally, Unable, check
 from verify.checks.witnesses.engine import FURTHEST, rounds_activations
@@ -103,7 +103,7 @@ def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     if not recording.sides:
         raise Unable(f"{recording.path} has no log-probabilities: the engine was not asked for any (return_logprob)")
-    if rounds_activations(quantization_of(read_json(home_of(subject) / "config.json")) or {}):
+    if rounds_activations(quantization_of(read_config(home_of(subject))) or {}):
         raise Unable("the engine rounds activations of this format too, and ckptkit does not know the noise of that")
     parts, found = subject.once(run_recompute)
     unable = []
@@ -273,7 +273,7 @@ def _doubt(subject: Subject, recording: Recording, side: _Side) -> str:
         doubts.append(f"samples were made with several weight versions ({', '.join(recording.versions)})")
     if any(one.clipped for one in recording.samples if one.index in chosen):
         doubts.append("they were sampled with top-p, and may be those among the tokens that it kept")
-    if subject.is_megatron and quantization_of(read_json(home_of(subject) / "config.json")):
+    if subject.is_megatron and quantization_of(read_config(home_of(subject))):
         doubts.append("its HF directory is quantized: an engine that serves this model so has rounded the weights")
     return "; ".join(doubts)
 

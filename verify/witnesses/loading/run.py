@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.reader import read_config
 from converters.open import open_megatron
 from converters.passthrough import passthrough_beside
 from converters.registry import FAMILIES
@@ -200,4 +200,4 @@ def _source(subject: Subject) -> str | None:
     path = subject.source_path
     if subject.is_hf or path is None or not subject.source_is_hf:
         return None
-    return None if is_quantized(read_json(path / "config.json")) else str(path.absolute())
+    return None if is_quantized(read_config(path)) else str(path.absolute())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from quant.formats.fp8 import codes_and_scales
+from quant.formats.floats.decode import codes_and_scales
 from verify.witnesses.loading.bits import unequal
 from verify.witnesses.loading.layouts.layout import Difference, Expected, Layout, Outcome, own_parameters
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quant.formats.fp8 import codes_and_scales
+from quant.formats.floats.decode import codes_and_scales
 from quant.formats.packing import unpack, unpack_zero_point
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
 from verify.witnesses.loading.layouts.layout import Difference, Expected, Layout, Outcome, own_parameters

@@ -1,4 +1,4 @@
-"""Measures how far weights in 8-bit and 4-bit floats (FP8, MXFP4) are off their source.
+"""Measures how far weights in 8-bit and 4-bit floats (FP8, MXFP8, MXFP4, NVFP4) are off their source.
 
 A stored weight is a code times a scale. Rounding to the nearest code is off by at most half the distance between codes:
 with m bits of mantissa, 2^(e - m - 1) steps for a code of at least 2^e, where one step is the scale and e is at least
@@ -10,6 +10,8 @@ Beyond the largest code weights are clipped:
   less than 0.8 of itself. Source: compressed-tensors `calculate_qparams`, llm-compressor `observers/mse.py`.
 - MXFP4 has the power of two below absmax as 4 steps, so weights of up to 8 steps become 6.
   Source: OCP Microscaling Formats 1.0, section 6.3.
+- NVFP4's scales are float8_e4m3fn themselves: one is off by 1/16 of itself, or a search shrinks it. Groups that are
+  2^-19 of the tensor's largest weight have no scale at all, and become zero.
 
 Source, quotient and scale may each be rounded to bfloat16 on the way, which moves a weight by 2^-8 of itself each time.
 All of this together is 7.5 % of a weight, so that a scale that is 25 % off shows.
@@ -22,7 +24,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
@@ -30,10 +32,9 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
 from quant.formats.dequantize import format_of
-from quant.formats.fp8 import Fp8, codes_and_scales
-from quant.formats.mxfp4 import Mxfp4
-from quant.formats.mxfp4 import codes_and_scales as mxfp4_codes_and_scales
-from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, MXFP4_BLOCKS, MXFP4_SCALES
+from quant.formats.floats.layout import E4M3, Layout
+from quant.formats.floats.release import Floats, StoredWeight, step_of
+from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
 from quant.formats.release import Release
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.reading import threads
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _SEARCHED = 0.8  # the smallest part of its range that a search leaves
 _ROUNDED = 3 * 2.0**-8  # by bfloat16
 _EXPONENT = 0x7F800000  # of a float32
+_LOST = 2.0**-16  # of NVFP4's largest weight: 6 x 2^-10 of 6 x 448 steps, with a margin for a scale that is shared
 _PIECE = 1 << 24  # weights that are compared at a time
 
 
@@ -57,6 +59,7 @@ class FloatGrid:
     normal: float  # the smallest normal number
     largest: float
     reach: float  # the largest weight that may be clipped to `largest`
+    lost: float = 0.0  # the largest weight that may become zero, as a part of the tensor's largest
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,21 @@ class FloatRounding:
 
 @dataclass(frozen=True)
 class FloatWeights:
-    """The weights of a checkpoint in FP8 or MXFP4 that its plain source can judge, by headers."""
+    """The weights of a checkpoint in low-precision floats that its plain source can judge, by headers."""
 
     words: str = ""  # the format, for people
     judged: frozenset[str] = frozenset()  # HF names, with one tensor an expert; 8-bit floats where `unread` is set
     parts: frozenset[str] = frozenset()  # the tensors that hold them
     broken: Mapping[str, str] = field(default_factory=dict)  # what is wrong with parts that do not fit, by stored name
     unread: str | None = None  # why none can be judged, where the format is not supported
-    grid: FloatGrid | None = None
-    steps: tuple[Step, ...] = ()
+    stored: Mapping[str, StoredWeight] = field(default_factory=dict)  # by the name of the tensor that `judged` is of
 
 
 def float_weights(subject: Subject) -> FloatWeights:
-    """What is stored in FP8 or MXFP4 here and plain in the source. Raises CkptkitError where one cannot be opened."""
+    """What is stored in floats of 8 or 4 bits here and plain in the source.
+
+    Raises CkptkitError where one cannot be opened.
+    """
     if subject.is_megatron or subject.source is None or is_quantized(subject.source.config):
         return FloatWeights()
     checkpoint = subject.checkpoint
@@ -94,33 +99,34 @@ def float_weights(subject: Subject) -> FloatWeights:
         form = format_of(checkpoint.config)
     except CkptkitError as error:
         return _unread(checkpoint, source, error.message)
-    if not isinstance(form, (Fp8, Mxfp4)):
+    if not isinstance(form, Floats):
         return FloatWeights()
-    steps, broken = _steps(checkpoint, form)
-    here = _codes(subject, steps, 0)
-    of_steps = {step.outputs[0].name: step for step in steps}
+    found, broken = _sound(checkpoint, form)
+    here = _codes(subject, found, 0)
     comparable = {name for name, spec in here.specs.items() if _comparable(spec, source.specs.get(name))}
-    stored = {name: _stored(here, name) for name in here.specs}
-    left = {stored[name] for name in here.specs if name not in comparable}
-    judged = frozenset(name for name in comparable if stored[name] in of_steps and stored[name] not in left)
-    parts = {part for name in judged for part in of_steps[stored[name]].inputs}
+    whole = {name: _stored(here, name) for name in here.specs}
+    left = {whole[name] for name in here.specs if name not in comparable}
+    judged = frozenset(name for name in comparable if whole[name] in found and whole[name] not in left)
+    parts = {part for name in judged for part in found[whole[name]].needed}
     unused = {name for name in checkpoint.specs if name.endswith(form.unused)} if form.unused else set()
-    return FloatWeights(form.words, judged, frozenset(parts | unused), broken, None, _grid(form, checkpoint), steps)
+    return FloatWeights(form.words, judged, frozenset(parts | unused), broken, None, found)
 
 
 def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
     """How far each of `float_weights` is off its source. Raises CkptkitError where one of the two cannot be read."""
     found = subject.once(float_weights)
-    if found.grid is None or not found.judged:
+    if not found.judged or found.unread is not None:
         return {}
-    codes, scales = (_codes(subject, found.steps, part) for part in (0, 1))
+    codes, scales = (_codes(subject, found.stored, part) for part in (0, 1))
     source = source_as_hf(subject, subject.checkpoint.specs)
+    searched = "mse" in str(weights_of(subject.checkpoint.config).get("observer"))
+    grids = {name: _grid(found.stored[_stored(codes, name)].layout, searched) for name in found.judged}
     groups = [
         names for group in common_groups(codes, source) if (names := [name for name in group if name in found.judged])
     ]
     largest = max(sum(2 * codes.specs[name].nbytes for name in names) for names in groups)
     with threads(largest) as pool:
-        several = pool.map(partial(_rounding, codes, scales, source, found.grid), groups)
+        several = pool.map(partial(_rounding, codes, scales, source, grids), groups)
         return {name: one for part in several for name, one in part.items()}
 
 
@@ -141,48 +147,46 @@ def _comparable(spec: TensorSpec, original: TensorSpec | None) -> bool:
     return original is not None and original.shape == spec.shape and original.dtype in COMPUTED
 
 
-def _steps(checkpoint: Checkpoint, form: Fp8 | Mxfp4) -> tuple[tuple[Step, ...], dict[str, str]]:
-    """What dequantizes each weight whose parts fit, and what is wrong with the others."""
-    whole, steps, broken = Release.of(checkpoint, "the checkpoint"), list[Step](), dict[str, str]()
-    for name, spec in whole.specs.items():
-        if isinstance(form, Mxfp4) and name.endswith(MXFP4_BLOCKS):
-            parts = [name, name.removesuffix(MXFP4_BLOCKS) + MXFP4_SCALES]
-        elif isinstance(form, Fp8) and spec.dtype == "float8_e4m3fn":
-            parts = [name, *(name + ending for ending in form.scales)]
-        else:
-            continue
-        known = {part: whole.specs[part] for part in parts if part in whole.specs}
+def _sound(checkpoint: Checkpoint, form: Floats) -> tuple[dict[str, StoredWeight], dict[str, str]]:
+    """The weights whose parts fit, by name, and what is wrong with the others, by the name of their codes."""
+    whole, found, broken = Release.of(checkpoint, "the checkpoint"), dict[str, StoredWeight](), dict[str, str]()
+    for stored in form.weights(whole.specs):
         try:
-            steps += form.steps(Release(whole.where, known, whole.files))
+            step_of(whole, stored)
         except CkptkitError as error:
-            broken[name] = error.message
-    return tuple(steps), broken
+            broken[stored.codes.name] = error.message
+        else:
+            found[stored.name] = stored
+    return found, broken
 
 
-def _codes(subject: Subject, steps: Sequence[Step], part: int) -> Checkpoint:
+def _codes(subject: Subject, found: Mapping[str, StoredWeight], part: int) -> Checkpoint:
     """The codes (`part` 0), or the scale of each weight (1), under HF names with one tensor an expert; all floats."""
     checkpoint = subject.checkpoint
-    form = format_of(checkpoint.config)
-    made = tuple(_part_step(step, form, part) for step in steps)
-    taken = {name for step in steps for name in step.inputs}
+    release = Release.of(checkpoint, str(subject.path))
+    made = tuple(_part_step(step_of(release, stored), stored, part) for stored in found.values())
+    taken = {name for stored in found.values() for name in stored.needed}
     rest = tuple(identity(spec) for name, spec in checkpoint.specs.items() if name not in taken)
     plan = Plan((*made, *rest), checkpoint.specs, where=str(subject.path), config=checkpoint.config)
     return as_hf_view(View(checkpoint, plan), subject.path)
 
 
-def _part_step(step: Step, form: Any, part: int) -> Step:
+def _part_step(step: Step, stored: StoredWeight, part: int) -> Step:
     (output,) = step.outputs
+    layout, shape = stored.layout, stored.shape
+    assert shape is not None  # `step_of` has refused it
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        both = (
-            codes_and_scales(tensors[0], tensors[1], form.block)
-            if isinstance(form, Fp8)
-            else mxfp4_codes_and_scales(tensors[0], tensors[1])
-        )
-        return [both[part]]
+        from quant.formats.floats.decode import factors, spread, values
 
-    dtype = "float32" if isinstance(form, Fp8) else "bfloat16"
-    return Step(step.inputs, (TensorSpec(output.name, output.shape, dtype),), run, step.label)
+        if part == 0:
+            found = values(layout, tensors[0])
+        else:
+            second = tensors[2] if tensors[2:] else None
+            found = spread(factors(layout, tensors[1], second, shape), layout.block, shape)
+        return [found.transpose(-1, -2).contiguous() if layout.axes == "groups" else found]
+
+    return Step(step.inputs, (TensorSpec(output.name, output.shape, "float32"),), run, step.label)
 
 
 def _stored(here: Checkpoint, name: str) -> str:
@@ -193,28 +197,32 @@ def _stored(here: Checkpoint, name: str) -> str:
     return step.inputs[0] if step.label == "unfuse" else name
 
 
-def _grid(form: Fp8 | Mxfp4, checkpoint: Checkpoint) -> FloatGrid:
-    if isinstance(form, Mxfp4):
-        return FloatGrid(1, 1.0, 6.0, 8.0)
-    searched = "mse" in str(weights_of(checkpoint.config).get("observer"))
-    return FloatGrid(3, 2.0**-6, 448.0, 448.0 / _SEARCHED if searched else 448.0)
+def _grid(layout: Layout, searched: bool) -> FloatGrid:
+    if layout.number == E4M3:
+        return FloatGrid(3, 2.0**-6, 448.0, 448.0 / _SEARCHED if searched else 448.0)
+    return FloatGrid(1, 1.0, 6.0, 8.0, _LOST if layout.second else 0.0)
 
 
 def _rounding(
-    codes: Checkpoint, scales: Checkpoint, source: Checkpoint, grid: FloatGrid, names: Sequence[str]
+    codes: Checkpoint,
+    scales: Checkpoint,
+    source: Checkpoint,
+    grids: Mapping[str, FloatGrid],
+    names: Sequence[str],
 ) -> dict[str, FloatRounding]:
     code, scale, original = codes.read(names), scales.read(names), source.read(names)
-    return {name: float_rounding(code[name], scale[name], original[name], grid) for name in names}
+    return {name: float_rounding(code[name], scale[name], original[name], grids[name]) for name in names}
 
 
 def float_rounding(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatGrid) -> FloatRounding:
     """How far `codes` times `scales` are off `original`, all [rows, columns] and floats."""
     wrong, times, rows = 0, 0.0, set[int]()
     columns = codes.shape[-1]
+    lost = grid.lost * float(scales.max()) * grid.largest if grid.lost and scales.numel() else 0.0
     height = max(1, _PIECE // max(1, columns))
     for begin in range(0, len(codes), height):
         piece = slice(begin, begin + height)
-        error, allowed = _errors(codes[piece].float(), scales[piece].float(), original[piece], grid)
+        error, allowed = _errors(codes[piece].float(), scales[piece].float(), original[piece], grid, lost)
         bad = ~(error <= allowed)  # also where one is NaN
         if count := int(bad.sum()):
             wrong += count
@@ -225,7 +233,7 @@ def float_rounding(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatG
     return FloatRounding(wrong, codes.numel(), times, named)
 
 
-def _errors(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatGrid) -> tuple[Tensor, Tensor]:
+def _errors(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatGrid, lost: float) -> tuple[Tensor, Tensor]:
     """How far each weight is off, and how far it may be; float32 [rows, columns]."""
     import torch
 
@@ -235,4 +243,4 @@ def _errors(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatGrid) ->
     # The power of two below a number is the number without the bits of its mantissa.
     power = (codes.abs().clamp(min=grid.normal).view(torch.int32) & _EXPONENT).view(torch.float32)
     half = power * 2.0 ** -(grid.mantissa + 1)
-    return (codes * scales - clipped).abs(), half * scales + _ROUNDED * weight.abs()
+    return (codes * scales - clipped).abs(), half * scales.abs() + _ROUNDED * weight.abs() + lost

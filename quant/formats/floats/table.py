@@ -1,0 +1,144 @@
+"""The spellings of FP8, MXFP8, MXFP4 and NVFP4 that files are met in, a row each.
+
+| row | tensors | written by |
+| --- | --- | --- |
+| `fp8` | `N.weight`, `N.weight_scale_inv` (or `_scale`, or `N.scale`) | DeepSeek, Qwen, GLM, MiniMax, slime, miles |
+| `compressed_fp8` | `N.weight`, `N.weight_scale` | compressed-tensors, llm-compressor, GLM |
+| `modelopt_fp8` | scales [], [rows], or [rows / 128, 1, columns / 128, 1] | NVIDIA ModelOpt |
+| `quark_fp8` | the same with scales [] or [rows] | AMD Quark |
+| `mxfp8` | `N.weight`, `N.weight_scale_inv` or `N.weight_scale` | miles, MiniMax-M3, ModelOpt, compressed-tensors |
+| `MXFP4_EXPERTS` | `N_blocks`, `N_scales` | gpt-oss |
+| `MXFP4_BYTES` | `N.weight` int8, `N.scale` or `N.weight_scale_inv` | DeepSeek-V4's experts |
+| `mxfp4` | `N.weight` or `N.weight_packed`, `N.weight_scale` | Quark and ModelOpt; compressed-tensors |
+| `modelopt_nvfp4` | `N.weight`, `N.weight_scale`, `N.weight_scale_2` (multiplies) | ModelOpt, miles |
+| `compressed_nvfp4` | `N.weight_packed`, `N.weight_scale`, `N.weight_global_scale` (divides) | compressed-tensors |
+"""
+
+from __future__ import annotations
+
+from quant.formats.floats.layout import E2M1, E4M3, EXPONENTS, FLOAT_SCALES, Axes, Block, Layout
+from quant.formats.part_names import (
+    FP8_SCALE,
+    FP8_SCALE_INV,
+    GLOBAL_SCALE,
+    INPUT_SCALES,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    SCALE_2,
+)
+
+_MX = 32  # weights that share a power of two
+_POWERS = ("uint8", EXPONENTS)
+_PACKED = "_packed"
+_MXFP4 = "MXFP4 (4-bit floats, one power of two for each 32 weights)"
+_MXFP8 = "MXFP8 (float8_e4m3fn, one power of two for each 32 weights)"
+
+
+def _fp8_words(block: Block) -> str:
+    rows, columns = block
+    each = "tensor" if rows is None else "row" if columns is None else f"block of {rows} x {columns}"
+    return f"FP8 (float8_e4m3fn, one scale for each {each})"
+
+
+def fp8(block: Block, *, exponents: bool = False, static: bool = False, only: str = "") -> Layout:
+    """`quant_method` fp8. `exponents`: uint8 scales are powers of two; `static`: activations have stored scales."""
+    dtypes = (*FLOAT_SCALES, "uint8") if exponents else FLOAT_SCALES
+    return Layout(
+        _fp8_words(block),
+        E4M3,
+        block,
+        (FP8_SCALE_INV, FP8_SCALE, ".scale"),
+        dtypes,
+        inputs=INPUT_SCALES if static else (),
+        needs_input=static,
+        only=only,
+    )
+
+
+def compressed_fp8(block: Block, *, static: bool = False) -> Layout:
+    """compressed-tensors' `float-quantized`."""
+    inputs = (".input_scale", ".input_zero_point") if static else ()
+    return Layout(_fp8_words(block), E4M3, block, (FP8_SCALE,), inputs=inputs, needs_input=static)
+
+
+def modelopt_fp8(block: Block, *, static: bool = False) -> Layout:
+    """ModelOpt's FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO. Source: `qtensor/fp8_tensor.py` of nvidia-modelopt."""
+    axes: Axes = "row" if block[1] is None else "four"
+    return Layout(_fp8_words(block), E4M3, block, (FP8_SCALE,), inputs=(".input_scale",), needs_input=static, axes=axes)
+
+
+def quark_fp8(block: Block, *, static: bool = False) -> Layout:
+    """Quark's fp8_e4m3."""
+    axes: Axes = "row" if block[1] is None else "grid"
+    return Layout(
+        _fp8_words(block),
+        E4M3,
+        block,
+        (FP8_SCALE,),
+        (*FLOAT_SCALES, "uint8"),
+        inputs=(".input_scale",),
+        needs_input=static,
+        axes=axes,
+    )
+
+
+def mxfp8(*scales: str) -> Layout:
+    """MXFP8, with these endings of the scale's name."""
+    return Layout(_MXFP8, E4M3, (1, _MX), scales or (FP8_SCALE_INV, FP8_SCALE), _POWERS)
+
+
+MXFP4_EXPERTS = Layout(
+    _MXFP4,
+    E2M1,
+    (1, _MX),
+    (MXFP4_SCALES,),
+    ("uint8",),
+    MXFP4_BLOCKS,
+    ("uint8", "int8"),  # int8 is refused, by name
+    axes="groups",
+)
+MXFP4_BYTES = Layout(
+    _MXFP4, E2M1, (1, _MX), (".scale", FP8_SCALE_INV, FP8_SCALE), (EXPONENTS, "uint8", "float32"), "", ("int8", "uint8")
+)
+
+
+def mxfp4(packed: bool) -> Layout:
+    """MXFP4, `packed`: as compressed-tensors names it, else as Quark and ModelOpt do."""
+    return Layout(_MXFP4, E2M1, (1, _MX), (FP8_SCALE,), _POWERS, _PACKED if packed else "", ("uint8",))
+
+
+def _nvfp4_words(group: int) -> str:
+    return f"NVFP4 (4-bit floats, one scale for each {group} weights and one for the tensor)"
+
+
+def modelopt_nvfp4(group: int = 16, *, static: bool = True) -> Layout:
+    """NVFP4 as ModelOpt and miles store it. `static`: activations are NVFP4 too, with a stored scale."""
+    return Layout(
+        _nvfp4_words(group),
+        E2M1,
+        (1, group),
+        (FP8_SCALE,),
+        (E4M3,),
+        "",
+        ("uint8",),
+        SCALE_2,
+        inputs=(".input_scale",),
+        needs_input=static,
+    )
+
+
+def compressed_nvfp4(group: int = 16, *, static: bool = True) -> Layout:
+    """compressed-tensors' `nvfp4-pack-quantized`."""
+    return Layout(
+        _nvfp4_words(group),
+        E2M1,
+        (1, group),
+        (FP8_SCALE,),
+        (E4M3,),
+        _PACKED,
+        ("uint8",),
+        GLOBAL_SCALE,
+        divides=True,
+        inputs=(".input_global_scale",),
+        needs_input=static,
+    )

@@ -1,0 +1,240 @@
+"""Releases in low-precision floats, made from plain ones by formulas of their own, each as its writer spells it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from support.quantized import E2M1
+
+# A module's name and weight to the tensors that store it, by full name.
+Store = Callable[[str, Tensor], Mapping[str, Tensor]]
+AMAX = 0.25  # NVFP4's tensor scale is made of it, for every tensor: no test model has larger weights
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to store weights: what it makes of one, and what stands in config.json or in hf_quant_config.json."""
+
+    store: Store
+    config: Mapping[str, Any]
+    beside: Mapping[str, Any] | None = None
+    columns: int = 1  # what must divide the columns of a weight
+
+
+def write(plain: Path, target: Path, spelling: Spelling, wanted: Callable[[str], bool] | None = None) -> Path:
+    """A copy of an HF directory whose projections (or the `wanted` weights) are stored so."""
+    shutil.copytree(plain, target)
+    weight_map, total = {}, 0
+    for file in sorted(target.glob("*.safetensors")):
+        stored: dict[str, Tensor] = {}
+        for name, tensor in load_file(file).items():
+            module, is_one = name.removesuffix(".weight"), (wanted or _projection)(name)
+            fits = is_one and tensor.shape[-1] % spelling.columns == 0
+            stored |= spelling.store(module, tensor) if fits else {name: tensor}
+        save_file({name: part.contiguous() for name, part in stored.items()}, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(stored, file.name)
+        total += sum(tensor.nbytes for tensor in stored.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | dict(spelling.config), indent=2))
+    if spelling.beside is not None:
+        (target / "hf_quant_config.json").write_text(json.dumps(spelling.beside))
+    return target
+
+
+def _projection(name: str) -> bool:
+    return name.endswith("_proj.weight") and "eh_proj" not in name
+
+
+def blocks(weight: Tensor, height: int, width: int) -> Tensor:
+    """[rows of blocks, height, columns of blocks, width], filled up with zeros, float32."""
+    rows, columns = weight.shape
+    filled = torch.nn.functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
+    return filled.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+
+
+def fp8_block(weight: Tensor, size: int = 128, *, powers: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes and scales by absmax/448 in float32, rounded up to a power of two where asked."""
+    rows, columns = weight.shape
+    cut = blocks(weight, size, size)
+    scale = cut.abs().amax((1, 3), keepdim=True).clamp(min=1e-4) / 448
+    if powers:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    codes = (cut / scale).clamp(-448, 448).flatten(2, 3).flatten(0, 1)[:rows, :columns]
+    return codes.to(torch.float8_e4m3fn), scale[:, 0, :, 0]
+
+
+def deepseek(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """FP8 in blocks of 128 x 128, or of 16 x 16, in which these small models have more than one."""
+    codes, scale = fp8_block(weight, 16)
+    return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scale}
+
+
+def deepseek_powers(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    codes, scale = fp8_block(weight, 32, powers=True)
+    return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scale}
+
+
+def exponents(scale: Tensor) -> Tensor:
+    """The bytes of powers of two."""
+    return (torch.log2(scale) + 127).to(torch.uint8)
+
+
+def mx_scale(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """[rows, groups, 32], and the power of two of each group."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    return groups, torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1).clamp(min=1e-30) / largest)))
+
+
+def mxfp8(ending: str) -> Store:
+    def store(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+        groups, scale = mx_scale(weight, 448.0)
+        codes = (groups / scale.unsqueeze(-1)).flatten(1).to(torch.float8_e4m3fn)
+        return {f"{module}.weight": codes, f"{module}.{ending}": exponents(scale)}
+
+    return store
+
+
+def nearest(values: Tensor) -> Tensor:
+    """The code of the E2M1 number nearest to each, two in a byte, the even one in the low bits."""
+    codes = (values.unsqueeze(-1).clamp(-6, 6) - E2M1).abs().argmin(-1).to(torch.uint8)
+    return codes[..., 0::2] + 16 * codes[..., 1::2]
+
+
+def mxfp4(weight_name: str) -> Store:
+    def store(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+        groups, scale = mx_scale(weight, 6.0)
+        codes = nearest((groups / scale.unsqueeze(-1)).flatten(1))
+        return {f"{module}.{weight_name}": codes, f"{module}.weight_scale": exponents(scale)}
+
+    return store
+
+
+def nvfp4(weight: Tensor, whole: float = AMAX / 2688) -> tuple[Tensor, Tensor]:
+    """Codes and block scales, for this scale of the tensor."""
+    groups = weight.float().unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1) / (6 * whole)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
+    return nearest((groups / (scale.float() * whole).unsqueeze(-1)).flatten(1)), scale
+
+
+def modelopt_nvfp4(*, inputs: bool) -> Store:
+    def store(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+        codes, scale = nvfp4(weight)
+        found = {
+            f"{module}.weight": codes,
+            f"{module}.weight_scale": scale,
+            f"{module}.weight_scale_2": torch.tensor(AMAX / 2688),
+        }
+        return found | ({f"{module}.input_scale": torch.tensor(0.01)} if inputs else {})
+
+    return store
+
+
+def compressed_nvfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    divisor = torch.tensor([2688 / AMAX])
+    codes, scale = nvfp4(weight, float(1 / divisor))
+    return {
+        f"{module}.weight_packed": codes,
+        f"{module}.weight_scale": scale,
+        f"{module}.weight_global_scale": divisor,
+        f"{module}.input_global_scale": torch.tensor([100.0]),
+    }
+
+
+def channel(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    scale = (weight.float().abs().amax(1, keepdim=True) / 448).bfloat16()
+    return {f"{module}.weight": (weight / scale).to(torch.float8_e4m3fn), f"{module}.weight_scale": scale}
+
+
+def modelopt_fp8(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    scale = weight.float().abs().max() / 448
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {
+        f"{module}.weight": codes,
+        f"{module}.weight_scale": scale,
+        f"{module}.input_scale": torch.tensor(0.02),
+    }
+
+
+def _quantization(**content: Any) -> dict[str, Any]:
+    return {"quantization_config": content}
+
+
+def compressed(form: str, inputs: Mapping[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    """A compressed-tensors config of one group."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {"type": "float", "symmetric": True, "dynamic": False, **weights},
+        "input_activations": inputs,
+        "format": form,
+    }
+    return _quantization(
+        quant_method="compressed-tensors",
+        format=form,
+        quantization_status="compressed",
+        config_groups={"group_0": group},
+        ignore=["lm_head"],
+    )
+
+
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+_BESIDE = {"producer": {"name": "modelopt", "version": "0.47.0"}}
+_LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+SPELLINGS: Mapping[str, Spelling] = {
+    "fp8": Spelling(deepseek, _quantization(**_FP8, weight_block_size=[16, 16])),
+    "fp8-ue8m0": Spelling(deepseek_powers, _quantization(**_FP8, weight_block_size=[32, 32], scale_fmt="ue8m0")),
+    "fp8-channel": Spelling(channel, compressed("float-quantized", num_bits=8, strategy="channel")),
+    "fp8-modelopt": Spelling(
+        modelopt_fp8, _quantization(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"])
+    ),
+    "mxfp8": Spelling(
+        mxfp8("weight_scale_inv"),
+        _quantization(
+            quant_method="mxfp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[1, 32], scale_fmt="ue8m0"
+        ),
+        columns=32,
+    ),
+    "mxfp4-compressed": Spelling(
+        mxfp4("weight_packed"),
+        compressed("mxfp4-pack-quantized", num_bits=4, strategy="group", group_size=32, scale_dtype="torch.uint8"),
+        columns=32,
+    ),
+    "mxfp4-quark": Spelling(
+        mxfp4("weight"),
+        _quantization(
+            quant_method="quark",
+            global_quant_config={
+                "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+                "input_tensors": None,
+            },
+            exclude=["lm_head"],
+        ),
+        columns=32,
+    ),
+    "nvfp4-modelopt": Spelling(
+        modelopt_nvfp4(inputs=True),
+        {},
+        _BESIDE | {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}},
+        columns=16,
+    ),
+    "nvfp4-weights": Spelling(
+        modelopt_nvfp4(inputs=False),
+        _quantization(quant_method="modelopt", quant_algo="W4A16_NVFP4", group_size=16, ignore=["lm_head"]),
+        columns=16,
+    ),
+    "nvfp4-compressed": Spelling(
+        compressed_nvfp4,
+        compressed("nvfp4-pack-quantized", _LOCAL, num_bits=4, strategy="tensor_group", group_size=16),
+        columns=16,
+    ),
+}

@@ -1,0 +1,161 @@
+"""Reads what an HF checkpoint stores in 8-bit and 4-bit floats: every weight by headers, and what its scales hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from quant.formats.dequantize import floats_of
+from quant.formats.floats.layout import E4M3
+from quant.formats.floats.release import Floats, StoredWeight, wrong_scale
+from verify.evidence.folding import group_by_pattern
+from verify.evidence.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BLOCK = 1024  # weights of a block whose largest code is looked at
+_FEW_BLOCKS = 12  # by chance all of so many are full once in 10^9 times
+
+
+@dataclass(frozen=True)
+class FloatScales:
+    """What the scales of one weight hold."""
+
+    stored: StoredWeight
+    values: int
+    not_finite: int = 0
+    zero: int = 0
+    silenced: int = 0  # blocks with other codes than zero and a scale of zero
+    negative: int = 0
+    above: int = 0  # powers of two that make weights infinite in bfloat16
+    unrounded: int = 0  # other numbers than powers of two
+    median: float | None = None  # of what finite scales other than zero come to, with the tensor's own
+    second: float | None = None
+    inputs: dict[str, float] = field(default_factory=dict)  # by name; the one furthest from a number above zero
+    nbytes: int = 0
+
+
+def stored_floats_of(subject: Subject) -> tuple[Floats, list[StoredWeight]] | None:
+    """The formats of an HF checkpoint's weights in floats, and those weights; None where there are none.
+
+    None also where config.json states a format that is not read, which other checks say.
+    """
+    if subject.is_megatron:
+        return None
+    try:
+        floats = floats_of(subject.hf_files.config)
+    except CkptkitError:
+        return None
+    return None if floats is None else (floats, list(floats.weights(subject.hf_files.specs)))
+
+
+def float_scales_of(subject: Subject) -> list[FloatScales]:
+    """What the scales of every weight hold whose scales are there and fit. Raises CkptkitError."""
+    found = subject.once(stored_floats_of)
+    specs = subject.checkpoint.specs
+    return [
+        _scales_of(subject.checkpoint, stored)
+        for stored in (found[1] if found else [])
+        if wrong_scale(stored, specs) is None
+    ]
+
+
+def _scales_of(checkpoint: Checkpoint, stored: StoredWeight) -> FloatScales:
+    import torch
+
+    from quant.formats.floats.decode import as_float
+
+    names = [stored.scale, *([stored.second] if stored.second else []), *stored.inputs]
+    read = checkpoint.read([name for name in names if name in checkpoint.specs])
+    raw = read[stored.scale]
+    scales = as_float(raw)
+    finite = scales.isfinite()
+    mantissa, _ = torch.frexp(scales)
+    exponents = raw.view(torch.uint8) if raw.dtype in (torch.uint8, torch.float8_e8m0fnu) else None
+    second = _one(read[stored.second]) if stored.second in read else None
+    sizes = scales[finite & (scales != 0)].abs()
+    middle = float(sizes.median()) if sizes.numel() else None
+    if middle is not None and second:
+        middle = middle / second if stored.layout.divides else middle * second
+    zero = scales == 0
+    return FloatScales(
+        stored,
+        scales.numel(),
+        int((~finite).sum()),
+        int(zero.sum()),
+        _silenced(checkpoint, stored, zero) if bool(zero.any()) else 0,
+        int((scales < 0).sum()),
+        int(((exponents > stored.layout.max_exponent) & finite).sum()) if exponents is not None else 0,
+        int((finite & ~zero & (mantissa.abs() != 0.5)).sum()),
+        middle,
+        second,
+        {name: _one(read[name]) for name in stored.inputs if name in read and read[name].is_floating_point()},
+        sum(tensor.nbytes for tensor in read.values()),
+    )
+
+
+def _one(tensor: Tensor) -> float:
+    """The one number, or of several that which is furthest from a finite one above zero."""
+    values = tensor.float().flatten()
+    bad = values[~(values.isfinite() & (values > 0))]
+    return float((bad if bad.numel() else values)[0]) if values.numel() else float("nan")
+
+
+def _silenced(checkpoint: Checkpoint, stored: StoredWeight, zero: Tensor) -> int:
+    """Blocks whose codes are not all zero while their scale is, `zero` in the order of the scales."""
+    layout, shape = stored.layout, stored.shape
+    assert shape is not None  # its scale fits
+    largest = _largest_codes(checkpoint, stored)
+    return int(((largest > 0) & zero.reshape(layout.grid(shape))).sum())
+
+
+def _largest_codes(checkpoint: Checkpoint, stored: StoredWeight) -> Tensor:
+    """The largest number without its sign of each block, NaN above all; float32 [..., blocks down, blocks across]."""
+    import torch
+
+    from quant.formats.floats.decode import values
+
+    layout, shape = stored.layout, stored.shape
+    assert shape is not None  # its scale fits
+    codes = checkpoint.read([stored.codes.name])[stored.codes.name]
+    numbers = values(layout, codes).abs().nan_to_num(torch.inf)
+    height, width = layout.block[0] or shape[-2], layout.block[1] or shape[-1]
+    grid = layout.grid(shape)
+    padded = torch.nn.functional.pad(numbers, (0, grid[-1] * width - shape[-1], 0, grid[-2] * height - shape[-2]))
+    return padded.reshape(*grid[:-1], height, grid[-1], width).amax((-3, -1))
+
+
+def always_full(subject: Subject) -> list[str]:
+    """Weights in FP8 with powers of two as scales, in each of whose blocks the largest code is 448.
+
+    By such scales the largest codes spread over 224 to 448. A few weights of each kind are read; an empty list where
+    one of their blocks has another, or they have too few blocks to tell.
+    """
+    wanted = {
+        one.stored.name: one.stored
+        for one in subject.once(float_scales_of)
+        if one.stored.layout.number == E4M3 and not one.unrounded and not one.not_finite and _is_block(one.stored)
+    }
+    chosen = [name for names in group_by_pattern(wanted) for name in _spread(names)]
+    blocks = 0
+    for name in chosen:
+        largest = _largest_codes(subject.checkpoint, wanted[name])
+        used = largest[largest > 0]
+        if bool((used != wanted[name].layout.largest).any()):
+            return []
+        blocks += used.numel()
+    return sorted(wanted) if blocks >= _FEW_BLOCKS else []
+
+
+def _is_block(stored: StoredWeight) -> bool:
+    height, width = stored.layout.block
+    return height is not None and width is not None and height * width >= _BLOCK
+
+
+def _spread(names: Sequence[str]) -> Iterator[str]:
+    """The first, the last and the middle one."""
+    yield from dict.fromkeys((names[0], names[len(names) // 2], names[-1]))
