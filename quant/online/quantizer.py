@@ -18,6 +18,7 @@ from ckptkit.core.specs import summarize
 from quant.formats.part_names import PACKED, SCALE, SHAPE
 from quant.formats.scheme import Grid, QuantScheme, read_scheme
 from quant.kernels.dispatch import quantize_pack
+from quant.online.fp8 import Fp8Form, fp8_form, quantize_fp8_bucket, served_in_fp8
 from quant.online.served import Served, served
 
 if TYPE_CHECKING:
@@ -31,16 +32,19 @@ _PLANS = 1024  # plans kept, one a bucket
 
 
 class OnlineQuantizer:
-    """Quantizes a model's tensors for an INT4 engine. Holds no tensors itself: every update is a `Session`.
+    """Quantizes a model's tensors for an engine in INT4, block FP8 or MXFP8.
+
+    Holds no tensors itself: every update is a `Session`.
 
     `config`: the whole HF config with `quantization_config`, as served.
     `reference`: the checkpoint that the engine serves: its directory (an index is enough) or its tensor names.
-    None: the model's classes decide, as for `ckptkit quantize`.
+    None, for INT4 alone: the model's classes decide, as for `ckptkit quantize`.
     `grid`: the grid used in training; needed when ckptkit did not write the config, which then does not name it.
     `waiting_bytes`: the most bytes of a layer's expert weights to collect before sending them. None: the whole layer.
 
     Raises CkptkitError for what SGLang cannot load online: INT4 Linear layers, asymmetric scales, a partly packed
-    layer, a config with several groups, or one that contradicts the reference.
+    layer, a config with several groups, or one that contradicts the reference. Of FP8: other blocks than 128 x 128 (1 x
+    32 of MXFP8), and activations with stored scales.
     """
 
     def __init__(
@@ -51,9 +55,15 @@ class OnlineQuantizer:
         grid: Grid | None = None,
         waiting_bytes: int | None = None,
     ) -> None:
-        scheme = read_scheme(config)
-        self.scheme = replace(scheme, grid=grid) if grid else scheme
-        self.served = served(config, self.scheme, reference)
+        self.scheme: QuantScheme | Fp8Form
+        if form := fp8_form(config):
+            if grid:
+                raise CkptkitError("a grid is of INT4, and the engine serves FP8", "leave `grid` out")
+            self.scheme, self.served = form, served_in_fp8(reference)
+        else:
+            scheme = read_scheme(config)
+            self.scheme = replace(scheme, grid=grid) if grid else scheme
+            self.served = served(config, self.scheme, reference)
         self.waiting_bytes = waiting_bytes
         self._plans: dict[tuple[int, str], BucketPlan] = {}
 
@@ -80,11 +90,15 @@ class OnlineQuantizer:
         pairs = list(named)
         if not pairs:
             return []
+        if isinstance(self.scheme, Fp8Form):
+            known = [self.served.name(name, tensor) for name, tensor in pairs]
+            tensors = [tensor for _, tensor in pairs]
+            return quantize_fp8_bucket(list(zip(known, tensors, strict=True)), self.served, self.scheme)
         key = (len(pairs), pairs[0][0])
         if (plan := self._plans.get(key)) and (bucket := plan.quantize(pairs)) is not None:
             return bucket
         known = [self.served.name(name, tensor) for name, tensor in pairs]
-        if plan := self._plan(pairs, known):
+        if plan := self._plan(pairs, known, self.scheme):
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             self._plans[key] = plan
@@ -94,19 +108,21 @@ class OnlineQuantizer:
             [(name, tensor) for name, (_, tensor) in zip(known, pairs, strict=True)], self.served, self.scheme
         )
 
-    def _plan(self, pairs: Sequence[tuple[str, Tensor]], known: Sequence[str]) -> BucketPlan | None:
+    def _plan(
+        self, pairs: Sequence[tuple[str, Tensor]], known: Sequence[str], scheme: QuantScheme
+    ) -> BucketPlan | None:
         if not any(tensor.is_cuda for _, tensor in pairs):
             return None
         # Imported here because it needs Triton, which comes with CUDA builds of torch.
         from quant.online.cuda import plan_bucket
 
-        return plan_bucket(pairs, known, self.served.packed, self.scheme)
+        return plan_bucket(pairs, known, self.served.packed, scheme)
 
 
 class Session:
     """Quantizes one update of all weights: `add` in any order, send the buckets it returns, then `finish`.
 
-    SGLang discards packed experts before an update (`quant.online.sglang_reload`): `finish` raises if one was left out.
+    SGLang discards INT4 experts before an update (`quant.online.sglang_reload`): `finish` raises if one was left out.
     A tensor may wait for others: do not change it before its bucket is returned.
     """
 
@@ -140,8 +156,9 @@ class Session:
         sent, or every tensor that SGLang joins with one that was not sent.
         """
         self._open = False
-        check_complete(self._served.packed, self._delivered, elsewhere)
-        alone = [name for key, bucket in self._waiting.items() for name, _ in bucket if not self._is_packed(key)]
+        if not isinstance(self._quantizer.scheme, Fp8Form):
+            check_complete(self._served.packed, self._delivered, elsewhere)
+        alone = [name for key, bucket in self._waiting.items() for name, _ in bucket if not self._may_be_cut(key)]
         if alone:
             raise CkptkitError(
                 f"what SGLang joins with {summarize(sorted(alone))} was not sent",
@@ -161,11 +178,12 @@ class Session:
         return key
 
     def _is_due(self, key: str) -> bool:
-        full = self._limit is not None and self._bytes[key] > self._limit and self._is_packed(key)
+        full = self._limit is not None and self._bytes[key] > self._limit and self._may_be_cut(key)
         return self._left[key] == 0 or full
 
-    def _is_packed(self, key: str) -> bool:
-        return self._waiting[key][0][0] in self._served.packed
+    def _may_be_cut(self, key: str) -> bool:
+        """Whether a bucket may be sent in parts: experts in INT4. SGLang joins what is in any other bucket."""
+        return not isinstance(self._quantizer.scheme, Fp8Form) and self._waiting[key][0][0] in self._served.packed
 
     def _bucket(self, key: str) -> Bucket:
         self._bytes[key] = 0

@@ -1,4 +1,4 @@
-"""Describes what an engine serves, by the names of its INT4 checkpoint.
+"""Describes what an engine serves, by the names of its checkpoint.
 
 It tells what is packed, which tensors go in one bucket, and what cannot be updated online.
 """
@@ -84,7 +84,7 @@ def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path
     With None the model's classes and `ignore` decide, and only matrices are known by name. Raises CkptkitError if
     nothing is packed, if names and `ignore` contradict each other, or if SGLang cannot update part of it online.
     """
-    names, specs = _names(reference)
+    names, specs = names_of(reference)
     weights, whole = _weights(names, config)
     packed = frozenset(name for name, is_packed in weights.items() if is_packed)
     if not packed:
@@ -94,7 +94,19 @@ def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path
         )
     _check_reloadable(packed, scheme)
     _check_layers(weights, scheme.ignore, _layers(config))
-    bucket = {name: _bucket_of(name, name in packed) for name in weights}
+    return served_of(weights, _shapes(specs, packed), whole=whole)
+
+
+def served_of(
+    weights: Mapping[str, bool], shapes: Mapping[str, tuple[int, ...]], *, whole: bool = True, together: bool = True
+) -> Served:
+    """Sorts parameters, given with whether each is quantized, into buckets.
+
+    `shapes`: of matrices, where known. `whole`: these are all parameters. `together`: a layer's quantized experts are
+    one bucket.
+    """
+    packed = frozenset(name for name, is_packed in weights.items() if is_packed)
+    bucket = {name: _bucket_of(name, together and name in packed) for name in weights}
     namesakes: dict[str, list[str]] = {}
     for name in weights:
         namesakes.setdefault(_bare(name), []).append(name)
@@ -102,14 +114,14 @@ def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path
         bucket,
         Counter(bucket.values()),
         packed,
-        _shapes(specs, packed),
+        shapes,
         whole,
         {bare: tuple(several) for bare, several in namesakes.items()},
     )
 
 
-def _names(reference: str | Path | Iterable[str] | None) -> tuple[Collection[str] | None, Mapping[str, TensorSpec]]:
-    """Returns the tensor names, and the specs if no shard is missing: an index alone gives names only."""
+def names_of(reference: str | Path | Iterable[str] | None) -> tuple[Collection[str] | None, Mapping[str, TensorSpec]]:
+    """The tensor names of a checkpoint, and the specs if no shard is missing: an index alone gives names only."""
     if reference is None:
         return None, {}
     if not isinstance(reference, str | Path):

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from support import models
+from support.engine_models import saved
 
 import ckptkit
 from ckptkit.app.api import convert
 from interop.scripts import Outcome, run_scripts
 from interop.slime_runs import changed, export, load, megatron, quantize, release
+from quant.kernels.floats import quantize_fp8
+from quant.schemes.floats import FloatScheme
 from quant.schemes.w4a16 import int4_scheme
 
 WHOLE = ("qwen2-tied", "llama", "qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2")
@@ -47,6 +50,9 @@ def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
     scripts.append(quantize("zero points", "convert_hf_to_int4_direct.py", source, root / "zero-points"))
     block = ("--strategy", "block", "--block-size", "128", "128")
     scripts.append(quantize("fp8", "convert_hf_to_fp8.py", source, root / "fp8", *block))
+    whole = saved("moe", root)
+    scripts.append(quantize("fp8 blocks", "convert_hf_to_fp8.py", whole, root / "fp8-blocks", *block))
+    scripts.append(quantize("fp8 rows", "convert_hf_to_fp8.py", whole, root / "fp8-rows", "--strategy", "channel"))
     return run_scripts("slime", slime, scripts, root / "runs")
 
 
@@ -146,6 +152,25 @@ def test_int4_converts_to_megatron_and_back(runs: dict[str, Outcome], root: Path
 def test_zero_points_that_slime_makes_by_default_are_found(runs: dict[str, Outcome], root: Path) -> None:
     assert runs["zero points"].code == 0
     assert "CK309" in codes(root / "zero-points", root / "qwen3_moe")
+
+
+@pytest.mark.parametrize(("label", "scheme"), [("fp8 blocks", "fp8-block"), ("fp8 rows", "fp8-channel")])
+def test_fp8_is_what_ckptkit_quantizes(label: str, scheme: str, runs: dict[str, Outcome], root: Path) -> None:
+    assert runs[label].code == 0, runs[label].log[-3000:]
+    ckptkit.quantize(root / "moe", root / f"{scheme}-ckptkit", FloatScheme(scheme, "slime"))
+    assert changed(root / f"{scheme}-ckptkit", root / label.replace(" ", "-")) == []
+
+
+def test_fp8_blocks_at_the_edges_are_what_ckptkit_rounds(runs: dict[str, Outcome], root: Path) -> None:
+    """No side of these matrices but the hidden size divides by 128."""
+    assert runs["fp8"].code == 0, runs["fp8"].log[-3000:]
+    found, source = models.tensors(root / "fp8"), models.tensors(root / "qwen3_moe")
+    quantized = [name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn]
+    assert len(quantized) == 12 * (4 + 12 * 3)
+    for name in quantized:
+        codes, scales = quantize_fp8(source[name], (128, 128), "slime", name)
+        assert torch.equal(found[f"{name}_scale_inv"], scales), name
+        assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8)), name
 
 
 def test_fp8_against_its_source_passes_but_for_the_total_size(runs: dict[str, Outcome], root: Path) -> None:
