@@ -38,6 +38,33 @@ def quantize_fp8_in_torch(weight: Tensor, block: tuple[int, int | None], roundin
     return _quantized(weight, block, rounding, name, kernel=False)
 
 
+def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None], name: str) -> None:
+    """Raises CkptkitError unless every code times its scale is the weight itself, in float32.
+
+    The error has the tensor's name, how many weights differ, and the first of them.
+    """
+    rows, columns = weight.shape
+    height, width = block[0], block[1] or max(columns, 1)
+    scales = packed.scales.view(torch.float8_e8m0fnu) if packed.scales.dtype == torch.uint8 else packed.scales
+    step = max(1, _TASK // max(1, columns * height)) * height
+    changed, first = 0, ""
+    for begin in range(0, rows if columns else 0, step):
+        part = slice(begin, min(begin + step, rows))
+        factors = scales[begin // height : -(-part.stop // height)].float().repeat_interleave(height, 0)
+        factors = factors[: part.stop - begin].repeat_interleave(width, 1)[:, :columns]
+        stored, wanted = packed.codes[part].float() * factors, weight[part].float()
+        differ = stored != wanted
+        if not first and bool(differ.any()):
+            row, column = differ.nonzero()[0].tolist()
+            first = f"[{begin + row}, {column}] is {wanted[row, column]:g} and would be {stored[row, column]:g}"
+        changed += int(differ.sum())
+    if changed:
+        raise CkptkitError(
+            f"{name}: {changed} of {weight.numel()} weights are not exact: {first}",
+            "leave it in its own format (--ignore), or leave out --exact to round it",
+        )
+
+
 def _quantized(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str, *, kernel: bool) -> Fp8Weight:
     if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         what = f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"

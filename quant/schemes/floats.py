@@ -17,7 +17,7 @@ from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
 from converters.stored import as_stored
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
-from quant.kernels.floats import quantize_fp8
+from quant.kernels.floats import check_exact, quantize_fp8
 from quant.patterns.entries import check_entries
 from quant.schemes.interface import Request
 from quant.selection.class_tree import class_tree
@@ -68,6 +68,7 @@ class FloatScheme:
     name: str = "fp8-block"
     rounding: str | None = None
     ignore: tuple[str, ...] = ()  # in the pattern language of compressed-tensors
+    exact: bool = False  # a weight that would change is an error
 
     def __post_init__(self) -> None:
         if self.name not in _KINDS:
@@ -99,7 +100,7 @@ class FloatScheme:
 
     def command_line(self) -> list[str]:
         """The options of `ckptkit quantize` that give this scheme, less its name."""
-        words = ["--rounding", self.formula]
+        words = ["--rounding", self.formula, *(["--exact"] if self.exact else [])]
         return words + [word for pattern in self.ignore for word in ("--ignore", pattern)]
 
     def check_preset(self) -> None:
@@ -117,7 +118,7 @@ class FloatScheme:
 
 def from_options(name: str, given: dict[str, Any], reference: str | Path | None) -> FloatScheme:
     """As `SchemeModule.from_options`. No checkpoint says how it was rounded."""
-    return FloatScheme(name, given.pop("rounding"), given.pop("ignore"))
+    return FloatScheme(name, given.pop("rounding"), given.pop("ignore"), given.pop("exact"))
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,10 @@ class FloatWeights:
 
     def pack(self, spec: TensorSpec, tensors: Sequence[Tensor]) -> list[Tensor]:
         """As `Packing.pack`."""
-        scheme = self.scheme
-        packed = quantize_fp8(tensors[0].to(self.device), scheme.kind.block, scheme.formula, spec.name)
+        scheme, weight = self.scheme, tensors[0].to(self.device)
+        packed = quantize_fp8(weight, scheme.kind.block, scheme.formula, spec.name)
+        if scheme.exact:
+            check_exact(weight, packed, scheme.kind.block, spec.name)
         return [part.cpu() for part in packed]
 
     def config(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ NAMES = tuple(_MODULES)
 _OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "quant.schemes.w4a16": ("group_size", "grid", "asymmetric", "search", "scale_dtype", "tp"),
-        "quant.schemes.floats": ("rounding",),
+        "quant.schemes.floats": ("rounding", "exact"),
     }
 )
 

@@ -27,7 +27,7 @@ Rule = Needs | Excludes
 
 QUANTIZING = (
     *("group_size", "grid", "asymmetric", "search", "scale_dtype", "like", "preset", "tp", "readers", "device"),
-    *("ignore", "rounding"),
+    *("ignore", "rounding", "exact"),
 )
 _MEGATRON = (
     *("vpp", "cp", "pipeline_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),

@@ -231,6 +231,12 @@ quantizing = together(
         "compressed-tensors; mxfp8: modelopt. [default: online, slime, modelopt]",
     ),
     click.option(
+        "--exact",
+        is_flag=True,
+        help="FP8: end with an error at a weight that rounding would change, as of an MXFP4 source where powers of two "
+        "reach (fp8-block with --rounding deepgemm, mxfp8).",
+    ),
+    click.option(
         "--like", type=PATH_OR_URL, help="A checkpoint of the same model in the same scheme: pack what it has packed."
     ),
     click.option(

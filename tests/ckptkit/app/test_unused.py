@@ -23,6 +23,7 @@ QUANTIZING = [
     ["--search", "none"],  # also where it says what is so anyway
     ["--scale-dtype", "auto"],
     ["--rounding", "slime"],
+    ["--exact"],
     ["--like", "{like}"],
     ["--preset", "rl"],
     ["--tp", "4"],

@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from ckptkit.core.errors import CkptkitError
 from quant.kernels.float_roundings import ROUNDINGS
-from quant.kernels.floats import quantize_fp8, quantize_fp8_in_torch
+from quant.kernels.floats import check_exact, quantize_fp8, quantize_fp8_in_torch
 
 BLOCKS = [(128, 128), (1, None), (1, 32)]
 # One block each: weights, and by the writer the scale's bits and the codes, from runs of the writers' own code.
@@ -157,3 +157,31 @@ def test_what_is_not_a_float_matrix_is_refused(weight: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0)])
 def test_an_empty_matrix_has_no_codes(shape: tuple[int, int]) -> None:
     assert quantize_fp8(torch.empty(shape), (128, 128), "online", "a").codes.shape == shape
+
+
+def mxfp4_values(spread: int) -> Tensor:
+    """Every E2M1 number in groups of 32 whose exponents differ by up to `spread`; bfloat16 [128, 128]."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).repeat(128, 8)
+    exponents = torch.arange(128 * 4).reshape(128, 4) % (spread + 1) - spread
+    return (numbers * (2.0**exponents).repeat_interleave(32, 1)).bfloat16()
+
+
+def test_mxfp4_is_exact_in_blocks_of_powers_of_two_as_far_as_their_exponents_reach() -> None:
+    """By hand: 6 x 2^e has a scale of 2^(e - 6), so that 0.5 x 2^(e - spread) needs a step of 2^-9 x 2^(e - 6)."""
+    weight = mxfp4_values(14)
+    check_exact(weight, quantize_fp8(weight, (128, 128), "deepgemm", "a"), (128, 128), "a")
+    weight = mxfp4_values(15)
+    # Of exponent -15 the numbers 0.5 and 1.5, each 2 x 2 times a group, in 32 groups.
+    with pytest.raises(CkptkitError, match=r"a\.weight: 256 of 16384 weights are not exact: \[0, 1\] is"):
+        check_exact(weight, quantize_fp8(weight, (128, 128), "deepgemm", "a"), (128, 128), "a.weight")
+
+
+def test_mxfp4_is_always_exact_in_mxfp8() -> None:
+    weight = mxfp4_values(60)
+    check_exact(weight, quantize_fp8(weight, (1, 32), "modelopt", "a"), (1, 32), "a")
+
+
+def test_float_scales_are_not_exact() -> None:
+    weight = mxfp4_values(0)
+    with pytest.raises(CkptkitError, match="weights are not exact"):
+        check_exact(weight, quantize_fp8(weight, (128, 128), "online", "a"), (128, 128), "a")
