@@ -162,9 +162,7 @@ def test_what_blocks_do_not_divide_stays_with_all_that_engines_join_to_it(
     assert "blocks of 128 rows do not divide what engines join to one layer: model.layers.{0..6}" in result.notes[0]
 
 
-def test_exact_refuses_what_would_change_and_takes_what_would_not(
-    plain: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_exact_refuses_what_would_change_and_takes_what_would_not(plain: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match=r"weights are not exact: \[0, 0\] is .* and would be "):
         quantize(plain("dense"), tmp_path / "out", FloatScheme("mxfp8", exact=True))
     assert not (tmp_path / "out").exists()
