@@ -17,6 +17,7 @@ from torch import Tensor
 MAX_VALUE = 448.0  # the largest float8_e4m3fn
 _INVERSE = 1 / 448  # rounded to float32 where it is multiplied by: what CUDA makes of a division by a number
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
+_HALF_OF_THE_SMALLEST = 0x00400000  # 2^-127 as bits, half of the smallest normal float32
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ def _compressed_tensors(largest: Tensor) -> tuple[Tensor, Tensor]:
 def _modelopt(largest: Tensor) -> tuple[Tensor, Tensor]:
     # Transformer Engine `float_to_e8m0`: up to the next power of two, as the exponent that float8_e8m0fnu stores.
     bits = (largest.float() * _INVERSE).view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & _MANTISSA
-    exponent += (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000))
-    return exponent.to(torch.uint8), ((254 - exponent) << 23).view(torch.float32)
+    exponent = bits.masked_fill_(bits <= _HALF_OF_THE_SMALLEST, 0).add_(_MANTISSA).bitwise_right_shift_(23)
+    stored = exponent.to(torch.uint8)
+    return stored, exponent.neg_().add_(254).bitwise_left_shift_(23).view(torch.float32)
 
 
 def _divided(largest: Tensor) -> Tensor:
