@@ -104,13 +104,13 @@ def summary(rows: Mapping[str, Row]) -> dict[str, object]:
     return found
 
 
-def is_near(row: Row, times: float) -> None:
-    """Not further from float32 than so many times what transformers' own bfloat16 is; log-probabilities differ more."""
+def is_near(row: Row, times: float, part: float = 10) -> None:
+    """Not further from float32 than so many times what transformers' own bfloat16 is, and than a part of the spread."""
     answer, exact, rounded = row
     assert isinstance(answer, Tensor), answer
     ours, noise = distance(answer, exact), distance(rounded, exact)
     assert ours <= times * noise
-    assert ours <= exact.std() / 10
+    assert ours <= exact.std() / part
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *PLAIN])
@@ -130,7 +130,7 @@ def test_fp8_computes_what_it_stands_for(label: str, rows: Mapping[str, Row]) ->
 
     Errors of single products are not alike, so that much less is left of it.
     """
-    is_near(rows[label], 16)
+    is_near(rows[label], 16, 8)
 
 
 @pytest.mark.parametrize("label", MISORDERED)
