@@ -130,6 +130,8 @@ class FloatWeights:
     ignore: tuple[str, ...]  # whole names of modules that are not quantized
     device: str = "cpu"
     notes: tuple[str, ...] = ()
+    # Whether MXFP8 is spelled as vLLM's class of ModelOpt's format reads it.
+    for_vllm: bool = False
 
     @property
     def label(self) -> str:
@@ -141,7 +143,7 @@ class FloatWeights:
         rows, columns = spec.shape
         height, width = self.scheme.kind.block
         grid = (-(-rows // height), -(-columns // (width or max(columns, 1))))
-        ending = FP8_SCALE if self._is_compressed_tensors else FP8_SCALE_INV
+        ending = FP8_SCALE if self._is_compressed_tensors or self.for_vllm else FP8_SCALE_INV
         dtype = {_CT: spec.dtype, "modelopt": "uint8"}.get(self.scheme.formula, "float32")
         return (TensorSpec(spec.name, spec.shape, "float8_e4m3fn"), TensorSpec(spec.name + ending, grid, dtype))
 
@@ -164,7 +166,7 @@ class FloatWeights:
             "activation_scheme": "dynamic",
             "weight_block_size": list(self.scheme.kind.block),
             **({"scale_fmt": "ue8m0"} if powers else {}),
-            "modules_to_not_convert": list(self.ignore),
+            "ignored_layers" if self.for_vllm else "modules_to_not_convert": list(self.ignore),
         }
 
     @property
@@ -200,7 +202,8 @@ def select(source: Checkpoint, scheme: FloatScheme, request: Request) -> FloatWe
     like = request.like.specs if request.like is not None else None
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     chosen = select_eight_bit(source.specs, config, scheme.ignore, scheme.kind.fitted, like)
-    return FloatWeights(scheme, chosen.names, chosen.ignore, request.device, chosen.notes)
+    for_vllm = scheme.name == "mxfp8" and set(request.readers) == {"vllm"}
+    return FloatWeights(scheme, chosen.names, chosen.ignore, request.device, chosen.notes, for_vllm)
 
 
 def quantize_sample(weight: Tensor, scheme: FloatScheme) -> None:

@@ -9,8 +9,8 @@ import pytest
 from ckptkit.core.errors import CkptkitError
 from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.settings.files import compose
-from verify.launch.settings.overrides import applied, is_override
-from verify.launch.settings.yaml_tree import flat, parse, read_yaml
+from verify.launch.settings.overrides import applied, flat, is_override
+from verify.launch.settings.yaml_tree import parse, read_yaml
 from verify.launch.words import UnresolvedWord, Word
 
 TEXT = """

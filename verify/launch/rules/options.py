@@ -11,7 +11,6 @@ from typing import Any
 
 from verify.issue import Issue
 from verify.launch.options.given import GivenArguments
-from verify.launch.options.layout import option_of
 from verify.report import Severity
 
 
@@ -48,7 +47,7 @@ class Options:
         return ", ".join(self._said(name) for name in names)
 
     def _said(self, name: str) -> str:
-        option = option_of(name)
+        option = _option(name)
         if name not in self.given.places:
             return f"no {option}"
         value = self.given.values.get(name)
@@ -79,8 +78,8 @@ class Needs:
         if not options.on(self.option) or any(map(options.on, self.unless)):
             return
         if all(options.off(name) for name in self.others):
-            wanted = " or ".join(map(option_of, self.others))
-            yield options.issue((self.option, *self.others), f"{wanted} with {option_of(self.option)}", self.why)
+            wanted = " or ".join(map(_option, self.others))
+            yield options.issue((self.option, *self.others), f"{wanted} with {_option(self.option)}", self.why)
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Excludes:
     def broken(self, options: Options) -> Iterator[Issue]:
         """The issue, where both are given."""
         if options.on(self.option) and options.on(self.other):
-            expected = f"only one of {option_of(self.option)} and {option_of(self.other)}"
+            expected = f"only one of {_option(self.option)} and {_option(self.other)}"
             yield options.issue((self.option, self.other), expected, self.why)
 
 
@@ -102,3 +101,7 @@ def broken(rows: Collection[Needs | Excludes], options: Options) -> Iterator[Iss
     """The issues of all rows that a launch breaks."""
     for row in rows:
         yield from row.broken(options)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptkit.core.printable import shortened
-from verify.launch.settings.yaml_tree import NULL, Tree, flat
+from verify.launch.settings.yaml_tree import NULL, Tree
 from verify.launch.words import UnresolvedWord, Word
 
 _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
@@ -54,7 +54,7 @@ class Config:
         node: Tree | None = self.tree if isinstance(self.tree, dict) else dict(self.tree)
         for key in filter(None, prefix.split(".")):
             node = node.get(key) if isinstance(node, dict) else None
-        yield from () if node is None else (key for key, _ in flat(node, prefix))
+        yield from () if node is None else _keys(node, prefix)
 
     def _node(self, keys: tuple[str, ...], depth: int) -> Tree | None:
         node: Tree | None = dict(self.tree)
@@ -154,6 +154,14 @@ def merged(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[str, Tree
         before = found.get(key)
         found[key] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return found
+
+
+def _keys(node: Tree, prefix: str) -> Iterator[str]:
+    if isinstance(node, Word):
+        yield prefix
+        return
+    for key, value in node.items() if isinstance(node, dict) else ((str(i), one) for i, one in enumerate(node)):
+        yield from _keys(value, f"{prefix}.{key}" if prefix else key)
 
 
 def _absolute(key: str, at: tuple[str, ...]) -> tuple[str, ...]:

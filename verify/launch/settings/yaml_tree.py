@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,15 +48,6 @@ def parse(text: str, path: Path | None = None) -> Tree:
         return _Parser(text, path).document()
     except yaml.YAMLError as error:
         raise _refused(path, " ".join(str(error).split())) from error
-
-
-def flat(tree: Tree | Mapping[str, Tree], prefix: str = "", lists: bool = True) -> Iterator[tuple[str, Word]]:
-    """Every word of a tree with its dotted key, those of lists with their index; without `lists` none of these."""
-    if isinstance(tree, Word):
-        yield prefix, tree
-    elif lists or not isinstance(tree, list):
-        for key, value in enumerate(tree) if isinstance(tree, list) else tree.items():
-            yield from flat(value, f"{prefix}.{key}" if prefix else str(key), lists)
 
 
 def _refused(path: Path | None, why: str) -> CkptkitError:

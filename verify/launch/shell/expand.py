@@ -310,7 +310,7 @@ def _listed(shell: Shell, part: Parameter, run: Run | None = None) -> list[Value
         return _indirect(shell, part, values, run)
     if part.length:
         return [_length(part, values or [])]
-    if part.operator in (*_DEFAULTS, ":=", "=", ":?", "?"):
+    if part.operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
         return _defaulted(shell, part, values, run)
     if values is None and part.index in ("@", "*") and not shell.unresolved:
         # No array comes from the environment: one that the script does not set is empty.
@@ -447,7 +447,12 @@ def _is_empty(part: Parameter, values: Sequence[Value] | None) -> bool | None:
 def _with_defaults(shell: Shell, parts: Sequence[Part], run: Run) -> Iterator[Part]:
     """The parts of a word, where those of a default stand in the place of `${A:-default}` and `${A:+other}`."""
     for part in parts:
-        if not isinstance(part, Parameter) or part.length or part.indirect or part.operator not in _DEFAULTS:
+        if (
+            not isinstance(part, Parameter)
+            or part.length
+            or part.indirect
+            or part.operator not in (":-", "-", ":+", "+")
+        ):
             yield part
             continue
         empty = _is_empty(part, _looked_up(shell, part, run))

@@ -32,7 +32,7 @@ _REDIRECT = re.compile(r"\d*(?:&>>|&>|<<<|<<-|<<|<>|<&|>&|>>|>\||<|>)(?!\()")
 _ENDS = frozenset({"then", "do", "done", "fi", "else", "elif", "esac", "}"})
 _DEPTH = 60
 # Builtins whose arguments may be assignments with arrays.
-DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
+_DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 
 
 def parse(text: str, name: str, line: int = 1) -> tuple[Node, ...]:
@@ -290,7 +290,7 @@ class _Parser:
                 here, target = text or here, output or target
             elif not self.lexer.at_word():
                 break
-            elif (found := self._assignment()) and (not words or words[0].plain in DECLARES):
+            elif (found := self._assignment()) and (not words or words[0].plain in _DECLARES):
                 words = self._assign(found, assignments, words)
             else:
                 words.append(self.lexer.word())

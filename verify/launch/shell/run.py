@@ -25,7 +25,7 @@ from verify.launch.shell.flow import (
     loop,
     nothing,
 )
-from verify.launch.shell.parser import DECLARES, nested
+from verify.launch.shell.parser import nested
 from verify.launch.shell.scripts import deeper, evaluate, exported, inner, source, started
 from verify.launch.shell.syntax import (
     AndOr,
@@ -48,6 +48,7 @@ from verify.launch.shell.syntax import (
 from verify.launch.shell.trainers import inner_script, start_of
 from verify.launch.shell.values import Shell, Value, together
 
+_DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _LOCAL = frozenset({"local", "declare", "typeset"})
 
 
@@ -179,7 +180,7 @@ def _simple(shell: Shell, node: Simple) -> tuple[Flow, Result]:
     words = expand(shell, node.words, substituted)
     if words and words[0].text == "local" and not shell.locals:
         return "", False
-    if not words or words[0].text in DECLARES:
+    if not words or words[0].text in _DECLARES:
         if words and shell.locals and words[0].text in _LOCAL:
             _declared(shell, words, {assignment.name for assignment in node.assignments})
         shell.special |= dict(_attributes(shell, words, node.line, "inluA"))
