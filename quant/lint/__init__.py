@@ -6,6 +6,7 @@ MAY_IMPORT = (
     "ckptkit.formats",
     "converters",
     "quant.formats",
+    "quant.lists",
     "quant.patterns",
     "quant.selection",
 )

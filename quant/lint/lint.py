@@ -1,11 +1,10 @@
-"""Checks the `ignore` list of an INT4 config.json, and finds a list that all readers agree on.
+"""Checks the list of unquantized modules of a config.json, and finds a list that all readers agree on.
 
 Reads no weights: names come from the index, the header of the file, or the classes of the model.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +15,11 @@ from ckptkit.core.specs import fold
 from ckptkit.formats.detect import refuse_url
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import quantization_of
-from ckptkit.storage.whole import write_whole
+from quant.lint.low_precision import LowPrecisionList
+from quant.lint.opening import open_subject
+from quant.lint.rewrite import rewrite, write_list
 from quant.lint.rules import LintFinding, examine, idle
-from quant.lint.subject import IgnoreList, open_subject
-from quant.selection.readers import RULES
+from quant.lint.subject import IgnoreList
 from quant.selection.spelling import entries_for
 
 
@@ -30,11 +30,13 @@ class LintReport:
     path: str
     names: str  # where tensor names come from
     tensors: int  # how many matrices there are
-    packed: int  # how many of them are INT4, or would be by the list
+    packed: int  # how many of them are quantized, or would be by the list
     patterns: Mapping[str, Mapping[str, tuple[str, ...]]]  # tensors (folded) that each entry covers for each reader
     findings: tuple[LintFinding, ...]
     portable: tuple[str, ...] | None  # a list that packs the same and that all readers agree on; None: there is none
     fixed: bool = False  # it was written to config.json
+    key: str = "ignore"  # where config.json has the list
+    scheme: str = "INT4"  # what the packed matrices are
 
     @property
     def failed(self) -> bool:
@@ -59,7 +61,9 @@ def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
     same way, or that cannot be judged, stay in their order. Linear layers that only transformers names, such as those
     of a vision tower, stay covered if they were.
     """
-    everybody = replace(subject, readers=tuple(RULES))
+    if isinstance(subject, LowPrecisionList):
+        return subject.portable()
+    everybody = replace(subject, readers=subject.every_reader)
     suspects = {pattern for one in everybody.divergences(subject.readings) for pattern in one.patterns}
     spares = {pattern for pattern in subject.ignore if _spares_packed(subject, pattern)}
     unused = set(idle(subject)) if subject.whole else set()
@@ -89,19 +93,20 @@ def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
     folded: dict[tuple[int, ...], tuple[str, ...]] = {}
     table: dict[str, dict[str, tuple[str, ...]]] = {}
     for pattern in subject.ignore:
-        for reader, reading in subject.readings.items():
+        for reader in subject.every_reader:
+            reading = subject.readings[reader]
             indices = tuple(reading.covering(pattern))
             if indices not in folded:
                 folded[indices] = tuple(fold(subject.matrices[index].tensor for index in indices))
             table.setdefault(pattern, {})[reader] = folded[indices]
         if not any(table[pattern].values()):
             spelled = tuple(fold(f"{name}.weight" for name in subject.spelled(pattern)))
-            table[pattern] |= dict.fromkeys(("compressed-tensors", "transformers"), spelled)
+            table[pattern] |= dict.fromkeys(set(table[pattern]) & {"compressed-tensors", "transformers"}, spelled)
     return table
 
 
 def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = False) -> LintReport:
-    """Checks the `ignore` list of the checkpoint at `path`; config.json is enough, with or without an index.
+    """Checks the list of unquantized modules of the checkpoint at `path`; config.json is enough, or an index too.
 
     `readers` (as `--reader`): those that must agree; None: all. Severities: `quant.selection.readers.severity_of`.
     `fix`: writes the portable list into config.json and keeps the original as config.json.orig.
@@ -114,9 +119,18 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
     portable = portable_list(subject)
     findings = examine(subject)
     report = LintReport(
-        str(root), names, len(subject.matrices), sum(subject.packed), pattern_table(subject), findings, portable
+        str(root),
+        names,
+        len(subject.matrices),
+        sum(subject.packed),
+        pattern_table(subject),
+        findings,
+        portable,
+        key=subject.key,
+        scheme="INT4" if subject.is_int4 else "quantized",
     )
-    if not fix or portable == subject.ignore:
+    agreed = subject.is_agreed if isinstance(subject, LowPrecisionList) else portable == subject.ignore
+    if not fix or agreed:
         return report
     if portable is None:
         why = next((finding.message for finding in findings if finding.severity == "error"), "readers cannot agree")
@@ -124,7 +138,10 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
             f"{root / 'config.json'}: no ignore list makes all readers agree on what is packed: {why}",
             "quantize again with `ckptkit quantize`",
         )
-    write_ignore(root / "config.json", portable)
+    if isinstance(subject, LowPrecisionList):
+        write_list(subject, portable)
+    else:
+        write_ignore(root / "config.json", portable)
     return replace(report, fixed=True)
 
 
@@ -132,7 +149,4 @@ def write_ignore(file: Path, ignore: Sequence[str]) -> None:
     """Replaces `ignore` in config.json; keeps the old file as config.json.orig unless that exists already."""
     config = read_json(file)
     quantization_of(config)["ignore"] = list(ignore)
-    original = file.with_name(f"{file.name}.orig")
-    if not original.exists():
-        write_whole(original, file.read_bytes())
-    write_whole(file, json.dumps(config, indent=2) + "\n")
+    rewrite(file, config)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import IN_LAYER, layer_of, tail
 from converters.registry import FAMILIES
-from quant.formats.groups import refusals
 from quant.formats.part_names import PACKED
-from quant.lint.subject import IgnoreList
+from quant.lint.subject import IgnoreList, Severity
 from quant.patterns.entries import matcher
 from quant.selection.portable import OTHER_FORMAT, quoted
-from quant.selection.readers import RULES, VLLM, worst
+from quant.selection.readers import TRAINERS, VLLM
 
-Severity = Literal["error", "warning", "note"]
+ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,19 @@ class LintFinding:
 
 def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
     """Returns everything that is wrong, worst first."""
-    order = ("error", "warning", "note")
     found = [
         *_refused(subject),
         *_differences(subject),
         *_partly(subject),
         *_forbidden(subject),
-        *_overreach(subject),
+        *(_overreach(subject) if subject.base == "compressed-tensors" else ()),
         *_unused(subject),
         *_groups(subject),
         *_fusion(subject),
+        *_kv_cache(subject),
+        *_not_known(subject),
     ]
-    return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+    return tuple(sorted(found, key=lambda finding: ORDER.index(finding.severity)))
 
 
 def _finding(
@@ -65,10 +65,10 @@ def _finding(
 
 def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds what readers refuse of the config as a whole."""
-    for refusal in refusals(subject.config):
+    for refusal in subject.refusals():
         who = [reader for reader in refusal.readers if reader in subject.readers]
         if who:
-            severity = worst(subject.severities[reader] for reader in who)
+            severity = min((subject.severities[reader] for reader in who), key=ORDER.index)
             yield _finding("refused", severity, refusal.what, refusal.hint, [], who)
 
 
@@ -78,7 +78,6 @@ _WORDS = {
     "keeps": "would look for it unpacked",
     "refuses": "would refuse the fused layer",
 }
-_NO_TARGET = "add a pattern of its name to `targets` of its config group; engines also ask for fused names (qkv_proj)"
 _SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
 
 
@@ -90,41 +89,38 @@ def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
         readers.setdefault((one.tensor, one.answer, one.patterns, subject.severities[one.reader]), []).append(
             one.reader
         )
-    groups: dict[tuple[Any, ...], list[str]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[str, tuple[str, ...]]]] = {}
     for (tensor, answer, patterns, severity), who in readers.items():
         matrix, packs = by_name[tensor]
         reason = matrix.reason if matrix.reason and not packs and answer == "packs" else None
-        groups.setdefault(
-            (answer, patterns, tuple(who), severity, reason, matrix.entry if not packs else None), []
-        ).append(tensor)
-    for (answer, patterns, who, severity, reason, entry), tensors in groups.items():
-        why = f"because of how it reads {quoted(patterns)}" if patterns else "because no entry covers it"
-        if not patterns and entry is None and subject.by_name:
+        entry = matrix.entry if not packs else None
+        kinds = patterns if subject.is_int4 else tuple(map(_without_numbers, patterns))
+        kind = entry if subject.is_int4 else entry and _without_numbers(entry)
+        groups.setdefault((answer, kinds, tuple(who), severity, reason, kind), []).append((tensor, patterns))
+    for (answer, _, who, severity, reason, entry), found in groups.items():
+        tensors = [tensor for tensor, _ in found]
+        every = dict.fromkeys(one for _, several in found for one in several)
+        shown: tuple[str, ...] = tuple(every) if subject.is_int4 else tuple(fold(every))
+        why = f"because of how it reads {quoted(shown)}" if shown else subject.why_uncovered(who)
+        if not shown and entry is None and subject.by_name:
             why = "because no entry of `targets` names it"
-        message = f"{' and '.join(who)} {(_SLIME if who == ('slime',) else _WORDS)[answer]}, {why}" + (
+        message = f"{' and '.join(who)} {(_SLIME if who[0] in TRAINERS else _WORDS)[answer]}, {why}" + (
             f"; it must not be: {reason}" if reason else ""
         )
         other = all(tensor.removesuffix(".weight") in subject.others for tensor in tensors)
-        hint = (
-            OTHER_FORMAT
-            if other
-            else f"use '{entry}'"
-            if entry
-            else f"replace {quoted(patterns)} by entries that spare it"
-            if patterns
-            else _NO_TARGET
-            if subject.by_name
-            else "quantize again"
-        )
         yield _finding(
             "exposed" if reason else "disagreement",
             severity,
             message,
-            hint,
+            OTHER_FORMAT if other else subject.next_move(who, shown, entry),
             tensors,
             who,
-            patterns[0] if patterns else None,
+            shown[0] if shown else None,
         )
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
@@ -161,7 +157,7 @@ def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:
     reasons: dict[str, list[str]] = {}
     for matrix, packs in zip(subject.matrices, subject.packed, strict=True):
         if packs and matrix.reason:
-            reasons.setdefault(matrix.reason, []).append(matrix.module + PACKED)
+            reasons.setdefault(matrix.reason, []).append(matrix.module + PACKED if subject.is_int4 else matrix.tensor)
     for reason, tensors in reasons.items():
         yield _finding(
             "packed",
@@ -173,6 +169,7 @@ def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:
         )
 
 
+_KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale")
 _NUMBERED = re.compile(r"layers\\?\.(\d+)")
 
 
@@ -189,7 +186,9 @@ def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
                 if _goes_beyond(pattern, matrix.module, routers):
                     swallowed.setdefault(matrix.tensor, []).append(reader)
         if swallowed:
-            who = [reader for reader in RULES if any(reader in several for several in swallowed.values())]
+            who = [
+                reader for reader in subject.every_reader if any(reader in several for several in swallowed.values())
+            ]
             hint = (
                 "end the entry where the name ends: "
                 "`(\\.|$)` after a layer's number, `(\\.weight)?$` after a module's name"
@@ -229,10 +228,14 @@ def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
 
     Where config.json alone does not tell all modules, the entry may be about an unknown one, so it is only a note.
     """
+    if not subject.is_int4:
+        yield from _unused_of_any_format(subject)
+        return
     for pattern in idle(subject):
         if subject.whole:
             hint = "remove it, or correct it: whole module names, or `re:` and a regex that matches from the start"
-            yield _finding("unused", "warning", f"'{pattern}' covers nothing for any reader", hint, [], RULES, pattern)
+            message = f"'{pattern}' covers nothing for any reader"
+            yield _finding("unused", "warning", message, hint, [], subject.every_reader, pattern)
         else:
             hint = "put the release's model.safetensors.index.json beside config.json, which names all of them"
             yield _finding(
@@ -244,6 +247,14 @@ def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
                 (),
                 pattern,
             )
+
+
+def _unused_of_any_format(subject: IgnoreList) -> Iterator[LintFinding]:
+    """Finds entries that name nothing stored. Trainers list norms and biases too, which are no layers to a reader."""
+    unused = [pattern for pattern in idle(subject) if not subject.names_any(pattern)]
+    if unused and subject.indexed and subject.matrices:
+        message = f"{len(unused)} entries name nothing that is stored, such as '{unused[0]}'"
+        yield _finding("unused", "note", message, "correct them if they were meant for something that is", [])
 
 
 def idle(subject: IgnoreList) -> list[str]:
@@ -258,8 +269,8 @@ def idle(subject: IgnoreList) -> list[str]:
 
 def _groups(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds several config_groups, of which slime reads only group_0."""
-    groups = quantization_of(subject.config)["config_groups"]
-    if len(groups) > 1 and "slime" in subject.readers:
+    groups = quantization_of(subject.config).get("config_groups") or {}
+    if len(groups) > 1 and "slime" in subject.readers and subject.is_int4:
         message = f"{len(groups)} config_groups; slime reads group_0 alone and packs everything by it"
         yield _finding(
             "groups",
@@ -273,7 +284,8 @@ def _groups(subject: IgnoreList) -> Iterator[LintFinding]:
 
 def _fusion(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds unpacked shared experts that SGLang would join with packed routed experts (GLM-4.5)."""
-    if not FAMILIES[str(subject.config.get("model_type"))].engine("sglang").joins_shared_expert:
+    family = FAMILIES.get(str(subject.config.get("model_type")))
+    if not subject.is_int4 or family is None or not family.engine("sglang").joins_shared_expert:
         return
     both = [
         (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if matrix.reason is None
@@ -292,3 +304,24 @@ def _fusion(subject: IgnoreList) -> Iterator[LintFinding]:
             shared,
             ("SGLang 0.5.16",),
         )
+
+
+def _kv_cache(subject: IgnoreList) -> Iterator[LintFinding]:
+    """Finds a quantized cache of keys and values without scales in the files."""
+    content = quantization_of(subject.config)
+    stated = content.get("kv_cache_scheme") or content.get("kv_cache_quant_algo")
+    if stated and subject.leaves and not any(name.endswith(_KV_SCALES) for name in subject.leaves):
+        message = (
+            "the cache of keys and values is stated to be quantized, and no scale of it is stored: engines take 1.0"
+        )
+        yield _finding("cache scales", "note", message, "set kv_cache_scheme to null unless 1.0 is meant", [])
+
+
+def _not_known(subject: IgnoreList) -> Iterator[LintFinding]:
+    """Finds a model whose modules are not known, so that its entries are judged by themselves alone."""
+    if not subject.matrices:
+        model = subject.config.get("model_type")
+        message = (
+            f"which tensors of model_type {model!r} are Linear layers is not known: entries are not held against them"
+        )
+        yield _finding("not judged", "note", message, "`ckptkit inspect` says how its tensors are stored", [])

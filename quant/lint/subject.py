@@ -1,30 +1,22 @@
-"""Loads the `ignore` list of an INT4 config.json and the tensor names of its model. Reads no weights."""
+"""Holds an `ignore` list against the tensor names of its model, as each reader takes it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
-from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.hf.reader import SINGLE, read_config, shard_names
-from ckptkit.formats.hf.shard import read_shard
-from ckptkit.formats.hf.side_files import quantization_of
-from converters.foreign import refuse_stated
-from converters.stored import as_spelled
-from quant.formats.groups import Target, groups_of, targets_of
-from quant.formats.part_names import SCALE, packed_in
-from quant.formats.scheme import listed
-from quant.patterns.entries import check_entries
-from quant.selection.class_tree import class_tree
-from quant.selection.matrices import Matrix, fused_experts, matrices_named
-from quant.selection.portable import Divergence, divergences, packed_by
+from quant.formats.groups import Refusal, Target, groups_of, refusals
+from quant.selection.matrices import Matrix
+from quant.selection.portable import Divergence, divergences, packed_by, quoted
 from quant.selection.published import severities
-from quant.selection.readers import ALL_READERS, RULES, readers_of
+from quant.selection.readers import RULES
 from quant.selection.reading import Reading, covered, read_all
 from quant.selection.tree import ClassTree
+
+Severity = Literal["error", "warning", "note"]
+_NO_TARGET = "add a pattern of its name to `targets` of its config group; engines also ask for fused names (qkv_proj)"
 
 
 @dataclass(frozen=True)
@@ -41,6 +33,7 @@ class IgnoreList:
     asked: tuple[str, ...] | None = None  # names given with `--reader`; None: none were
     indexed: bool = False  # names come from files, not only from the model's classes
     scaled: frozenset[str] = frozenset()  # modules stored with a scale and not packed, so in another format (FP8)
+    leaves: frozenset[str] = frozenset()  # stored tensors that are not matrices, with and without their last part
 
     @cached_property
     def readings(self) -> dict[str, Reading]:
@@ -49,11 +42,11 @@ class IgnoreList:
 
     def read(self, ignore: Sequence[str]) -> dict[str, Reading]:
         """Returns how each reader takes another list."""
-        return read_all(RULES, self.matrices, ignore, self.config, self.targets)
+        return read_all(self.every_reader, self.matrices, ignore, self.config, self.targets)
 
     @cached_property
     def packed(self) -> tuple[bool, ...]:
-        """Whether each matrix is INT4: by stored names if any is packed, else by classes and compressed-tensors."""
+        """Whether each matrix is packed: by stored names if any is, else by classes and compressed-tensors."""
         if self.stored is not None:
             return tuple(matrix.module in self.stored for matrix in self.matrices)
         return tuple(packed_by(self.matrices, self.readings["compressed-tensors"]))
@@ -68,9 +61,49 @@ class IgnoreList:
         return frozenset(matrix.module for matrix, answer in pairs if answer == "other")
 
     @cached_property
-    def severities(self) -> dict[str, Literal["error", "warning"]]:
+    def severities(self) -> dict[str, Severity]:
         """The severity of each reader's disagreement with what is packed, as in `verify`."""
-        return severities(self.config, self.ignore, self.tree, self.asked)
+        return dict(severities(self.config, self.ignore, self.tree, self.asked))
+
+    def refusals(self) -> Iterator[Refusal]:
+        """What readers refuse of the config as a whole."""
+        return refusals(self.config)
+
+    def why_uncovered(self, readers: Sequence[str]) -> str:
+        """Why readers leave a tensor out that is quantized, or the reverse, where it is not for an entry."""
+        return "because no entry covers it"
+
+    def next_move(self, readers: Sequence[str], patterns: Sequence[str], entry: str | None) -> str:
+        """What to do about readers that take a tensor otherwise than it is. `entry`: one that leaves it out for all."""
+        if entry:
+            return f"use '{entry}'"
+        if patterns:
+            return f"replace {quoted(patterns)} by entries that spare it"
+        return _NO_TARGET if self.by_name else "quantize again"
+
+    @property
+    def key(self) -> str:
+        """The key of the config that has the list."""
+        return "ignore"
+
+    def names_any(self, pattern: str) -> bool:
+        """Whether an entry names something that is stored and no reader looks up."""
+        return any(f".{pattern}." in f".{name}." for name in self.leaves)
+
+    @property
+    def every_reader(self) -> tuple[str, ...]:
+        """All readers whose reading of the list is looked at."""
+        return tuple(reader for reader in RULES if self.is_int4 or reader != "slime")
+
+    @property
+    def base(self) -> str:
+        """The reading that others are held against."""
+        return "compressed-tensors"
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether INT4 is among the formats."""
+        return any(group.kind == "packs" for group in groups_of(self.config))
 
     @property
     def by_name(self) -> bool:
@@ -89,63 +122,3 @@ class IgnoreList:
     def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
         """Returns where the checked readers disagree with what is packed."""
         return divergences(self.matrices, self.packed, readings, self.readers, self.others)
-
-
-def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[IgnoreList, str]:
-    """Loads the subject at `path`, a directory with config.json, and says where its names come from.
-
-    Raises CkptkitError when there is no compressed-tensors INT4 config, as `refuse_stated`, or the model is not known.
-    """
-    wanted = readers_of(ALL_READERS if readers is None else readers)
-    config: Mapping[str, Any] = read_config(path)
-    refuse_stated(config, path)
-    content = quantization_of(config)
-    if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
-        raise CkptkitError(
-            f"{path / 'config.json'} has no quantization_config of compressed-tensors",
-            "lint looks at INT4 checkpoints and their ignore lists",
-        )
-    ignore, groups = listed(content, "ignore"), groups_of(config)
-    if not any(group.kind == "packs" for group in groups):
-        raise CkptkitError(
-            f"{path / 'config.json'}: no config group has INT4 weights (format {content.get('format')!r})",
-            "lint looks at INT4 checkpoints and their ignore lists; `ckptkit verify` looks at other formats",
-        )
-    targets = targets_of(groups)
-    check_entries(ignore, f"{path / 'config.json'}: ignore")
-    check_entries([target.pattern for target in targets], f"{path / 'config.json'}: targets")
-    stored, source = _stored_names(path)
-    config = as_spelled(config, stored)
-    tree = class_tree(config)
-    names = stored or [f"{module}.weight" for module in [*tree.others, *sorted(tree.linears), *_draft_modules(tree)]]
-    matrices = [*matrices_named(names, tree, config), *fused_experts(names, tree, config)]
-    packed = frozenset(packed_in(names))
-    asked = None if readers is None else tuple(readers)
-    return IgnoreList(
-        config,
-        tuple(dict.fromkeys(ignore)),
-        targets,
-        tree,
-        matrices,
-        packed or None,
-        wanted,
-        asked,
-        bool(stored),
-        frozenset(name.removesuffix(SCALE) for name in names if name.endswith(SCALE)) - packed,
-    ), source
-
-
-def _stored_names(path: Path) -> tuple[list[str], str]:
-    """Returns the names of stored tensors (none without weights) and where they come from."""
-    if (weight_map := shard_names(path)) is not None:
-        return list(weight_map), "the index"
-    if (path / SINGLE).exists():
-        return list(read_shard(path / SINGLE).specs), f"the header of {SINGLE}"
-    return [], "the model's classes, since there are no weights"
-
-
-def _draft_modules(tree: ClassTree) -> Iterator[str]:
-    """Yields the modules of draft layers: the one that joins their inputs, and the same as in the last layer."""
-    for draft in tree.drafts:
-        yield draft.joint
-        yield from (draft.layer + tail.replace("#", "0") for tail in sorted(tree.last_tails))

@@ -2,37 +2,72 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptkit.core.findings_text import Entry, TextReport, lay_out, plain
+from ckptkit.core.specs import fold
 from quant.lint.lint import LintReport
 from quant.lint.rules import LintFinding
 
+_COPIED = 40  # entries of a list shown one by one
 _SHOWN = 4  # folded tensors in a line
 
 
 def lines(report: LintReport, width: int | None = None) -> Iterator[str]:
     """Yields the report for people; `width` None is that of the terminal."""
     sections: dict[str, Sequence[str]] = {
-        "entries of `ignore`, and what each reader takes them for": [
-            line for pattern, covers in report.patterns.items() for line in (pattern, *_row(covers))
+        f"entries of `{report.key}`, and what each reader takes them for": [
+            line for pattern, covers in _alike(report.patterns) for line in (pattern, *_row(covers))
         ]
     }
     if report.portable is not None and report.portable != tuple(report.patterns):
-        sections["portable ignore list"] = report.portable
+        sections[f"portable {report.key} list"] = _few(report.portable)
     text = TextReport(
         [_entry(finding) for finding in report.findings], _verdict(report), sections, list(_closing(report))
     )
     yield from plain(lay_out(text, width or shutil.get_terminal_size().columns, every=True))
 
 
+def _alike(
+    patterns: Mapping[str, Mapping[str, Sequence[str]]],
+) -> Iterator[tuple[str, Mapping[str, Sequence[str]]]]:
+    """Yields the entries, with those as one that differ in numbers alone and so do the tensors that they cover."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for pattern, covers in patterns.items():
+        kinds = tuple((reader, tuple(map(_without_numbers, tensors))) for reader, tensors in covers.items())
+        groups.setdefault((pattern if pattern.startswith("re:") else _without_numbers(pattern), kinds), []).append(
+            pattern
+        )
+    for several in groups.values():
+        readers = patterns[several[0]]
+        yield (
+            ", ".join(fold(several)),
+            {
+                reader: fold(dict.fromkeys(tensor for pattern in several for tensor in patterns[pattern][reader]))
+                if len(several) > 1
+                else readers[reader]
+                for reader in readers
+            },
+        )
+
+
+def _few(entries: Sequence[str]) -> Sequence[str]:
+    """The entries, folded where they are too many to copy from a terminal: `--json` has each of them."""
+    return entries if len(entries) <= _COPIED else fold(entries)
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
 def _closing(report: LintReport) -> Iterator[str]:
-    yield f"{report.packed} of {report.tensors} matrices are INT4 (names from {report.names})"
+    yield f"{report.packed} of {report.tensors} matrices are {report.scheme} (names from {report.names})"
     if report.fixed:
         yield "fixed: config.json has the list above; the original is config.json.orig"
     if report.portable is None:
-        yield "no ignore list makes all readers agree on what is packed"
+        yield f"no {report.key} list makes all readers agree on what is packed"
 
 
 def _verdict(report: LintReport) -> tuple[str, str]:

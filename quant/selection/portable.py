@@ -50,20 +50,21 @@ def divergences(
     readings: Mapping[str, Reading],
     readers: Iterable[str],
     others: Collection[str] = (),
+    base_reader: str = "compressed-tensors",
 ) -> list[Divergence]:
     """Every matrix where one of `readers` contradicts `packed`.
 
-    `readings`: as `read_all` returns them; entries are compared with the reading of compressed-tensors. `others`:
-    modules quantized in another format.
+    `readings`: as `read_all` returns them; entries are compared with the reading of `base_reader`. `others`: modules
+    quantized in another format.
     """
-    found, base = [], readings["compressed-tensors"]
+    found, base = [], readings[base_reader]
     wanted: list[Answer] = [
         "packs" if packs else "other" if matrix.module in others else "keeps"
         for matrix, packs in zip(matrices, packed, strict=True)
     ]
     for reading in map(readings.__getitem__, readers):
         for index, (matrix, answer, should) in enumerate(zip(matrices, reading.answers, wanted, strict=True)):
-            if answer != should:
+            if answer not in (should, "either"):
                 differ = (pattern for pattern in base.covers if _differs(reading, base, pattern, index))
                 found.append(Divergence(matrix.tensor, reading.reader, answer, tuple(differ)))
     return found

@@ -99,6 +99,21 @@ READERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 ALL_READERS = tuple(READERS)
+SGLANG = READERS["sglang"]
+TRANSFORMERS = ("transformers 5.12", "transformers 5.24")
+TRAINERS = ("slime", "miles", "verl", "NeMo-RL")
+# The same for the lists of other formats than compressed-tensors', which `quant.lists.table` reads.
+LIST_READERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "sglang": SGLANG,
+        "vllm": VLLM,
+        "transformers": TRANSFORMERS,
+        "slime": ("slime",),
+        "miles": ("miles",),
+        "verl": ("verl",),
+        "nemo-rl": ("NeMo-RL",),
+    }
+)
 # Who decides where no reader is named: the engine that reinforcement learning serves with, and the trainers that
 # quantize for it.
 RL_READERS = ("sglang", "slime", "miles")

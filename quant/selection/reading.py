@@ -16,7 +16,8 @@ from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
 from quant.selection.readers import RULES, VLLM
 from quant.selection.vllm_classes import class_in_vllm, named_by_class
 
-Answer = Literal["packs", "other", "keeps", "refuses"]
+# "either": the reader loads the module packed or not.
+Answer = Literal["packs", "other", "keeps", "refuses", "either"]
 _BY_CLASS = ("compressed-tensors", "transformers")
 _LAST = "\U0010ffff"
 
@@ -57,6 +58,8 @@ def read(
     targets: Sequence[Target] = LINEAR,
 ) -> Reading:
     """Predicts what `reader` takes for packed. `targets`: classes and names of modules, as config.json has them."""
+    if not matrices:  # of a model that is not known
+        return Reading(reader, (), dict.fromkeys(ignore, frozenset()), ())
     entry = FAMILIES[str(config.get("model_type"))].engine("sglang").entry if reader.startswith("SGLang") else str
     asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
     names = sorted({name for several in asked for name in several})

@@ -14,6 +14,7 @@ REPOSITORIES = {
     "MEGATRON_LM": "https://github.com/NVIDIA/Megatron-LM",
     "SLIME": "https://github.com/THUDM/slime",
     "MILES": "https://github.com/radixark/miles",
+    "VERL": "https://github.com/verl-project/verl",
 }
 
 

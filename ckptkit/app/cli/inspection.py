@@ -13,7 +13,7 @@ from ckptkit.app.cli import options as common
 from ckptkit.app.cli.ending import end, end_lint, end_manifest
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
-from quant.selection.readers import ALL_READERS
+from quant.selection.readers import LIST_READERS
 
 _LISTED = 8  # files that inspect lists by name
 
@@ -86,7 +86,7 @@ def _short(value: Any) -> str:
     "--reader",
     "readers",
     multiple=True,
-    type=click.Choice(ALL_READERS),
+    type=click.Choice(list(LIST_READERS)),
     help="Who must agree on what is packed. Repeatable. [default: all]",
 )
 @click.option(
@@ -97,9 +97,9 @@ def _short(value: Any) -> str:
 @common.strict
 @common.as_json
 def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json: bool) -> None:
-    """Say how every reader takes the `ignore` list of the INT4 checkpoint at PATH. Reads no weights.
+    """Say how every reader takes the list of unquantized modules of the checkpoint at PATH. Reads no weights.
 
-    A lone config.json is enough.
+    INT4, FP8, MXFP8, MXFP4 or NVFP4. A lone config.json is enough.
     """
     from quant.lint.lint import lint as run
     from quant.lint.text import lines

@@ -17,7 +17,7 @@ from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import read_shard
 from converters.registry import FAMILIES
 from quant.lint.lint import lint
-from quant.lint.subject import open_subject
+from quant.lint.opening import open_subject
 from quant.selection.class_tree import class_tree
 from quant.selection.readers import VLLM
 

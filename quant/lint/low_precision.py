@@ -1,0 +1,349 @@
+"""Loads the lists of unquantized modules of FP8, MXFP8, MXFP4 and NVFP4 checkpoints. Reads no weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
+from ckptkit.formats.hf.side_files import quantization_of
+from quant.formats.groups import Refusal
+from quant.lint.subject import IgnoreList, Severity
+from quant.lists.reading import read_list, unreadable
+from quant.lists.table import (
+    ENGINES,
+    KEYS,
+    LISTS,
+    NAMED,
+    NAMES,
+    ListReader,
+    Method,
+    readers_of_method,
+)
+from quant.patterns.entries import check_entries
+from quant.selection.matrices import Matrix, fused_layer
+from quant.selection.portable import Divergence, divergences, quoted
+from quant.selection.readers import LIST_READERS, TRAINERS, readers_of
+from quant.selection.reading import Answer, Reading
+from quant.selection.tree import ClassTree
+
+_SCALED = re.compile(
+    r"(.+)\.(?:weight_packed|weight_scale(?:_inv|_2)?|scale)|(.+\.experts\.\w+_proj)_(?:scale(?:_inv)?|blocks)"
+)
+# Linear layers that every engine holds unquantized, whatever the list.
+_NEVER = (".indexer.weights_proj",)
+
+# The keys that every reader of a method finds between them, other methods' is `ignore`.
+WRITTEN: Mapping[str, tuple[str, ...]] = {
+    "fp8": ("modules_to_not_convert",),
+    "mxfp8": ("modules_to_not_convert", "ignored_layers"),
+    "mxfp4": ("modules_to_not_convert",),
+    "quark": ("exclude",),
+}
+
+
+@dataclass(frozen=True)
+class LowPrecisionList(IgnoreList):
+    """A list of unquantized modules in a format other than compressed-tensors'."""
+
+    path: Path = Path()  # the directory
+    method: Method = "fp8"
+    per_layer: frozenset[str] | None = None  # modules that `quantized_layers` names; None: there is no such key
+
+    @cached_property
+    def rows(self) -> Mapping[str, ListReader]:
+        """The readers that know this format, and how they take its list."""
+        return readers_of_method(self.method)
+
+    @property
+    def every_reader(self) -> tuple[str, ...]:
+        """All readers whose reading of the list is looked at."""
+        return tuple(self.rows)
+
+    @property
+    def base(self) -> str:
+        """The reading that others are held against."""
+        return NAMES
+
+    @cached_property
+    def readings(self) -> dict[str, Reading]:
+        """How each reader takes the list that it reads."""
+        content = quantization_of(self.config)
+        own = {reader: row.entries(content) for reader, row in self.rows.items()}
+        return self._readings({NAMES: self.ignore, **own})
+
+    def read(self, ignore: Sequence[str]) -> dict[str, Reading]:
+        """Returns how each reader takes another list, written under every key that is read."""
+        return self._readings({NAMES: ignore, **{reader: ignore for reader, row in self.rows.items() if row.keys}})
+
+    def _readings(self, lists: Mapping[str, Sequence[str]]) -> dict[str, Reading]:
+        rows = {NAMES: NAMED[self.method.partition(" ")[0]], **self.rows}
+        every = dict.fromkeys(lists[NAMES])
+        found = {
+            reader: read_list(reader, row, self.matrices, lists.get(reader, ()), self.config)
+            for reader, row in rows.items()
+        }
+        # A reader that reads no list takes every entry for nothing.
+        return {
+            reader: replace(
+                reading,
+                covers={**dict.fromkeys(every, frozenset[str]()), **reading.covers},
+                answers=tuple(map(self._per_layer, self.matrices, reading.answers)),
+            )
+            for reader, reading in found.items()
+        }
+
+    def _per_layer(self, matrix: Matrix, answer: Answer) -> Answer:
+        """The answer where `quantized_layers` has to name a module, or one that holds it, for it to be quantized."""
+        if self.per_layer is None or answer != "packs":
+            return answer
+        parts = matrix.module.split(".")
+        held = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        return "packs" if any(name in self.per_layer for name in held) else "keeps"
+
+    @cached_property
+    def packed(self) -> tuple[bool, ...]:
+        """Whether each matrix is quantized: by stored names if any is, else by what the list names."""
+        if self.stored is not None:
+            return tuple(matrix.module in self.stored for matrix in self.matrices)
+        answers = self.readings[NAMES].answers
+        return tuple(
+            matrix.reason is None and answer == "packs" for matrix, answer in zip(self.matrices, answers, strict=True)
+        )
+
+    @property
+    def others(self) -> frozenset[str]:
+        """Modules in another format: none, since these configs have one."""
+        return frozenset()
+
+    @cached_property
+    def severities(self) -> dict[str, Severity]:
+        """As for INT4: an error for SGLang and for readers that are asked for, a note for trainers otherwise."""
+        asked = {reader for name in self.asked or () for reader in LIST_READERS[name]}
+        usual: dict[str, Severity] = {
+            reader: "note" if reader in TRAINERS else "error" if reader.startswith("SGLang") else "warning"
+            for reader in self.rows
+        }
+        if self.asked is None:
+            return usual
+        return {reader: "error" if reader in asked else "warning" for reader in usual}
+
+    def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
+        """Returns where the checked readers disagree with what is quantized."""
+        content = quantization_of(self.config)
+        own = {reader: set(row.entries(content)) for reader, row in self.rows.items()}
+        found = divergences(self.matrices, self.packed, readings, self.readers, (), NAMES)
+        return [replace(one, patterns=tuple(filter(own[one.reader].__contains__, one.patterns))) for one in found]
+
+    def next_move(self, readers: Sequence[str], patterns: Sequence[str], entry: str | None) -> str:
+        """What to do about readers that take a tensor otherwise than it is."""
+        key = self.key
+        if set(readers) <= set(TRAINERS):
+            return f"quantize the release as {' and '.join(readers)} would, or roll out unquantized"
+        if patterns:
+            return f"replace {quoted(patterns)} by whole module names: `ckptkit lint --fix` writes such a list"
+        if entry is None:
+            return "quantize again, or take the entry out that names it"
+        return f"name the whole module under `{key}`: `ckptkit lint --fix` writes such a list"
+
+    @property
+    def key(self) -> str:
+        """The key of the config that has the list, or that it belongs under."""
+        content = quantization_of(self.config)
+        return next((key for key in KEYS[self.method] if content.get(key)), WRITTEN.get(self.method, ("ignore",))[0])
+
+    @property
+    def is_int4(self) -> bool:
+        """Never: INT4 is compressed-tensors'."""
+        return False
+
+    @property
+    def by_name(self) -> bool:
+        """Never: there are no targets."""
+        return False
+
+    @property
+    def _everybody(self) -> LowPrecisionList:
+        return replace(self, readers=tuple(reader for reader in self.rows if reader not in TRAINERS))
+
+    @cached_property
+    def is_agreed(self) -> bool:
+        """Whether engines and transformers agree on the list as it is."""
+        return not self._everybody.divergences(self.readings) and not list(self.refusals())
+
+    def portable(self) -> tuple[str, ...] | None:
+        """Returns a list of whole module names on which engines and transformers agree; None when there is none.
+
+        The list as it is where they agree already. Entries that no reader looks up stay.
+        """
+        if self.is_agreed:
+            return self.ignore
+        everybody = self._everybody
+        idle = [entry for entry in self.ignore if not any(one.covers[entry] for one in self.readings.values())]
+        looking = [self.readings[reader] for reader in everybody.readers]
+        asked = [any(one.asked[index] for one in looking) for index in range(len(self.matrices))]
+        names = (
+            fused_layer(matrix.module, None) if matrix.expert else matrix.module
+            for matrix, packs, looked_up in zip(self.matrices, self.packed, asked, strict=True)
+            if looked_up and not packs
+        )
+        found = tuple(dict.fromkeys([*sorted(names, key=_by_number), *idle]))
+        agreed = not any(unreadable(row, entry) for row in self.rows.values() for entry in found)
+        return found if agreed and not everybody.divergences(everybody.read(found)) else None
+
+    def refusals(self) -> Iterator[Refusal]:
+        """Entries for which a reader raises, and what the two configs of a checkpoint say differently."""
+        for reader, row in self.rows.items():
+            if bad := [entry for entry in row.entries(quantization_of(self.config)) if unreadable(row, entry)]:
+                what = f"{len(bad)} entries are not regular expressions, which {reader} takes them for: '{bad[0]}'"
+                yield Refusal((reader,), what, "name whole modules, without `*`")
+        if differs := differing_configs(self.path):
+            what = f"{MODELOPT_CONFIG} and config.json differ in {' and '.join(differs)}; engines read config.json"
+            yield Refusal(ENGINES, what, f"write both from one list, or remove {MODELOPT_CONFIG}")
+
+    def why_uncovered(self, readers: Sequence[str]) -> str:
+        """Why readers leave a tensor out that is quantized, or the reverse, where it is not for an entry."""
+        rows = [self.rows[reader] for reader in readers]
+        if any(row.packs is not None for row in rows):
+            return "because of its name"
+        content = quantization_of(self.config)
+        unread = [key for key in KEYS[self.method] if content.get(key) and all(key not in row.keys for row in rows)]
+        if unread and not any(row.entries(content) for row in rows):
+            return f"because it does not read `{unread[0]}`"
+        return "because no entry covers it"
+
+
+def differing_configs(path: Path) -> list[str]:
+    """What hf_quant_config.json says otherwise than config.json, where both are there: the algorithm, the list."""
+    if not (path / MODELOPT_CONFIG).exists():
+        return []
+    first, second = (flattened(one, path) for one in (read_json(path / "config.json"), {}))
+    ours, theirs = quantization_of(first), quantization_of(second)
+    if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping) or ours == theirs:
+        return []
+    lists = [one.get("ignore", one.get("exclude_modules")) or [] for one in (ours, theirs)]
+    same = {
+        "the algorithm": str(ours.get("quant_algo")).upper() == str(theirs.get("quant_algo")).upper(),
+        "the list of modules": set(map(str, lists[0])) == set(map(str, lists[1])),
+    }
+    return [what for what, equal in same.items() if not equal]
+
+
+def method_of(content: Mapping[str, Any], where: object) -> Method:
+    """The method of a quantization_config whose list is read here.
+
+    Raises CkptkitError for any other, compressed-tensors' included.
+    """
+    algo = str(content.get("quant_algo") or "").upper()
+    method = str(content.get("quant_method", "modelopt" if algo else None))
+    if method.startswith("modelopt") and algo:
+        method = f"modelopt {'fp4' if 'NVFP4' in algo else 'mxfp8' if 'MXFP8' in algo else 'fp8'}"
+    if method not in get_args(Method):
+        known = sorted({one.partition(" ")[0] for row in LISTS for one in row.methods})
+        raise CkptkitError(
+            f"{where} has no quantization_config of compressed-tensors, {', '.join(known[:-1])} or {known[-1]}",
+            "lint looks at quantized checkpoints and their lists of unquantized modules",
+        )
+    found: Method = method  # type: ignore[assignment]
+    return found
+
+
+def flattened(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The config with a quantization_config: its own, else that of hf_quant_config.json, both in one form.
+
+    ModelOpt's `exclude_modules` of a nested config is called `ignore` there, as every reader takes it.
+    """
+    content = quantization_of(config)
+    if content is None and (path / MODELOPT_CONFIG).exists():
+        content = read_json(path / MODELOPT_CONFIG)
+    if not isinstance(content, Mapping):
+        return dict(config)
+    nested = content.get("quantization")
+    if isinstance(nested, Mapping):
+        listed = nested.get("exclude_modules") or []
+        content = {"quant_method": "modelopt", **nested, "ignore": listed}
+        content.pop("exclude_modules", None)
+    return {**config, "quantization_config": dict(content)}
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    return [(int(part) if part.isdecimal() else -1, part) for part in name.split(".")]
+
+
+def quantized_in(names: Iterable[str]) -> Iterator[str]:
+    """Yields the modules beside whose weight a scale is stored, or whose weight is packed."""
+    for name in names:
+        if match := _SCALED.fullmatch(name):
+            yield match[1] or match[2]
+
+
+def leaves(names: Iterable[str], matrices: Iterable[Matrix]) -> frozenset[str]:
+    """Stored tensors other than the matrices, by name and by module: norms, biases, and what hangs on a matrix."""
+    judged = {matrix.tensor for matrix in matrices}
+    rest = [name for name in names if name not in judged]
+    return frozenset([*rest, *(name.rpartition(".")[0] for name in rest)])
+
+
+def allowed(matrices: Iterable[Matrix], tree: ClassTree) -> list[Matrix]:
+    """The matrices with the reasons that hold for any format: draft layers and towers may be quantized in these."""
+    return [replace(matrix, reason=_reason(matrix, tree)) for matrix in matrices]
+
+
+def _reason(matrix: Matrix, tree: ClassTree) -> str | None:
+    if matrix.module.endswith(_NEVER):
+        return "engines hold it unquantized"
+    return matrix.reason if matrix.module in tree.others or matrix.module in tree.gates else None
+
+
+def wanted_readers(method: str, readers: Sequence[str] | None) -> tuple[str, ...]:
+    """The readers to check: those asked for, or all. Raises CkptkitError as `readers_of`, or where none is left."""
+    known = readers_of_method(method)
+    if readers is None:
+        return tuple(known)
+    wanted = {one for name in readers for one in LIST_READERS.get(name, ())} & known.keys()
+    if not wanted:
+        if unknown := [name for name in readers if name not in LIST_READERS]:
+            readers_of(unknown)
+        raise CkptkitError(
+            f"--reader {' '.join(readers)} reads no list of {method} checkpoints",
+            f"choose from {', '.join(name for name, several in LIST_READERS.items() if known.keys() & set(several))}",
+        )
+    return tuple(reader for reader in known if reader in wanted)
+
+
+def open_list(
+    config: Mapping[str, Any],
+    matrices: Sequence[Matrix],
+    tree: ClassTree,
+    names: Sequence[str],
+    asked: Sequence[str] | None,
+    path: Path,
+) -> LowPrecisionList:
+    """Reads the lists of a config, of whatever key, beside the matrices of its model. `names`: of stored tensors."""
+    content, where = quantization_of(config), path / "config.json"
+    method = method_of(content, where)
+    lists = [content[key] for key in KEYS[method] if isinstance(content.get(key), list)]
+    ignore = tuple(dict.fromkeys(str(entry) for several in lists for entry in several))
+    check_entries(ignore, f"{where}: {KEYS[method][0]}")
+    stored = frozenset(quantized_in(names))
+    layers = content.get("quantized_layers")
+    return LowPrecisionList(
+        config,
+        ignore,
+        (),
+        tree,
+        matrices,
+        stored or None,
+        wanted_readers(method, asked),
+        None if asked is None else tuple(asked),
+        bool(names),
+        leaves=leaves(names, matrices),
+        path=path,
+        method=method,
+        per_layer=frozenset(layers) if isinstance(layers, Mapping) else None,
+    )

@@ -1,0 +1,239 @@
+"""`ckptkit lint` on FP8, MXFP8, MXFP4 and NVFP4: which reader reads which list, and what it makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.published import EXPERTS, GLM, LAYERS, QWEN
+
+from ckptkit.core.errors import CkptkitError
+from quant.lint.lint import LintReport, lint
+from quant.selection.readers import SGLANG, TRANSFORMERS, VLLM
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MXFP8 = {"quant_method": "mxfp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(LAYERS)]
+ROUTER = "model.layers.{0..3}.mlp.gate.weight"
+PROJECTIONS = [f"self_attn.{one}_proj" for one in "qkvo"] + [
+    f"mlp.experts.{expert}.{one}_proj" for expert in range(EXPERTS) for one in ("gate", "up", "down")
+]
+
+
+def write(path: Path, config: Mapping[str, Any], content: Mapping[str, Any] | None, names: Iterable[str] = ()) -> Path:
+    """A directory with config.json, and an index where there are `names`."""
+    path.mkdir(parents=True, exist_ok=True)
+    stated = {} if content is None else {"quantization_config": dict(content)}
+    (path / "config.json").write_text(json.dumps({**config, **stated}))
+    if names := list(names):
+        index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def qwen_names(packed: Sequence[str] = PROJECTIONS, scale: str = "weight_scale_inv") -> list[str]:
+    """The tensors of Qwen3-MoE in FP8, with a scale beside each module of `packed`."""
+    outside = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    inside = [
+        f"model.layers.{layer}.{name}"
+        for layer in range(LAYERS)
+        for name in (
+            *(f"{one}.weight" for one in (*PROJECTIONS, "mlp.gate", "input_layernorm")),
+            *(f"{one}.{scale}" for one in packed),
+        )
+    ]
+    return [*outside, *inside]
+
+
+def found(report: LintReport) -> list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
+    """Severity, kind, tensors and readers of every finding but notes on trainers."""
+    return [(one.severity, one.kind, one.tensors, one.readers) for one in report.findings if one.severity != "note"]
+
+
+def test_a_release_that_names_whole_modules_is_clean(tmp_path: Path) -> None:
+    content = {**FP8, "modules_to_not_convert": ["lm_head", *ROUTERS, "model.layers.0.input_layernorm"]}
+    report = lint(write(tmp_path, QWEN, content, qwen_names()))
+    assert (found(report), report.packed, report.key) == ([], LAYERS * len(PROJECTIONS), "modules_to_not_convert")
+    assert report.portable == ("lm_head", *ROUTERS, "model.layers.0.input_layernorm")
+
+
+@pytest.mark.parametrize("content", [FP8, {**FP8, "modules_to_not_convert": []}])
+def test_vllm_builds_a_router_in_fp8_that_no_entry_names(tmp_path: Path, content: Mapping[str, Any]) -> None:
+    path = write(tmp_path, QWEN, content, qwen_names())
+    report = lint(path)
+    assert found(report) == [("warning", "exposed", (ROUTER,), VLLM)]
+    assert report.portable == tuple(ROUTERS)
+    with pytest.raises(CkptkitError, match="unknown reader"):
+        lint(path, readers=["nobody"])
+    assert found(lint(path, readers=["vllm"])) == [("error", "exposed", (ROUTER,), VLLM)]
+
+
+def test_fix_writes_whole_names_under_the_key_that_all_read(tmp_path: Path) -> None:
+    path = write(tmp_path, QWEN, {**FP8, "ignored_layers": ["lm_head", "mlp.gate"]}, qwen_names())
+    before = (path / "config.json").read_bytes()
+    assert found(lint(path)) == [("warning", "exposed", (ROUTER,), VLLM)]
+    assert lint(path, fix=True).fixed
+    content = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert content == {**FP8, "modules_to_not_convert": ["lm_head", *ROUTERS]}
+    assert (path / "config.json.orig").read_bytes() == before
+    assert found(lint(path)) == []
+
+
+def test_vllm_reads_only_ignored_layers_of_mxfp8(tmp_path: Path) -> None:
+    path = write(tmp_path, QWEN, {**MXFP8, "modules_to_not_convert": ["lm_head", *ROUTERS]}, qwen_names())
+    report = lint(path)
+    assert ("warning", "exposed", (ROUTER,), VLLM) in found(report)
+    assert {one.message.partition(", ")[2] for one in report.findings if one.readers == VLLM} == {
+        "because it does not read `modules_to_not_convert`; it must not be: Qwen3MoeTopKRouter is not a Linear",
+        "because it does not read `modules_to_not_convert`",
+    }
+    lint(path, fix=True)
+    content = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert content["ignored_layers"] == content["modules_to_not_convert"]
+    assert sorted(content["ignored_layers"]) == sorted(["lm_head", *ROUTERS])
+    assert found(lint(path)) == []
+
+
+def test_sglang_0_5_16_reads_only_ignore_of_modelopt(tmp_path: Path) -> None:
+    names = qwen_names([f"mlp.experts.{e}.{one}_proj" for e in range(EXPERTS) for one in ("gate", "up", "down")])
+    attention = [f"model.layers.{layer}.self_attn" for layer in range(LAYERS)]
+    listed = ["lm_head", *ROUTERS, *attention]
+    report = lint(write(tmp_path, QWEN, {**NVFP4, "exclude_modules": listed}, names))
+    assert {(severity, who) for severity, _, _, who in found(report)} == {("error", ("SGLang 0.5.16",))}
+    assert found(lint(write(tmp_path, QWEN, {**NVFP4, "ignore": listed}, names))) == []
+
+
+def test_hf_quant_config_alone_is_read_and_another_one_is_found(tmp_path: Path) -> None:
+    path = write(tmp_path, QWEN, None, qwen_names(scale="weight_scale_2"))
+    other = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*mlp.gate"]}}
+    (path / "hf_quant_config.json").write_text(json.dumps(other))
+    report = lint(path)
+    assert (found(report), report.packed) == ([], LAYERS * len(PROJECTIONS))
+    write(path, QWEN, {**NVFP4, "quant_algo": "FP8", "ignore": ["lm_head", *ROUTERS]})
+    refused = [one for one in lint(path).findings if one.kind == "refused"]
+    assert [(one.severity, one.message) for one in refused] == [
+        (
+            "error",
+            "hf_quant_config.json and config.json differ in the algorithm and the list of modules; "
+            "engines read config.json",
+        )
+    ]
+
+
+def test_engines_leave_all_experts_out_for_an_entry_of_one(tmp_path: Path) -> None:
+    content = {**FP8, "modules_to_not_convert": ["lm_head", *ROUTERS, "model.layers.2.mlp.experts.7.gate_proj"]}
+    report = lint(write(tmp_path, QWEN, content, qwen_names()))
+    engines = [one for one in report.findings if one.kind == "disagreement" and one.severity != "note"]
+    assert {(one.severity, one.readers) for one in engines} == {("error", SGLANG), ("warning", VLLM)}
+    assert sum(one.count for one in engines) == 2 * 3 * EXPERTS
+
+
+def test_a_router_stored_in_fp8_is_an_error(tmp_path: Path) -> None:
+    content = {**FP8, "modules_to_not_convert": ["lm_head"]}
+    report = lint(write(tmp_path, QWEN, content, qwen_names([*PROJECTIONS, "mlp.gate"])))
+    assert ("error", "packed", (ROUTER,), ("SGLang 0.5.16",)) in found(report)
+
+
+def test_a_gate_projection_without_its_up_projection_is_an_error(tmp_path: Path) -> None:
+    shards = [one for one in PROJECTIONS if one != "self_attn.k_proj"]
+    report = lint(write(tmp_path, QWEN, {**FP8, "modules_to_not_convert": ["lm_head", *ROUTERS]}, qwen_names(shards)))
+    partly = [one for one in report.findings if one.kind == "partly ignored"]
+    assert [(one.severity, one.tensors) for one in partly] == [
+        ("error", ("model.layers.{0..3}.self_attn.k_proj.weight",))
+    ]
+
+
+def test_vllm_takes_a_modelopt_entry_for_any_part_of_a_name(tmp_path: Path) -> None:
+    config = {**QWEN, "num_hidden_layers": 12}
+    report = lint(write(tmp_path, config, {**NVFP4, "ignore": ["lm_head", "*mlp.gate", "model.layers.1"]}))
+    told = [one for one in report.findings if one.kind == "disagreement" and one.readers == VLLM]
+    assert told
+    assert {name.startswith("model.layers.{10..11}.") for one in told for name in one.tensors} == {True}
+
+
+def test_transformers_raises_for_a_glob_and_reads_prefixes(tmp_path: Path) -> None:
+    report = lint(write(tmp_path, QWEN, {**FP8, "modules_to_not_convert": ["lm_head", "*mlp.gate"]}, qwen_names()))
+    refused = [one for one in report.findings if one.kind == "refused"]
+    assert [one.readers for one in refused] == [(one,) for one in TRANSFORMERS]
+    config = {**QWEN, "num_hidden_layers": 12}
+    report = lint(write(tmp_path / "long", config, {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.1"]}))
+    swallowed = [one for one in report.findings if one.pattern == "model.layers.1"]
+    assert {one.readers for one in swallowed if "{10..11}" in one.tensors[0]} == {("transformers 5.12",)}
+
+
+def test_several_groups_of_floats_each_have_their_modules(tmp_path: Path) -> None:
+    eight = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    four = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    content = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {
+            "group_0": {"targets": [r"re:.*self_attn\..*_proj$"], "weights": eight, "format": "float-quantized"},
+            "group_1": {"targets": [r"re:.*\.experts\..*"], "weights": four, "format": "nvfp4-pack-quantized"},
+        },
+        "ignore": ["lm_head", *ROUTERS],
+    }
+    experts = [one for one in PROJECTIONS if ".experts." in one]
+    names = [
+        name.replace(".weight", ".weight_packed") if ".experts." in name and name.endswith(".weight") else name
+        for name in qwen_names(PROJECTIONS, "weight_scale")
+    ]
+    report = lint(write(tmp_path, QWEN, content, names))
+    assert report.packed == LAYERS * len(experts)
+    assert [one for one in found(report) if one[0] == "error"] == []
+
+
+def test_layers_of_their_own_algorithm_are_read(tmp_path: Path) -> None:
+    layers = {
+        f"model.layers.{layer}.{one}": {"quant_algo": "FP8" if "attn" in one else "NVFP4"}
+        for layer in range(LAYERS)
+        for one in PROJECTIONS
+    }
+    content = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    report = lint(write(tmp_path, QWEN, content, qwen_names(scale="weight_scale")))
+    assert (found(report), report.packed) == ([], LAYERS * len(PROJECTIONS))
+
+
+def test_quark_excludes_by_whole_names_or_expressions(tmp_path: Path) -> None:
+    content = {"quant_method": "quark", "exclude": ["lm_head", "re:.*mlp.gate$", "model.layers.0.self_attn.o_proj"]}
+    names = [
+        name for name in qwen_names(scale="weight_scale") if name != "model.layers.0.self_attn.o_proj.weight_scale"
+    ]
+    assert found(lint(write(tmp_path, QWEN, content, names))) == []
+
+
+def test_a_model_that_is_not_known_is_not_judged(tmp_path: Path) -> None:
+    content = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    report = lint(write(tmp_path, {"model_type": "gpt_oss"}, content))
+    assert [(one.severity, one.kind) for one in report.findings] == [("note", "not judged")]
+
+
+def test_a_stated_cache_without_scales_is_a_note(tmp_path: Path) -> None:
+    content = {**NVFP4, "ignore": ["lm_head", *ROUTERS], "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    names = qwen_names(scale="weight_scale_2")
+    kinds = [one.kind for one in lint(write(tmp_path, QWEN, content, names)).findings if one.severity == "note"]
+    assert "cache scales" in kinds
+    names += [f"model.layers.{layer}.self_attn.k_proj.k_scale" for layer in range(LAYERS)]
+    kinds = [one.kind for one in lint(write(tmp_path, QWEN, content, names)).findings if one.severity == "note"]
+    assert "cache scales" not in kinds
+
+
+def test_a_trainer_is_judged_as_an_error_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    content = {**FP8, "modules_to_not_convert": ["lm_head", *ROUTERS]}
+    path = write(tmp_path, QWEN, content, qwen_names())
+    told = [(one.severity, one.readers) for one in lint(path).findings]
+    assert told == [("note", ("NeMo-RL",))]
+    assert [(one.severity, one.readers) for one in lint(path, readers=["nemo-rl"]).findings] == [
+        ("error", ("NeMo-RL",))
+    ]
+    assert lint(path, readers=["slime", "miles", "verl"]).findings == ()
+
+
+def test_names_of_another_format_are_refused_for_a_reader_that_has_none(tmp_path: Path) -> None:
+    path = write(tmp_path, GLM, {"quant_method": "quark", "exclude": []})
+    with pytest.raises(CkptkitError, match="reads no list of quark checkpoints"):
+        lint(path, readers=["slime"])

@@ -1,0 +1,214 @@
+"""The table of readers of unquantized modules, against each reader's own code and against verdicts written by hand."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from support.installed import before, release
+from support.processes import run_logged
+from support.published import GLM, KIMI, QWEN
+from support.vllm_runs import release as vllm_release
+
+from quant.lists import rules
+from quant.lists.reading import read_list
+from quant.lists.table import KEYS, LISTS, Method, readers_of_method
+from quant.selection.class_tree import class_tree
+from quant.selection.matrices import Matrix, matrices_named
+from quant.selection.readers import Rule
+from verify.witnesses.process.interpreter import python_of
+
+L3, L5 = "model.layers.3", "model.layers.5"
+READERS: Sequence[tuple[str, Rule]] = (
+    ("transformers 5.12", rules.regex_from_start),
+    ("transformers 5.24", rules.regex_to_a_dot),
+    ("SGLang fp8", rules.whole_parts),
+    ("SGLang ModelOpt", lambda name, entry: rules.parts_only(name, entry) or rules.glob(name, entry)),
+    ("vLLM fp8", rules.exact),
+    ("vLLM ModelOpt", lambda name, entry: rules.exact(name, entry) or rules.substring(name, entry)),
+    ("Quark", rules.regex_or_exact),
+)
+# entry, module, is it left unquantized by each of `READERS`
+TABLE: list[tuple[str, str, str]] = [
+    (f"{L3}.mlp.gate", f"{L3}.mlp.gate", "1111111"),
+    (f"{L3}.mlp.gate", f"{L3}.mlp.gate_up_proj", "1000010"),
+    ("mlp.gate", f"{L3}.mlp.gate", "1111010"),
+    ("mlp.gate", f"{L3}.mlp.gate_proj", "0000010"),
+    ("model.layers.1", "model.layers.1.mlp.down_proj", "1111010"),
+    ("model.layers.1", "model.layers.11.mlp.down_proj", "1000010"),
+    ("model.layers.0.", "model.layers.0.mlp.down_proj", "1111010"),
+    ("q_b_proj", f"{L3}.self_attn.q_b_proj", "1111010"),
+    ("b_proj", f"{L3}.self_attn.q_b_proj", "1100010"),
+    (f"{L3}.self_attn.q_b_proj", "model.layers.4.self_attn.q_b_proj", "0001000"),
+    (r"re:.*mlp\.gate$", f"{L3}.mlp.gate", "0000001"),
+    ("mtp*", "mtp.layers.0.mlp.down_proj", "1101010"),
+    ("model.layers.0.self_attn*", "model.layers.0.self_attn.o_proj", "1101010"),
+    ("lm_head", "language_model.lm_head", "1111010"),
+    (f"{L3}.mlp.gate.weight", f"{L3}.mlp.gate", "0000000"),
+]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]} {row[1]}")
+def test_an_entry_covers_a_module_as_listed(row: tuple[str, str, str]) -> None:
+    entry, module, expected = row
+    found = "".join(str(int(rule(module, entry))) for _, rule in READERS)
+    assert found == expected, [name for (name, _), one, two in zip(READERS, found, expected, strict=True) if one != two]
+
+
+LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate", "mlp.down_proj")
+LISTS_ASKED: list[list[str]] = [
+    [],
+    *([entry] for entry, *_ in TABLE),
+    *([entry] for entry in ("lm_head", "model.layers.1.mlp", "mlp.experts", "model.layers.1.mlp.experts.7.gate_proj")),
+    *([entry] for entry in ("model.layers.1.mlp.experts", "*.mlp.gate", "*lm_head*", "model.layers.1*", "*experts*")),
+    *([entry] for entry in ("layers.1.mlp.experts", "model.layers.1.mlp.experts.", "experts", "gate", "self_attn")),
+    *([entry] for entry in ("model.layers.1.self_attn.qkv_proj", "qkv_proj", "model.layers.1.self_attn.q_proj")),
+    [f"model.layers.1.self_attn.{one}_proj" for one in "qkv"],
+    ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"],
+    [f"model.layers.{layer}.{name}" for layer in range(4) for name in ("mlp.gate", "input_layernorm")],
+    ["model.layers.1.mlp.shared_experts.down_proj", "model.layers.1.mlp.shared_experts"],
+    ["model.layers.1.self_attn.q_a_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa"],
+    [r"re:.*self_attn.*"],
+    [r"re:.*experts$", r"re:.*v_proj$"],
+]
+MODELS = {"qwen3_moe": QWEN, "glm4_moe": GLM, "kimi_k2": KIMI}
+CONTENT: Mapping[str, Mapping[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "mxfp8": {"quant_method": "mxfp8", "activation_scheme": "dynamic"},
+    "modelopt fp8": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "modelopt fp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    "quark": {"quant_method": "quark"},
+}
+
+
+def matrices_of(config: Mapping[str, Any]) -> list[Matrix]:
+    tree = class_tree(config)
+    return matrices_named([f"{module}.weight" for module in [*tree.others, *sorted(tree.linears)]], tree, config)
+
+
+def questions(reader: str) -> list[tuple[Method, dict[str, Any], dict[str, tuple[str, ...]], dict[str, str]]]:
+    """A method, a quantization_config, layers by name with their parts, and what ckptkit predicts of each."""
+    found: list[tuple[Method, dict[str, Any], dict[str, tuple[str, ...]], dict[str, str]]] = []
+    for config in MODELS.values():
+        matrices = matrices_of(config)
+        for method, content in CONTENT.items():
+            row = readers_of_method(method)[reader]
+            if method == "mxfp8" and reader.startswith("SGLang"):
+                continue  # the same class as fp8
+            for entries in LISTS_ASKED:
+                key = row.keys[0]
+                reading = read_list(reader, row, matrices, entries, config)
+                layers: dict[str, tuple[str, ...]] = {}
+                answers: dict[str, str] = {}
+                for asked, answer in zip(reading.asked, reading.answers, strict=True):
+                    if asked:
+                        layers[asked[-1]] = asked[:-1]
+                        answers[asked[-1]] = answer
+                found.append((method, {**content, key: entries}, layers, answers))
+    return found
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_vllm_takes_every_list_for_what_the_table_says(tmp_path: Path) -> None:
+    found = vllm_release()
+    reader = "vLLM 0.33" if found is not None and found >= (0, 33) else "vLLM 0.26"
+    asked = questions(reader)
+    file = tmp_path / "asked.json"
+    file.write_text(json.dumps([(method, content, layers) for method, content, layers, _ in asked]))
+    log = tmp_path / "log"
+    assert run_logged(log, "support.vllm_lists", file, program=python_of("vllm", {}), limit_s=840), log.read_text()[
+        -2000:
+    ]
+    assert differing(asked, json.loads(file.read_text())) == []
+
+
+def differing(asked: Sequence[tuple[Any, ...]], answers: Sequence[Mapping[str, str]]) -> list[tuple[Any, ...]]:
+    """Where a reader's own answers are not the predicted ones."""
+    return [
+        (method, content, layer, wanted[layer], ours[layer])
+        for (method, content, _, ours), wanted in zip(asked, answers, strict=True)
+        for layer in ours
+        if wanted[layer] != ours[layer]
+    ]
+
+
+SGLANG = "SGLang 0.5.23" if release("sglang") >= (0, 5, 23) else "SGLang 0.5.16"
+
+
+@pytest.mark.sglang
+def test_sglang_takes_every_list_for_what_the_table_says() -> None:
+    asked = questions(SGLANG)
+    assert differing(asked, [in_sglang(method, content, layers) for method, content, layers, _ in asked]) == []
+
+
+def in_sglang(method: str, content: Mapping[str, Any], layers: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """What SGLang's own configs answer for a layer of each name, asked by their `get_quant_method`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.layers.linear import LinearBase
+        from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+        from sglang.srt.layers.quantization import fp8, modelopt_quant
+        from sglang.srt.layers.quantization.quark.utils import should_ignore_layer
+    fused = {
+        name.rpartition(".")[2]: [part.rpartition(".")[2] for part in parts] for name, parts in layers.items() if parts
+    }
+    packed, dense = SimpleNamespace(), SimpleNamespace()
+    classes: dict[str, Any] = {
+        "fp8": fp8.Fp8Config,
+        "modelopt fp8": modelopt_quant.ModelOptFp8Config,
+        "modelopt fp4": modelopt_quant.ModelOptFp4Config,
+    }
+    config = None if method == "quark" else classes[method].from_config({**content, "packed_modules_mapping": fused})
+
+    def answer(name: str) -> str:
+        layer = (FusedMoE if name.endswith(".experts") else LinearBase).__new__(
+            FusedMoE if name.endswith(".experts") else LinearBase
+        )
+        for key in ("use_triton_kernels", "use_flashinfer_trtllm_moe"):
+            object.__setattr__(layer, key, None)
+        try:
+            if config is None:
+                return "keeps" if should_ignore_layer(name, content["exclude"], fused) else "packs"
+            found = config.get_quant_method(layer, name)
+        except ValueError:
+            return "refuses"
+        return "packs" if found is packed else "keeps"
+
+    targets = [(fp8, name, packed) for name in ("Fp8LinearMethod", "Fp8MoEMethod")]
+    targets += [(fp8, name, dense) for name in ("UnquantizedLinearMethod", "UnquantizedFusedMoEMethod")]
+    for name in ("ModelOptFp8", "ModelOptFp4"):
+        targets += [(modelopt_quant, f"{name}LinearMethod", packed)]
+    targets += [(modelopt_quant, name, packed) for name in ("ModelOptFp8MoEMethod", "ModelOptNvFp4FusedMoEMethod")]
+    try:
+        for module, name, result in targets:
+            patch.object(module, name, lambda *_, found=result, **__: found).start()
+        return {name: answer(name) for name in layers}
+    finally:
+        patch.stopall()
+
+
+@before("transformers", (5, 24), "it ends an entry at a dot")
+def test_transformers_takes_every_entry_for_what_the_table_says() -> None:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    names = sorted({module for _, module, _ in TABLE} | {f"{L5}.{name}" for name in LINEAR})
+    entries = {entry for entries in LISTS_ASKED for entry in entries if not entry.startswith(("*", "re:"))}
+    assert [
+        (entry, name)
+        for entry in sorted(entries)
+        for name in names
+        if rules.regex_from_start(name, entry) == should_convert_module(name, [entry])
+    ] == []
+
+
+def test_every_method_of_the_table_has_keys_and_every_key_is_one_of_them() -> None:
+    for row in LISTS:
+        for method in row.methods:
+            assert set(row.keys) <= set(KEYS[method]), (row.readers, method)
