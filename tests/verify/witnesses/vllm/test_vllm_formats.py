@@ -1,0 +1,155 @@
+"""INT4 and FP8 blocks of every model type into real vLLM: clean, or refused in words that are quoted here.
+
+Sizes are those that groups and blocks of 128 divide, so that every format is asked of every model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from families import CASES
+from support.nightly import collected, daily
+from support.sglang_cells import BF16, FP8, INT4, Cell, checkpoint, values
+from support.sglang_matrix import troubles
+from support.sglang_runs import Case, checked
+from support.vllm_families import CLEAN, LEFT_OUT, NEWER
+from support.vllm_runs import run_cases
+
+from ckptkit.app.api import quantize
+from ckptkit.core.errors import CkptkitError
+from quant.formats.scheme import QuantScheme
+from verify.report import CheckResult
+from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.vllm.facts import VLLM
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+FORMS = (FP8, *(form for form in INT4 if "qmax7" not in form))
+KEY_OF_RELEASES = "qwen3_vl_moe"  # transformers 5 does not write `norm_topk_prob`, which its releases have
+EVERY_FORM = ("qwen3-untied", "qwen3_moe", "deepseek_v3")
+NO_EXPERTS_IN_ROWS = "compressed_tensors_moe_wna16.py"  # there 0.33 asserts that experts have groups
+AT_ONCE = 36  # starting vLLM takes half a minute
+
+MODELS = [name for name in CASES if name in CLEAN or name in LEFT_OUT or name == KEY_OF_RELEASES]
+CELLS = {str(cell): cell for name in MODELS for form in FORMS for cell in [Cell(name, "wide", form, "HF")]}
+DAILY = [label for label, cell in CELLS.items() if cell.format in (FP8, "INT4 32 minmax") or cell.model in EVERY_FORM]
+
+
+def refused(cell: Cell) -> str | None:
+    """What ckptkit says where it does not make a cell."""
+    return "experts" if cell.model.startswith("gpt_oss") and cell.format != FP8 else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell."""
+
+    refusal: str = ""  # ckptkit's
+    run: LoadRun | None = None
+    experts: bool = False  # it has routed experts
+    wrong: Sequence[tuple[str, str]] = ()
+    builds: CheckResult | None = None  # CK521
+
+
+class Outcomes:
+    """The outcomes of cells in their order, of which some are made and loaded at a time."""
+
+    def __init__(self, cells: Sequence[Cell], root: Path) -> None:
+        self._left, self._root = list(cells), root
+        self._found: dict[Cell, Outcome] = {}
+
+    def of(self, cell: Cell) -> Outcome:
+        while cell not in self._found:
+            some, self._left = self._left[:AT_ONCE], self._left[AT_ONCE:]
+            self._found |= outcomes(some, self._root / f"{len(self._left)} left")
+        return self._found[cell]
+
+
+def outcomes(cells: Sequence[Cell], root: Path) -> dict[Cell, Outcome]:
+    """Makes the checkpoints, loads them in one process and removes them."""
+    (root / "runs").mkdir(parents=True)
+    found: dict[Cell, Outcome] = {}
+    cases: dict[Cell, Case] = {}
+    for cell in cells:
+        if cell.model == KEY_OF_RELEASES:
+            as_released(checkpoint(Cell(cell.model, cell.sizes, BF16, "HF"), root).checkpoint)
+        try:
+            cases[cell] = checkpoint(cell, root, "vllm")
+        except CkptkitError as error:
+            found[cell] = Outcome(f"{error.message} ({error.hint})")
+    runs = run_cases({str(cell): case for cell, case in cases.items()}, root / "runs")
+    for cell, case in cases.items():
+        run, sizes = runs[str(cell)], values(case)
+        wrong = [] if run.report is None else [*troubles(run.report, sizes, False), *troubles_of_draft(run)]
+        experts = any(".experts." in name for name in sizes)
+        found[cell] = Outcome("", run, experts, wrong, checked(case, run, VLLM)[0]["CK521"])
+    shutil.rmtree(root)
+    return found
+
+
+def as_released(path: Path) -> None:
+    """Writes `norm_topk_prob` into a config."""
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["norm_topk_prob"] = True
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def troubles_of_draft(run: LoadRun) -> list[tuple[str, str]]:
+    """Names of multi-token prediction layers, and what is wrong with them; `weight_shape` is never used."""
+    if run.report is None or run.draft is None:
+        return []
+    seen = (*run.draft.unwritten, *run.draft.dropped, *run.draft.differing, *run.draft.routers)
+    missing = [one for one in run.report.draft if one not in run.draft.equal and not one.endswith("weight_shape")]
+    return [*((one.tensor, one.what) for one in seen), *((one, "it was not compared") for one in missing)]
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    chosen = collected(request, "label")
+    return Outcomes([cell for label, cell in CELLS.items() if label in chosen], tmp_path_factory.mktemp("formats"))
+
+
+@pytest.mark.parametrize("label", daily(CELLS, DAILY))
+def test_every_part_is_where_vllm_keeps_it(label: str, found: Outcomes) -> None:
+    cell = CELLS[label]
+    outcome = found.of(cell)
+    if words := refused(cell):
+        assert words in outcome.refusal
+        return
+    assert outcome.run is not None, outcome
+    assert outcome.builds is not None
+    if NEWER and cell.format == "INT4 rows minmax" and outcome.experts:
+        # For an H100 it chooses a kernel that wants groups. Another GPU may have one for rows: not a verdict.
+        assert (outcome.run.crash, outcome.builds.status) == (None, "skipped")
+        assert "while building the model without a GPU" in str(outcome.builds.reason)
+        assert NO_EXPERTS_IN_ROWS in str(outcome.builds.reason)
+        return
+    assert outcome.run.report is not None, outcome.run
+    assert (outcome.wrong, outcome.builds.status) == ([], "passed")
+    assert (outcome.run.draft_crash, outcome.run.draft_error) == (None, None)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2"])
+def test_the_preset_for_rl_is_packed_as_vllm_reads_it(model: str, rl: Mapping[str, LoadRun]) -> None:
+    run = rl[model]
+    assert run.report is not None, run
+    assert (run.report.unwritten, run.report.dropped, run.report.differing, run.report.routers) == ((), (), (), ())
+    assert any(".experts." in name and name.endswith("weight_packed") for name in run.report.equal)
+    assert not any("self_attn" in name and name.endswith("weight_packed") for name in run.report.equal)
+
+
+@pytest.fixture(scope="module")
+def rl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
+    root = tmp_path_factory.mktemp("rl")
+    cases = {}
+    for model in ("qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2"):
+        release = checkpoint(Cell(model, "wide", BF16, "HF"), root).checkpoint
+        quantize(release, root / model, QuantScheme(32, "qmax7"), preset="rl", readers=("vllm",))
+        cases[model] = Case(root / model)
+    (root / "runs").mkdir()
+    return run_cases(cases, root / "runs")
