@@ -104,9 +104,9 @@ def _layout(group: Group, form: Any, inputs: Any) -> Layout:
         _hold(weights, {"num_bits": (4,), "group_size": (32,)})
         return mxfp4(packed=True)
     if form == _NVFP4:
-        _hold(weights, {"num_bits": (4,), "strategy": ("tensor_group", None)})
+        _hold(weights, {"num_bits": (4,), "strategy": ("tensor_group", None), "group_size": (16, None)})
         # "local" is dynamic within one scale of the tensor, which is stored.
-        return compressed_nvfp4(weights.get("group_size") or 16, static=_has_stored_scale(inputs))
+        return compressed_nvfp4(static=_has_stored_scale(inputs))
     raise _unsupported(f"format {form}" if form != FORMAT else "type 'float'")
 
 

@@ -73,7 +73,8 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     A name that the index lists and no shard holds is CK104's.
     """
     floats, weights = _stored(subject)
-    specs, listed = subject.hf_files.specs, names_of(subject, listed=True)
+    specs, files = subject.hf_files.specs, subject.hf_files
+    listed = {*names_of(subject, listed=True), *(files.index or {})}
     wrong: dict[_Wrong, list[str]] = defaultdict(list)
     taken: set[str] = set()
     for stored in weights:
@@ -255,7 +256,7 @@ def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> 
         found = {formats[module] for module in modules}
         tally.compared(0, len(modules))
         if len(found) > 1:
-            usual = max(found, key=lambda words: sum(formats[module] == words for module in modules))
+            usual = max(found, key=lambda words: (sum(formats[module] == words for module in modules), words))
             for module in modules:
                 if formats[module] != usual:
                     odd[usual, formats[module]].append(module)

@@ -9,6 +9,7 @@ from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import is_quantized
 from verify.evidence.floats.rounding import float_rounding_of, float_weights
+from verify.evidence.floats.writers import writers_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_of
 from verify.evidence.rounding import grid_of, is_gptq, rounding_of
@@ -42,13 +43,18 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Compares FP8 and MXFP4."""
+    """Compares weights in floats, and notes whose formula made those in FP8."""
     stored, specs = subject.once(float_weights), subject.checkpoint.specs
     if stored.unread is not None:
         raise Unable(f"no decision for this quantization_config: {stored.unread}")
     if not stored.judged and not stored.broken:
-        raise Skip("nothing is stored in FP8 or MXFP4 that the source has")
+        raise Skip("nothing is stored in floats of 8 or 4 bits that the source has")
     rounding = subject.once(float_rounding_of)
+    counts, several = writers_of(subject)
+    for formula, count in counts.items():
+        tally.note(f"CK305: {count} of {several} FP8 weights that were recomputed are bit for bit {formula}")
+    if several and not counts:
+        tally.note(f"CK305: no formula known here makes any of {several} FP8 weights bit for bit")
     tally.compared(sum(specs[name].nbytes for name in stored.parts), len(rounding))
     for reason in dict.fromkeys(stored.broken.values()):
         names = [name for name, why in stored.broken.items() if why == reason]
