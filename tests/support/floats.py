@@ -53,7 +53,7 @@ def write(plain: Path, target: Path, spelling: Spelling, wanted: Callable[[str],
 
 
 def _projection(name: str) -> bool:
-    return name.endswith("_proj.weight") and "eh_proj" not in name
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "eh_proj" not in name
 
 
 def blocks(weight: Tensor, height: int, width: int) -> Tensor:
