@@ -231,7 +231,7 @@ def _packed(
         module = name.removesuffix(".weight")
         if floats is not None and (found := _float_parts(name, shape, floats, names)):
             result |= found
-        elif integers and module + PACKED in names:
+        elif module + PACKED in names:
             for part in parts:
                 result[module + part] = None
         else:

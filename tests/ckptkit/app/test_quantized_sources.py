@@ -102,7 +102,10 @@ def test_a_format_that_is_not_known(
     for job in jobs:
         with pytest.raises(CkptkitError, match=message) as error:
             job()
-        assert error.value.hint == "ckptkit reads fp8, mxfp4 and compressed-tensors: start from the unquantized release"
+        assert (
+            error.value.hint
+            == "ckptkit reads fp8, mxfp8, mxfp4, modelopt, quark and compressed-tensors: start from the unquantized release"
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2-tied"]
 
 

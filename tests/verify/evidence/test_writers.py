@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
+from support import floats
+from support.fixture_types import PathOf
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from verify.evidence.floats.writers import formulas_of
+from verify.run import verify
 
 # Two blocks of 2 x 2 and what writers make of them: the scale's bits, and the codes.
 ONE = torch.tensor([[0.337890625, -0.0131225586], [1.2265625, 0.0021057129]], dtype=torch.bfloat16)
@@ -66,3 +70,9 @@ def test_compressed_tensors_own_quantizer_is_named() -> None:
     codes = quantize(weight, scale, zero_point, args, torch.float8_e4m3fn)
     (found,) = formulas_of(codes, scale, weight, (1, 384))
     assert found == "absmax/448 in bfloat16, as compressed-tensors makes it"
+
+
+def test_formula_is_noted(releases: PathOf, tmp_path: Path) -> None:
+    path = floats.write(releases("qwen2-untied"), tmp_path / "fp8", floats.SPELLINGS["fp8"])
+    notes = verify(path, source=releases("qwen2-untied")).facts["notes"]
+    assert [note for note in notes if note.startswith("CK305: 14 of 14 FP8 weights") and "as slime makes it" in note]
