@@ -108,7 +108,10 @@ def test_eight_bits_that_the_config_announces(releases: PathOf, copy_of: CopyOf)
     set_total(path)
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(content | {"quantization_config": {"quant_method": "fp8"}}))
-    assert verify(path).findings == []
+    # The dtype is right; that no scale is there, and that gate is in BF16, is for others to say.
+    codes = {finding.code for finding in verify(path).findings}
+    assert "CK107" not in codes
+    assert {"CK303", "CK306"} <= codes
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
