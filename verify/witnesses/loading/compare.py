@@ -177,7 +177,7 @@ class Loaded:
                 in_part = any(piece.param == param for name in self.in_part for piece in self.placement.pieces[name])
                 why = "no HF tensor belongs there"
                 if in_part:  # each tensor is, on one of several ranks
-                    part = "what belongs there was written in part (CK503)"
+                    part = "what belongs there was written in part"
                     why = part if self.ranks == 1 else "none that was given was written there"
                 what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {why}"
                 yield Observation(param, param, what)
