@@ -145,7 +145,8 @@ def _left_out(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTre
         elsewhere = tree.reason_in_any_format(matrix.module) is not None
         for name in filter(None, (matrix.module, *((matrix.sglang, matrix.vllm) if elsewhere else ()))):
             block, experts, _ = name.partition(".experts.")
-            found |= {f"{block}.experts"} if experts else {name, *_shards(name)}
+            parts = _shards(name) if name != matrix.module else ()
+            found |= {f"{block}.experts"} if experts else {name, *parts}
     return tuple(sorted(found))
 
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from compressed_tensors.quantization import QuantizationConfig
+from families import case
 from support import models
 from support.engine_models import saved
 from support.nightly import daily
+from support.sglang_sizes import widened
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from ckptkit.app.api import convert, quantize
@@ -258,6 +260,23 @@ def test_sglang_loads_it_with_its_draft_model(name: str, plain: Callable[[str], 
     assert {"CK501", "CK502", "CK503", "CK504", "CK505"} <= {
         check.code for check in report.checks if check.status == "passed"
     }
+
+
+def test_preset_rl_is_not_for_what_no_trainer_sends(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="--preset rl is not for fp8-channel, in which no trainer updates an engine"):
+        quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-channel"), preset="rl")
+
+
+@pytest.mark.sglang
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen2_5_vl", "qwen3_vl_moe"])
+def test_sglang_loads_linear_attention_and_vision_towers_beside_fp8(name: str, tmp_path: Path) -> None:
+    case.save(name, widened(name), tmp_path / "plain", torch.bfloat16)
+    quantize(tmp_path / "plain", tmp_path / "out", FloatScheme("fp8-block"))
+    report = verify(tmp_path / "out", source=tmp_path / "plain", against=frozenset({"sglang"}))
+    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
+    assert {"CK501", "CK502", "CK503", "CK505"} <= {check.code for check in report.checks if check.status == "passed"}
 
 
 @pytest.mark.parametrize(
