@@ -284,8 +284,8 @@ def test_published_launch_script_that_contradicts_the_release_is_found() -> None
     """One token too many in every window, and the rotation of a model trained with contexts 32 times as long."""
     found = wrong(GPT_OSS_20B, ARGS_GPT_OSS_20B)
     assert found == [
-        ("window_size", "(127, 0)", "(128, 0)"),
         ("yarn_original_max_position_embeddings", "4096", "131072"),
+        ("window_size", "(127, 0)", "(128, 0)"),
     ]
 
 

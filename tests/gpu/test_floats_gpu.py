@@ -14,6 +14,7 @@ from triton import language as tl
 from quant.kernels.float_roundings import ROUNDINGS
 from quant.kernels.floats import quantize_fp8
 
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
 BLOCKS = [(128, 128), (1, None), (1, 32)]
 
 

@@ -59,7 +59,7 @@ def read_config(root: Path | Directory) -> dict[str, Any]:
     inner = content.get("quantization")
     if not isinstance(inner, dict):
         raise DamagedError(
-            f"{source.at(MODELOPT_CONFIG)} has no object `quantization`", "restore it from the release, or remove it"
+            f"{source.at(MODELOPT_CONFIG)} has no object `quantization`", "restore it from the release"
         )
     # Of a key-value cache alone, no weight is quantized.
     return (

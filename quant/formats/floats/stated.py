@@ -41,12 +41,13 @@ def fp8_format(content: Mapping[str, Any], config: Mapping[str, Any]) -> Floats:
     size = _block(content)
     exponents, static = content.get("scale_fmt") == "ue8m0", content.get("activation_scheme") == "static"
     layouts = [fp8(size, exponents=exponents, static=static)]
-    experts = config.get("expert_dtype", "fp4" if str(config.get("model_type")).startswith(_V4) else None)
+    is_v4 = str(config.get("model_type")).startswith(_V4)
+    experts = config.get("expert_dtype", "fp4" if is_v4 else None)
     if experts == "fp4" or content.get("store_dtype") == "mxfp4" or content.get("routed_experts_quant_method"):
         layouts.append(MXFP4_BYTES)
     if content.get("moe_quant_algo") == "NVFP4":
         layouts.append(modelopt_nvfp4(_group(content)))
-    if size == (32, 32):  # DeepSeek-V4.1
+    if is_v4 and size == (32, 32):  # V4.1
         layouts.append(fp8((128, 128), exponents=exponents, only=".wo_a"))
     return Floats(tuple(layouts))
 

@@ -88,7 +88,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         OnlineQuantizer,
         "_plan",
-        lambda self, pairs, known: online_cuda.plan_bucket(pairs, known, self.served.packed, self.scheme),
+        lambda self, pairs, known, scheme: online_cuda.plan_bucket(pairs, known, self.served.packed, scheme),
     )
     return found
 
