@@ -58,9 +58,7 @@ def read_config(root: Path | Directory) -> dict[str, Any]:
     content = read_json(beside, source.at(MODELOPT_CONFIG))
     inner = content.get("quantization")
     if not isinstance(inner, dict):
-        raise DamagedError(
-            f"{source.at(MODELOPT_CONFIG)} has no object `quantization`", "restore it from the release"
-        )
+        raise DamagedError(f"{source.at(MODELOPT_CONFIG)} has no object `quantization`", "restore it from the release")
     # Of a key-value cache alone, no weight is quantized.
     return (
         config | {"quantization_config": {"quant_method": "modelopt", **inner}} if inner.get("quant_algo") else config
