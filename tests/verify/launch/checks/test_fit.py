@@ -138,6 +138,7 @@ def test_a_format_that_the_trainer_cannot_send_is_found(
 ) -> None:
     found = [one for one in launched(tmp_path, quantization) if one.code == "CK747"]
     assert [one.expected.split(":")[0] for one in found] == expected
+    assert all((one.severity == "warning") == (quantization["quant_method"] == "mxfp4") for one in found)
 
 
 def test_example_of_the_site_is_what_is_found(tmp_path: Path) -> None:
