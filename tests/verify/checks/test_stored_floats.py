@@ -12,6 +12,7 @@ import torch
 from mutations.edits import edit_config, edit_index, names, replace, tensor
 from support import floats, models
 from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.nightly import daily
 
 from verify.report import Finding
 from verify.run import verify
@@ -195,7 +196,7 @@ def said(finding: Finding) -> str:
     return f"{finding.tensor} {finding.expected} {finding.actual} {finding.hint}"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", daily(MODELS, ("qwen3_moe",)))
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: f"{one.damage.__name__}, {one.code}")
 def test_mutation_is_found(
     mutation: Mutation,
