@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -13,7 +14,7 @@ from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.side_files import quantization_of, without_quantization
 from quant.formats.compressed import compressed_floats, compressed_format
-from quant.formats.floats.release import Floats
+from quant.formats.floats.release import Floats, step_of
 from quant.formats.floats.stated import fp8_format, modelopt_format, mxfp4_format, mxfp8_format, quark_format
 from quant.formats.release import Format, Release
 
@@ -25,20 +26,24 @@ _PLAIN = (*COMPUTED, "float64", "int64", "bool")
 _SAME = 0.25
 
 
-def dequantized(source: Checkpoint, where: str, copies: Mapping[str, str] | None = None) -> View:
+def dequantized(
+    source: Checkpoint, where: str, copies: Mapping[str, str] | None = None, kept: Collection[str] = ()
+) -> View:
     """Returns the plain weights of a quantized checkpoint, with the names and config of the unquantized model.
 
     Floats become bfloat16, INT4 the dtype of its scales; other tensors are untouched. `copies` maps tensors to
-    those they repeat: where only the copy is quantized, it gets the values of the original. Raises CkptkitError, naming
-    tensor and file, for an unknown format and for parts that are missing, left over or do not fit. Scales that are not
-    finite raise when they are read.
+    those they repeat: where only the copy is quantized, it gets the values of the original. Weights of these names are
+    `kept` as they are stored. Raises CkptkitError, naming tensor and file, for an unknown format and for parts that are
+    missing, left over or do not fit. Scales that are not finite raise when they are read.
     """
     release = Release.of(source, where)
     form = format_of(source.config)
-    made = {step.inputs[0]: step for step in form.steps(release)}
+    found = list(form.steps(release))
+    made = {step.inputs[0]: step for step in found if step.outputs[0].name not in kept}
     taken = {name for step in made.values() for name in step.inputs}
     left = [spec for name, spec in release.specs.items() if name not in taken and not name.endswith(form.unused)]
-    _check_left(release, form, left)
+    of_kept = {name for step in found if step.outputs[0].name in kept for name in step.inputs}
+    _check_left(release, form, [spec for spec in left if spec.name not in of_kept])
     first_input = {step.outputs[0].name: name for name, step in made.items()}
     for copy, original in (copies or {}).items():
         if copy in first_input and original in release.specs and original not in first_input:
@@ -73,6 +78,28 @@ def format_of(config: Mapping[str, Any]) -> Format:
     hint = "ckptkit reads fp8, mxfp8, mxfp4, modelopt, quark and compressed-tensors: start from the unquantized release"
     what = f"config.json: quantization method {content.get('quant_method')!r} is not supported"
     raise CkptkitError(what, hint, code="unsupported")
+
+
+def same_format(left: Format, right: Format) -> bool:
+    """Whether two checkpoints store weights in the same spellings of the same formats."""
+    if isinstance(left, Floats) and isinstance(right, Floats):
+        return left.layouts == right.layouts
+    return left == right
+
+
+def sound_steps(checkpoint: Checkpoint) -> Iterator[Step]:
+    """Yields what dequantizes each weight whose parts fit; of INT4 up to the first one whose parts do not.
+
+    Raises CkptkitError as `format_of`.
+    """
+    release, form = Release.of(checkpoint, "the checkpoint"), format_of(checkpoint.config)
+    if not isinstance(form, Floats):
+        with suppress(CkptkitError):
+            yield from form.steps(release)
+        return
+    for stored in form.weights(release.specs):
+        with suppress(CkptkitError):
+            yield step_of(release, stored)
 
 
 def floats_of(config: Mapping[str, Any]) -> Floats | None:

@@ -17,7 +17,7 @@ from converters.open import open_checkpoint
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.megatron_files import MegatronFiles
-from verify.evidence.plain import plain
+from verify.evidence.plain import comparable, plain
 from verify.options import VerifyOptions
 
 if TYPE_CHECKING:
@@ -159,18 +159,19 @@ class Subject(OfKind):
 
     @cached_property
     def source(self) -> Checkpoint | None:
-        """What `--source` names, opened; a quantized release as plain weights, unless this checkpoint is quantized too.
+        """What `--source` names, opened; a quantized release as plain weights.
 
-        Raises CkptkitError where it cannot be opened, or is quantized in a format that is not supported.
+        Where this checkpoint is quantized too, those that both store alike stay as they are stored
+        (`verify.evidence.plain.comparable`). Raises CkptkitError where it cannot be opened, or is quantized in a format
+        that is not supported.
         """
         if self.source_path is None:
             return None
-        quantized_too = self.is_hf and is_quantized(self.checkpoint.config)
-        return (
-            open_checkpoint(self.source_path, hf=self.hf_path)
-            if quantized_too or not self.source_is_hf
-            else plain(locate(self.source_path).path)
-        )
+        if self.is_hf and is_quantized(self.checkpoint.config):
+            return comparable(open_checkpoint(self.source_path, hf=self.hf_path), self.checkpoint)
+        if not self.source_is_hf:
+            return open_checkpoint(self.source_path, hf=self.hf_path)
+        return plain(locate(self.source_path).path)
 
     @cached_property
     def source_is_hf(self) -> bool:

@@ -28,6 +28,7 @@ _STORAGE = (
     "dtype",
     "torch_dtype",
     "quantization_config",
+    "expert_dtype",  # DeepSeek-V4: the format of its experts
     "transformers_version",
     "use_cache",
     "architectures",

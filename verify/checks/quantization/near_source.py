@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from quant.formats.part_names import SCALE
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import is_quantized
-from verify.evidence.floats.rounding import float_rounding_of, float_weights
+from verify.evidence.floats.rounding import FloatRounding, float_rounding_of, float_weights
 from verify.evidence.floats.writers import writers_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_of
@@ -66,6 +66,23 @@ def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
         where = f"{worst}, {one.rows}," if one.rows else worst
         actual = f"{one.wrong} of {one.numel} elements of {where} are further off, by up to {one.times:.3g} times that"
         yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=found, file=subject.path)
+    yield from _inexact(rounding, subject)
+
+
+def _inexact(rounding: Mapping[str, FloatRounding], subject: Subject) -> Iterator[Issue]:
+    """FP8 that repeats MXFP4 but for numbers that its scales do not reach."""
+    changed = {name: one for name, one in rounding.items() if one.changed and not one.wrong}
+    for names in group_by_pattern(changed):
+        several = [changed[name] for name in names]
+        count, zeros = sum(one.changed for one in several), sum(one.zeroed for one in several)
+        yield Issue(
+            "the numbers of the MXFP4 source, which FP8 with powers of two as scales can hold",
+            f"not lossless: {count} of {sum(one.numel for one in several)} elements are rounded, {zeros} of them to 0",
+            "exponents within a block spread by more than 14: dequantize to BF16 or quantize to mxfp8, which are exact",
+            names=names,
+            file=subject.path,
+            severity="warning",
+        )
 
 
 def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -70,6 +70,8 @@ class FloatRounding:
     numel: int
     times: float  # the worst error, as a multiple of what is allowed
     rows: str  # rows with wrong elements; empty where that is every row
+    changed: int = 0  # elements of FP8 by powers of two that are not exactly those of an MXFP4 source
+    zeroed: int = 0  # of these, those that became zero
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,9 @@ def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
         names for group in common_groups(codes, source) if (names := [name for name in group if name in found.judged])
     ]
     largest = max(sum(2 * codes.specs[name].nbytes for name in names) for names in groups)
+    narrow = frozenset(name for name, grid in grids.items() if grid.mantissa == 3 and _is_mxfp4(subject, source, name))
     with threads(largest) as pool:
-        several = pool.map(partial(_rounding, codes, scales, source, grids), groups)
+        several = pool.map(partial(_rounding, codes, scales, source, grids, narrow), groups)
         return {name: one for part in several for name, one in part.items()}
 
 
@@ -197,6 +200,12 @@ def _stored(here: Checkpoint, name: str) -> str:
     return step.inputs[0] if step.label == "unfuse" else name
 
 
+def _is_mxfp4(subject: Subject, source: Checkpoint, name: str) -> bool:
+    """Whether the source stores a weight in MXFP4, whose numbers FP8 holds exactly if its scales are near enough."""
+    stored = subject.source
+    return isinstance(stored, View) and stored.step(_stored(source, name)).label == "dequantize MXFP4"
+
+
 def _grid(layout: Layout, searched: bool) -> FloatGrid:
     if layout.number == E4M3:
         return FloatGrid(3, 2.0**-6, 448.0, 448.0 / _SEARCHED if searched else 448.0)
@@ -208,10 +217,15 @@ def _rounding(
     scales: Checkpoint,
     source: Checkpoint,
     grids: Mapping[str, FloatGrid],
+    narrow: frozenset[str],
     names: Sequence[str],
 ) -> dict[str, FloatRounding]:
     code, scale, original = codes.read(names), scales.read(names), source.read(names)
-    return {name: float_rounding(code[name], scale[name], original[name], grids[name]) for name in names}
+    found = {name: float_rounding(code[name], scale[name], original[name], grids[name]) for name in names}
+    for name in narrow.intersection(names):
+        changed, zeroed = _changed(code[name].float(), scale[name].float(), original[name])
+        found[name] = replace(found[name], changed=changed, zeroed=zeroed)
+    return found
 
 
 def float_rounding(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatGrid) -> FloatRounding:
@@ -231,6 +245,17 @@ def float_rounding(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatG
             times = max(times, float(worst))
     named = rows_named(rows) if 0 < len(rows) < len(codes) else ""
     return FloatRounding(wrong, codes.numel(), times, named)
+
+
+def _changed(codes: Tensor, scales: Tensor, original: Tensor) -> tuple[int, int]:
+    """Elements that are not exactly the source's, and of these the zeros; none where scales are no powers of two."""
+    import torch
+
+    mantissa, _ = torch.frexp(scales)
+    if not bool((mantissa == 0.5).all()):
+        return 0, 0
+    unequal = codes * scales != original.float()
+    return int(unequal.sum()), int((unequal & (codes == 0)).sum())
 
 
 def _errors(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatGrid, lost: float) -> tuple[Tensor, Tensor]:
