@@ -16,3 +16,9 @@ CASES: dict[str, Case] = {
     **gpt_oss.CASES,
     **hybrid.CASES,
 }
+# One of each kind: what repeats the same code over all models runs on these in `make test`, on the others nightly.
+OF_A_KIND = (
+    *("qwen2-tied", "qwen3_moe", "glm4_moe-mtp", "mimo", "llama-biases", "mixtral", "qwen2_moe", "minimax_m2"),
+    *("deepseek_v3", "kimi_k25", "glm_moe_dsa-shared", "gemma3", "gpt_oss-v4", "qwen3_next", "qwen3_5_moe"),
+    "qwen2_5_vl-tied-as-released",
+)

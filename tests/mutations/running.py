@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from mutations.mutation import Mutation, missed
 from mutations.starts import Starts
 from verify.report import CheckResult, Finding, Report
 from verify.run import verify
+
+Run = tuple[Mutation, str]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,18 @@ def differ(one: Path, other: Path) -> bool:
     return any((one / name).read_bytes() != (other / name).read_bytes() for name in names)
 
 
-def runs(mutations: Sequence[Mutation], kinds: Sequence[str]) -> Iterator[tuple[Mutation, str]]:
+def runs(mutations: Sequence[Mutation], kinds: Sequence[str]) -> list[Run]:
     """Every mutation with every checkpoint of these kinds that it is for."""
-    return ((mutation, label) for mutation in mutations for label in mutation.on if label.partition("/")[2] in kinds)
+    return [(mutation, label) for mutation in mutations for label in mutation.on if label.partition("/")[2] in kinds]
+
+
+def one_each(runs: Iterable[Run]) -> list[Run]:
+    """One run of each mutation, so that all checkpoints have their turn."""
+    found: dict[str, list[Run]] = {}
+    for mutation, label in runs:
+        found.setdefault(mutation.name, []).append((mutation, label))
+    return [choice[place % len(choice)] for place, choice in enumerate(found.values())]
+
+
+def name_of(run: Run) -> str:
+    return f"{run[0].name}, {run[1]}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.nightly import daily
 
 from mutations import MUTATIONS
-from mutations.mutation import Mutation
-from mutations.running import clean, run, runs
+from mutations.running import Run, clean, name_of, one_each, run, runs
 from mutations.starts import Starts, labels
 
 KINDS = ("hf", "fused")
+RUNS = runs(MUTATIONS, KINDS)
 
 
 @pytest.mark.parametrize("label", labels(KINDS))
@@ -19,9 +20,6 @@ def test_a_clean_one_has_no_finding(label: str, starts: Starts) -> None:
     assert clean(label, starts) == []
 
 
-@pytest.mark.parametrize(
-    ("mutation", "label"),
-    [pytest.param(one, label, id=f"{one.name}, {label}") for one, label in runs(MUTATIONS, KINDS)],
-)
-def test_it_is_found(mutation: Mutation, label: str, starts: Starts, tmp_path: Path) -> None:
-    assert run(mutation, label, starts, tmp_path).missed is None
+@pytest.mark.parametrize("case", daily(RUNS, one_each(RUNS)), ids=name_of)
+def test_it_is_found(case: Run, starts: Starts, tmp_path: Path) -> None:
+    assert run(*case, starts, tmp_path).missed is None

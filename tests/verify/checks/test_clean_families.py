@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CASES, case
+from families import CASES, OF_A_KIND, case
 from support.megatron_layouts import EXPERTS, judge, two_of
 from support.nightly import daily
 
@@ -34,7 +34,7 @@ from verify.witnesses.megatron.run import run_megatron
 Made = dict[str, Path]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=daily(CASES, OF_A_KIND))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     """A model of one family: as its release, as Megatron, and in INT4 where that is supported.
 

@@ -21,7 +21,7 @@ MODELS = ("qwen2-untied", "qwen3_moe", "deepseek_v3")
 CHECKS = ("CK301", "CK303", "CK304", "CK305", "CK306", "CK308")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", daily(MODELS, ("qwen3_moe",)))
 @pytest.mark.parametrize("name", floats.SPELLINGS)
 def test_sound_weights_have_no_finding(name: str, model: str, releases: PathOf, tmp_path: Path) -> None:
     path = floats.write(releases(model), tmp_path / "floats", floats.SPELLINGS[name])

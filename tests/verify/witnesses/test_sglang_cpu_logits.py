@@ -24,7 +24,7 @@ COMPUTED = (
     *("qwen3_moe", "glm4_moe", "qwen3_vl_moe", "deepseek_v3", "moonlight", "glm4_moe_lite"),
     FOUR_HEADS,
 )
-DAILY = ("qwen2-untied", "gemma3_text", "qwen2_5_vl", "qwen3_moe", "glm4_moe", "deepseek_v3")
+DAILY = ("qwen2-untied", "gemma3_text", "qwen3_moe", "deepseek_v3")
 # What SGLang's class does not compute: biases of the MLP, which the witness names, and a window of Mistral's.
 WITHOUT = ("llama-biases", "mistral-window")
 # What needs a GPU: Triton kernels of linear attention, of Qwen2-MoE's shared expert and of MiniMax's norms; and sinks,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from families import CASES
+from families import CASES, OF_A_KIND
 from support import models
+from support.nightly import collected, daily
 from support.sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, LEFT_OUT, OF_DRAFT, SAID
 from support.sglang_runs import CUT, LOST, LOST_OF_DRAFT, Case, run_cases
 
@@ -28,14 +30,21 @@ COLLECTED = ("deepseek_v3", "moonlight", "kimi_k2", "gpt_oss", "gpt_oss-v4")
 DOWN = re.compile(r".*\.experts\.(\d+\.(down_proj|w2)\.weight|down_proj)")
 
 
+def of_a_kind(names: Iterable[str]) -> list[Any]:
+    return daily(names, [name for name in names if name in OF_A_KIND])
+
+
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    root = tmp_path_factory.mktemp("models")
-    for name in CASES:
+def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    root, needed = tmp_path_factory.mktemp("models"), collected(request, "name")
+    for name in needed:
         models.save(name, root / name)
     altered = {"lost_and_exchanged": CLEAN, "cut": CLEAN, "half_written": ROUTED}
-    return {name: Case(root / name) for name in CASES} | {
-        f"{name} {alter}": Case(root / name, alter=alter) for alter, names in altered.items() for name in names
+    return {name: Case(root / name) for name in needed} | {
+        f"{name} {alter}": Case(root / name, alter=alter)
+        for alter, names in altered.items()
+        for name in names
+        if name in needed
     }
 
 
@@ -44,7 +53,7 @@ def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", of_a_kind(CLEAN))
 def test_every_tensor_is_where_sglang_keeps_it(
     name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
@@ -66,14 +75,14 @@ def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Mapping[str, Lo
     assert (len(report.dropped), report.differing) == (count, ())
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", of_a_kind(SAID))
 def test_what_sglang_refuses_is_quoted(name: str, runs: Mapping[str, LoadRun]) -> None:
     run = runs[name]
     assert run.report is None
     assert SAID[name] in f"{run.crash}{run.unable}"
 
 
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", of_a_kind(CLEAN))
 def test_lost_and_exchanged_tensors_are_named(
     name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
@@ -87,7 +96,7 @@ def test_lost_and_exchanged_tensors_are_named(
     assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT.search(one)}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.mtp and name in CLEAN])
+@pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if CASES[name].mtp]))
 def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(
     name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
@@ -100,7 +109,7 @@ def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(
     assert report.loaded_names == len(report.equal)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", of_a_kind(DRAFTS))
 def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(
     name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
@@ -118,12 +127,12 @@ def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(
     assert any(param.endswith("input_layernorm.weight") for param in params), params
 
 
-@pytest.mark.parametrize("name", [name for name in CLEAN if not CASES[name].mtp])
+@pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if not CASES[name].mtp]))
 def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, LoadRun]) -> None:
     assert (runs[name].draft, runs[name].draft_error) == (None, None)
 
 
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", of_a_kind(CLEAN))
 def test_a_matrix_with_half_of_its_rows_is_named_with_what_sglang_says(
     name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
@@ -141,7 +150,7 @@ def test_a_matrix_with_half_of_its_rows_is_named_with_what_sglang_says(
     )
 
 
-@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("name", of_a_kind(ROUTED))
 def test_the_half_of_each_expert_that_a_loader_leaves_out_is_named(
     name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
