@@ -14,6 +14,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import is_quantized, main_dtype
 from converters.config.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
+from converters.megatron.hybrid_model import hybrid_mappings, is_hybrid
 from converters.ops.basic import Copy, GateUp, GateUpInOne
 from converters.ops.shapes import Shape
 from converters.passthrough import passthrough_names
@@ -24,8 +25,8 @@ from converters.stored import as_stored
 if TYPE_CHECKING:
     from torch import Tensor
 
-MCORE = "mcore"
-DIALECTS = (MCORE, "slime")
+MCORE, HYBRID = "mcore", "hybrid"
+DIALECTS = (MCORE, "slime", HYBRID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,14 @@ def dims_of(config: Mapping[str, Any]) -> ModelDims:
 
 
 def mappings_of(config: Mapping[str, Any], dialect: str = MCORE) -> tuple[ParamMapping, ...]:
-    """The model's rules, not yet expanded. A `dialect` unknown to the family means megatron-core's names."""
+    """The model's rules, not yet expanded. A `dialect` unknown to the family means the names of GPTModel."""
     family = family_of(config)
-    return family.dialects.get(dialect, family.mappings)(family.read_dims(config))
+    dims = family.read_dims(config)
+    return (
+        hybrid_mappings(family.mappings(dims))
+        if dialect == HYBRID
+        else family.dialects.get(dialect, family.mappings)(dims)
+    )
 
 
 def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
@@ -62,8 +68,12 @@ def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
 
 
 def dialect_of(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """The dialect of these Megatron names; megatron-core's where none fits, so that errors use its names."""
-    candidates = [MCORE, *family_of(config).dialects]
+    """The dialect of these Megatron names; that of GPTModel where none fits, so that errors use its names."""
+    if is_hybrid(names):
+        return HYBRID
+    if not (own := family_of(config).dialects):
+        return MCORE
+    candidates = [MCORE, *own]
     return next(
         (dialect for dialect in candidates if all(rule.megatron in names for rule in rules_of(config, dialect))), MCORE
     )
@@ -71,8 +81,7 @@ def dialect_of(config: Mapping[str, Any], names: Collection[str]) -> str:
 
 def rules_in(config: Mapping[str, Any], names: Collection[str]) -> list[Rule]:
     """The rules of the model in the dialect that Megatron tensors of these names are in."""
-    dialects = family_of(config).dialects
-    return list(rules_of(config, dialect_of(config, names) if dialects else MCORE))
+    return list(rules_of(config, dialect_of(config, names)))
 
 
 def expected_hf(config: Mapping[str, Any]) -> dict[str, Shape]:

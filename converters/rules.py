@@ -18,7 +18,8 @@ Kind = Literal["Linear", "Embedding", "Router", "Conv1d"]
 class ParamMapping:
     """One rule: a Megatron tensor, the HF tensors it is made of with their shapes, and the op between them.
 
-    Templates may hold `{layer}` and `{expert}`; `layers` says which layers the rule is for (None: it has no `{layer}`).
+    Templates may hold `{layer}` and `{expert}`, Megatron's also `{2*layer}` and `{2*layer+1}`, since HybridModel has two
+    layers for one. `layers` says which layers the rule is for (None: its templates have no layer).
     Megatron names are those of the global, unstacked tensors: one a layer, and one an expert
     (`decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight`); the torch_dist reader and writer know how they lie on
     disk. `fp32` marks state that must never be rounded to a smaller dtype; `vocab` marks rows that Megatron may pad;
@@ -54,7 +55,8 @@ class ParamMapping:
     def names_of(self, template: str, experts: int) -> Iterator[str]:
         """The names that one template of this rule stands for, layer by layer and expert by expert."""
         for layer in self.layers if self.layers is not None else [0]:
-            before, expert, after = template.replace("{layer}", str(layer)).partition("{expert}")
+            numbered = template.replace("{layer}", str(layer)).replace("{2*layer}", str(2 * layer))
+            before, expert, after = numbered.replace("{2*layer+1}", str(2 * layer + 1)).partition("{expert}")
             yield from (f"{before}{number}{after}" for number in range(experts)) if expert else (before,)
 
 

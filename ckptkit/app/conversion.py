@@ -87,9 +87,11 @@ def _check_direction(options: RunOptions, location: Location) -> None:
                 f"{options.src} is a Megatron checkpoint",
                 f"`ckptkit convert SRC DST --quantize {DEFAULT}` exports and quantizes in one pass",
             )
-        if options.dialect:
-            message = "--dialect is for the way to Megatron"
-            raise UsageError(message, "leave it out: on the way back the names tell it")
+        if options.dialect and options.scheme:
+            message = f"--dialect writes a Megatron checkpoint, which holds no {options.scheme.title} weights"
+            raise UsageError(message, "give --dialect or --quantize, not both")
+        if options.dialect and is_url(options.dst):
+            raise _no_megatron_at(options.dst)
     elif options.verb == "convert":
         if options.hf:
             message = "--hf is for the way back, from Megatron to HF"
@@ -100,5 +102,9 @@ def _check_direction(options: RunOptions, location: Location) -> None:
                 message, f"`ckptkit quantize` makes an {options.scheme.title} HF checkpoint from an HF one"
             )
         if is_url(options.dst):
-            message = f"{options.dst}: only HF directories are written to URLs, and no Megatron checkpoints"
-            raise UsageError(message, "write it to a disk, and copy it there")
+            raise _no_megatron_at(options.dst)
+
+
+def _no_megatron_at(url: str) -> UsageError:
+    message = f"{url}: only HF directories are written to URLs, and no Megatron checkpoints"
+    return UsageError(message, "write it to a disk, and copy it there")

@@ -97,12 +97,26 @@ def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     if options.verb == "quantize":
         return _quantize(location, options, here)
     if location.is_hf:
-        return _to_megatron(location, options)
-    return _to_hf(location, options, here)
+        source = plain(location.directory)
+        plan = _to_megatron(location, options, source)
+        before = source.source.config if isinstance(source, View) else None
+        return replace(
+            plan,
+            side_files=location.directory,
+            layout=_layout(source, options),
+            dequantized=_format_words(before) if before is not None else None,
+            notes=_notes(source),
+        )
+    plan = _to_hf(location, options, here)
+    if options.dialect is None:
+        return plan
+    # Through HF, which every dialect is a view of.
+    other = _to_megatron(location, options, plan.view)
+    return replace(other, side_files=plan.side_files, layout=plan.layout, notes=plan.notes)
 
 
-def _to_megatron(location: Location, options: RunOptions) -> ConversionPlan:
-    source = plain(location.directory)
+def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) -> ConversionPlan:
+    """What Megatron's files hold of an HF checkpoint."""
     dialect = options.dialect or MCORE
     view = to_megatron(source, str(location.directory), options.cast_to, dialect)
     args = megatron_args(dims_of(view.config), dialect) | _dtype_args(view)
@@ -114,16 +128,7 @@ def _to_megatron(location: Location, options: RunOptions) -> ConversionPlan:
     outputs = [Output(view, files)]
     if (untouched := passthrough_of(source, str(location.directory))) is not None:
         outputs.append(Output(untouched, SafetensorsFiles(untouched.specs, _cut(untouched, options), FOLDER)))
-    return ConversionPlan(
-        "megatron",
-        location,
-        tuple(outputs),
-        location.directory,
-        _layout(source, options),
-        source.config,
-        dequantized=_format_words(source.source.config) if isinstance(source, View) else None,
-        notes=_notes(source),
-    )
+    return ConversionPlan("megatron", location, tuple(outputs), location.directory, {}, source.config)
 
 
 def _dtype_args(view: Checkpoint) -> dict[str, Any]:

@@ -40,8 +40,9 @@ class RunOptions:
         packed and gives scales where they still fit.
     dst: a path, or a URL as str.
     dtype: of DTYPES; "auto": as in the source.
-    dialect: how Megatron's tensors are named: "mcore" (None means this) as megatron-core does, "slime" as slime's
-        modules do. On the way back the names tell it.
+    dialect: how Megatron's tensors are named: "mcore" (None means this) as megatron-core's GPTModel does, "slime" as
+        slime's modules do, "hybrid" as megatron-core's HybridModel does. That of a source follows from its names. A
+        Megatron source is converted to another dialect where this is given, else to HF.
     scheme: how weights are quantized; None: they are not.
     preset: "rl" packs only what an engine can be updated with: routed experts, as slime's training rounds them. None:
         all that may be packed.

@@ -10,6 +10,7 @@ from converters.config.dims import ModelDims
 from converters.megatron.argument import of_model
 from converters.megatron.argument_table import ARGUMENTS
 from converters.megatron.argument_values import refuse_inexpressible
+from converters.megatron.hybrid_model import hybrid_args
 
 
 def megatron_args(dims: ModelDims, dialect: str = "mcore") -> dict[str, Any]:
@@ -17,14 +18,16 @@ def megatron_args(dims: ModelDims, dialect: str = "mcore") -> dict[str, Any]:
 
     Only plain values, so that the restricted loaders of every Megatron version accept them. In a `dialect` other than
     megatron-core's, linear and sparse attention have none: slime's modules take their sizes from the HF config. Raises
-    CkptkitError for a model whose arguments Megatron has no words for, such as a rope scaling that it does not know.
+    CkptkitError for a model whose arguments Megatron has no words for, such as a rope scaling that it does not know,
+    and in the dialect "hybrid" for one that HybridModel cannot hold.
     """
     refuse_inexpressible(dims)
-    return {
+    args = {
         row.name: of_model(row.value, dims)
         for row in ARGUMENTS
-        if row.value is not None and of_model(row.when, dims) and (dialect == "mcore" or not row.own_modules)
+        if row.value is not None and of_model(row.when, dims) and (dialect != "slime" or not row.own_modules)
     }
+    return hybrid_args(args, dims) if dialect == "hybrid" else args
 
 
 def comparable_args(dims: ModelDims) -> dict[str, Any]:

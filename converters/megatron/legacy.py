@@ -14,17 +14,19 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.legacy.files import LegacyFiles, RankFile
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_save.saved_file import SavedTensor
 from ckptkit.storage.directory import Directory
+from converters.megatron.hybrid_model import stored_pattern
 from converters.megatron.module_names import CUT_IN_LOCAL_SPEC, global_name
 from converters.megatron.pipeline import Pipeline
 from converters.ops.basic import Copy, Op
 from converters.ops.shapes import Shape, shape_of
-from converters.planner import DIALECTS, Rule, dialect_of, dims_of, rules_of
+from converters.planner import MCORE, Rule, dialect_of, dims_of, rules_of
 from converters.stored import as_stored
 
 if TYPE_CHECKING:
@@ -127,13 +129,18 @@ class LegacyCheckpoint:
 def _named(files: LegacyFiles, config: Mapping[str, Any]) -> dict[str, list[_Copy]]:
     """Every tensor of every rank, by the name of the global tensor that it is, or is a part of."""
     dims = dims_of(config)
+    if (pattern := stored_pattern(files.args)) is not None:
+        raise UnsupportedError(
+            f"{files.path} is a HybridModel (its layer pattern is {shortened(pattern)}) in the legacy format",
+            "ckptkit reads HybridModel's torch_dist: load it with Megatron and save with --ckpt-format torch_dist",
+        )
     if files.args.get("num_layers") != dims.layers or dims.experts % files.sizes.ep:
         message = f"num_layers {files.args.get('num_layers')}, expert_model_parallel_size {files.sizes.ep}"
         raise CkptkitError(
             f"{files.path} was saved with {message}; config.json has {dims.layers} layers and {dims.experts} experts",
             "name the right HF directory",
         )
-    names = frozenset(rule.megatron for dialect in DIALECTS for rule in rules_of(config, dialect))
+    names = frozenset(rule.megatron for dialect in (MCORE, "slime") for rule in rules_of(config, dialect))
     stages, count = Pipeline.from_args(files.args).stages, dims.experts // files.sizes.ep
     found: dict[str, list[_Copy]] = defaultdict(list)
     for rank in files.ranks:

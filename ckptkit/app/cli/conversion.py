@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--dialect",
-    type=click.Choice(["mcore", "slime"]),
-    help="Names of Megatron's tensors: megatron-core's own (the default) or slime's modules.",
+    type=click.Choice(["mcore", "slime", "hybrid"]),
+    help="Names of Megatron's tensors: GPTModel's (mcore, the default), with slime's modules, or HybridModel's.",
 )
 @click.option("--quantize", "quantization", type=click.Choice(NAMES), help="Megatron -> quantized HF in one pass.")
 @common.quantizing

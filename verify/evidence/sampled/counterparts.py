@@ -22,7 +22,7 @@ def copied(
     if not config:
         return
     config = as_stored(config, hf)
-    dialect = dialect_of(config, megatron) if family_of(config).dialects else MCORE
+    dialect = dialect_of(config, megatron)
     experts = dims_of(config).experts
     for mapping in mappings_of(config, dialect):
         if isinstance(mapping.op, Copy) and len(mapping.hf) == 1 and not mapping.upcast:

@@ -1,0 +1,133 @@
+"""Megatron's HybridModel as a dialect: its names for the tensors of a GPTModel, its layer pattern, its arguments.
+
+A layer of GPTModel is two of HybridModel: attention is layer 2i, MLP or experts are layer 2i + 1. Everything else is a
+renaming too, so no tensor is computed anew. Source: megatron-core 0.16 `ssm/mamba_block.py` (where the class is called
+MambaModel), 0.19 `models/hybrid/` and `transformer/multi_token_prediction.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from converters.config.dims import ModelDims
+from converters.rules import ParamMapping
+
+FINAL_NORM = "decoder.final_norm.weight"
+_FINAL_LAYERNORM = "decoder.final_layernorm.weight"
+_LAYER = "decoder.layers.{layer}."
+_MTP = re.compile(r"(mtp\.layers\.\d+)\.transformer_layer\.(.+)")
+_OF_ATTENTION = re.compile(r"(?:input_layernorm|self_attention)\.")
+_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+# Letters of `--hybrid-layer-pattern`; `|` between pipeline stages, `/` before each multi-token prediction layer.
+ATTENTION, LATENT, LINEAR, DENSE, EXPERTS = "*", "+", "G", "-", "E"
+_PAIRS = re.compile(rf"(?:[{re.escape(ATTENTION + LATENT + LINEAR)}D][{DENSE}{EXPERTS}])+")
+# What the pattern says instead.
+_SAID_BY_THE_PATTERN = ("moe_layer_freq", "linear_attention_freq", "experimental_attention_variant")
+
+
+def hybrid_mappings(mappings: Sequence[ParamMapping]) -> tuple[ParamMapping, ...]:
+    """The rules of a family with HybridModel's names in the place of GPTModel's."""
+    return tuple(replace(mapping, megatron=_renamed(mapping.megatron)) for mapping in mappings)
+
+
+def _renamed(name: str) -> str:
+    if name == _FINAL_LAYERNORM:
+        return FINAL_NORM
+    if name.startswith(_LAYER):
+        rest = name.removeprefix(_LAYER)
+        return f"decoder.layers.{{{'2*layer' if _OF_ATTENTION.match(rest) else '2*layer+1'}}}.{rest}"
+    if match := _MTP.fullmatch(name):
+        return f"{match[1]}.mtp_model_layer.layers.{0 if _OF_ATTENTION.match(match[2]) else 1}.{match[2]}"
+    return name
+
+
+def is_hybrid(names: Collection[str]) -> bool:
+    """Whether Megatron tensors of these names are a HybridModel's.
+
+    The final norm tells; where it is missing, that no layer has both attention and MLP.
+    """
+    if FINAL_NORM in names or _FINAL_LAYERNORM in names:
+        return FINAL_NORM in names
+    found = [match.groups() for name in names if (match := _NUMBERED.fullmatch(name))]
+    attention = {number for number, rest in found if _OF_ATTENTION.match(rest)}
+    others = {number for number, rest in found if not _OF_ATTENTION.match(rest)}
+    return bool(attention and others) and attention.isdisjoint(others)
+
+
+def refuse_gpt_only(dims: ModelDims) -> None:
+    """Raises CkptkitError for a model that GPTModel holds and HybridModel, as released in 0.19.2, does not."""
+    for reason in _gpt_only(dims):
+        raise CkptkitError(
+            f"Megatron's HybridModel cannot hold this model: {reason}",
+            "leave out --dialect hybrid: GPTModel holds it",
+            code="unsupported",
+        )
+
+
+def _gpt_only(dims: ModelDims) -> Iterator[str]:
+    if dims.rope_scaling is not None and dims.rope_scaling["rope_type"] == "llama3":
+        yield "it takes no rope scaling of Llama 3 (rope_scaling in config.json)"
+    if dims.sandwich:
+        yield "its layers have no norms after attention and MLP"
+    if dims.qk_norm_full:
+        yield "its attention has no norm over all heads at once"
+    if dims.mla is not None and dims.mla.q_rank is None:
+        yield "its latent attention puts a norm before linear_q_proj, which a model without q_lora_rank lacks"
+    if dims.indexer is not None:
+        yield "its layers with an indexer (D) hold other tensors than GPTModel's"
+
+
+def hybrid_pattern(dims: ModelDims) -> str:
+    """The value of `--hybrid-layer-pattern`: `*-*E*E/*E` is one dense layer, two with experts and one of MTP."""
+    linear, moe = set(dims.linear.layers if dims.linear else ()), set(dims.moe)
+    softmax = LATENT if dims.mla else ATTENTION
+    pairs = [
+        (LINEAR if layer in linear else softmax) + (EXPERTS if layer in moe else DENSE) for layer in dims.all_layers
+    ]
+    return "/".join(["".join(pairs), *[pairs[-1]] * dims.mtp_layers])
+
+
+def hybrid_args(args: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:
+    """GPTModel's arguments of a model as HybridModel's. Raises CkptkitError as `refuse_gpt_only`."""
+    refuse_gpt_only(dims)
+    pattern = hybrid_pattern(dims)
+    kept = {name: value for name, value in args.items() if name not in _SAID_BY_THE_PATTERN}
+    windows = kept.get("window_attn_skip_freq")
+    # One number a layer, of which only those of attention count.
+    twice = {"window_attn_skip_freq": [one for one in windows for _ in range(2)]} if isinstance(windows, list) else {}
+    return {"hybrid_layer_pattern": pattern, **kept, **twice, "num_layers": 2 * dims.layers}
+
+
+def stored_pattern(args: Mapping[str, Any]) -> str | None:
+    """The layer pattern in a run's arguments, which makes it one of HybridModel; None for a GPTModel.
+
+    Up to megatron-core 0.16 it is called `hybrid_override_pattern`.
+    """
+    found = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    return found if isinstance(found, str) else None
+
+
+def as_gpt_args(args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A HybridModel's arguments in GPTModel's terms, to be compared; those of a GPTModel as they are.
+
+    A pattern that is not made of pairs of attention and MLP has no such terms, and then there are no layers.
+    """
+    if (pattern := stored_pattern(args)) is None:
+        return args
+    main, *mtp = pattern.replace("|", "").split("/")
+    if not _PAIRS.fullmatch(main):
+        return {**args, "num_layers": 0}
+    attention, mlp = main[::2], main[1::2]
+    found: dict[str, Any] = {"num_layers": len(attention), "moe_layer_freq": [int(one == EXPERTS) for one in mlp]}
+    if LINEAR in attention:
+        found["linear_attention_freq"] = [int(one == LINEAR) for one in attention]
+        found["experimental_attention_variant"] = "gated_delta_net"
+    windows = args.get("window_attn_skip_freq")
+    if isinstance(windows, (list, tuple)):
+        found["window_attn_skip_freq"] = list(windows[::2])
+    return {**args, **found, "mtp_num_layers": len(mtp) or args.get("mtp_num_layers")}
