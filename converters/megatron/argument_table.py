@@ -45,6 +45,9 @@ _sandwich = partial(_layer, when=lambda dims: dims.sandwich == "layer")
 _llama3 = partial(Argument, when=llama3, compared=lambda dims: not_latent(dims))
 
 ARGUMENTS = (
+    # HybridModel's: `hybrid_model.py` makes the value, and what of the other arguments it says.
+    Argument("hybrid_layer_pattern", str, compared=never),
+    Argument("hybrid_override_pattern", str, compared=never),
     Argument("num_layers", int, "layers"),
     Argument("hidden_size", int, "hidden"),
     Argument("ffn_hidden_size", int, "ffn", compared="dense"),

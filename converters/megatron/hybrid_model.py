@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
+from converters.megatron.pipeline import Pipeline
 from converters.rules import ParamMapping
 
 FINAL_NORM = "decoder.final_norm.weight"
@@ -90,6 +91,18 @@ def hybrid_pattern(dims: ModelDims) -> str:
         (LINEAR if layer in linear else softmax) + (EXPERTS if layer in moe else DENSE) for layer in dims.all_layers
     ]
     return "/".join(["".join(pairs), *[pairs[-1]] * dims.mtp_layers])
+
+
+def hybrid_dims(dims: ModelDims) -> ModelDims:
+    """The sizes of a model with HybridModel's count of layers, by which its pipeline is divided."""
+    return replace(dims, layers=2 * dims.layers)
+
+
+def with_stages(pattern: str, pipeline: Pipeline) -> str:
+    """A layer pattern with `|` between the chunks of a pipeline that counts its letters, as Megatron numbers them."""
+    main, *mtp = pattern.split("/")
+    chunks = [stage[chunk] for chunk in range(pipeline.vpp) for stage in pipeline.stages]
+    return "/".join(["|".join("".join(main[place] for place in chunk) for chunk in chunks), *mtp])
 
 
 def hybrid_args(args: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:

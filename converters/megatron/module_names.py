@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
 # The transformer layer of a multi-token prediction layer: the module's name up to megatron-core 0.16, and from then on.
 _MTP = re.compile(r"(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)")
+# Of HybridModel, which has a stack of layers there.
+_MTP_STACK = re.compile(r"(mtp\.layers\.\d+\.mtp_model_layer\.layers\.\d+\.)(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
@@ -35,6 +37,8 @@ def global_name(local: str, layers: Sequence[int], experts: Sequence[int], rules
     """
     if match := _LAYER.fullmatch(local):
         return _in_layer(f"{match[1]}.{layers[int(match[2])]}.", match[3], experts, rules)
+    if match := _MTP_STACK.fullmatch(local):
+        return _in_layer(match[1], match[2], experts, rules)
     if match := _MTP.fullmatch(local):
         # Megatron keeps all of them on one pipeline stage, so their numbers are global.
         return _in_layer(f"{match[1]}.transformer_layer.", match[2], experts, rules)

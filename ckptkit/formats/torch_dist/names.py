@@ -20,8 +20,9 @@ _LATENT_NORMS = tuple(
     for part in ("q", "kv")
 )
 _NO_EXTRA_STATE = ("embedding.word_embeddings", "output_layer", ".router")
-# HybridModel asks for that of the output layer, also where it has no weight of its own; GPTModel does not.
-_HYBRID_FINAL_NORM = "decoder.final_norm"
+# Of HybridModel, which has Transformer Engine's layers alone, and asks for the `_extra_state` of the output layer, also
+# where that has no weight of its own.
+_HYBRID_NORM = "decoder.final_norm"
 # megatron-core's `singleton_local_shards` stores gate and up of a SwiGLU apart.
 _GATE_UP, _GATE_UP_PARTS = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))(_[wv])"), ("_w", "_v")
 # A gated delta net stores the kinds of rows of its input projection apart, and those of its convolution.
@@ -68,7 +69,7 @@ def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:
     `names` are those of the model or checkpoint: they tell which kind of layer this is.
     """
     match = _LAYER.fullmatch(name)
-    if not match:
+    if not match or f"{_HYBRID_NORM}.weight" in names:
         return None
     layer, rest = match.groups()
     routed = f"{layer}mlp.router.weight" in names
@@ -109,7 +110,7 @@ def extra_states(names: Iterable[str], experts: int) -> Iterator[str]:
             modules[module] = expert is not None
         if module.endswith(".self_attention.linear_proj"):
             modules[module.removesuffix("linear_proj") + "core_attention"] = False
-    if _HYBRID_FINAL_NORM in modules:
+    if _HYBRID_NORM in modules:
         modules["output_layer"] = False
     for module, per_expert in modules.items():
         for index in range(experts if per_expert else 1):

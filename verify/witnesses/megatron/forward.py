@@ -19,7 +19,7 @@ with importing_megatron():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.moe import moe_utils
 
-    from verify.witnesses.megatron.model import inputs_of, logits
+    from verify.witnesses.megatron.model import Chunk, inputs_of, logits
 
 
 def multiply_plainly() -> None:
@@ -31,7 +31,7 @@ def multiply_plainly() -> None:
     moe_utils.te_general_gemm = None
 
 
-def forward(chunks: Sequence[GPTModel], sizes: ParallelSizes, prompt: Sequence[int]) -> Tensor | None:
+def forward(chunks: Sequence[Chunk], sizes: ParallelSizes, prompt: Sequence[int]) -> Tensor | None:
     """Logits [tokens, padded vocabulary] of a prompt (token ids) on ranks of the last pipeline stage, else None.
 
     Every rank must call it. Hidden states [tokens, 1, hidden size] go from one stage to the next by a broadcast among
@@ -54,14 +54,14 @@ def forward(chunks: Sequence[GPTModel], sizes: ParallelSizes, prompt: Sequence[i
     return logits(chunks[-1], tokens)[0]
 
 
-def _hidden(chunk: GPTModel, given: Tensor | None, tokens: Tensor) -> Tensor:
+def _hidden(chunk: Chunk, given: Tensor | None, tokens: Tensor) -> Tensor:
     chunk.set_input_tensor(given)
     with torch.no_grad():
         hidden: Tensor = chunk(tokens, *inputs_of(tokens))
     return hidden.contiguous()
 
 
-def recorded(chunks: Sequence[GPTModel], run: Callable[[], Tensor | None]) -> tuple[Tensor | None, dict[str, Tensor]]:
+def recorded(chunks: Sequence[Chunk], run: Callable[[], Tensor | None]) -> tuple[Tensor | None, dict[str, Tensor]]:
     """What `run` gives, and what this rank computes meanwhile: by stage, [tokens, hidden size or vocabulary]."""
     found: dict[str, Tensor] = {}
     with ExitStack() as stack:
@@ -76,12 +76,17 @@ def _keep(found: dict[str, Tensor], stage: str, hidden: Tensor) -> None:
     found[stage] = hidden[:, 0].clone()
 
 
-def _hooks(chunk: GPTModel, keep: Callable[[str, Tensor], None]) -> list[Any]:
+def _hooks(chunk: Chunk, keep: Callable[[str, Tensor], None]) -> list[Any]:
     hooks = []
+    hybrid = not isinstance(chunk, GPTModel)
     for layer in chunk.decoder.layers:
         number = int(layer.layer_number) - 1
         if number == 0:
             hooks.append(layer.register_forward_pre_hook(_on_input(keep, stages.EMBEDDING), with_kwargs=True))
+        if hybrid:
+            stage = stages.mlp(number // 2) if number % 2 else stages.attention(number // 2)
+            hooks.append(layer.register_forward_hook(_on_output(keep, stage)))
+            continue
         # Also where the norm is part of the next linear layer: then this module gives back what it is given.
         hooks.append(
             layer.pre_mlp_layernorm.register_forward_pre_hook(

@@ -34,6 +34,7 @@ class RankJob:
     report: str
     dtype: str  # of the parameters
     transformer_engine: bool = False
+    hybrid: bool = False  # the checkpoint holds a HybridModel, not a GPTModel
     prompts: Sequence[Sequence[int]] = ()  # token ids; with them nothing is compared
     stream: str | None = None  # the file for what this rank computes for the prompts
     at_once: int = 0  # how many run at a time, each without a process group; 0: all, in one group

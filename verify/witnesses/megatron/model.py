@@ -1,4 +1,4 @@
-"""Builds the real megatron-core GPTModel of a checkpoint, as one rank of a parallel layout holds it.
+"""Builds the real megatron-core GPTModel or HybridModel of a checkpoint, as one rank of a parallel layout holds it.
 
 Works with megatron-core 0.16 and 0.19, on a GPU (NCCL) and without one (gloo). It patches torch for the whole process,
 so only the witness's own processes import it.
@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 from converters.config.dims import ModelDims
 from converters.megatron.argument_table import BY_NAME
 from converters.megatron.arguments import megatron_args
+from converters.megatron.hybrid_model import hybrid_dims, hybrid_pattern, with_stages
 from converters.megatron.parallel import ParallelSizes, padded_vocab
+from converters.planner import HYBRID, MCORE
 from verify.witnesses.megatron.imports import importing_megatron
 
 with importing_megatron():
@@ -35,15 +38,22 @@ with importing_megatron():
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from verify.witnesses.megatron.variants import VARIANTS
+    from verify.witnesses.megatron.variants.hybrid_stack import hybrid_model, hybrid_stack
+
+Chunk = Any  # a GPTModel or a HybridModel: their common base class has none of what is asked of both
 
 
 @dataclass(frozen=True)
 class Build:
-    """How to build: parallel sizes, dtype of parameters, and layer spec (Transformer Engine's or Megatron's own)."""
+    """How to build: parallel sizes, dtype of parameters, layer spec (Transformer Engine's or Megatron's own), and class.
+
+    `hybrid`: HybridModel, and the sizes of its pipeline count its layers.
+    """
 
     sizes: ParallelSizes
     dtype: torch.dtype
     transformer_engine: bool = False
+    hybrid: bool = False
 
 
 class _CpuForCuda(TorchFunctionMode):
@@ -140,19 +150,22 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
         "moe_token_dispatcher_type": "allgather",
         "moe_router_load_balancing_type": "none",
     }
-    values = {key: value for key, value in values.items() if key in known} | fixed
+    if build.hybrid:
+        fixed |= {"is_hybrid_model": True}
+    values = {key: value for key, value in (values | fixed).items() if key in known}
     for variant in VARIANTS:
         values |= variant.settings(dims)
     return kind(**values)
 
 
-def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
-    """This rank's model, one GPTModel a virtual pipeline stage, with arbitrary parameters of `build.dtype`.
+def build_chunks(dims: ModelDims, build: Build) -> list[Chunk]:
+    """This rank's model, one GPTModel or HybridModel a virtual pipeline stage, with arbitrary parameters of the dtype.
 
     In 16 bits it is cast as in training, by Megatron's Float16Module. What then stays float32 (router biases), Megatron
     keeps by itself.
     """
-    args = megatron_args(dims) | {"moe_grouped_gemm": build.transformer_engine and bool(dims.experts)}
+    args = megatron_args(dims, HYBRID if build.hybrid else MCORE)
+    args |= {"moe_grouped_gemm": build.transformer_engine and bool(dims.experts)}
     config = transformer_config(dims, args, build)
     vpp = build.sizes.vpp
     chunks = [_build(dims, args, config, build, stage if vpp > 1 else None) for stage in range(vpp)]
@@ -168,13 +181,18 @@ def build_chunks(dims: ModelDims, build: Build) -> list[GPTModel]:
     return chunks
 
 
-def _refuse_two_output_layers(chunk: GPTModel) -> None:
+def has_mtp(chunk: Chunk) -> bool:
+    """Whether a chunk has multi-token prediction layers, of which MambaModel of megatron-core 0.16 knows nothing."""
+    return bool(getattr(chunk, "mtp_process", False))
+
+
+def _refuse_two_output_layers(chunk: Chunk) -> None:
     """Raises RuntimeError where Megatron's own sharded_state_dict would stop on an assertion that explains nothing.
 
     Source: https://github.com/NVIDIA/Megatron-LM/pull/7577; versions with that change make no second output layer.
     """
     tied_last_stage = (
-        chunk.share_embeddings_and_output_weights and chunk.mtp_process and chunk.post_process and not chunk.pre_process
+        chunk.share_embeddings_and_output_weights and has_mtp(chunk) and chunk.post_process and not chunk.pre_process
     )
     if tied_last_stage and chunk.output_layer.weight is not None:
         raise RuntimeError(
@@ -232,14 +250,42 @@ def _mtp_spec(
     return get_gpt_mtp_block_spec(config, spec, build.transformer_engine, vp_stage=stage)
 
 
+def _gpt_model(
+    dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: Build, stage: int | None
+) -> Callable[..., Chunk]:
+    """GPTModel with what only it takes."""
+    spec = block_spec(dims, config, build, stage)
+    return partial(
+        GPTModel,
+        transformer_layer_spec=spec,
+        rope_scaling=args.get("use_rope_scaling", False),
+        rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+        mtp_block_spec=_mtp_spec(dims, config, build, spec, stage),
+        vp_stage=stage,
+    )
+
+
+def _hybrid_model(dims: ModelDims, config: TransformerConfig, build: Build, stage: int | None) -> Callable[..., Chunk]:
+    """HybridModel with what only it takes. The spec of its layers is made of those of the whole GPTModel."""
+    whole = replace(build, sizes=ParallelSizes(build.sizes.tp, 1, build.sizes.ep, build.sizes.etp), hybrid=False)
+    as_gpt = transformer_config(dims, megatron_args(dims) | {"moe_grouped_gemm": config.moe_grouped_gemm}, whole)
+    spec = get_gpt_decoder_block_spec(_standard(as_gpt), build.transformer_engine, normalization="RMSNorm")
+    layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
+        _standard(as_gpt), build.transformer_engine, normalization="RMSNorm"
+    )
+    spec = _adapted(dims, config, build, replace(spec, layer_specs=layers), 0)
+    mtp = get_gpt_mtp_block_spec(as_gpt, spec, build.transformer_engine) if dims.mtp_layers else None
+    stack = hybrid_stack(dims, spec.layer_specs, mtp, local=not build.transformer_engine)
+    return hybrid_model(stack, with_stages(hybrid_pattern(dims), build.sizes.pipeline(hybrid_dims(dims))), stage)
+
+
 def _build(
     dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: Build, stage: int | None
-) -> GPTModel:
-    spec = block_spec(dims, config, build, stage)
+) -> Chunk:
+    kind = _hybrid_model(dims, config, build, stage) if build.hybrid else _gpt_model(dims, args, config, build, stage)
     with _default_device():
-        return GPTModel(
+        return kind(
             config=config,
-            transformer_layer_spec=spec,
             vocab_size=padded_vocab(dims.vocab, build.sizes.tp),
             max_sequence_length=args["max_position_embeddings"],
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
@@ -249,11 +295,7 @@ def _build(
             position_embedding_type=args["position_embedding_type"],
             rotary_percent=args["rotary_percent"],
             rotary_base=args["rotary_base"],
-            rope_scaling=args.get("use_rope_scaling", False),
-            rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
             seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
-            mtp_block_spec=_mtp_spec(dims, config, build, spec, stage),
-            vp_stage=stage,
         )
 
 
@@ -264,7 +306,7 @@ def _default_device() -> Iterator[None]:
         yield
 
 
-def logits(model: GPTModel, tokens: Tensor) -> Tensor:
+def logits(model: Chunk, tokens: Tensor) -> Tensor:
     """Logits [batch, sequence, padded vocabulary] of token ids [batch, sequence], on a rank with the output layer."""
     return all_logits(model, tokens)[-1]
 
@@ -276,7 +318,7 @@ def inputs_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(length, device=tokens.device).expand_as(tokens), hidden
 
 
-def all_logits(model: GPTModel, tokens: Tensor) -> list[Tensor]:
+def all_logits(model: Chunk, tokens: Tensor) -> list[Tensor]:
     """Logits [batch, sequence, padded vocabulary] of each multi-token prediction layer, and last of the model itself.
 
     Such a layer predicts the token after the next; it also sees the next token, with 0 after the last.
@@ -291,7 +333,7 @@ def all_logits(model: GPTModel, tokens: Tensor) -> list[Tensor]:
     try:
         with torch.no_grad():
             # megatron-core 0.16 cannot run multi-token prediction layers without labels, which only the loss uses.
-            model(tokens, *inputs_of(tokens), labels=tokens if model.mtp_process else None)
+            model(tokens, *inputs_of(tokens), labels=tokens if has_mtp(model) else None)
     finally:
         hook.remove()
     return found

@@ -11,7 +11,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.config.dims import ModelDims
 from converters.megatron.module_names import global_name
 from converters.open import open_megatron
-from converters.planner import dims_of, rules_of, to_megatron
+from converters.planner import HYBRID, MCORE, Rule, dialect_of, dims_of, rules_of, to_hf, to_megatron
 from converters.stored import as_stored
 from verify.evidence.plain import plain
 from verify.witnesses.loading.bits import poison
@@ -45,22 +45,26 @@ from verify.witnesses.reference.teacher_forced import saved
 with importing_megatron():
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.package_info import __version__
 
     from verify.witnesses.megatron.forward import forward, multiply_plainly, recorded
-    from verify.witnesses.megatron.model import Build, build_chunks, connect
+    from verify.witnesses.megatron.model import Build, Chunk, build_chunks, connect, has_mtp
     from verify.witnesses.megatron.recording_loader import WatchedLoad
     from verify.witnesses.megatron.single_rank import connect_alone
 
 
-def reference_of(source: str, hf: str | None) -> Checkpoint:
-    """The global Megatron tensors to compare with: an HF directory seen through the rules, or a Megatron one."""
+def reference_of(source: str, hf: str | None, dialect: str = MCORE) -> Checkpoint:
+    """The global Megatron tensors to compare with, named as in `dialect`, of an HF directory or a Megatron one."""
     location = locate(source)
-    return to_megatron(plain(location.path), source) if location.is_hf else open_megatron(location, hf)
+    if location.is_hf:
+        return to_megatron(plain(location.path), source, dialect=dialect)
+    opened = open_megatron(location, hf)
+    if dialect_of(opened.config, opened.specs) == dialect:
+        return opened
+    return to_megatron(to_hf(opened, source), source, dialect=dialect)
 
 
-def held_by(chunk: GPTModel) -> dict[str, Tensor]:
+def held_by(chunk: Chunk) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, sharing memory with the model."""
     state = chunk.state_dict()
     return {
@@ -70,7 +74,7 @@ def held_by(chunk: GPTModel) -> dict[str, Tensor]:
     }
 
 
-def layers_of(chunk: GPTModel) -> tuple[int, ...]:
+def layers_of(chunk: Chunk) -> tuple[int, ...]:
     """Global numbers of a chunk's layers, from 0, by Megatron's own count (its `layer_number` starts at 1)."""
     return tuple(int(layer.layer_number) - 1 for layer in chunk.decoder.layers)
 
@@ -91,7 +95,7 @@ def _ignore(phase: Phase) -> None:
 
 
 def load(
-    chunks: list[GPTModel],
+    chunks: list[Chunk],
     checkpoint: str,
     enter: Callable[[Phase], None] = _ignore,
     reader: WatchedLoad | None = None,
@@ -141,8 +145,10 @@ def position(experts: int, ep: int, local_spec: bool) -> Position:
     )
 
 
-def seen(chunks: list[GPTModel], config: Any, reference: Checkpoint, at: Position) -> Iterator[TensorSeen]:
-    rules = {rule.megatron: rule for rule in rules_of(config)}
+def seen(
+    chunks: list[Chunk], rules: Mapping[str, Rule], reference: Checkpoint, at: Position
+) -> Iterator[TensorSeen]:
+    """Every parameter of this rank against the reference; `rules` by their Megatron name."""
     for chunk in chunks:
         name_of = partial(global_name, layers=layers_of(chunk), experts=at.experts, rules=rules)
         yield from compare_all(held_by(chunk), name_of, rules, reference, at)
@@ -154,14 +160,15 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     checkpoint = TorchDistCheckpoint(job.checkpoint, hf=job.hf)
     config = as_stored(checkpoint.config, checkpoint.specs)
     dims = dims_of(config)
-    reference: Checkpoint = reference_of(job.source, job.hf) if job.source else checkpoint
+    dialect = HYBRID if job.hybrid else MCORE
+    reference: Checkpoint = reference_of(job.source, job.hf, dialect) if job.source else checkpoint
     enter(CONNECT)
     if job.at_once:
         connect_alone(job.sizes, job.rank)
     else:
         connect(job.sizes, job.rank, job.store)
     enter(BUILD)
-    chunks = build_chunks(dims, Build(job.sizes, getattr(torch, job.dtype), job.transformer_engine))
+    chunks = build_chunks(dims, Build(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid))
     for chunk in chunks:
         poison(held_by(chunk).values())
     reader = WatchedLoad(alone=bool(job.at_once))
@@ -170,6 +177,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     else:
         requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter, reader)
     enter(COMPARE)
+    rules = {rule.megatron: rule for rule in rules_of(config, dialect)}
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
     enter(COMPUTE)
     stream = job.stream if at.tp_rank == 0 and (not dims.experts or at.experts.start == 0) else None
@@ -186,17 +194,17 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         missing=tuple(sorted(missing)),
         unexpected=tuple(sorted(unexpected)),
         refused=tuple(refused),
-        tensors=() if job.prompts else tuple(seen(chunks, config, reference, at)),
+        tensors=() if job.prompts else tuple(seen(chunks, rules, reference, at)),
         judged=answers,
         stream=stream,
-        mtp=tuple(len(chunk.mtp.layers) if chunk.mtp_process else 0 for chunk in chunks),
+        mtp=tuple(len(chunk.mtp.layers) if has_mtp(chunk) else 0 for chunk in chunks),
         asked={key: tuple(boxes) for key, boxes in reader.asked.items()},
         renamed=tuple(sorted(reader.renamed.values())),
     )
 
 
 def _load_as_trainer(
-    chunks: list[GPTModel], dims: ModelDims, job: RankJob, enter: Callable[[Phase], None], reader: WatchedLoad
+    chunks: list[Chunk], dims: ModelDims, job: RankJob, enter: Callable[[Phase], None], reader: WatchedLoad
 ) -> tuple[int, set[str], set[str], list[str]]:
     """As `load`, by Megatron-LM's own `load_checkpoint`, which raises for keys that the disk lacks."""
     from verify.witnesses.megatron.trainer import arguments_for, import_loader, load_as_trainer, pretend_gpu
@@ -211,7 +219,7 @@ def _load_as_trainer(
     return len(reader.asked), set(), set(), refused
 
 
-def _answers(chunks: list[GPTModel], job: RankJob, vocabulary: int, stream: str | None) -> tuple[Judged, ...]:
+def _answers(chunks: list[Chunk], job: RankJob, vocabulary: int, stream: str | None) -> tuple[Judged, ...]:
     """What the ranks together make of the prompts; each stage of this one is written to the file `stream`."""
     if not job.transformer_engine:
         multiply_plainly()

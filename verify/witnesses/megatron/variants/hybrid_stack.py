@@ -1,0 +1,97 @@
+"""Megatron's HybridModel with the layers that its GPTModel would have, each cut into attention and MLP.
+
+megatron-core's own spec of it has Transformer Engine's layers alone, so without those the halves of GPTModel's layers
+stand in: the same classes inside, and on disk the names that HybridModel asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from converters.config.dims import ModelDims
+from converters.megatron.hybrid_model import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, hybrid_pattern
+
+# Before megatron-core 0.17 the class is MambaModel, in another place.
+NEW = find_spec("megatron.core.models.hybrid") is not None
+if NEW:
+    from megatron.core.models.hybrid import hybrid_block as block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+
+    _Stack, _Submodules = block.HybridStack, block.HybridStackSubmodules
+else:
+    from megatron.core.models.mamba.mamba_model import MambaModel as Model
+    from megatron.core.ssm import mamba_block as block
+
+    _Stack, _Submodules = block.MambaStack, block.MambaStackSubmodules
+
+_FIELDS = {
+    ATTENTION: "attention_layer",
+    LATENT: "mla_layer",
+    LINEAR: "gdn_layer",
+    DENSE: "mlp_layer",
+    EXPERTS: "moe_layer",
+}
+# What the local spec's norms are called on disk: in HybridModel they are always fused into the linear layer after them,
+# but for those before latent attention and before experts.
+_FUSED = {
+    ATTENTION: {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    LATENT: {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    },
+    DENSE: {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+}
+
+
+def hybrid_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, local: bool) -> ModuleSpec:
+    """The spec of HybridModel's layers from those of GPTModel, in their order, and from its MTP layers.
+
+    With `local` they are of Megatron's own modules, for the process: the stack names Transformer Engine's final norm.
+    """
+    if local:
+        block.TENorm = WrappedTorchNorm
+    letters = hybrid_pattern(dims).partition("/")[0]
+    found: dict[str, Any] = {}
+    for place, letter in enumerate(letters):
+        layer = layers[place // 2]
+        half = _mlp(layer) if place % 2 else _attention(layer)
+        names = replace(half, sharded_state_dict_keys_map=_FUSED.get(letter, {}) if local else {})
+        found.setdefault(_FIELDS[letter], replace(layer, submodules=names))
+    if mtp is not None:
+        found["mtp_block_spec"] = _around_a_stack(mtp)
+    return ModuleSpec(module=_Stack, submodules=_Submodules(**found))
+
+
+def _attention(layer: ModuleSpec) -> Any:
+    return replace(layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+
+
+def _mlp(layer: ModuleSpec) -> Any:
+    return replace(
+        layer.submodules, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
+    )
+
+
+def _around_a_stack(mtp: Any) -> ModuleSpec:
+    """MTP layers without the transformer layer of GPTModel's, in the place of which HybridModel builds a stack."""
+    layers = [replace(layer, submodules=replace(layer.submodules, mtp_model_layer=None)) for layer in mtp.layer_specs]
+    return ModuleSpec(module=MultiTokenPredictionBlock, submodules=replace(mtp, layer_specs=layers))
+
+
+def hybrid_model(spec: ModuleSpec, pattern: str, stage: int | None) -> functools.partial[Any]:
+    """The class with what only it takes: a stack, and a layer pattern that `|` divides into pipeline stages.
+
+    MambaModel of megatron-core 0.16 takes no `|`: it divides by the sizes in the config.
+    """
+    if NEW:
+        return functools.partial(Model, hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, vp_stage=stage)
+    return functools.partial(Model, mamba_stack_spec=spec, hybrid_override_pattern=pattern.replace("|", ""))
