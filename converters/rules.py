@@ -18,8 +18,8 @@ Kind = Literal["Linear", "Embedding", "Router", "Conv1d"]
 class ParamMapping:
     """One rule: a Megatron tensor, the HF tensors it is made of with their shapes, and the op between them.
 
-    Templates may hold `{layer}` and `{expert}`, Megatron's also `{2*layer}` and `{2*layer+1}`, since HybridModel has two
-    layers for one. `layers` says which layers the rule is for (None: its templates have no layer).
+    Templates may hold `{layer}` and `{expert}`; of HybridModel, which has two layers for one, `{2*layer}` and
+    `{2*layer+1}`. `layers` says which layers the rule is for (None: its templates have no layer).
     Megatron names are those of the global, unstacked tensors: one a layer, and one an expert
     (`decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight`); the torch_dist reader and writer know how they lie on
     disk. `fp32` marks state that must never be rounded to a smaller dtype; `vocab` marks rows that Megatron may pad;

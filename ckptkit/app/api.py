@@ -35,6 +35,7 @@ def convert(
 ) -> ConversionResult:
     """Converts an HF directory to Megatron torch_dist, or a Megatron root, `release/` or `iter_*/` to an HF directory.
 
+    With `dialect` a Megatron checkpoint becomes one with the names of that dialect.
     `quantize`, only on the way back, writes quantized weights in the same pass. `options` mean what the fields of
     `ckptkit.app.run_options.RunOptions` mean. Raises CkptkitError for anything wrong with the input; then
     nothing is left.

@@ -22,10 +22,11 @@ from ckptkit.formats.torch_dist.training_state import described, training_state
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.url import is_url, place
 from converters.megatron.arguments import megatron_args
+from converters.megatron.hybrid_model import is_hybrid, stored_pattern
 from converters.megatron.legacy import LegacyCheckpoint
 from converters.megatron.unsaid import UNSAID, unsaid
 from converters.open import open_checkpoint
-from converters.planner import dims_of
+from converters.planner import HYBRID, MCORE, dims_of
 from converters.stored import as_stored
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -43,6 +44,7 @@ def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
 def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     """Megatron-LM arguments (argparse names) of the model at `path`, from its HF config; a lone config.json is enough.
 
+    Those of a Megatron checkpoint are for the class that it holds, GPTModel or HybridModel.
     MTP layers that the config promises are left out where weights lie there and no tensor is of one. Where the
     arguments alone would build another model, `no_argument_for` lists what they do not say. Raises CkptkitError for a
     model that is not supported, or that Megatron has no arguments for.
@@ -53,7 +55,8 @@ def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str,
         return _arguments(as_stored(config, names) if names else config)
     with _opened(path, hf) as (here, hf_here):
         checkpoint = open_checkpoint(here, hf=hf_here)
-        return _arguments(as_stored(checkpoint.config, checkpoint.specs))
+        hybrid = isinstance(checkpoint, TorchDistCheckpoint) and is_hybrid(checkpoint.specs)
+        return _arguments(as_stored(checkpoint.config, checkpoint.specs), HYBRID if hybrid else MCORE)
 
 
 @contextmanager
@@ -78,6 +81,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         facts["quantization"] = _quantization(checkpoint)
     elif isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         facts["iteration"] = location.path.name
+        facts["model"] = _model_class(checkpoint)
         if isinstance(checkpoint, LegacyCheckpoint):
             facts["ranks"] = f"{len(checkpoint.files.ranks)} files of {checkpoint.files.sizes}"
         if isinstance(checkpoint, TorchDistCheckpoint):
@@ -88,6 +92,13 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     return facts
 
 
+def _model_class(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> str:
+    """The class of Megatron whose names the tensors have, and of a HybridModel the stored layer pattern."""
+    if not is_hybrid(checkpoint.specs):
+        return "GPTModel"
+    return f"HybridModel, layer pattern {stored_pattern(checkpoint.args) or 'not stored'}"
+
+
 def _quantization(checkpoint: HfCheckpoint) -> str | None:
     if not is_quantized(checkpoint.config):
         return None
@@ -96,12 +107,14 @@ def _quantization(checkpoint: HfCheckpoint) -> str | None:
     return described(checkpoint.config, checkpoint.specs)
 
 
-def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(config: Mapping[str, Any], dialect: str = MCORE) -> dict[str, Any]:
     dims = dims_of(config)
     lines = unsaid(dims)
+    if dialect == HYBRID:
+        lines = [*lines, "the class: Megatron-LM's pretrain_hybrid.py builds HybridModel, pretrain_gpt.py GPTModel"]
     # Not of the model: without it experts are added up in an order that changes from run to run (CK719).
     fused = {"moe_permute_fusion": True} if dims.experts else {}
-    return megatron_args(dims) | fused | ({UNSAID: lines} if lines else {})
+    return megatron_args(dims, dialect) | fused | ({UNSAID: lines} if lines else {})
 
 
 def _format(location: Location) -> str:

@@ -45,9 +45,6 @@ _sandwich = partial(_layer, when=lambda dims: dims.sandwich == "layer")
 _llama3 = partial(Argument, when=llama3, compared=lambda dims: not_latent(dims))
 
 ARGUMENTS = (
-    # HybridModel's: `hybrid_model.py` makes the value, and what of the other arguments it says.
-    Argument("hybrid_layer_pattern", str, compared=never),
-    Argument("hybrid_override_pattern", str, compared=never),
     Argument("num_layers", int, "layers"),
     Argument("hidden_size", int, "hidden"),
     Argument("ffn_hidden_size", int, "ffn", compared="dense"),
@@ -215,5 +212,8 @@ ARGUMENTS = (
     _moe("moe_router_dtype", str, fixed("fp32"), compared=never, of_run=True),
     _moe("moe_grouped_gemm", bool, fixed(True), compared=never, of_run=True),
     Argument("moe_permute_fusion", bool, compared=never, of_run=True),
+    # HybridModel's: `hybrid_model.py` makes the value, and says what it stands for.
+    Argument("hybrid_layer_pattern", str, compared=never),
+    Argument("hybrid_override_pattern", str, compared=never),
 )
 BY_NAME: Mapping[str, Argument] = {row.name: row for row in ARGUMENTS}

@@ -27,8 +27,9 @@ _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Letters of `--hybrid-layer-pattern`; `|` between pipeline stages, `/` before each multi-token prediction layer.
 ATTENTION, LATENT, LINEAR, DENSE, EXPERTS = "*", "+", "G", "-", "E"
 _PAIRS = re.compile(rf"(?:[{re.escape(ATTENTION + LATENT + LINEAR)}D][{DENSE}{EXPERTS}])+")
-# What the pattern says instead.
-_SAID_BY_THE_PATTERN = ("moe_layer_freq", "linear_attention_freq", "experimental_attention_variant")
+# What the pattern says; the first are not given beside it.
+_INSTEAD = ("moe_layer_freq", "linear_attention_freq", "experimental_attention_variant")
+SAID_BY_THE_PATTERN = (*_INSTEAD, "num_layers", "mtp_num_layers")
 
 
 def hybrid_mappings(mappings: Sequence[ParamMapping]) -> tuple[ParamMapping, ...]:
@@ -83,6 +84,23 @@ def _gpt_only(dims: ModelDims) -> Iterator[str]:
         yield "its layers with an indexer (D) hold other tensors than GPTModel's"
 
 
+def needs_release(dims: ModelDims, vpp: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """What a model needs of HybridModel in `vpp` chunks a stage, and the megatron-core that first has it.
+
+    Up to 0.17 the class is called MambaModel. By the sources of 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
+    """
+    if dims.mtp_layers:
+        yield "multi-token prediction layers", (0, 17)
+    if dims.linear is not None:
+        yield "linear attention (G)", (0, 17)
+    if vpp > 1:
+        yield "several chunks a pipeline stage", (0, 17)
+    if dims.mla is not None:
+        yield "latent attention (+)", (0, 19)
+    elif dims.rope_scaling is not None and dims.rope_scaling["rope_type"] == "yarn":
+        yield "YaRN", (0, 18)
+
+
 def hybrid_pattern(dims: ModelDims) -> str:
     """The value of `--hybrid-layer-pattern`: `*-*E*E/*E` is one dense layer, two with experts and one of MTP."""
     linear, moe = set(dims.linear.layers if dims.linear else ()), set(dims.moe)
@@ -109,7 +127,7 @@ def hybrid_args(args: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:
     """GPTModel's arguments of a model as HybridModel's. Raises CkptkitError as `refuse_gpt_only`."""
     refuse_gpt_only(dims)
     pattern = hybrid_pattern(dims)
-    kept = {name: value for name, value in args.items() if name not in _SAID_BY_THE_PATTERN}
+    kept = {name: value for name, value in args.items() if name not in _INSTEAD}
     windows = kept.get("window_attn_skip_freq")
     # One number a layer, of which only those of attention count.
     twice = {"window_attn_skip_freq": [one for one in windows for _ in range(2)]} if isinstance(windows, list) else {}

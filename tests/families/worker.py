@@ -48,10 +48,11 @@ class Worker:
         command = [sys.executable, "-W", "ignore", "-m", "families.worker", str(self._scratch / "store")]
         return subprocess.Popen(command, env=found, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, hf: Path, megatron: Path, tokens: Tensor, enough: float) -> Answer:
+    def ask(self, hf: Path, megatron: Path, tokens: Tensor, enough: float | None) -> Answer:
         """Loads the Megatron checkpoint made of the HF directory. Raises RuntimeError with Megatron's traceback.
 
-        A mapping that is wrong in one layer and changes logits by more than `enough` is not made wrong in all.
+        A mapping that is wrong in one layer and changes logits by more than `enough` is not made wrong in all. With
+        None no mapping is made wrong.
         """
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
@@ -102,6 +103,8 @@ def main() -> None:
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from ckptkit.formats.detect import locate
     from ckptkit.formats.hf.reader import HfCheckpoint
+    from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+    from converters.megatron.hybrid_model import is_hybrid
     from converters.megatron.module_names import global_name
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of, rules_of, to_megatron
@@ -112,8 +115,10 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
     source = HfCheckpoint(question["hf"])
     dims, tokens = dims_of(source.config), question["tokens"]
-    (model,) = megatron_model.build_chunks(dims, megatron_model.Build(ParallelSizes(), torch.float32))
-    _, missing, unexpected, refused = load([model], str(locate(question["megatron"]).path))
+    path = locate(question["megatron"]).path
+    hybrid = is_hybrid(TorchDistCheckpoint(path).specs)
+    (model,) = megatron_model.build_chunks(dims, megatron_model.Build(ParallelSizes(), torch.float32, hybrid=hybrid))
+    _, missing, unexpected, refused = load([model], str(path))
     with recorded_layers(model.decoder.layers) as outputs:
         logits, mtp = _logits(model, tokens, dims)
     answer: dict[str, Any] = {
@@ -123,6 +128,8 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         "unexpected": sorted({*unexpected, *refused}),
         "mutated": {},
     }
+    if question["enough"] is None:
+        return answer
     rules = list(rules_of(source.config))
     held: dict[str, list[Tensor]] = {}
     for local, tensor in held_by(model).items():

@@ -15,6 +15,7 @@ from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
 from ckptkit.formats.torch_dist.reader import StoredMetadata, TorchDistCheckpoint, read_metadata
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.storage.directory import Directory
+from converters.megatron.hybrid_model import is_hybrid
 
 
 class LenientTorchDist(TorchDistCheckpoint):
@@ -52,6 +53,11 @@ class MegatronFiles:
         """
         refuse_plain_dcp(self.weights, self.metadata.keys, self.metadata.by_torch)
         return LenientTorchDist(self.weights, self.metadata, self.hf)
+
+    @cached_property
+    def hybrid(self) -> bool:
+        """Whether the tensors are those of a HybridModel. Raises as `opened`."""
+        return is_hybrid(self.opened.specs)
 
     @cached_property
     def readable(self) -> bool:

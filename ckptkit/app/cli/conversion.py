@@ -49,6 +49,8 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
 
     An HF directory may be at a URL: s3://, gs://, hf://.
 
+    With --dialect a Megatron checkpoint becomes a Megatron checkpoint with those names.
+
     A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
     """
     with phase("loading ckptkit and torch"):

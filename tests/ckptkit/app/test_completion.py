@@ -25,7 +25,7 @@ def offered(*words: str) -> list[tuple[str, str]]:
     [
         (["ver"], [("plain", "verify")]),
         (["verify", "--against"], [("plain", "--against-megatron"), ("plain", "--against-sglang")]),
-        (["convert", "a", "b", "--dialect", ""], [("plain", "mcore"), ("plain", "slime")]),
+        (["convert", "a", "b", "--dialect", ""], [("plain", "mcore"), ("plain", "slime"), ("plain", "hybrid")]),
         (["convert", "qwen"], [("file", "qwen")]),
         (["preflight", "run"], [("file", "run")]),
         (["absent", "--"], [("plain", "--version"), ("plain", "--quiet"), ("plain", "--verbose")]),

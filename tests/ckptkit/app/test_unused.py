@@ -93,9 +93,9 @@ def test_convert_without_such_options_still_works(releases: PathOf, tmp_path: Pa
     assert (tmp_path / "out/release/.metadata").exists()
 
 
-def test_dialect_on_the_way_to_hf_is_refused(converted: PathOf, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="--dialect is for the way to Megatron"):
-        run("convert", converted("qwen2-tied"), tmp_path / "out", "--dialect", "mcore")
+def test_dialect_on_the_way_to_quantized_hf_is_refused(converted: PathOf, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="--dialect writes a Megatron checkpoint, which holds no INT4 weights"):
+        run("convert", converted("qwen2-tied"), tmp_path / "out", "--dialect", "mcore", "--quantize", "w4a16")
 
 
 @pytest.mark.parametrize("verb", ["convert", "inspect", "arguments", "manifest", "verify", "verify with a source"])

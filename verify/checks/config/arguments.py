@@ -11,6 +11,7 @@ from converters.megatron.argument import Args, Argument, OfModel, always, of_mod
 from converters.megatron.argument_table import ARGUMENTS, BY_NAME
 from converters.megatron.argument_values import not_latent
 from converters.megatron.arguments import comparable_args
+from converters.megatron.hybrid_model import SAID_BY_THE_PATTERN, as_gpt_args, hybrid_pattern, stored_pattern
 
 
 def hint_of(argument: str) -> str:
@@ -30,9 +31,13 @@ def _rows(dims: ModelDims, args: Args) -> list[Argument]:
 def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
     """Each argument that does not describe the model of `dims`, what it should be and what it is.
 
-    Numbers are equal within a relative 1e-6.
+    A HybridModel's are compared by its layer pattern and in GPTModel's terms. Numbers are equal within a relative 1e-6.
     """
     expected = comparable_args(dims)
+    pattern, args = stored_pattern(args), as_gpt_args(args)
+    if pattern is not None and pattern.replace("|", "") != hybrid_pattern(dims):
+        yield "hybrid_layer_pattern", hybrid_pattern(dims), pattern
+        args = {**args, **{name: expected.get(name) for name in SAID_BY_THE_PATTERN}}
     for row in _rows(dims, args):
         want, found = row.of_args(expected), row.of_args(args)
         if not _same(want, found):
@@ -42,6 +47,7 @@ def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
 
 def differing(here: Args, there: Args) -> Iterator[tuple[str, str, str]]:
     """Each argument by which two runs build other models, and both values. A run may leave MTP layers out."""
+    here, there = as_gpt_args(here), as_gpt_args(there)
     compared: dict[OfModel, Any] = {
         always: True,
         not_latent: not BY_NAME["multi_latent_attention"].of_args(here),

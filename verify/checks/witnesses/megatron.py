@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
-from converters.planner import dims_of, rules_of
+from converters.planner import rules_in
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.witnesses.slices import ranks_named, wrong_slices
 from verify.evidence.expected import config_of
@@ -17,7 +17,7 @@ from verify.evidence.moved.stages import Stages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.witnesses.megatron.job import RankReport, TensorSeen
-from verify.witnesses.megatron.run import MegatronRun, run_megatron
+from verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
 _ROUTER_BIAS = ".router.expert_bias"
 
@@ -25,7 +25,12 @@ _ROUTER_BIAS = ".router.expert_bias"
 def stages_held(subject: Subject) -> Stages:
     """The pipeline that Megatron was loaded in: the layers of every chunk of every stage; none of a pipeline of one."""
     held = {report.pp: report.layers for report in finished(subject).reports}
-    return Stages(dims_of(config_of(subject)).layers, held if len(held) > 1 else {})
+    return Stages(staged_dims(subject).layers, held if len(held) > 1 else {})
+
+
+def _names(subject: Subject) -> list[str]:
+    """The tensors that the model has by its config, named for the class that the checkpoint holds."""
+    return [rule.megatron for rule in rules_in(config_of(subject), subject.checkpoint.specs)]
 
 
 def finished(subject: Subject) -> MegatronRun:
@@ -57,7 +62,8 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     ranks = f"{run.sizes.world} rank(s)"
     if subject.options.megatron.ranks:
         ranks = f"ranks {ranges(subject.options.megatron.ranks).strip('{}')} of {run.sizes.world}"
-    tally.facts["megatron"] = [f"megatron-core {versions}, {run.sizes}, {ranks}, {run.device}"]
+    model = "HybridModel" if subject.megatron_files.hybrid else "GPTModel"
+    tally.facts["megatron"] = [f"megatron-core {versions}, {model}, {run.sizes}, {ranks}, {run.device}"]
     yield from _by_tracker(run)
     by_error: dict[str, list[int]] = defaultdict(list)
     for rank, error in run.failures.items():
@@ -80,7 +86,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.options.megatron.ranks:
         tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")
         return
-    yield from _never_asked_for(run.reports, {rule.megatron for rule in rules_of(config_of(subject))})
+    yield from _never_asked_for(run.reports, set(_names(subject)))
 
 
 def _by_tracker(run: MegatronRun) -> Iterator[Issue]:
@@ -141,7 +147,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
         "held by some rank",
         "no rank has a parameter for it",
         "please report this",
-        names=[rule.megatron for rule in rules_of(config_of(subject)) if rule.megatron not in held],
+        names=[name for name in _names(subject) if name not in held],
     )
 
 
@@ -185,7 +191,7 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     ]
     if subject.options.megatron.ranks:
         return
-    yield from _coverage(stages, dims_of(config_of(subject)).layers)
+    yield from _coverage(stages, staged_dims(subject).layers)
 
 
 def _held(chunks: Sequence[Sequence[int]], predicted: int) -> str:

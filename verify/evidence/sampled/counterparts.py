@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from converters.ops.basic import Copy
-from converters.planner import MCORE, dialect_of, dims_of, mappings_of
-from converters.registry import family_of
+from converters.planner import dialect_of, dims_of, mappings_of
 from converters.stored import as_stored
 
 

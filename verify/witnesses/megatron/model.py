@@ -45,9 +45,9 @@ Chunk = Any  # a GPTModel or a HybridModel: their common base class has none of 
 
 @dataclass(frozen=True)
 class Build:
-    """How to build: parallel sizes, dtype of parameters, layer spec (Transformer Engine's or Megatron's own), and class.
+    """How to build: parallel sizes, dtype of parameters, and layer spec (Transformer Engine's or Megatron's own).
 
-    `hybrid`: HybridModel, and the sizes of its pipeline count its layers.
+    `hybrid`: as HybridModel, and the sizes of its pipeline count its layers.
     """
 
     sizes: ParallelSizes

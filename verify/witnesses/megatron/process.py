@@ -145,9 +145,7 @@ def position(experts: int, ep: int, local_spec: bool) -> Position:
     )
 
 
-def seen(
-    chunks: list[Chunk], rules: Mapping[str, Rule], reference: Checkpoint, at: Position
-) -> Iterator[TensorSeen]:
+def seen(chunks: list[Chunk], rules: Mapping[str, Rule], reference: Checkpoint, at: Position) -> Iterator[TensorSeen]:
     """Every parameter of this rank against the reference; `rules` by their Megatron name."""
     for chunk in chunks:
         name_of = partial(global_name, layers=layers_of(chunk), experts=at.experts, rules=rules)

@@ -12,15 +12,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import ranges
 from ckptkit.formats.hf.side_files import main_dtype
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.tracker import not_found
+from converters.config.dims import ModelDims
+from converters.megatron.hybrid_model import hybrid_dims, needs_release
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
-from converters.planner import MCORE, dialect_of, dims_of, to_megatron
+from converters.planner import HYBRID, MCORE, dialect_of, dims_of, to_megatron
 from verify.evidence.expected import config_of
 from verify.skip import Unable
 from verify.witnesses.megatron.concurrency import bytes_a_rank, fits_together, ranks_at_once
@@ -80,8 +82,9 @@ def sizes_of(subject: Subject) -> ParallelSizes:
         raise Unable(
             f"no norm over all heads of more ranks than query groups is built here: give at most --tp {dims.groups}"
         )
-    etp = default_etp(subject.tp, subject.ep) if subject.options.etp is None else subject.options.etp
     given = subject.options.megatron
+    _check_hybrid_options(subject)
+    etp = default_etp(subject.tp, subject.ep) if subject.options.etp is None else subject.options.etp
     sizes = ParallelSizes(
         subject.tp,
         subject.options.pp,
@@ -95,10 +98,39 @@ def sizes_of(subject: Subject) -> ParallelSizes:
         given.pipeline_layout,
         given.cp,
     )
-    sizes = with_remainder(with_chunks(sizes), dims.layers)
-    check_sizes(sizes, dims)
+    staged = staged_dims(subject)
+    sizes = with_remainder(with_chunks(sizes), staged.layers)
+    check_sizes(sizes, staged)
     _check_ranks(given.ranks, sizes)
     return sizes
+
+
+def staged_dims(subject: Subject) -> ModelDims:
+    """The sizes of the model with the layers that Megatron divides over stages, of which HybridModel has twice as many.
+
+    Raises as `config_of`.
+    """
+    dims = dims_of(config_of(subject))
+    return hybrid_dims(dims) if subject.megatron_files.hybrid else dims
+
+
+def _check_hybrid_options(subject: Subject) -> None:
+    """Raises UsageError for options that Megatron-LM refuses beside a layer pattern."""
+    given = subject.options.megatron
+    refused = [
+        option
+        for option, value in (
+            ("--pipeline-layout", given.pipeline_layout),
+            ("--account-for-embedding-in-pipeline-split", given.account_for_embedding_in_pipeline_split),
+            ("--account-for-loss-in-pipeline-split", given.account_for_loss_in_pipeline_split),
+        )
+        if value
+    ]
+    if refused and subject.megatron_files.hybrid:
+        raise UsageError(
+            f"{', '.join(refused)}: Megatron-LM refuses it for a HybridModel, which this checkpoint holds",
+            "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, in layers of HybridModel",
+        )
 
 
 def interpreter_of(subject: Subject) -> Interpreter:
@@ -176,7 +208,7 @@ def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None
 
 def _at_once(subject: Subject, sizes: ParallelSizes) -> int:
     """How many ranks run at a time, each by itself; 0 for all of them in one process group."""
-    each = bytes_a_rank(subject.checkpoint, dims_of(config_of(subject)), sizes)
+    each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
     together = not subject.options.megatron.ranks and fits_together(sizes.world, each)
     return 0 if together else ranks_at_once(each)
 
@@ -191,10 +223,16 @@ def _with_missing(reports: Sequence[RankReport], subject: Subject) -> list[RankR
 
 def _check_release(subject: Subject) -> None:
     """Raises Unable for tensors or a model that the installed megatron-core does not take."""
-    if (dialect := dialect_of(config_of(subject), subject.checkpoint.specs)) != MCORE:
+    dialect = dialect_of(config_of(subject), subject.checkpoint.specs)
+    if dialect not in (MCORE, HYBRID):
         raise Unable(f"these tensors are named for {dialect}'s own modules, which are not part of megatron-core")
     dims, found = dims_of(config_of(subject)), str(interpreter_of(subject).release("megatron-core"))
     release = tuple(map(int, found.split(".")[:2]))
+    for what, since in needs_release(dims, subject.options.vpp) if dialect == HYBRID else ():
+        if release < since:
+            raise Unable(
+                f"the HybridModel of megatron-core {found} has no {what}: install {since[0]}.{since[1]} or later"
+            )
     if dims.indexer and release < _INDEXER_SINCE:
         raise Unable(
             f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is "
@@ -299,6 +337,7 @@ def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: 
         report=str(scratch / f"report-{rank}.json"),
         dtype=main_dtype(subject.checkpoint.specs) or "bfloat16",
         transformer_engine=gpu and _has(subject, "transformer_engine"),
+        hybrid=subject.megatron_files.hybrid,
     )
 
 
