@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import megatron_args
 from converters.megatron.flags import launch_flags
+from converters.planner import HYBRID, MCORE
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob
 from verify.witnesses.megatron.model import pretend_cuda
@@ -80,7 +81,9 @@ def arguments_for(dims: ModelDims, job: RankJob) -> Namespace:
     sizes = job.sizes
     os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "WORLD_SIZE": str(sizes.world)}
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # it insists on that wherever tensors are cut
-    flags = [flag for flag in launch_flags(megatron_args(dims)) if not flag.startswith("#")]
+    flags = [
+        flag for flag in launch_flags(megatron_args(dims, HYBRID if job.hybrid else MCORE)) if not flag.startswith("#")
+    ]
     words = [word for flag in flags for word in shlex.split(flag)]
     words += [*_RUN.split(), *_DTYPES.get(job.dtype, ()), "--load", str(job.trainer)]
     words += ["--global-batch-size", str(sizes.world)]
