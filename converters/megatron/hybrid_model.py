@@ -61,9 +61,9 @@ def is_hybrid(names: Collection[str]) -> bool:
     return bool(attention and others) and attention.isdisjoint(others)
 
 
-def refuse_gpt_only(dims: ModelDims) -> None:
+def refusegpt_only(dims: ModelDims) -> None:
     """Raises CkptkitError for a model that GPTModel holds and HybridModel, as released in 0.19.2, does not."""
-    for reason in _gpt_only(dims):
+    for reason in gpt_only(dims):
         raise CkptkitError(
             f"Megatron's HybridModel cannot hold this model: {reason}",
             "leave out --dialect hybrid: GPTModel holds it",
@@ -71,7 +71,8 @@ def refuse_gpt_only(dims: ModelDims) -> None:
         )
 
 
-def _gpt_only(dims: ModelDims) -> Iterator[str]:
+def gpt_only(dims: ModelDims) -> Iterator[str]:
+    """Why HybridModel cannot hold a model that GPTModel holds; nothing where it can."""
     if dims.rope_scaling is not None and dims.rope_scaling["rope_type"] == "llama3":
         yield "it takes no rope scaling of Llama 3 (rope_scaling in config.json)"
     if dims.sandwich:
@@ -125,7 +126,7 @@ def with_stages(pattern: str, pipeline: Pipeline) -> str:
 
 def hybrid_args(args: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:
     """GPTModel's arguments of a model as HybridModel's. Raises CkptkitError as `refuse_gpt_only`."""
-    refuse_gpt_only(dims)
+    refusegpt_only(dims)
     pattern = hybrid_pattern(dims)
     kept = {name: value for name, value in args.items() if name not in _INSTEAD}
     windows = kept.get("window_attn_skip_freq")

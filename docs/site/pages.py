@@ -186,6 +186,10 @@ EXAMPLES = {
         "expected a quant_method that slime or miles packs: compressed-tensors, fp8, mxfp8, nvfp4; actual 'modelopt': "
         "slime sends BF16 to it, miles stops",
     ),
+    "CK748": (
+        "a --ref-load with a HybridModel, in a launch without --hybrid-layer-pattern",
+        "expected a GPTModel, as the launch builds; actual a HybridModel",
+    ),
 }
 
 

@@ -274,7 +274,7 @@ def _hybrid_model(dims: ModelDims, config: TransformerConfig, build: Build, stag
         _standard(as_gpt), build.transformer_engine, normalization="RMSNorm"
     )
     spec = _adapted(dims, config, build, replace(spec, layer_specs=layers), 0)
-    mtp = get_gpt_mtp_block_spec(as_gpt, spec, build.transformer_engine) if dims.mtp_layers else None
+    mtp = get_gpt_mtp_block_spec(as_gpt, spec, build.transformer_engine, vp_stage=stage) if dims.mtp_layers else None
     stack = hybrid_stack(dims, spec.layer_specs, mtp, local=not build.transformer_engine)
     return hybrid_model(stack, with_stages(hybrid_pattern(dims), build.sizes.pipeline(hybrid_dims(dims))), stage)
 

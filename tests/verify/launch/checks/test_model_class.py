@@ -1,0 +1,70 @@
+"""CK748: a launch that builds GPTModel where its checkpoint holds HybridModel, or the other way round."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.check_examples import hold_example
+from support.fixture_types import OnlyFinding, PathOf
+
+from ckptkit.app.api import convert
+from ckptkit.formats.hf.reader import HfCheckpoint
+from converters.megatron.arguments import megatron_args
+from converters.megatron.flags import launch_flags
+from converters.planner import dims_of
+from verify.launch.preflight import preflight
+from verify.report import Report
+
+NAME = "qwen2-untied"
+
+
+@pytest.fixture(scope="module")
+def hybrid(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The release as a HybridModel. Read only."""
+    path = tmp_path_factory.mktemp("hybrid") / "megatron"
+    convert(releases(NAME), path, dialect="hybrid")
+    return path
+
+
+def launched(hf: Path, megatron: Path, dialect: str, *more: str, config: dict[str, Any] | None = None) -> Report:
+    """What preflight says of a launch with the model's arguments for a class."""
+    args = megatron_args(dims_of(config or HfCheckpoint(hf).config), dialect)
+    words = [word for line in launch_flags(args) for word in shlex.split(line)]
+    return preflight(arguments=["--hf-checkpoint", str(hf), "--ref-load", str(megatron), *words, *more])
+
+
+@pytest.mark.parametrize("dialect", ["mcore", "hybrid"])
+def test_the_same_class_is_silent(dialect: str, releases: PathOf, converted: PathOf, hybrid: Path) -> None:
+    report = launched(releases(NAME), hybrid if dialect == "hybrid" else converted(NAME), dialect)
+    assert not report.findings
+    assert "CK748" in {one.code for one in report.checks if one.status == "passed"}
+
+
+def test_gptmodel_of_a_hybridmodels_checkpoint_is_found(releases: PathOf, hybrid: Path, only: OnlyFinding) -> None:
+    finding = only(launched(releases(NAME), hybrid, "mcore"))
+    assert (finding.code, finding.severity, finding.file) == ("CK748", "error", str(hybrid / "release"))
+    assert "--dialect mcore" in finding.hint
+    hold_example("CK748", finding)
+
+
+def test_hybridmodel_of_a_gptmodels_checkpoint_is_found(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:
+    finding = only(launched(releases(NAME), converted(NAME), "hybrid"))
+    assert (finding.code, finding.severity) == ("CK748", "error")
+    assert (finding.expected, finding.actual) == ("a HybridModel, as the launch builds", "a GPTModel")
+    assert "--dialect hybrid" in finding.hint
+
+
+def test_pattern_of_another_model_is_found_by_the_check_of_arguments(
+    releases: PathOf, hybrid: Path, only: OnlyFinding
+) -> None:
+    finding = only(launched(releases(NAME), hybrid, "hybrid", "--hybrid-layer-pattern", "*-" * 11 + "*E"))
+    assert finding.code == "CK718"
+    assert finding.expected.startswith(f"hybrid_layer_pattern = {'*-' * 12}, ")
+
+
+def test_a_provider_of_the_launchs_own_is_not_judged(releases: PathOf, hybrid: Path) -> None:
+    report = launched(releases(NAME), hybrid, "mcore", "--custom-model-provider-path", "mine.provider")
+    assert "CK748" not in {finding.code for finding in report.findings}
