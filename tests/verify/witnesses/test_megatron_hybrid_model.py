@@ -1,0 +1,142 @@
+"""`verify --against-megatron` of a checkpoint that holds a HybridModel: rank by rank, sound and broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CASES
+from families.case import save
+from support.installed import require_megatron
+from support.megatron_layouts import EXPERTS, judge, two_of
+from support.models import edit_metadata
+from support.nightly import daily
+
+from ckptkit.app.api import convert
+from ckptkit.core.errors import UsageError
+from converters.megatron.hybrid_model import gpt_only, needs_release
+from converters.planner import dims_of
+from verify.check import Unable
+from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
+from verify.run import verify
+from verify.witnesses.megatron.options import MegatronOptions
+from verify.witnesses.megatron.run import run_megatron
+
+require_megatron()
+
+MEGATRON = frozenset({"megatron"})
+RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
+Made = Callable[[str], Path]
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """What config.json of a test model says."""
+    case = CASES[name]
+    return dict(json.loads(json.dumps(case.edit(case.config().to_dict()))))
+
+
+HELD = [name for name in CASES if not list(gpt_only(dims_of(config_of(name))))]
+# One layout a model, and all models together have all of them.
+LAYOUTS = {name: two_of(list(CASES).index(name), dims_of(config_of(name)).experts > 0)[0] for name in HELD}
+LAYOUTS |= {"glm4_moe": "TP2 EP2", "qwen2-tied": "PP2 uneven", "deepseek_v3": "TP2 PP2"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """`made(name)`: a directory with a test model as `hf`, `gpt` and `hybrid`. Read only."""
+    root = tmp_path_factory.mktemp("hybrid")
+
+    def make(name: str) -> Path:
+        if not (root / name).exists():
+            save(name, CASES[name], root / name / "hf", torch.bfloat16)
+            convert(root / name / "hf", root / name / "gpt")
+            convert(root / name / "hf", root / name / "hybrid", dialect="hybrid")
+        return root / name
+
+    return make
+
+
+def subject_of(path: Path, source: Path | None = None, **options: Any) -> Subject:
+    return Subject(path, source, options=VerifyOptions(against=MEGATRON, **options))
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("name", daily(HELD, ["glm4_moe", "qwen2-tied", "deepseek_v3"]))
+def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
+    dims = dims_of(config_of(name))
+    options = EXPERTS[LAYOUTS[name]]
+    subject = subject_of(made(name) / "hybrid", made(name) / "hf", **options)
+    if any(since > RELEASE for _, since in needs_release(dims, options.get("vpp", 1))):
+        with pytest.raises(Unable, match=r"the HybridModel of megatron-core 0\.1\d\.\d has no"):
+            judge(subject)
+        return
+    if name == "mimo-tied-two-layers" and "PP" in LAYOUTS[name]:
+        with pytest.raises(Unable, match="tied embeddings with multi-token prediction over several pipeline stages"):
+            judge(subject)
+        return
+    findings, tallies = judge(subject)
+    assert findings == []
+    run = subject.once(run_megatron)
+    held = [
+        layer for report in run.reports if report.tp == report.ep == 0 for chunk in report.layers for layer in chunk
+    ]
+    assert sorted(held) == list(range(2 * dims.layers))
+    assert tallies["CK402"].tensors >= len(subject.checkpoint.specs)
+    assert ", HybridModel, " in tallies["CK401"].facts["megatron"][0]
+
+
+@pytest.mark.usefixtures("served")
+def test_source_may_be_a_gptmodel_and_logits_are_those_of_transformers(made: Made) -> None:
+    """Every check of files and values too, on two pipeline stages."""
+    report = verify(
+        made("glm4_moe") / "hybrid", source=made("glm4_moe") / "gpt", against=MEGATRON | {"logits"}, pp=2, ep=2
+    )
+    assert [str(finding) for finding in report.findings] == []
+    assert {check.code: check.reason for check in report.checks if check.status != "passed"} == {}
+    assert report.facts["pipeline stages"] == ["pp rank 0: layers 0..11", "pp rank 1: layers 12..23"]
+    (found, _) = report.facts["log-probabilities in Megatron"]
+    assert "from transformers in float64: mean 0.0000" in found
+
+
+def test_pipeline_options_that_megatron_refuses_are_refused(made: Made) -> None:
+    options = MegatronOptions(account_for_loss_in_pipeline_split=True)
+    with pytest.raises(UsageError, match="--account-for-loss-in-pipeline-split: Megatron-LM refuses it"):
+        judge(subject_of(made("qwen2-tied") / "hybrid", pp=2, megatron=options))
+
+
+@pytest.mark.usefixtures("served")
+def test_attention_of_another_layer_is_named(made: Made, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(made("qwen2-tied") / "hybrid", tmp_path / "hybrid"))
+    names = [f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in (2, 4)]
+    edit_metadata(path / "release", lambda metadata: _exchange(metadata, *names))
+    findings, _ = judge(subject_of(path, made("qwen2-tied") / "hf"))
+    assert {finding.code for finding in findings} == {"CK402"}
+    assert "decoder.layers.{2,4}.self_attention.linear_proj.weight" in str([finding.tensor for finding in findings])
+
+
+def _exchange(metadata: Any, one: str, other: str) -> None:
+    """Each of two tensors lies where the other did."""
+    places = {index.fqn: index for index in metadata.storage_data if index.fqn in (one, other)}
+    storage = metadata.storage_data
+    storage[places[one]], storage[places[other]] = storage[places[other]], storage[places[one]]
+
+
+@pytest.mark.skipif(
+    find_spec("megatron.training") is None, reason="megatron.training comes with megatron-core since 0.19"
+)
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("name", ["qwen2-tied", "deepseek_v3"])
+def test_megatron_lms_own_load_checkpoint_takes_it(made: Made, name: str) -> None:
+    findings, tallies = judge(
+        subject_of(made(name) / "hybrid", made(name) / "hf", tp=2, megatron=MegatronOptions(trainer_loader=True))
+    )
+    assert findings == []
+    assert "Megatron-LM's load_checkpoint" in tallies["CK401"].facts["megatron"][0]
