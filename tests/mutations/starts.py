@@ -27,6 +27,7 @@ MODELS = {
 }
 _FUSED = ("qwen3_moe", "glm4_moe")
 _ONLY_HF = ("kimi_k25",)
+_HYBRID = ("glm4_moe",)
 # Groups of 32 do not divide the heads of the latent attention here; Kimi K2's INT4 release leaves attention out too.
 _IGNORE = {"deepseek_v3": (r"re:.*\.self_attn\..*",)}
 _SPECIAL = ("<pad>", "<bos>", "<unk>", "<eos>")
@@ -34,9 +35,13 @@ _TOKENS = 340  # fewer than the 352 rows of the embedding, as in most releases
 
 
 def labels(kinds: Sequence[str]) -> list[str]:
-    """`MODEL/KIND` of each checkpoint of these kinds: `hf`, `fused` (experts in one tensor), `int4`, `megatron`."""
+    """`MODEL/KIND` of each checkpoint of these kinds.
+
+    `hf`, `fused` (experts in one tensor), `int4`, `megatron`, and `hybrid` (Megatron's HybridModel).
+    """
     pairs = [(model, kind) for model in MODELS for kind in kinds if kind == "hf" or model not in _ONLY_HF]
-    return [f"{model}/{kind}" for model, kind in pairs if kind != "fused" or model in _FUSED]
+    only = {"fused": _FUSED, "hybrid": _HYBRID}
+    return [f"{model}/{kind}" for model, kind in pairs if model in only.get(kind, (model,))]
 
 
 class Starts:
@@ -89,7 +94,7 @@ class Starts:
         elif kind == "int4":
             quantize(self.source(model), path, QuantScheme(32, "qmax7", _IGNORE.get(model, ())))
         else:
-            convert(self.source(model), path)
+            convert(self.source(model), path, dialect="hybrid" if kind == "hybrid" else None)
 
 
 def _digest(tensor: Tensor) -> str:

@@ -57,7 +57,7 @@ def kinds(of: Iterable[Mutation]) -> Counter[str]:
 
 def test_every_mutation_has_a_name_of_its_own_and_checkpoints_that_exist() -> None:
     assert [name for name, count in Counter(one.name for one in MUTATIONS).items() if count > 1] == []
-    known = set(labels(("hf", "fused", "int4", "megatron")))
+    known = set(labels(("hf", "fused", "int4", "megatron", "hybrid")))
     assert [one.name for one in MUTATIONS if not one.on or not set(one.on) <= known] == []
 
 

@@ -152,6 +152,8 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
     }
     if build.hybrid:
         fixed |= {"is_hybrid_model": True}
+        if build.sizes.vpp > 1:  # the layer pattern says where they end
+            fixed |= {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}
     values = {key: value for key, value in (values | fixed).items() if key in known}
     for variant in VARIANTS:
         values |= variant.settings(dims)
@@ -276,7 +278,10 @@ def _hybrid_model(dims: ModelDims, config: TransformerConfig, build: Build, stag
     spec = _adapted(dims, config, build, replace(spec, layer_specs=layers), 0)
     mtp = get_gpt_mtp_block_spec(as_gpt, spec, build.transformer_engine, vp_stage=stage) if dims.mtp_layers else None
     stack = hybrid_stack(dims, spec.layer_specs, mtp, local=not build.transformer_engine)
-    return hybrid_model(stack, with_stages(hybrid_pattern(dims), build.sizes.pipeline(hybrid_dims(dims))), stage)
+    pattern = hybrid_pattern(dims)
+    if build.sizes.vpp > 1:  # only then Megatron wants to be told where the stages end
+        pattern = with_stages(pattern, build.sizes.pipeline(hybrid_dims(dims)))
+    return hybrid_model(stack, pattern, stage)
 
 
 def _build(

@@ -7,6 +7,7 @@ stand in: the same classes inside, and on disk the names that HybridModel asks f
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,9 +21,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from converters.config.dims import ModelDims
 from converters.megatron.hybrid_model import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, hybrid_pattern
 
-# Before megatron-core 0.17 the class is MambaModel, in another place.
-NEW = find_spec("megatron.core.models.hybrid") is not None
-if NEW:
+# Before megatron-core 0.18 the class is MambaModel, in another place.
+if find_spec("megatron.core.models.hybrid") is not None:
     from megatron.core.models.hybrid import hybrid_block as block
     from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
 
@@ -88,10 +88,9 @@ def _around_a_stack(mtp: Any) -> ModuleSpec:
 
 
 def hybrid_model(spec: ModuleSpec, pattern: str, stage: int | None) -> functools.partial[Any]:
-    """The class with what only it takes: a stack, and a layer pattern that `|` divides into pipeline stages.
-
-    MambaModel of megatron-core 0.16 takes no `|`: it divides by the sizes in the config.
-    """
-    if NEW:
-        return functools.partial(Model, hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, vp_stage=stage)
-    return functools.partial(Model, mamba_stack_spec=spec, hybrid_override_pattern=pattern.replace("|", ""))
+    """The class with what only it takes: a stack and a layer pattern, which `|` may divide into pipeline stages."""
+    known = inspect.signature(Model).parameters
+    words = {next(name for name in ("hybrid_stack_spec", "mamba_stack_spec") if name in known): spec}
+    words |= {next(name for name in ("hybrid_layer_pattern", "hybrid_override_pattern") if name in known): pattern}
+    # MambaModel of megatron-core 0.16 has no chunks.
+    return functools.partial(Model, **words, **({"vp_stage": stage} if "vp_stage" in known else {}))
