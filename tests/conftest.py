@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,16 @@ def saved(
     require_megatron()
     from support.megatron_saves import SAVES, Save, save_with_megatron
 
+    from ckptkit.app.api import convert
     from ckptkit.formats.hf.reader import HfCheckpoint
+
+    def source(name: str, how: Mapping[str, Any]) -> Path:
+        """What Megatron loads before it saves."""
+        if not how.get("hybrid"):
+            return converted(name) / "release"
+        path = tmp_path_factory.mktemp("hybrid") / name
+        convert(converted(name), path, dialect="hybrid")
+        return path / "release"
 
     root = _shared(tmp_path_factory) / "saved"
     # Four ranks of Megatron take a minute. Where tests run in several processes, the first here makes it for all.
@@ -161,7 +170,7 @@ def saved(
             making = root.with_suffix(".making")
             save_with_megatron(
                 [
-                    Save(HfCheckpoint(releases(name)).config, converted(name) / "release", making / label, **how)
+                    Save(HfCheckpoint(releases(name)).config, source(name, how), making / label, **how)
                     for label, (name, how) in SAVES.items()
                 ],
                 world=4,

@@ -32,6 +32,7 @@ class Save:
     `stacked` makes the model homogeneous, so that Megatron stacks all layers of a key; `singleton` asks for a key for
     each expert; `release` saves into `release/`; `legacy` saves one file a rank. `optimizer`: the format in which
     megatron-core's own distributed optimizer saves its state; without it a first moment of zeros stands for that.
+    `hybrid`: as a HybridModel, which `source` then holds.
     """
 
     config: Mapping[str, Any]
@@ -43,6 +44,7 @@ class Save:
     release: bool = False
     legacy: bool = False
     optimizer: str | None = None
+    hybrid: bool = False
 
 
 # What the tests read: a release of `models.configs()`, and how it is saved. All of it takes four ranks.
@@ -58,6 +60,8 @@ SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, optimizer by bucket": ("qwen2-untied", {"sizes": ParallelSizes(tp=2), "optimizer": "dp_reshardable"}),
     "experts, optimizer by bucket": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "dp_reshardable"}),
     "experts, optimizer by parameter": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "fully_reshardable"}),
+    "hybrid, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "hybrid": True}),
+    "hybrid, tied and uneven": ("qwen2-tied", {"sizes": ParallelSizes(pp=2, last=7), "hybrid": True}),
     "legacy": ("qwen2-tied", {"sizes": ParallelSizes(), "release": True, "legacy": True}),
     "legacy, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2), "legacy": True}),
     "legacy, embedding and loss": (
@@ -136,7 +140,7 @@ def _save(save: Save, rank: int) -> None:
     from verify.witnesses.megatron.process import load
 
     dims = dims_of(save.config)
-    chunks = build_chunks(dims, Build(save.sizes, torch.bfloat16))
+    chunks = build_chunks(dims, Build(save.sizes, torch.bfloat16, hybrid=save.hybrid))
     load(chunks, str(save.source))
     if save.stacked:
         for chunk in chunks:
@@ -164,7 +168,7 @@ def _args(save: Save, dims: Any) -> Any:
 
     sizes = save.sizes
     return Namespace(
-        **megatron_args(dims),
+        **megatron_args(dims, "hybrid" if save.hybrid else "mcore"),
         params_dtype=torch.bfloat16,
         attention_backend=AttnBackend.auto,
         tensor_model_parallel_size=sizes.tp,

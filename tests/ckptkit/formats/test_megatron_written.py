@@ -63,6 +63,20 @@ def test_the_saves_are_of_the_kinds_that_they_claim_to_be(saved: Path) -> None:
     )
 
 
+def test_hybridmodel_stores_a_key_for_each_of_its_layers(saved: Path) -> None:
+    stored = opened(saved / "hybrid, experts").metadata
+    assert stored.tensors["decoder.layers.22.self_attention.linear_qkv.layer_norm_weight"].shape == (128,)
+    assert stored.tensors["decoder.layers.23.mlp.experts.experts.linear_fc2.weight"].shape == (12, 128, 96)
+    assert stored.tensors["decoder.layers.23.pre_mlp_layernorm.weight"].shape == (128,)
+    tied = opened(saved / "hybrid, tied and uneven").metadata
+    assert tied.tensors["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"].shape == (128,)
+    assert "output_layer._extra_state/shard_0_1" in tied.objects
+    assert "output_layer.weight" not in tied.tensors
+    for kept in (stored, tied):
+        assert "decoder.final_norm.weight" in kept.tensors
+        assert not [key for key in kept.tensors if "final_layernorm" in key or key.startswith("decoder.layers.mlp")]
+
+
 def test_which_pipeline_stage_wrote_which_layers(saved: Path) -> None:
     """Its layers lie in the files of its own ranks."""
 
