@@ -45,8 +45,9 @@ class Draft:
 
     `unfuses`: whether SGLang's draft class takes fused layers apart as the model's own class does, before it looks at
     `ignore`. `vllm`: how the names begin in vLLM; None: as in the release. `vllm_joint`: whether vLLM asks about
-    `joint` too. Source: `sglang/srt/models/*_{nextn,mtp}.py` of SGLang 0.5.16, and vLLM's `models/*_mtp.py`, which were
-    read and not run.
+    `joint` too. `sglang_own`: how they begin in SGLang where these are names of the model's own layers too.
+
+    Source: `sglang/srt/models/*_{nextn,mtp}.py` of SGLang 0.5.16, and vLLM's `models/*_mtp.py`; read and not run.
     """
 
     prefix: str
@@ -57,6 +58,7 @@ class Draft:
     unfuses: bool = True
     vllm: str | None = None
     vllm_joint: bool = False
+    sglang_own: str | None = None
 
 
 Keys = Callable[[Mapping[str, Any]], Mapping[str, Any]]

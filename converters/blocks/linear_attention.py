@@ -218,5 +218,6 @@ def qwen_next_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
 
 
 def _qwen_draft(sglang: str | None, count: int, *, unfuses: bool) -> tuple[Draft, ...]:
-    draft = Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc", unfuses, vllm_joint=True)
+    own = "model." if sglang is None else None
+    draft = Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc", unfuses, vllm_joint=True, sglang_own=own)
     return (draft,) if count else ()

@@ -21,6 +21,7 @@ WEIGHT_SCALE_INV = f"weight{FP8_SCALE_INV}"
 # NVFP4's scale of a whole tensor (ModelOpt; compressed-tensors), and scales of activations.
 SCALE_2, GLOBAL_SCALE = "_scale_2", "_global_scale"
 INPUT_SCALES = (".input_scale", ".activation_scale")
+MISTRAL_SCALE, MISTRAL_INPUT = ".qscale_weight", ".qscale_act"
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # after the name of the experts' matrix
 
 

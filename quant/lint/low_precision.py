@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,11 +9,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
+from ckptkit.formats.hf.reader import MODELOPT_CONFIG
 from ckptkit.formats.hf.side_files import quantization_of
+from quant.formats.floats.table import quantized_in
 from quant.formats.groups import Refusal
+from quant.formats.modelopt import differing_configs
 from quant.lint.subject import IgnoreList, Severity
-from quant.lists.reading import read_list, unreadable
+from quant.lists.reading import Known, read_list, unreadable
 from quant.lists.table import (
     ENGINES,
     KEYS,
@@ -32,9 +33,6 @@ from quant.selection.readers import LIST_READERS, TRAINERS, readers_of
 from quant.selection.reading import Answer, Reading
 from quant.selection.tree import ClassTree
 
-_SCALED = re.compile(
-    r"(.+)\.(?:weight_packed|weight_scale(?:_inv|_2)?|scale)|(.+\.experts\.\w+_proj)_(?:scale(?:_inv)?|blocks)"
-)
 # Linear layers that every engine holds unquantized, whatever the list.
 _NEVER = (".indexer.weights_proj",)
 
@@ -83,9 +81,9 @@ class LowPrecisionList(IgnoreList):
 
     def _readings(self, lists: Mapping[str, Sequence[str]]) -> dict[str, Reading]:
         rows = {NAMES: NAMED[self.method.partition(" ")[0]], **self.rows}
-        every = dict.fromkeys(lists[NAMES])
+        every, known = dict.fromkeys(lists[NAMES]), Known()
         found = {
-            reader: read_list(reader, row, self.matrices, lists.get(reader, ()), self.config)
+            reader: read_list(reader, row, self.matrices, lists.get(reader, ()), self.config, known)
             for reader, row in rows.items()
         }
         # A reader that reads no list takes every entry for nothing.
@@ -135,9 +133,12 @@ class LowPrecisionList(IgnoreList):
 
     def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
         """Returns where the checked readers disagree with what is quantized."""
+        return self._divergences(readings, self.readers)
+
+    def _divergences(self, readings: Mapping[str, Reading], readers: Sequence[str]) -> list[Divergence]:
         content = quantization_of(self.config)
         own = {reader: set(row.entries(content)) for reader, row in self.rows.items()}
-        found = divergences(self.matrices, self.packed, readings, self.readers, (), NAMES)
+        found = divergences(self.matrices, self.packed, readings, readers, (), NAMES)
         return [replace(one, patterns=tuple(filter(own[one.reader].__contains__, one.patterns))) for one in found]
 
     def next_move(self, readers: Sequence[str], patterns: Sequence[str], entry: str | None) -> str:
@@ -167,14 +168,15 @@ class LowPrecisionList(IgnoreList):
         """Never: there are no targets."""
         return False
 
-    @property
-    def _everybody(self) -> LowPrecisionList:
-        return replace(self, readers=tuple(reader for reader in self.rows if reader not in TRAINERS))
+    @cached_property
+    def _engines(self) -> tuple[str, ...]:
+        """The readers whose agreement makes a list portable: engines and transformers."""
+        return tuple(reader for reader in self.rows if reader not in TRAINERS)
 
     @cached_property
     def is_agreed(self) -> bool:
         """Whether engines and transformers agree on the list as it is."""
-        return not self._everybody.divergences(self.readings) and not list(self.refusals())
+        return not self._divergences(self.readings, self._engines) and not list(self.refusals())
 
     def portable(self) -> tuple[str, ...] | None:
         """Returns a list of whole module names on which engines and transformers agree; None when there is none.
@@ -183,9 +185,8 @@ class LowPrecisionList(IgnoreList):
         """
         if self.is_agreed:
             return self.ignore
-        everybody = self._everybody
         idle = [entry for entry in self.ignore if not any(one.covers[entry] for one in self.readings.values())]
-        looking = [self.readings[reader] for reader in everybody.readers]
+        looking = [self.readings[reader] for reader in self._engines]
         asked = [any(one.asked[index] for one in looking) for index in range(len(self.matrices))]
         names = (
             fused_layer(matrix.module, None) if matrix.expert else matrix.module
@@ -194,7 +195,7 @@ class LowPrecisionList(IgnoreList):
         )
         found = tuple(dict.fromkeys([*sorted(names, key=_by_number), *idle]))
         agreed = not any(unreadable(row, entry) for row in self.rows.values() for entry in found)
-        return found if agreed and not everybody.divergences(everybody.read(found)) else None
+        return found if agreed and not self._divergences(self.read(found), self._engines) else None
 
     def refusals(self) -> Iterator[Refusal]:
         """Entries for which a reader raises, and what the two configs of a checkpoint say differently."""
@@ -218,22 +219,6 @@ class LowPrecisionList(IgnoreList):
         return "because no entry covers it"
 
 
-def differing_configs(path: Path) -> list[str]:
-    """What hf_quant_config.json says otherwise than config.json, where both are there: the algorithm, the list."""
-    if not (path / MODELOPT_CONFIG).exists():
-        return []
-    first, second = (flattened(one, path) for one in (read_json(path / "config.json"), {}))
-    ours, theirs = quantization_of(first), quantization_of(second)
-    if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping) or ours == theirs:
-        return []
-    lists = [one.get("ignore", one.get("exclude_modules")) or [] for one in (ours, theirs)]
-    same = {
-        "the algorithm": str(ours.get("quant_algo")).upper() == str(theirs.get("quant_algo")).upper(),
-        "the list of modules": set(map(str, lists[0])) == set(map(str, lists[1])),
-    }
-    return [what for what, equal in same.items() if not equal]
-
-
 def method_of(content: Mapping[str, Any], where: object) -> Method:
     """The method of a quantization_config whose list is read here.
 
@@ -253,33 +238,8 @@ def method_of(content: Mapping[str, Any], where: object) -> Method:
     return found
 
 
-def flattened(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The config with a quantization_config: its own, else that of hf_quant_config.json, both in one form.
-
-    ModelOpt's `exclude_modules` of a nested config is called `ignore` there, as every reader takes it.
-    """
-    content = quantization_of(config)
-    if content is None and (path / MODELOPT_CONFIG).exists():
-        content = read_json(path / MODELOPT_CONFIG)
-    if not isinstance(content, Mapping):
-        return dict(config)
-    nested = content.get("quantization")
-    if isinstance(nested, Mapping):
-        listed = nested.get("exclude_modules") or []
-        content = {"quant_method": "modelopt", **nested, "ignore": listed}
-        content.pop("exclude_modules", None)
-    return {**config, "quantization_config": dict(content)}
-
-
 def _by_number(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else -1, part) for part in name.split(".")]
-
-
-def quantized_in(names: Iterable[str]) -> Iterator[str]:
-    """Yields the modules beside whose weight a scale is stored, or whose weight is packed."""
-    for name in names:
-        if match := _SCALED.fullmatch(name):
-            yield match[1] or match[2]
 
 
 def leaves(names: Iterable[str], matrices: Iterable[Matrix]) -> frozenset[str]:

@@ -13,10 +13,12 @@ from ckptkit.formats.hf.side_files import quantization_of
 from converters.foreign import refuse_stated
 from converters.registry import FAMILIES
 from converters.stored import as_spelled
+from quant.formats.floats.table import quantized_in
 from quant.formats.groups import Group, Kind, Target, groups_of, targets_of
+from quant.formats.modelopt import flattened
 from quant.formats.part_names import SCALE, packed_in
 from quant.formats.scheme import listed
-from quant.lint.low_precision import allowed, flattened, leaves, method_of, open_list, quantized_in
+from quant.lint.low_precision import allowed, leaves, method_of, open_list
 from quant.lint.subject import IgnoreList
 from quant.patterns.entries import check_entries
 from quant.selection.class_tree import class_tree

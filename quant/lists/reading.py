@@ -10,12 +10,15 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
 from converters.registry import FAMILIES
+from quant.lists.rules import Rule
 from quant.lists.table import NAMES, ListReader
 from quant.patterns.entries import check_lookups
 from quant.selection.matrices import Matrix, fused_layer, names_in_vllm
-from quant.selection.readers import SGLANG, Rule
+from quant.selection.readers import SGLANG
 from quant.selection.reading import Answer, Reading
 
+# Of these names, those that an entry covers by a rule.
+Known = dict[tuple[Rule, str, frozenset[str]], frozenset[str]]
 # Fused layers that SGLang takes apart whatever the model's class declares.
 _ALWAYS_FUSED = ("qkv_proj", "gate_up_proj")
 # Engines build the indexer's key weight with quantization or without, by chip and release, and load either. vLLM joins
@@ -39,15 +42,20 @@ def read_list(
     matrices: Sequence[Matrix],
     entries: Sequence[str],
     config: Mapping[str, Any],
+    known: Known | None = None,
 ) -> Reading:
-    """Predicts what `reader` takes for quantized where its list has these `entries`."""
-    known = FAMILIES[str(config.get("model_type"))].engine("sglang") if matrices else None
-    engine = known.entry if known and reader.startswith("SGLang") else str
+    """Predicts what `reader` takes for quantized where its list has these `entries`.
+
+    `known`: what was found for other readers with the same rules and names, which is added to.
+    """
+    known = {} if known is None else known
+    sglang = FAMILIES[str(config.get("model_type"))].engine("sglang") if matrices else None
+    engine = sglang.entry if sglang and reader.startswith("SGLang") else str
     layers = list(_all_looked_up(reader, row, matrices, config))
     kinds = {
-        "experts": sorted({layer.name for layer in layers if layer.experts}),
-        "part": sorted({part for layer in layers if not layer.experts for part in layer.parts}),
-        "own": sorted({layer.name for layer in layers if layer.parts and not layer.experts}),
+        "experts": frozenset(layer.name for layer in layers if layer.experts),
+        "part": frozenset(part for layer in layers if not layer.experts for part in layer.parts),
+        "own": frozenset(layer.name for layer in layers if layer.parts and not layer.experts),
     }
     check_lookups(entries, sum(map(len, kinds.values())))
     by_rule = (
@@ -61,9 +69,12 @@ def read_list(
     for entry in dict.fromkeys(entries):
         spelled, found = engine(entry), set[str]()
         for kind, rule, names in by_rule:
-            hits = set(_covered(rule, spelled, names)) if rule else set()
-            covered[kind] |= hits
-            found |= hits
+            if rule is None:
+                continue
+            if (key := (rule, spelled, names)) not in known:
+                known[key] = frozenset(_covered(rule, spelled, names))
+            covered[kind] |= known[key]
+            found |= known[key]
         covers[entry] = frozenset(found)
     made = {layer: (_asked(layer), _answer(layer, covered)) for layer in dict.fromkeys(layers)}
     asked, answers = [made[layer][0] for layer in layers], [made[layer][1] for layer in layers]
@@ -73,16 +84,16 @@ def read_list(
 def unreadable(row: ListReader, entry: str) -> bool:
     """Whether a reader raises for an entry: transformers, for what is not a regular expression."""
     try:
-        row.part("", entry)
-        row.experts("", entry)
+        row.part(entry)("")
+        row.experts(entry)("")
     except CkptkitError:
         return True
     return False
 
 
-def _covered(rule: Rule, entry: str, names: Sequence[str]) -> Iterator[str]:
+def _covered(rule: Rule, entry: str, names: frozenset[str]) -> Iterator[str]:
     try:
-        yield from (name for name in names if rule(name, entry))
+        yield from filter(rule(entry), names)
     except CkptkitError:
         return  # `unreadable` has it
 
@@ -121,7 +132,7 @@ def _looked_up(reader: str, row: ListReader, matrix: Matrix, config: Mapping[str
         return _Layer(answer="keeps")
     if is_head and config.get("tie_word_embeddings"):
         return _Layer(answer="either")
-    layer = matrix.sglang if reader in SGLANG else matrix.vllm
+    layer = (matrix.sglang or matrix.sglang_own) if reader in SGLANG else matrix.vllm
     layer = matrix.module if is_head and layer is None else layer
     if layer is None:
         return _Layer(answer="keeps")

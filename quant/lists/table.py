@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from quant.lists import rules, trainers
-from quant.selection.readers import SGLANG, VLLM, Rule
+from quant.lists.rules import Rule
+from quant.selection.readers import SGLANG, VLLM
 
 Method = Literal["fp8", "mxfp8", "modelopt fp4", "modelopt fp8", "modelopt mxfp8", "mxfp4", "quark"]
 ENGINES = (*VLLM, *SGLANG)
@@ -42,10 +43,6 @@ class ListReader:
         """Returns the entries that this reader takes from a quantization_config."""
         found = [list(map(str, value)) for key in self.keys if isinstance(value := content.get(key), list) and value]
         return tuple(dict.fromkeys(entry for several in (found if self.joins else found[:1]) for entry in several))
-
-
-def _never(name: str, entry: str) -> bool:
-    return False
 
 
 _FP8: tuple[Method, ...] = ("fp8", "mxfp8")
@@ -101,9 +98,9 @@ LISTS: tuple[ListReader, ...] = (
         last=rules.glob,
         head=True,
     ),
-    _R(ENGINES, ("mxfp4",), (), _never, _never, linears=False),
-    _R(("transformers 5.12",), ("mxfp4",), (_NOT_CONVERTED,), _never, rules.regex_from_start, linears=False),
-    _R(("transformers 5.24",), ("mxfp4",), (_NOT_CONVERTED,), _never, rules.regex_to_a_dot, linears=False),
+    _R(ENGINES, ("mxfp4",), (), rules.never, rules.never, linears=False),
+    _R(("transformers 5.12",), ("mxfp4",), (_NOT_CONVERTED,), rules.never, rules.regex_from_start, linears=False),
+    _R(("transformers 5.24",), ("mxfp4",), (_NOT_CONVERTED,), rules.never, rules.regex_to_a_dot, linears=False),
     _R(("SGLang 0.5.16",), ("quark",), ("exclude",), rules.regex_or_exact, rules.regex_or_exact, declared=True),
     _R(("SGLang 0.5.23",), ("quark",), ("exclude",), rules.regex_or_exact, rules.quark_experts, declared=True),
     _R(("vLLM 0.26",), ("quark",), ("exclude",), rules.regex_or_exact, rules.quark_experts),
@@ -117,15 +114,15 @@ LISTS: tuple[ListReader, ...] = (
         head=True,
     ),
     _R(("transformers 5.24",), _FP8, (_NOT_CONVERTED, _IGNORED), rules.regex_to_a_dot, rules.regex_to_a_dot, head=True),
-    _R(("slime",), ("fp8",), (), _never, _never, packs=trainers.slime_fp8),
-    _R(("miles",), ("fp8",), (), _never, _never, packs=trainers.miles_fp8),
-    _R(("miles",), ("mxfp8",), (), _never, _never, packs=trainers.miles_mxfp8),
+    _R(("slime",), ("fp8",), (), rules.never, rules.never, packs=trainers.slime_fp8),
+    _R(("miles",), ("fp8",), (), rules.never, rules.never, packs=trainers.miles_fp8),
+    _R(("miles",), ("mxfp8",), (), rules.never, rules.never, packs=trainers.miles_mxfp8),
     _R(
         ("miles",),
         ("modelopt fp4",),
         ("ignore", "exclude_modules"),
         rules.parameter_prefix,
-        _never,
+        rules.never,
         packs=trainers.miles_nvfp4,
         joins=True,
     ),
@@ -134,20 +131,22 @@ LISTS: tuple[ListReader, ...] = (
         ("fp8",),
         (_IGNORED, _NOT_CONVERTED),
         rules.verl_path,
-        _never,
+        rules.never,
         packs=trainers.verl_fp8,
         joins=True,
     ),
     # It gives vLLM a quantization_config of its own, without the list, and packs what vLLM then builds packed.
     _R(("NeMo-RL",), _FP8, (), rules.exact, rules.holds_expert, fused=rules.exact),
 )
-_PLAIN = _R((NAMES,), (), (), rules.whole_parts, _never, fused=rules.whole_parts)
+_PLAIN = _R((NAMES,), (), (), rules.whole_parts, rules.never, fused=rules.whole_parts)
 # What an entry names, by the first word of the method.
 NAMED: Mapping[str, ListReader] = MappingProxyType(
     {
         **dict.fromkeys(("fp8", "mxfp8", "mxfp4"), _PLAIN),
-        "quark": _R((NAMES,), (), (), rules.regex_or_exact, _never, fused=rules.regex_or_exact),
-        "modelopt": _R((NAMES,), (), (), rules.named_by_modelopt, _never, fused=rules.named_by_modelopt, head=True),
+        "quark": _R((NAMES,), (), (), rules.regex_or_exact, rules.never, fused=rules.regex_or_exact),
+        "modelopt": _R(
+            (NAMES,), (), (), rules.named_by_modelopt, rules.never, fused=rules.named_by_modelopt, head=True
+        ),
     }
 )
 # The keys that a list may stand under, by the method.

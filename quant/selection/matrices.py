@@ -42,6 +42,7 @@ class Matrix:
     entry: str  # the entry of `ignore` that leaves it out for every reader
     expert: bool = False
     unfused: bool = True  # SGLang's class may take its fused layer apart
+    sglang_own: str | None = None  # of a draft layer, the layer of the model itself by whose name SGLang asks
 
     @property
     def module(self) -> str:
@@ -100,10 +101,11 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
         rest = module.removeprefix(draft.prefix)
         asked = tail(rest) in tree.tails
         layer = fused_layer(f"{draft.sglang}{rest}", None) if asked and draft.sglang is not None else None
+        own = fused_layer(f"{draft.sglang_own}{rest}", None) if asked and draft.sglang_own is not None else None
         in_vllm = asked or (draft.vllm_joint and module == draft.joint)
         prefix = draft.prefix if draft.vllm is None else draft.vllm
         vllm = _in_vllm(fused_layer(f"{prefix}{rest}", None)) if in_vllm else None
-        return Matrix(tensor, False, reason, layer, vllm, draft.entry, ".experts." in rest, draft.unfuses)
+        return Matrix(tensor, False, reason, layer, vllm, draft.entry, ".experts." in rest, draft.unfuses, own)
     if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
         linear = _NO_LINEAR.fullmatch(module.rpartition(".")[2]) is None
         entry = rf"re:.*{outside.split('.')[-2]}\..*"

@@ -144,7 +144,7 @@ def test_miles_packs_nvfp4_less_its_list(checkout: Callable[[str], Path]) -> Non
         (name, entry)
         for name in every
         for entry in entries
-        if names["_is_ignored"](name, [entry]) != rules.parameter_prefix(name, entry)
+        if names["_is_ignored"](name, [entry]) != rules.parameter_prefix(entry)(name)
     ] == []
 
 
@@ -165,5 +165,5 @@ def test_verl_packs_by_parts_of_names(checkout: Callable[[str], Path]) -> None:
         "proj",
     ]
     assert [
-        (name, entry) for name in every for entry in entries if matches(name, entry) != rules.verl_path(name, entry)
+        (name, entry) for name in every for entry in entries if matches(name, entry) != rules.verl_path(entry)(name)
     ] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,25 +31,43 @@ class Spelling:
 
 
 def write(plain: Path, target: Path, spelling: Spelling, wanted: Callable[[str], bool] | None = None) -> Path:
-    """A copy of an HF directory whose projections (or the `wanted` weights) are stored so."""
+    """A copy of an HF directory whose projections (or the `wanted` weights) are stored so, and others are listed."""
     shutil.copytree(plain, target)
-    weight_map, total = {}, 0
+    weight_map, total, left = {}, 0, list[str]()
     for file in sorted(target.glob("*.safetensors")):
         stored: dict[str, Tensor] = {}
         for name, tensor in load_file(file).items():
             module, is_one = name.removesuffix(".weight"), (wanted or _projection)(name)
             fits = is_one and tensor.shape[-1] % spelling.columns == 0
             stored |= spelling.store(module, tensor) if fits else {name: tensor}
+            left += [module] if _projection(name) and not fits else []
         save_file({name: part.contiguous() for name, part in stored.items()}, file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(stored, file.name)
         total += sum(tensor.nbytes for tensor in stored.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
     config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | dict(spelling.config), indent=2))
+    draft = f"model.layers.{config.get('num_hidden_layers')}."  # `model.decoder.` in SGLang
+    left += [name.replace(draft, "model.decoder.") for name in left if name.startswith(draft)]
+    (target / "config.json").write_text(json.dumps(config | _listing(spelling.config, left), indent=2))
     if spelling.beside is not None:
-        (target / "hf_quant_config.json").write_text(json.dumps(spelling.beside))
+        (target / "hf_quant_config.json").write_text(json.dumps(_listing(spelling.beside, left)))
     return target
+
+
+# Where each format lists what is not quantized.
+_KEYS = {"fp8": "ignored_layers", "mxfp8": "ignored_layers", "quark": "exclude"}
+
+
+def _listing(config: Mapping[str, Any], left: Sequence[str]) -> dict[str, Any]:
+    """The config with these modules in its list, besides what is there."""
+    found = dict(config)
+    for section, usual in (("quantization_config", "ignore"), ("quantization", "exclude_modules")):
+        if left and section in found:
+            content = found[section]
+            key = _KEYS.get(content.get("quant_method"), usual)
+            found[section] = content | {key: [*content.get(key, []), *left]}
+    return found
 
 
 def _projection(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 | row | tensors | written by |
 | --- | --- | --- |
-| `fp8` | `N.weight`, `N.weight_scale_inv` (or `_scale`, or `N.scale`) | DeepSeek, Qwen, GLM, MiniMax, slime, miles |
+| `fp8` | `N.weight`, `N.weight_scale_inv` (or `_scale`, `N.scale`; Mistral `N.qscale_weight`) | DeepSeek, Qwen, slime |
 | `compressed_fp8` | `N.weight`, `N.weight_scale` | compressed-tensors, llm-compressor, GLM |
 | `modelopt_fp8` | scales [], [rows], or [rows / 128, 1, columns / 128, 1] | NVIDIA ModelOpt |
 | `quark_fp8` | the same with scales [] or [rows] | AMD Quark |
@@ -16,12 +16,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from quant.formats.floats.layout import E2M1, E4M3, EXPONENTS, FLOAT_SCALES, Axes, Block, Layout
 from quant.formats.part_names import (
     FP8_SCALE,
     FP8_SCALE_INV,
     GLOBAL_SCALE,
     INPUT_SCALES,
+    MISTRAL_INPUT,
+    MISTRAL_SCALE,
     MXFP4_BLOCKS,
     MXFP4_SCALES,
     SCALE_2,
@@ -47,9 +51,9 @@ def fp8(block: Block, *, exponents: bool = False, static: bool = False, only: st
         _fp8_words(block),
         E4M3,
         block,
-        (FP8_SCALE_INV, FP8_SCALE, ".scale"),
+        (FP8_SCALE_INV, FP8_SCALE, ".scale", MISTRAL_SCALE),
         dtypes,
-        inputs=INPUT_SCALES if static else (),
+        inputs=(*INPUT_SCALES, MISTRAL_INPUT) if static else (),
         needs_input=static,
         only=only,
     )
@@ -142,3 +146,37 @@ def compressed_nvfp4(group: int = 16, *, static: bool = True) -> Layout:
         inputs=(".input_global_scale",),
         needs_input=static,
     )
+
+
+# One row of each spelling, whatever its block.
+_ROWS = (
+    fp8((None, None), static=True),
+    compressed_fp8((None, None), static=True),
+    mxfp8(),
+    MXFP4_EXPERTS,
+    MXFP4_BYTES,
+    mxfp4(packed=True),
+    modelopt_nvfp4(),
+    compressed_nvfp4(),
+)
+# Endings that only scales have, those of activations too.
+SCALE_ENDINGS = tuple(dict.fromkeys(part for row in _ROWS for part in (*row.parts, *row.inputs) if part != row.codes))
+_CODES = tuple(dict.fromkeys(row.codes for row in _ROWS if row.codes))
+_SCALES = tuple(dict.fromkeys(scale for row in _ROWS for scale in row.scales))
+
+
+def quantized_in(names: Iterable[str]) -> Iterator[str]:
+    """Yields the modules whose weight these tensors store in codes, in any spelling of floats: by names alone."""
+    known = frozenset(names)
+    for name in known:
+        if name.endswith(_CODES):
+            yield _stem(name, _CODES).removesuffix(".weight")
+        elif name.endswith(_SCALES):
+            stem = _stem(name, _SCALES)
+            weight = f"{stem}.weight" if name[len(stem)] == "." else stem
+            if any(weight + codes in known for codes in ("", *_CODES)):
+                yield weight.removesuffix(".weight")
+
+
+def _stem(name: str, endings: tuple[str, ...]) -> str:
+    return next(name.removesuffix(ending) for ending in endings if name.endswith(ending))

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import floats
+from support.fixture_types import PathOf
 from support.published import EXPERTS, GLM, LAYERS, QWEN
 
 from ckptkit.core.errors import CkptkitError
@@ -204,6 +206,27 @@ def test_quark_excludes_by_whole_names_or_expressions(tmp_path: Path) -> None:
         name for name in qwen_names(scale="weight_scale") if name != "model.layers.0.self_attn.o_proj.weight_scale"
     ]
     assert found(lint(write(tmp_path, QWEN, content, names))) == []
+
+
+@pytest.mark.parametrize("draft_in_fp8", [True, False])
+def test_sglang_asks_for_the_draft_layer_of_qwen3_next_as_for_the_first_layer(
+    draft_in_fp8: bool, releases: PathOf, tmp_path: Path
+) -> None:
+    """Its `Qwen3NextForCausalLMMTP` builds a `Qwen3NextModel` of one layer under `model`, whatever the list says."""
+    path = floats.write(
+        releases("qwen3_next"),
+        tmp_path / "fp8",
+        floats.SPELLINGS["fp8"],
+        lambda name: name.endswith("_proj.weight") and (draft_in_fp8 or not name.startswith("mtp.")),
+    )
+    linear = [f"model.layers.{layer}.linear_attn.in_proj_{part}" for layer in range(12) for part in ("ba", "qkvz")]
+    config = json.loads((path / "config.json").read_text())
+    content = config["quantization_config"]
+    content["ignored_layers"] = [*content.get("ignored_layers", []), *linear]
+    (path / "config.json").write_text(json.dumps(config))
+    errors = [one for one in lint(path).findings if one.severity == "error"]
+    assert [one for one in errors if draft_in_fp8 or not one.tensors[0].startswith("mtp.layers.0.")] == []
+    assert bool(errors) != draft_in_fp8
 
 
 def test_a_model_that_is_not_known_is_not_judged(tmp_path: Path) -> None:

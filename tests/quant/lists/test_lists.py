@@ -21,17 +21,16 @@ from quant.lists.reading import read_list
 from quant.lists.table import KEYS, LISTS, Method, readers_of_method
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named
-from quant.selection.readers import Rule
 from verify.witnesses.process.interpreter import python_of
 
 L3, L5 = "model.layers.3", "model.layers.5"
-READERS: Sequence[tuple[str, Rule]] = (
+READERS: Sequence[tuple[str, rules.Rule]] = (
     ("transformers 5.12", rules.regex_from_start),
     ("transformers 5.24", rules.regex_to_a_dot),
     ("SGLang fp8", rules.whole_parts),
-    ("SGLang ModelOpt", lambda name, entry: rules.parts_only(name, entry) or rules.glob(name, entry)),
+    ("SGLang ModelOpt", lambda entry: lambda name: rules.parts_only(entry)(name) or rules.glob(entry)(name)),
     ("vLLM fp8", rules.exact),
-    ("vLLM ModelOpt", lambda name, entry: rules.exact(name, entry) or rules.substring(name, entry)),
+    ("vLLM ModelOpt", lambda entry: lambda name: rules.exact(entry)(name) or rules.substring(entry)(name)),
     ("Quark", rules.regex_or_exact),
 )
 # entry, module, is it left unquantized by each of `READERS`
@@ -57,7 +56,7 @@ TABLE: list[tuple[str, str, str]] = [
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]} {row[1]}")
 def test_an_entry_covers_a_module_as_listed(row: tuple[str, str, str]) -> None:
     entry, module, expected = row
-    found = "".join(str(int(rule(module, entry))) for _, rule in READERS)
+    found = "".join(str(int(rule(entry)(module))) for _, rule in READERS)
     assert found == expected, [name for (name, _), one, two in zip(READERS, found, expected, strict=True) if one != two]
 
 
@@ -204,7 +203,7 @@ def test_transformers_takes_every_entry_for_what_the_table_says() -> None:
         (entry, name)
         for entry in sorted(entries)
         for name in names
-        if rules.regex_from_start(name, entry) == should_convert_module(name, [entry])
+        if rules.regex_from_start(entry)(name) == should_convert_module(name, [entry])
     ] == []
 
 

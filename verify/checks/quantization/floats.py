@@ -8,17 +8,22 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptkit.core.dtypes import COMPUTED
+from ckptkit.formats.hf.reader import MODELOPT_CONFIG
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.floats.layout import E4M3
 from quant.formats.floats.release import Floats, StoredWeight, wrong_scale
+from quant.formats.floats.table import modelopt_nvfp4
+from quant.formats.modelopt import differing_configs
 from quant.formats.part_names import INT4_ENDINGS
 from verify.check import Tally
 from verify.checks.headers.files import names_of
 from verify.evidence.expected import usable_config
+from verify.evidence.extremes import same_bytes
 from verify.evidence.floats.stored import FloatScales, always_full, float_scales_of, stored_floats_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.report import Severity
 
 _AGAIN = "quantize again from the release, or copy the file again if the release is sound"
 _PLAIN = (*COMPUTED, "float64", "int64", "int32", "bool")
@@ -84,6 +89,14 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
             wrong[one].append(name)
     for one, names in wrong.items():
         yield Issue(one.expected, one.actual, one.hint, names=names, file=subject.path)
+    if differs := differing_configs(subject.path):
+        yield Issue(
+            "one quantization in config.json and hf_quant_config.json",
+            f"they differ in {' and '.join(differs)}",
+            "engines read config.json, other tools the second: write both from one config, or remove the second",
+            file=subject.path / MODELOPT_CONFIG,
+            severity="warning",
+        )
     yield from _missing_inputs(subject, weights, listed)
     if usable_config(subject) is None:  # otherwise CK104 knows which names belong
         orphans = [name for name in specs if name.endswith(floats.parts) and name not in taken]
@@ -149,24 +162,39 @@ def _scale_hint(stored: StoredWeight, subject: Subject) -> str:
 
 
 def _missing_inputs(subject: Subject, weights: list[StoredWeight], listed: Collection[str]) -> Iterator[Issue]:
-    """Weights without the scale of their activations, where the format has one."""
+    """Weights without the scale of their activations, where the format has one.
+
+    SGLang 0.5.23 begins ModelOpt's NVFP4 with scales of 1.0; SGLang 0.5.16 and vLLM do not write them, and kernels of
+    weights alone do not read them. Source: `modelopt_quant.py` and `modelopt.py`.
+    """
     needing = [stored for stored in weights if stored.layout.needs_input and stored.inputs]
     lacking = [stored for stored in needing if not any(name in listed for name in stored.inputs)]
     if not lacking:
         return
-    ending = lacking[0].inputs[0].rpartition(".")[2]
+    ending, is_nvfp4 = lacking[0].inputs[0].rpartition(".")[2], short(lacking[0]) == "NVFP4"
     some = f"{len(lacking)} of {len(needing)} such weights lack it" if len(lacking) < len(needing) else "none is stored"
     hint = f"vLLM then reads memory that nobody wrote: {_AGAIN}"
-    if short(lacking[0]) == "NVFP4":
+    severity: Severity = "error"
+    if is_nvfp4 and lacking[0].layout == modelopt_nvfp4() and len(lacking) == len(needing) and not _for_vllm(subject):
+        severity = "warning"
+        hint = "SGLang 0.5.23 takes 1.0 for all; SGLang 0.5.16 and vLLM read memory that nobody wrote, but where a "
+        hint += f"kernel of weights alone serves them (Marlin): {_AGAIN}"
+    if is_nvfp4:
         hint += "; for weights alone, state quant_algo W4A16_NVFP4, or in compressed-tensors' config no activations"
-    names = [stored.codes.name for stored in lacking]
     yield Issue(
         f"{ending} beside every weight of a format that quantizes activations",
         some,
         hint,
-        names=names,
+        names=[stored.codes.name for stored in lacking],
         file=subject.path,
+        severity=severity,
     )
+
+
+def _for_vllm(subject: Subject) -> bool:
+    """Whether vLLM is to read the checkpoint: it is named, asked, or serves the launch."""
+    named = "vllm" in (*(subject.readers or ()), *subject.against)
+    return named or (subject.arguments is not None and subject.arguments.server == "vllm")
 
 
 def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -190,7 +218,8 @@ def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
             file=subject.path,
             severity="warning",
         )
-    yield from _odd_inputs(subject, tally)
+    yield from _odd_inputs(subject)
+    yield from _repeated(subject)
 
 
 def _wrong_scales(one: FloatScales, labelled: bool) -> Iterator[tuple[str, str, str]]:
@@ -218,16 +247,19 @@ def _wrong_scales(one: FloatScales, labelled: bool) -> Iterator[tuple[str, str, 
             yield name, "a finite scale above zero", f"{value:g}"
 
 
-def _odd_inputs(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def _odd_inputs(subject: Subject) -> Iterator[Issue]:
     """Scales of activations that were never measured, or of one kind far apart."""
     values = {
         name: value
         for one in subject.once(float_scales_of)
         for name, value in one.inputs.items()
-        if math.isfinite(value) and value > 0
+        if math.isfinite(value) and value > 0 and one.stored.layout.needs_input
     }
     if values and set(values.values()) == {1.0}:
-        tally.note("CK304: every activation scale is 1.0, so none was measured; engines clip activations by them")
+        expected, actual = "scales of activations that were measured", "1.0 everywhere"
+        hint = "engines clip activations by them: calibrate, or serve with a kernel of weights alone"
+        names = list(values)
+        yield Issue(expected, actual, hint, names=names, file=subject.path, severity="warning")
         return
     for names in group_by_pattern(values):
         low, high = min(values[name] for name in names), max(values[name] for name in names)
@@ -236,6 +268,32 @@ def _odd_inputs(subject: Subject, tally: Tally) -> Iterator[Issue]:
             hint = "calibrate again with more samples: experts that saw none keep a scale of their own"
             actual = f"from {low:.3g} to {high:.3g}"
             yield Issue(expected, actual, hint, names=names, file=subject.path, severity="warning")
+
+
+def _repeated(subject: Subject) -> Iterator[Issue]:
+    """Scales of many values that two weights have in common: one of them has another's, as after half an update."""
+    same: dict[bytes, list[FloatScales]] = defaultdict(list)
+    for one in subject.once(float_scales_of):
+        if one.digest:
+            same[one.digest].append(one)
+    for several in same.values():
+        codes = [one.stored.codes.name for one in several]
+        if len(several) > 1 and not _equal(subject, codes):
+            names = [one.stored.scale for one in several]
+            yield Issue(
+                "scales of its own for each weight",
+                f"the same {several[0].values} scales beside other codes",
+                "one of these weights has the scales of another: quantize again from the release",
+                names=names,
+                together=True,
+                file=subject.path,
+            )
+
+
+def _equal(subject: Subject, names: list[str]) -> bool:
+    """Whether these tensors hold the same bytes, which CK206 judges."""
+    read = [subject.checkpoint.read([name])[name] for name in names]
+    return all(same_bytes(read[0], one) for one in read[1:])
 
 
 def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> Iterator[Issue]:

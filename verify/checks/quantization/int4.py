@@ -17,6 +17,7 @@ from quant.formats.zero_points import is_expert
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.renamed import renamed_of
+from verify.checks.quantization.float_lists import float_lists
 from verify.checks.quantization.floats import float_parts, float_scales, forbidden_floats, has_floats
 from verify.checks.quantization.quantization_config import config_issue, refused_parts
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
@@ -145,7 +146,8 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip("not run because the tensors have other names than config.json promises (CK104)")
     config, specs, where = subject.once(config_of), subject.checkpoint.specs, str(subject.path)
     if has_floats(subject) and not _packs_integers(subject):
-        raise Skip("weights are stored in floats, of which the lists in config.json are not checked here")
+        yield from float_lists(subject, tally)
+        return
     packed = set(packed_in(specs))
     tally.compared(0, len(packed))
     if (issue := config_issue(config, subject.readers)) is not None:

@@ -14,17 +14,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Sized
 
-from quant.formats.part_names import (
-    FP8_SCALE_INV,
-    GLOBAL_SCALE,
-    INPUT_SCALES,
-    MXFP4_SCALES,
-    SCALE_2,
-    WEIGHT_G_IDX,
-    WEIGHT_SCALE,
-    WEIGHT_SHAPE,
-    WEIGHT_ZERO_POINT,
-)
+from quant.formats.floats.table import SCALE_ENDINGS
+from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from verify.check import Skip, Tally, check
 from verify.evidence.expected import is_cache_scale, usable_config
 from verify.evidence.extremes import Extremes
@@ -43,17 +34,7 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight"
 
 UNREAD = "not run because no tensor can be read (CK201)"
 # What stands beside the words of quantized weights.
-PARTS = (
-    WEIGHT_SCALE,
-    WEIGHT_SHAPE,
-    WEIGHT_ZERO_POINT,
-    WEIGHT_G_IDX,
-    FP8_SCALE_INV,
-    MXFP4_SCALES,
-    SCALE_2,
-    GLOBAL_SCALE,
-    *INPUT_SCALES,
-)
+PARTS = (*(part for part in INT4_PARTS if part != WEIGHT_PACKED), *SCALE_ENDINGS)
 
 
 def counted(tally: Tally, names: Sized, none: str) -> None:

@@ -11,12 +11,14 @@ from ckptkit.core.errors import CkptkitError
 from quant.formats.dequantize import floats_of
 from quant.formats.floats.layout import E4M3
 from quant.formats.floats.release import Floats, StoredWeight, wrong_scale
+from verify.evidence.extremes import digest_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_MANY, _SAMPLE = 12, 4096  # different scales, and of how many
 _BLOCK = 1024  # weights of a block whose largest code is looked at
 _FEW_BLOCKS = 12  # by chance all of so many are full once in 10^9 times
 
@@ -36,6 +38,7 @@ class FloatScales:
     median: float | None = None  # of what finite scales other than zero come to, with the tensor's own
     second: float | None = None
     inputs: dict[str, float] = field(default_factory=dict)  # by name; the one furthest from a number above zero
+    digest: bytes = b""  # of many scales other than powers of two, which no two weights have in common by chance
     nbytes: int = 0
 
 
@@ -82,6 +85,7 @@ def _scales_of(checkpoint: Checkpoint, stored: StoredWeight) -> FloatScales:
     if middle is not None and second:
         middle = middle / second if stored.layout.divides else middle * second
     zero = scales == 0
+    unrounded = int((finite & ~zero & (mantissa.abs() != 0.5)).sum())
     return FloatScales(
         stored,
         scales.numel(),
@@ -90,12 +94,18 @@ def _scales_of(checkpoint: Checkpoint, stored: StoredWeight) -> FloatScales:
         _silenced(checkpoint, stored, zero) if bool(zero.any()) else 0,
         int((scales < 0).sum()),
         int(((exponents > stored.layout.max_exponent) & finite).sum()) if exponents is not None else 0,
-        int((finite & ~zero & (mantissa.abs() != 0.5)).sum()),
+        unrounded,
         middle,
         second,
         {name: _one(read[name]) for name in stored.inputs if name in read and read[name].is_floating_point()},
+        digest_of(raw) if _telling(scales, unrounded) else b"",
         sum(tensor.nbytes for tensor in read.values()),
     )
+
+
+def _telling(scales: Tensor, unrounded: int) -> bool:
+    """Whether scales are so many different numbers that two weights have them in common by no chance."""
+    return unrounded >= _MANY and len(set(scales.flatten()[:_SAMPLE].tolist())) >= _MANY
 
 
 def _one(tensor: Tensor) -> float:

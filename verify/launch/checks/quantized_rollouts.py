@@ -17,6 +17,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
 from verify.launch.checks.engine import engine_config, engine_of, job_of, unless_skipped
+from verify.launch.options.argv import Option, last, options_of
 from verify.launch.words import Word, at_places, first_file
 from verify.report import Severity
 
@@ -121,15 +122,29 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, error.message, error.hint or "quantize it again", file=root)
 
 
-def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
-    """Directory and quantization of an engine that slime or miles updates. Raises Skip for any other."""
+# By the value of SGLang's --quantization, the methods of a checkpoint that it takes besides the value itself.
+# Source: SGLang `ModelConfig._verify_quantization`, which raises for others; ModelOpt's is told from its algorithm.
+_TAKEN: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("modelopt_fp8", "modelopt_fp4", "modelopt_mixed", "modelopt", "petit_nvfp4"), ("modelopt",)),
+    **dict.fromkeys(("w8a8_int8", "w8a8_fp8", "auto-round-int8"), ("compressed-tensors", "compressed_tensors")),
+    "nvfp4_online": ("fp8",),
+}
+_ENGINE_OPTION = "--sglang-quantization"
+
+
+def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | None]:
+    """Directory and quantization of an engine that slime or miles updates, and what the launch makes of it.
+
+    Raises Skip for any other, and where neither says anything.
+    """
     root, job = engine_of(subject), job_of(subject)
     if not job.updates or job.stack.name != "slime":
         raise Skip("neither slime nor miles updates the engine of this launch")
-    content = quantization_of(engine_config(root))
-    if not isinstance(content, Mapping) or "quant_method" not in content:
+    content, option = quantization_of(engine_config(root)), last(options_of(job.text.words), _ENGINE_OPTION)
+    stated = content if isinstance(content, Mapping) and "quant_method" in content else None
+    if stated is None and option is None:
         raise Skip("--hf-checkpoint is not quantized")
-    return root, content
+    return root, stated, option
 
 
 @check(
@@ -140,17 +155,24 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
         "slime and miles pack each update as quantization_config of --hf-checkpoint says. Of a format that it does not "
         "know, slime sends BF16 without an error, and miles stops at the first update."
     ),
-    fix="Give an --hf-checkpoint in block FP8 or INT4, or in BF16.",
+    fix=(
+        "Give an --hf-checkpoint in block FP8 or INT4, or in BF16; leave --sglang-quantization out, which SGLang takes "
+        "from the checkpoint."
+    ),
     unless=unless_skipped(_sent),
 )
 def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`quant_method` of `--hf-checkpoint`, and of FP8 the two keys that both trainers assert.
+    """`quant_method` of `--hf-checkpoint`, of FP8 the two keys that both trainers assert, and the engine's own option.
 
     Source: `megatron_to_hf/processors` of slime and of miles.
     """
-    root, content = _sent(subject)
-    where, method = str(root / "config.json"), content["quant_method"]
+    root, content, option = _sent(subject)
     tally.compared(0)
+    if option is not None and option.known and option.value is not None:
+        yield from _engine_option(root, content, option)
+    if content is None:
+        return
+    where, method = str(root / "config.json"), content["quant_method"]
     if method not in _SENT and content.get("quant_algo") != "NVFP4":
         expected = "a quant_method that slime or miles packs: " + ", ".join(sorted(_SENT))
         actual = f"{shortened(method)}: slime sends BF16 to it, miles stops"
@@ -164,3 +186,21 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
             actual = "not set" if found is None else shortened(found)
             hint = "give a checkpoint whose activations are scaled as they come"
             yield Issue(f"{key} = {wanted}, which slime and miles assert", actual, hint, file=where)
+
+
+def _engine_option(root: Path, content: Mapping[str, Any] | None, option: Option) -> Iterator[Issue]:
+    """What SGLang's own option says otherwise than the checkpoint, and so than what the trainer sends."""
+    value = str(option.value and option.value.text).lower()
+    places = {option.name: option.word}
+    where = first_file(places) or str(root / "config.json")
+    if content is None:
+        expected = f"an --hf-checkpoint in the format of {_ENGINE_OPTION}{at_places(places)}"
+        actual = f"{value} beside an unquantized checkpoint: SGLang packs it once, and each update is sent in BF16"
+        hint = f"quantize the checkpoint (`ckptkit quantize`), and leave {_ENGINE_OPTION} out"
+        yield Issue(expected, actual, hint, file=where, severity="warning")
+        return
+    method = str(content["quant_method"]).lower()
+    if value != method and method not in _TAKEN.get(value, ()):
+        expected = f"{_ENGINE_OPTION} {method}, as {root}/config.json{at_places(places)}"
+        actual = f"{value}: SGLang stops at its start"
+        yield Issue(expected, actual, f"leave {_ENGINE_OPTION} out", file=where)

@@ -1,0 +1,204 @@
+"""What `verify` says of weights in FP8, MXFP8, MXFP4 and NVFP4 that are broken: each fault by its number and twin.
+
+The numbers count the faults that such files are known to have. 2 and 15, 16 are of the index and of lists; 19 stands in
+`test_converted_formats.py`, since it needs a source in another format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from mutations import floats as faults
+from mutations.edits import edit_config, edit_json, names, replace
+from support import floats, quantized
+from support.fixture_types import CopyOf, PathOf, RunAlone
+
+from verify.report import Finding
+from verify.run import verify
+
+MODELS = ("qwen2-untied", "qwen3_moe", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def stored(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """`stored(model, spelling)`: the model's release so quantized, made once. Not to be written to."""
+    root, made = tmp_path_factory.mktemp("floats"), dict[tuple[str, str], Path]()
+
+    def find(model: str, spelling: str) -> Path:
+        if (model, spelling) not in made:
+            target = root / f"{model}-{spelling}"
+            if spelling == "gpt-oss":
+                edit = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+                quantized.write(releases(model), target, _fused, quantized.mxfp4, lambda config: config | edit)
+                made[model, spelling] = target
+                return target
+            made[model, spelling] = floats.write(releases(model), target, floats.SPELLINGS[spelling])
+        return made[model, spelling]
+
+    return find
+
+
+def _fused(name: str) -> bool:
+    return name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault by its number: what is broken in which spelling, and the check that must name it with these words."""
+
+    number: int
+    damage: Callable[[Path], str]
+    spelling: str
+    code: str
+    words: str
+    source: bool = False
+    readers: tuple[str, ...] | None = None
+    severity: str = "error"
+    models: tuple[str, ...] = MODELS
+
+
+MOE = ("deepseek_v3",)
+WEIGHTS_ONLY = {"quant_algo": "W4A16_NVFP4"}
+MUTATIONS = (
+    Mutation(1, faults.scale_dropped, "fp8", "CK303", "FP8 weights without a scale"),
+    Mutation(2, faults.scale_listed_alone, "fp8", "CK104", "weight_scale_inv"),
+    Mutation(3, faults.inputs_of_two_dropped, "nvfp4-modelopt", "CK303", "lack it"),
+    Mutation(4, faults.half_the_scales, "nvfp4-modelopt", "CK303", "for the packed bytes"),
+    Mutation(5, faults.bytes_as_numbers, "fp8-ue8m0", "CK308", "far larger"),
+    Mutation(6, faults.exponents_unannounced, "fp8-ue8m0", "CK303", "119.0"),
+    Mutation(7, faults.reciprocal, "fp8", "CK308", "far larger"),
+    Mutation(7, faults.reciprocal, "fp8", "CK305", "further off", source=True),
+    Mutation(8, faults.gates_scale, "nvfp4-modelopt", "CK306", "by up to 1.7 times"),
+    Mutation(8, faults.gates_scale, "nvfp4-modelopt", "CK305", "further off", source=True),
+    Mutation(9, faults.zero_block_as_miles_writes_it, "fp8", "CK304", "zero for 1 blocks whose codes are not zero"),
+    Mutation(9, faults.zero_block_as_miles_writes_it, "fp8", "CK204", "NaN"),
+    Mutation(10, faults.nan_scale, "nvfp4-modelopt", "CK304", "NaN or infinity: 1 of"),
+    Mutation(11, faults.label_of_powers, "fp8", "CK304", "powers of two, as scale_fmt ue8m0"),
+    Mutation(12, faults.codes_of_the_unrounded_scale, "fp8-ue8m0", "CK304", "448 in every block", severity="warning"),
+    Mutation(12, faults.codes_of_the_unrounded_scale, "fp8-ue8m0", "CK305", "further off", source=True),
+    Mutation(13, faults.router_in_fp8, "fp8", "CK301", "stored in FP8"),
+    Mutation(14, faults.gate_alone, "fp8", "CK306", "unquantized"),
+    Mutation(
+        15,
+        faults.layers_by_a_name_that_begins_others,
+        "nvfp4-weights",
+        "CK302",
+        "leave unpacked model.layers.{10..11}",
+        readers=("vllm",),
+        models=("qwen2-untied",),
+    ),
+    Mutation(16, faults.one_expert_listed, "fp8", "CK302", "SGLang 0.5.16 would leave unpacked", models=MOE),
+    Mutation(
+        16, faults.one_expert_listed, "fp8", "CK302", "vLLM 0.26 would leave unpacked", readers=("vllm",), models=MOE
+    ),
+    Mutation(17, faults.nibbles_swapped, "nvfp4-modelopt", "CK305", "further off", source=True),
+    Mutation(17, faults.nibbles_swapped, "mxfp4-quark", "CK305", "further off", source=True),
+    Mutation(17, faults.nibbles_of_fused_experts, "gpt-oss", "CK305", "further off", source=True, models=("gpt_oss",)),
+    Mutation(18, faults.scales_turned, "fp8", "CK305", "further off", source=True),
+    Mutation(20, faults.scales_of_another_layer, "fp8", "CK305", "further off", source=True),
+    Mutation(20, faults.scales_of_another_layer, "fp8", "CK304", "scales beside other codes"),
+    Mutation(20, faults.scale_of_the_query, "fp8", "CK305", "further off", source=True, models=("qwen3_moe",)),
+    Mutation(21, faults.second_config_of_32, "nvfp4-modelopt", "CK303", "differ in the group size", severity="warning"),
+    Mutation(22, faults.packed_for_a_kernel, "fp8-ue8m0", "CK303", "int32"),
+    Mutation(23, faults.multiplier_for_divisor, "nvfp4-compressed", "CK308", "far larger"),
+    Mutation(26, faults.global_scale_dropped, "nvfp4-compressed", "CK303", "without the tensor's scale"),
+    Mutation(28, faults.gate_and_up_interleaved, "nvfp4-modelopt", "CK305", "further off", source=True),
+    # Without a number of their own: an export of FP8 under NVFP4's config, and one that drops a dimension.
+    Mutation(0, faults.fp8_for_nvfp4, "nvfp4-modelopt", "CK303", "float8_e4m3fn"),
+    Mutation(0, faults.scale_of_one_dimension_less, "nvfp4-modelopt", "CK303", "by NVFP4"),
+)
+CASES = [
+    pytest.param(
+        one,
+        model,
+        id=f"{one.number}-{one.damage.__name__}-{one.code}-{model}",
+        marks=() if model == one.models[min(1, len(one.models) - 1)] else pytest.mark.nightly,
+    )
+    for one in MUTATIONS
+    for model in one.models
+]
+
+
+def said(finding: Finding) -> str:
+    return f"{finding.tensor} {finding.expected} {finding.actual} {finding.hint}"
+
+
+@pytest.mark.parametrize(("mutation", "model"), CASES)
+def test_mutation_is_found_and_its_twin_is_silent(
+    mutation: Mutation,
+    model: str,
+    stored: Callable[[str, str], Path],
+    releases: PathOf,
+    copy_of: CopyOf,
+    alone: RunAlone,
+) -> None:
+    how = {"source_path": releases(model)} if mutation.source else {}
+    how |= {"readers": mutation.readers} if mutation.readers else {}
+    assert [said(finding) for finding in alone(mutation.code, stored(model, mutation.spelling), **how)[1]] == []
+    path = copy_of(stored(model, mutation.spelling))
+    name = mutation.damage(path)
+    result, findings = alone(mutation.code, path, **how)
+    texts = [said(finding) for finding in findings]
+    assert any(mutation.words in text for text in texts), (name, texts)
+    assert {finding.severity for finding in findings} == {mutation.severity}
+    if len(texts) == 1 and "{" not in texts[0]:
+        assert name.rpartition(".")[0] in texts[0]
+    assert result is not None
+    assert result.status == ("passed" if mutation.severity == "warning" else "failed")
+
+
+def test_every_fault_has_a_number() -> None:
+    assert {mutation.number for mutation in MUTATIONS} >= {*range(1, 22)} - {19}
+
+
+def test_listed_scale_that_no_shard_holds_is_a_missing_name_alone(
+    stored: Callable[[str, str], Path], copy_of: CopyOf, alone: RunAlone
+) -> None:
+    path = copy_of(stored("qwen3_moe", "fp8"))
+    faults.scale_listed_alone(path)
+    assert [said(finding) for finding in alone("CK303", path)[1]] == []
+
+
+@pytest.mark.parametrize(
+    ("readers", "severity"),
+    [(None, "warning"), (("sglang",), "warning"), (("vllm",), "error"), (("slime", "vllm"), "error")],
+)
+def test_nvfp4_without_any_scale_of_activations_is_an_error_for_readers_that_leave_it_unwritten(
+    readers: tuple[str, ...] | None,
+    severity: str,
+    stored: Callable[[str, str], Path],
+    copy_of: CopyOf,
+    alone: RunAlone,
+) -> None:
+    path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
+    replace(path, {}, names(path, "input_scale"))
+    findings = alone("CK303", path, readers=readers)[1]
+    assert {finding.severity for finding in findings} == {severity}
+    assert all(finding.actual == "none is stored" for finding in findings)
+    edit_json(path / "hf_quant_config.json", lambda content: content["quantization"].update(WEIGHTS_ONLY))
+    assert alone("CK303", path, readers=readers)[1] == []
+
+
+def test_scales_of_activations_that_are_all_one_are_a_warning(
+    stored: Callable[[str, str], Path], copy_of: CopyOf, alone: RunAlone
+) -> None:
+    path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
+    replace(path, {name: torch.tensor(1.0) for name in names(path, "input_scale")})
+    findings = alone("CK304", path)[1]
+    assert {(finding.actual, finding.severity) for finding in findings} == {("1.0 everywhere", "warning")}
+    edit_json(path / "hf_quant_config.json", lambda content: content["quantization"].update(WEIGHTS_ONLY))
+    assert alone("CK304", path)[1] == []
+
+
+def test_parts_of_a_model_that_is_not_known_are_judged(stored: Callable[[str, str], Path], copy_of: CopyOf) -> None:
+    """Headers need no family."""
+    path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
+    edit_config(path, model_type="model_of_tomorrow", architectures=["ModelOfTomorrow"])
+    faults.half_the_scales(path)
+    found = [finding for finding in verify(path).findings if finding.code == "CK303"]
+    assert len(found) == 1
+    assert "for the packed bytes" in found[0].hint

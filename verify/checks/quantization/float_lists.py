@@ -1,0 +1,43 @@
+"""CK302 of weights in floats: what each reader takes for quantized by the lists of config.json, against the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptkit.core.errors import CkptkitError
+from verify.check import Skip, Tally, Unable
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+
+
+def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """What `ckptkit lint` finds for readers that count: SGLang, or those of `--reader`. Of others `lint` alone speaks.
+
+    Raises Skip for a model whose modules are not known, and Unable where the lists cannot be read.
+    """
+    # Imported here because they bring transformers with them, which takes seconds.
+    from quant.lint.opening import open_subject
+    from quant.selection.portable import described
+
+    try:
+        usual, _ = open_subject(subject.path)
+    except CkptkitError as error:
+        raise Unable(f"no decision for these lists of unquantized modules: {error.message}") from error
+    try:
+        found = open_subject(subject.path, subject.readers)[0] if subject.readers else usual
+    except CkptkitError as error:
+        raise Skip(error.message) from error
+    if not found.matrices:
+        raise Skip("which modules of this model are Linear layers is not known here")
+    tally.compared(0, len(found.matrices))
+    where, expected = subject.path / "config.json", "lists that every reader takes as the weights are stored"
+    counting = {reader for reader in found.readers if found.severities[reader] == "error"}
+    for refusal in found.refusals():
+        if who := [reader for reader in refusal.readers if reader in counting]:
+            yield Issue(expected, f"{' and '.join(who)}: {refusal.what}", refusal.hint, file=where)
+    differing = [one for one in found.divergences(found.readings) if one.reader in counting]
+    for reader in dict.fromkeys(one.reader for one in differing):
+        own = [one for one in differing if one.reader == reader]
+        patterns = tuple(dict.fromkeys(pattern for one in own for pattern in one.patterns))
+        hint = found.next_move([reader], patterns[:3], next(iter(patterns), None))
+        yield Issue(expected, "; ".join(described(own)), hint, file=where)
