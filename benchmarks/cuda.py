@@ -1,8 +1,8 @@
 """Quantizing on a GPU: the online quantizer's call and kernels, torch.compile, compressed-tensors, and the least time.
 
-That floor is the bytes that must move (2 read, 0.5 and 2 / group written a weight) at the speed of a device copy
-measured in the same run. All work on the same BF16 matrices; the words of `minmax` are held to compressed-tensors'
-formula on the CPU before anything is timed.
+That floor is the bytes that must move (2 read a weight; written 0.5 and 2 / group in INT4, 1 and its share of a scale
+in FP8) at the speed of a device copy measured in the same run. All work on the same BF16 matrices; the results are held
+to the formulas on the CPU before anything is timed.
 
 - `a call`: by the clock, from the Python call until the GPU is done; what it returned is dropped after that.
 - `calls in a row`: one bucket after the other by the clock, as a trainer streams them, each result dropped at once.
@@ -10,7 +10,9 @@ formula on the CPU before anything is timed.
 - `kernels alone`: one launch for each size of matrix into existing memory, from a CUDA graph, by CUDA events.
 - `torch.compile`: the same expression on the matrices of a shape as one stacked tensor (stacking them is not timed), a
   call for each shape, everything by the clock; `from a graph`: its kernels alone.
-- compressed-tensors' own functions, a matrix at a time, on some of them: scaled up.
+- compressed-tensors' own functions, a matrix at a time, on some of them: scaled up. Of FP8 the formulas in plain torch.
+
+torch.compile is timed for INT4 alone. Arguments: what a scheme's name must contain, as `fp8` or `mxfp8`.
 
 `ms` is the median of several passes, some time apart, over all of these ways; `least` and `most` are those of a pass.
 """
@@ -18,6 +20,7 @@ formula on the CPU before anything is timed.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +36,8 @@ from torch import Tensor
 from quant.formats.grids import quantize
 from quant.formats.packing import pack
 from quant.formats.scheme import QuantScheme, quantization_config
+from quant.kernels.floats import quantize_fp8, quantize_fp8_in_torch
+from quant.online.fp8 import Fp8Form
 from quant.online.quantizer import OnlineQuantizer
 
 ROUNDS = 15
@@ -40,6 +45,12 @@ IN_A_ROW = 12
 PASSES, PAUSE = 5, 0.7  # seconds: a virtual machine's cores may be slow for seconds together
 COPIED = 4 << 30  # bytes
 SAMPLE = 16  # matrices for compressed-tensors
+
+FP8: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "fp8, powers of two": {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+    "mxfp8": {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+}
 
 Named = list[tuple[str, Tensor]]
 
@@ -81,8 +92,11 @@ LAYERS = (
 )
 
 
-def rows() -> list[dict[str, Any]]:
-    """A row for each layer, scheme and way. Empty without CUDA. Raises SystemExit for bytes other than the CPU's."""
+def rows(*wanted: str) -> list[dict[str, Any]]:
+    """A row for each layer, scheme and way. Empty without CUDA. Raises SystemExit for bytes other than the CPU's.
+
+    `wanted`: what the name of a scheme must contain one of; all without it.
+    """
     if not torch.cuda.is_available():
         return []
     speed = _copy_speed()
@@ -90,10 +104,18 @@ def rows() -> list[dict[str, Any]]:
     for layer in LAYERS:
         named = layer.named()
         for grid, group in layer.cases:
-            found += _rows(layer.what, named, QuantScheme(group, grid), speed)  # type: ignore[arg-type]
+            if _is_wanted(f"{grid}, groups of {group}", wanted):
+                found += _rows(layer.what, named, QuantScheme(group, grid), speed)  # type: ignore[arg-type]
+        for name in FP8:
+            if _is_wanted(name, wanted):
+                found += _fp8_rows(layer.what, named, name, speed)
         del named
         torch.cuda.empty_cache()
     return found
+
+
+def _is_wanted(scheme: str, wanted: Sequence[str]) -> bool:
+    return not wanted or any(part in scheme for part in wanted)
 
 
 def _rows(what: str, named: Named, scheme: QuantScheme, speed: float) -> list[dict[str, Any]]:
@@ -106,7 +128,7 @@ def _rows(what: str, named: Named, scheme: QuantScheme, speed: float) -> list[di
         "a call": partial(_clock, call),
         "calls in a row": partial(_in_a_row, call, len),
         "in a row, every tensor looked at": partial(_in_a_row, call, list),
-        "kernels alone": partial(_graph, _kernels(named, scheme)),
+        "kernels alone": partial(_graph, _kernels(named, online)),
         "torch.compile": partial(_clock, compiled),
         "torch.compile from a graph": partial(_graph, compiled),
     }
@@ -114,6 +136,38 @@ def _rows(what: str, named: Named, scheme: QuantScheme, speed: float) -> list[di
         ways["compressed-tensors"] = lambda: (
             _clock(partial(_compressed_tensors, sample, group)) / len(sample) * len(named)
         )
+    return _timed(what, f"{scheme.grid}, groups of {group}", ways, floor)
+
+
+def _fp8_rows(what: str, named: Named, scheme: str, speed: float) -> list[dict[str, Any]]:
+    names = [part for name, _ in named for part in (name, f"{name}_scale_inv")]
+    online = OnlineQuantizer({"quantization_config": FP8[scheme]}, names)
+    form = online.form
+    assert isinstance(form, Fp8Form)
+    made = dict(online.quantize(named))
+    floor = sum(tensor.nbytes for tensor in (*made.values(), *(weight for _, weight in named))) / speed
+    for name, weight in (*named[:3], named[len(named) // 2], *named[-3:]):
+        expected = zip(("", "_scale_inv"), quantize_fp8(weight.cpu(), form.block, form.rounding, name), strict=True)
+        if not all(torch.equal(made[name + part].cpu().view(torch.uint8), t.view(torch.uint8)) for part, t in expected):
+            raise SystemExit(f"{name}: the bytes are not those of the CPU, so there is nothing to compare")
+    del made
+    call, sample = partial(online.quantize, named), named[:SAMPLE]
+
+    def torch_alone() -> None:
+        for name, weight in sample:
+            quantize_fp8_in_torch(weight, form.block, form.rounding, name)
+
+    ways: dict[str, Callable[[], float]] = {
+        "a call": partial(_clock, call),
+        "calls in a row": partial(_in_a_row, call, len),
+        "in a row, every tensor looked at": partial(_in_a_row, call, list),
+        "kernels alone": partial(_graph, _kernels(named, online)),
+        "plain torch": lambda: _clock(torch_alone) / len(sample) * len(named),
+    }
+    return _timed(what, scheme, ways, floor)
+
+
+def _timed(what: str, scheme: str, ways: dict[str, Callable[[], float]], floor: float) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(PASSES):
         for way, measure in ways.items():
@@ -123,7 +177,7 @@ def _rows(what: str, named: Named, scheme: QuantScheme, speed: float) -> list[di
     return [
         {
             "layer": what,
-            "scheme": f"{scheme.grid}, groups of {group}",
+            "scheme": scheme,
             "way": way,
             "ms": f"{statistics.median(found) * 1e3:.3f}",
             "least": f"{min(found) * 1e3:.3f}",
@@ -210,23 +264,21 @@ def _in_a_row(call: Callable[[], Any], look: Callable[[Any], object]) -> float:
     return statistics.median(times[1:])
 
 
-def _kernels(named: Named, scheme: QuantScheme) -> Callable[[], object]:
+def _kernels(named: Named, online: OnlineQuantizer) -> Callable[[], object]:
     # Imported here because it needs Triton, which is there wherever torch has CUDA.
-    from quant.kernels.triton_launch import launcher
+    from quant.online.cuda import plan_bucket
 
-    sizes: dict[int, list[Tensor]] = {}
-    for _, weight in named:
-        sizes.setdefault(weight.numel(), []).append(weight)
+    names = [name for name, _ in named]
+    plan = plan_bucket(named, names, frozenset(names), online.form)
+    assert plan is not None
     jobs = []
-    for size, weights in sizes.items():
-        start = launcher(scheme, weights[0].shape[0], weights[0].shape[1], torch.bfloat16)
-        table = torch.tensor([weight.data_ptr() for weight in weights]).cuda()
-        words = torch.empty(len(weights) * size // 8, dtype=torch.int32, device="cuda")
-        scale = torch.empty(len(weights) * size // (scheme.group_size or 1), dtype=torch.bfloat16, device="cuda")
-        bad = torch.zeros(len(weights), dtype=torch.int32, device="cuda")
-        jobs.append(
-            (start.kernel[start.blocks, len(weights)], (table, words, scale, None, bad, *start.sizes), start.options)
-        )
+    for kind in plan.kinds:
+        places = plan.members[kind.first : kind.first + kind.count]
+        table = torch.tensor([named[place][1].data_ptr() for place in places]).cuda()
+        outputs = [torch.empty(length, dtype=dtype, device="cuda") for length, dtype in kind.outputs]
+        bad = torch.zeros(kind.count, dtype=torch.int32, device="cuda")
+        start = kind.launcher
+        jobs.append((start.kernel[start.blocks, kind.count], (table, *outputs), start.options | {"bad": bad}))
     return lambda: [kernel(*arguments, **options) for kernel, arguments, options in jobs]
 
 
@@ -270,5 +322,5 @@ def _compressed_tensors(weights: Sequence[Tensor], group: int) -> None:
 
 
 if __name__ == "__main__":
-    for one in rows():
+    for one in rows(*sys.argv[1:]):
         print(*one.values(), sep=" | ")

@@ -7,9 +7,10 @@ A weight's code is weight / scale, or weight x (1 / scale), rounded half to even
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,19 @@ MAX_VALUE = 448.0  # the largest float8_e4m3fn
 _INVERSE = 1 / 448  # rounded to float32 where it is multiplied by: what CUDA makes of a division by a number
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
 _HALF_OF_THE_SMALLEST = 0x00400000  # 2^-127 as bits, half of the smallest normal float32
+
+
+class Fp8Weight(NamedTuple):
+    """Codes float8_e4m3fn [rows, columns]; scales [blocks down, blocks across] in the dtype of the formula."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def blocks_of(shape: Sequence[int], block: tuple[int, int | None]) -> tuple[int, int]:
+    """Scales down and across of a matrix [rows, columns]."""
+    rows, columns = shape
+    return -(-rows // block[0]), -(-columns // (block[1] or max(columns, 1)))
 
 
 @dataclass(frozen=True)
@@ -85,8 +99,17 @@ def _divided(largest: Tensor) -> Tensor:
 
 def _at_least_tiny(largest: Tensor) -> Tensor:
     """At least 1e-12 in the weight's dtype, in float32. float16 cannot hold it, and has it as float32 does."""
-    dtype = torch.float32 if largest.dtype == torch.float16 else largest.dtype
-    return torch.maximum(largest.float(), torch.full((), 1e-12, dtype=dtype, device=largest.device).float())
+    return largest.float().clamp(min=tiny(largest.dtype))
+
+
+def tiny(weight: torch.dtype) -> float:
+    """What slime holds the largest weight of a block to at least."""
+    return float(torch.tensor(1e-12, dtype=torch.float32 if weight == torch.float16 else weight))
+
+
+def scale_dtype(rounding: str, weight: torch.dtype) -> torch.dtype:
+    """The dtype of stored scales: float32, uint8 for exponents, or the weight's."""
+    return ROUNDINGS[rounding].scales(torch.zeros(1, dtype=weight))[0].dtype
 
 
 # By the name that `--rounding` takes. Zero blocks: a scale that is not zero, and codes of zero.

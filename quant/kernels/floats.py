@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +10,11 @@ from torch.nn import functional
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.copy import cores
+from quant.formats.grids import not_finite
 from quant.kernels.cpu import bits_of, pool
-from quant.kernels.float_roundings import MAX_VALUE, ROUNDINGS, Rounding
+from quant.kernels.float_roundings import MAX_VALUE, ROUNDINGS, Fp8Weight, Rounding
 
 _TASK = 1 << 20  # weights worked on at a time, at least a row of blocks: they stay in the cache
-
-
-class Fp8Weight(NamedTuple):
-    """Codes float8_e4m3fn [rows, columns]; scales [blocks down, blocks across] in the dtype of the formula."""
-
-    codes: Tensor
-    scales: Tensor
 
 
 def quantize_fp8(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str) -> Fp8Weight:
@@ -30,11 +23,37 @@ def quantize_fp8(weight: Tensor, block: tuple[int, int | None], rounding: str, n
     `block`: rows and columns that share a scale, None for a whole row; the last blocks may be smaller. `rounding`: of
     `ROUNDINGS`. Raises CkptkitError, naming the tensor, for NaN, infinity, and what is not a float matrix.
     """
-    return _quantized(weight, block, rounding, name, kernel=weight.device.type == "cpu")
+    return quantize_fp8_matrices([weight], block, rounding, [name])[0]
+
+
+def quantize_fp8_matrices(
+    weights: Sequence[Tensor], block: tuple[int, int | None], rounding: str, names: Sequence[str]
+) -> list[Fp8Weight]:
+    """As `quantize_fp8`, of several matrices: those of one GPU in a few launches, with one wait for it."""
+    for weight, name in zip(weights, names, strict=True):
+        check_matrix(weight, name)
+    if weights and weights[0].is_cuda:
+        # Imported here because it needs Triton, which comes with CUDA builds of torch.
+        from quant.kernels.triton_floats import has_kernel, quantize_fp8_cuda
+
+        if all(has_kernel(weight, block) and weight.device == weights[0].device for weight in weights):
+            return quantize_fp8_cuda(weights, block, rounding, names)
+    return [
+        _quantized(weight, block, rounding, name, kernel=weight.device.type == "cpu")
+        for weight, name in zip(weights, names, strict=True)
+    ]
+
+
+def check_matrix(weight: Tensor, name: str) -> None:
+    """Raises CkptkitError, naming the tensor, for what is not a float matrix."""
+    if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        what = f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
+        raise CkptkitError(f"{name} is {what}", "only matrices in bfloat16, float16 or float32 can be quantized")
 
 
 def quantize_fp8_in_torch(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str) -> Fp8Weight:
-    """As `quantize_fp8`, in plain torch on every device: what the kernel's bits are held to."""
+    """As `quantize_fp8`, in plain torch on every device: what the kernels' bits are held to."""
+    check_matrix(weight, name)
     return _quantized(weight, block, rounding, name, kernel=False)
 
 
@@ -66,9 +85,6 @@ def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None]
 
 
 def _quantized(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str, *, kernel: bool) -> Fp8Weight:
-    if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        what = f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
-        raise CkptkitError(f"{name} is {what}", "only matrices in bfloat16, float16 or float32 can be quantized")
     rows, columns = weight.shape
     job = _Job(weight.detach().contiguous(), (block[0], block[1] or max(columns, 1)), ROUNDINGS[rounding])
     step = max(1, _TASK // max(1, columns * block[0])) * block[0]
@@ -77,9 +93,7 @@ def _quantized(weight: Tensor, block: tuple[int, int | None], rounding: str, nam
     parallel = kernel and len(starts) > 1 and cores() > 1
     finished = list((pool().map if parallel else map)(lambda start: run(start, min(start + step, rows)), starts))
     if not all(finite for _, finite in finished):
-        raise CkptkitError(
-            f"{name} holds NaN or infinity", "the source checkpoint is broken; nothing can be quantized from it"
-        )
+        raise not_finite(weight, weight.dtype, name)
     return Fp8Weight(job.codes.view(torch.float8_e4m3fn), job.joined([scales for scales, _ in finished]))
 
 

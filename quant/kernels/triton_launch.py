@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import check, not_finite
 from quant.formats.packing import Packed
 from quant.formats.scheme import CODES_PER_WORD, QuantScheme
@@ -22,23 +23,24 @@ _TILE, _WARPS = 1024, 1  # weights a program takes; a single warp never waits fo
 _PAIRED_TILE, _PAIRED_WARPS = 2048, 2
 _ALIGNMENT = 16  # bytes of one load
 _FIRST, _MAX_LAUNCH = 64, 1024  # matrices of the first and of the largest launch: their number doubles
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts `kernel` for non-empty matrices of one size and dtype. `sizes` and `options` are its arguments."""
+    """Starts `kernel` for non-empty matrices of one size and dtype. `options` are its other arguments, by name."""
 
     kernel: Any
     blocks: int
-    sizes: tuple[int, ...]
     options: Mapping[str, Any]
 
-    def start(self, weights: Sequence[Tensor], words: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor) -> None:
+    def start(self, weights: Sequence[Tensor], outputs: Sequence[Tensor], bad: Tensor) -> None:
         """Quantizes contiguous matrices on the current stream; the current device must be theirs.
 
-        Writes `words`, `scale` and (asymmetric only) `zero` matrix after matrix. Sets `bad`, int32, to 1 for each
-        matrix with a scale that is not finite.
+        Writes each of `outputs` (of INT4 words, scales and, if asymmetric, zero points; of FP8 codes and scales) matrix
+        after matrix. Sets `bad`, int32, to 1 for each matrix with a weight or a scale that is not finite.
         """
         places = _places(weights)
         if int(np.bitwise_or.reduce(places)) % _ALIGNMENT:
@@ -46,8 +48,8 @@ class Launcher:
             weights = [weight.clone() if weight.data_ptr() % _ALIGNMENT else weight for weight in weights]
             places = _places(weights)
         # Does not wait for earlier launches: unpinned memory is copied aside before the call returns.
-        table = torch.from_numpy(places).to(words.device, non_blocking=True)
-        self.kernel[self.blocks, len(weights)](table, words, scale, zero, bad, *self.sizes, **self.options)
+        table = torch.from_numpy(places).to(bad.device, non_blocking=True)
+        self.kernel[self.blocks, len(weights)](table, *outputs, bad=bad, **self.options)
 
 
 def _places(weights: Sequence[Tensor]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -58,18 +60,18 @@ def launcher(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) -
     """Returns the launcher for matrices [rows, columns]. With groups only rows x columns matters."""
     stored = scheme.scale_dtype or dtype
     in_pairs = scheme.group_size and dtype == stored == torch.bfloat16
-    formats = {"WEIGHT": _TYPES[dtype], "STORED": _TYPES[stored], "WIDE": _TYPES[torch.promote_types(dtype, stored)]}
+    formats = {"WEIGHT": TYPES[dtype], "STORED": TYPES[stored], "WIDE": TYPES[torch.promote_types(dtype, stored)]}
     tile, warps = (_PAIRED_TILE, _PAIRED_WARPS) if in_pairs else (_TILE, _WARPS)
     grid = {"MINMAX": scheme.grid == "minmax", "ASYMMETRIC": not scheme.symmetric, "EPS": torch.finfo(stored).eps}
     options = grid | {"TILE": tile, "num_warps": warps} | ({} if in_pairs else formats)
+    options |= {"zeros": None} if scheme.symmetric else {}
     if scheme.group_size is None:
-        return Launcher(channelwise, rows, (rows, columns), options)
+        return Launcher(channelwise, rows, options | {"rows": rows, "columns": columns})
     groups = rows * scheme.groups(columns)
     return Launcher(
         paired if in_pairs else grouped,
         triton.cdiv(groups, tile // scheme.group_size),
-        (groups,),
-        options | {"GROUP": scheme.group_size},
+        options | {"groups": groups, "GROUP": scheme.group_size},
     )
 
 
@@ -87,19 +89,38 @@ def done(device: torch.device) -> Callable[[], None]:
 def quantize_pack_cuda(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
     """Implements `quant.kernels.dispatch.quantize_pack` for CUDA tensors; results of one launch share their memory.
 
-    A launch takes matrices of one shape and dtype. One wait for the GPU at the end checks that all scales are finite.
     Raises CkptkitError as `quantize_pack` does.
     """
-    packed: dict[int, Packed] = {}
+
+    def launch(members: Sequence[int], bad: Tensor) -> Iterator[Packed]:
+        check(weights[members[0]], scheme, names[members[0]])
+        return _launch([weights[index] for index in members], scheme, bad)
+
+    def error(index: int, packed: Packed) -> CkptkitError:
+        return not_finite(weights[index], packed.scale.dtype, names[index])
+
+    return run_launches(weights, launch, error)
+
+
+def run_launches(
+    weights: Sequence[Tensor],
+    launch: Callable[[Sequence[int], Tensor], Iterable[Made]],
+    error: Callable[[int, Made], CkptkitError],
+) -> list[Made]:
+    """Quantizes matrices of one GPU in launches of one shape and dtype each, and waits once, at the end.
+
+    `launch` starts one for the weights of these indices and returns the result of each; it sets what it is given,
+    int32, to 1 for each that is not finite. Raises the `error` of the first of those.
+    """
+    made: dict[int, Made] = {}
     bad = torch.zeros(len(weights), dtype=torch.int32, device=weights[0].device)
     for members in _launches(weights):
-        check(weights[members[0]], scheme, names[members[0]])
-        packed |= zip(members, _launch([weights[index] for index in members], scheme, bad[len(packed) :]), strict=True)
-    wrong = [index for index, flag in zip(packed, bad.tolist(), strict=True) if flag]
+        made |= zip(members, launch(members, bad[len(made) :]), strict=True)
+    wrong = [index for index, flag in zip(made, bad.tolist(), strict=True) if flag]
     if wrong:
         first = min(wrong)
-        raise not_finite(weights[first], packed[first].scale.dtype, names[first])
-    return [packed[index] for index in range(len(weights))]
+        raise error(first, made[first])
+    return [made[index] for index in range(len(weights))]
 
 
 def _launches(weights: Sequence[Tensor]) -> Iterator[list[int]]:
@@ -134,9 +155,8 @@ def _launch(weights: Sequence[Tensor], scheme: QuantScheme, bad: Tensor) -> Iter
     )
     with working_on(device):
         if words.numel():
-            launcher(scheme, rows, columns, dtype).start(
-                [weight.contiguous() for weight in weights], words, scale, zero, bad
-            )
+            outputs = [words, scale] if zero is None else [words, scale, zero]
+            launcher(scheme, rows, columns, dtype).start([weight.contiguous() for weight in weights], outputs, bad)
         else:
             scale.fill_(torch.finfo(stored).eps)
             if zero is not None:

@@ -1,4 +1,4 @@
-"""Quantizes a bucket on a GPU without waiting for it.
+"""Quantizes a bucket on a GPU, in INT4 or FP8, without waiting for it.
 
 An H200 quantizes a layer of Qwen3-30B-A3B in 0.35 ms; Python takes longer to create the layer's 1152 tensors.
 `plan_bucket` therefore computes once what depends only on names and shapes, which are the same in every update.
@@ -17,16 +17,13 @@ from typing import Any, SupportsIndex, overload
 import torch
 from torch import Tensor
 
-from quant.formats.grids import check, not_finite
-from quant.formats.part_names import PACKED, SCALE, SHAPE
-from quant.formats.scheme import CODES_PER_WORD, QuantScheme
-from quant.kernels.triton_launch import Launcher, done, launcher, working_on
+from quant.kernels.triton_launch import Launcher, done, working_on
+from quant.online.form import Form, Pair, Part
 from quant.online.same_tensors import looks_like
 
 MIN_MATRICES = 16  # packed matrices in a bucket that make a plan worth keeping
 
-Pair = tuple[str, Tensor]
-Made = tuple[Tensor, Tensor]  # words and scales of some matrices, flat
+Made = Sequence[Tensor]  # the outputs of a launch, each flat, matrix after matrix
 
 
 class QuantizedBucket(Sequence[Pair]):
@@ -74,50 +71,41 @@ class QuantizedBucket(Sequence[Pair]):
 
 @dataclass(frozen=True)
 class _Run:
-    """Matrices of one shape with contiguous words and scales."""
+    """Matrices of one shape, whose outputs follow one another."""
 
     count: int
-    rows: int
-    words: int  # per row
-    groups: int  # per row
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Matrices for one launch, from index `first` of a plan's members. `words` and `scales` are counts per matrix."""
+    """Matrices for one launch, from index `first` of a plan's members."""
 
     launcher: Launcher
     first: int
     count: int
-    words: int
-    scales: int
-    scale_dtype: torch.dtype
     runs: tuple[_Run, ...]
+    outputs: tuple[tuple[int, torch.dtype], ...]  # length and dtype
 
     def start(self, weights: Sequence[Tensor], bad: Tensor, device: torch.device) -> Made:
-        words = torch.empty(self.count * self.words, dtype=torch.int32, device=device)
-        scales = torch.empty(self.count * self.scales, dtype=self.scale_dtype, device=device)
+        outputs = [torch.empty(length, dtype=dtype, device=device) for length, dtype in self.outputs]
         here = slice(self.first, self.first + self.count)
-        self.launcher.start(weights[here], words, scales, None, bad[here])
-        return words, scales
+        self.launcher.start(weights[here], outputs, bad[here])
+        return outputs
 
-    def tensors(self, words: Tensor, scales: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Splits the result of `start` into one tensor a matrix."""
-        counts = [run.count * run.rows for run in self.runs]
-        return (
-            _matrices(words, [(rows * run.words, run.words, run) for rows, run in zip(counts, self.runs, strict=True)]),
-            _matrices(
-                scales, [(rows * run.groups, run.groups, run) for rows, run in zip(counts, self.runs, strict=True)]
-            ),
-        )
+    def tensors(self, made: Made) -> list[list[Tensor]]:
+        """Splits each output of `start` into one tensor a matrix."""
+        return [
+            _matrices(flat, [(run.count, run.parts[which]) for run in self.runs]) for which, flat in enumerate(made)
+        ]
 
 
-def _matrices(flat: Tensor, runs: Sequence[tuple[int, int, _Run]]) -> list[Tensor]:
-    parts = flat.split_with_sizes([size for size, _, _ in runs])
+def _matrices(flat: Tensor, runs: Sequence[tuple[int, Part]]) -> list[Tensor]:
+    pieces = flat.split_with_sizes([count * part.rows * part.width for count, part in runs])
     return [
         matrix
-        for part, (_, width, run) in zip(parts, runs, strict=True)
-        for matrix in part.view(-1, width).split_with_sizes([run.rows] * run.count)
+        for piece, (count, part) in zip(pieces, runs, strict=True)
+        for matrix in piece.view(-1, part.width).split_with_sizes([part.rows] * count)
     ]
 
 
@@ -125,6 +113,7 @@ def _matrices(flat: Tensor, runs: Sequence[tuple[int, int, _Run]]) -> list[Tenso
 class BucketPlan:
     """Quantizes buckets of the names and shapes it was made for."""
 
+    form: Form
     device: torch.device
     sent: tuple[str, ...]  # names as the trainer sends them
     names: tuple[str, ...]  # names in the checkpoint
@@ -132,9 +121,9 @@ class BucketPlan:
     members: tuple[int, ...]  # indices of the packed tensors, kind by kind
     unpacked: tuple[int, ...]  # indices of the tensors passed through unchanged
     kinds: tuple[_Kind, ...]
-    shapes: Tensor  # int64 [members, 2]
+    shapes: Tensor  # int64 [members, 2], [0] where none are sent
     outputs: tuple[str, ...]  # names of the results
-    # Of each result, its index in the list of all words, scales and shapes of `members`, then the unpacked tensors.
+    # Of each result, its index in the list of each part of all `members`, their shapes, and the unpacked tensors.
     order: tuple[int, ...]
 
     def quantize(self, pairs: Sequence[Pair]) -> QuantizedBucket | None:
@@ -162,39 +151,40 @@ class BucketPlan:
     def _check(self, tensors: Sequence[Tensor], bad: Tensor) -> None:
         """Raises CkptkitError naming the first tensor marked in `bad`."""
         if wrong := bad.nonzero().flatten().tolist():
-            at, place = min((self.members[place], place) for place in wrong)
-            kind = next(kind for kind in reversed(self.kinds) if place >= kind.first)
-            raise not_finite(tensors[at], kind.scale_dtype, self.names[at])
+            at = min(self.members[place] for place in wrong)
+            raise self.form.not_finite(tensors[at], self.names[at])
 
     def _pairs(self, made: Sequence[Made], shapes: Tensor, unpacked: Sequence[Tensor]) -> Iterator[Pair]:
-        each = [kind.tensors(*parts) for kind, parts in zip(self.kinds, made, strict=True)]
-        words, scales = ([tensor for parts in each for tensor in parts[which]] for which in (0, 1))
-        found = [*words, *scales, *shapes.view(-1).split_with_sizes([2] * len(self.members)), *unpacked]
+        each = [kind.tensors(outputs) for kind, outputs in zip(self.kinds, made, strict=True)]
+        parts = [tensor for kinds in zip(*each, strict=True) for tensors in kinds for tensor in tensors]
+        found = [*parts, *shapes.view(-1).split_with_sizes([2] * len(shapes)), *unpacked]
         return zip(self.outputs, itemgetter(*self.order)(found), strict=True)
 
 
-def plan_bucket(
-    named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], scheme: QuantScheme
-) -> BucketPlan | None:
+def plan_bucket(named: Sequence[Pair], known: Sequence[str], packed: frozenset[str], form: Form) -> BucketPlan | None:
     """Plans how to quantize a bucket. `known`: its names in the checkpoint; those in `packed` are quantized.
 
-    Returns None if the scheme is asymmetric or searches for scales, or if the packed matrices are fewer than
-    MIN_MATRICES, empty, not all on one GPU, not contiguous or of a subclass of Tensor other than Parameter.
-    Raises CkptkitError, naming the tensor, for what `quant.formats.grids.check` refuses.
+    Returns None if the form has no kernel for them, or if the packed matrices are fewer than MIN_MATRICES, empty, not
+    all on one GPU, not contiguous or of a subclass of Tensor other than Parameter.
+    Raises CkptkitError, naming the tensor, for what the form cannot quantize.
     """
     tensors = [tensor for _, tensor in named]
     weights = {place: tensor for place, tensor in enumerate(tensors) if known[place] in packed}
     device = next((weight.device for weight in weights.values()), None)
-    if len(weights) < MIN_MATRICES or device is None or scheme.search != "none" or not scheme.symmetric:
+    if len(weights) < MIN_MATRICES or device is None:
         return None
     if not all(_is_plain(weight, device) for weight in weights.values()):
         return None
     for place, weight in weights.items():
-        check(weight, scheme, known[place])
-    kinds = list(_kinds(weights, scheme))
+        form.check(weight, known[place])
+    if not all(form.has_kernel(weight) for weight in weights.values()):
+        return None
+    kinds = list(_kinds(weights, form))
     members = tuple(place for _, places in kinds for place in places)
-    outputs, order = _outputs(known, members)
+    outputs, order = _outputs(known, members, form)
+    shapes = [tensors[place].shape for place in members] if form.sends_shape else []
     return BucketPlan(
+        form=form,
         device=device,
         sent=tuple(name for name, _ in named),
         names=tuple(known),
@@ -202,7 +192,7 @@ def plan_bucket(
         members=members,
         unpacked=tuple(place for place in range(len(known)) if place not in weights),
         kinds=tuple(kind for kind, _ in kinds),
-        shapes=torch.tensor([tensors[place].shape for place in members], dtype=torch.int64),
+        shapes=torch.tensor(shapes, dtype=torch.int64),
         outputs=outputs,
         order=order,
     )
@@ -218,44 +208,35 @@ def _is_plain(weight: Tensor, device: torch.device) -> bool:
     )
 
 
-def _kinds(weights: Mapping[int, Tensor], scheme: QuantScheme) -> Iterator[tuple[_Kind, list[int]]]:
+def _kinds(weights: Mapping[int, Tensor], form: Form) -> Iterator[tuple[_Kind, list[int]]]:
     """Yields each kind with the indices of its matrices, ordered by shape."""
 
     def size(place: int) -> tuple[Any, ...]:
         weight = weights[place]
-        # The grouped kernels ignore rows, so a matrix and one with its axes swapped are of one kind.
-        return str(weight.dtype), weight.numel() if scheme.group_size else tuple(weight.shape)
+        return str(weight.dtype), weight.numel(), tuple(weight.shape), place
 
     first = 0
-    for _, same in groupby(sorted(weights, key=lambda place: (*size(place), tuple(weights[place].shape), place)), size):
+    for launcher, same in groupby(sorted(weights, key=size), lambda place: form.launcher(weights[place])):
         places = list(same)
-        one = weights[places[0]]
-        runs = ((shape, len(list(run))) for shape, run in groupby(tuple(weights[place].shape) for place in places))
-        kind = _Kind(
-            launcher=launcher(scheme, one.shape[0], one.shape[1], one.dtype),
-            first=first,
-            count=len(places),
-            words=one.numel() // CODES_PER_WORD,
-            scales=one.shape[0] * scheme.groups(one.shape[1]),
-            scale_dtype=scheme.scale_dtype or one.dtype,
-            runs=tuple(
-                _Run(count, rows, columns // CODES_PER_WORD, scheme.groups(columns)) for (rows, columns), count in runs
-            ),
+        alike = groupby(places, lambda place: form.parts(weights[place]))
+        runs = tuple(_Run(len(list(run)), parts) for parts, run in alike)
+        outputs = tuple(
+            (sum(run.count * run.parts[which].rows * run.parts[which].width for run in runs), part.dtype)
+            for which, part in enumerate(runs[0].parts)
         )
-        yield kind, places
+        yield _Kind(launcher, first, len(places), runs, outputs), places
         first += len(places)
 
 
-def _outputs(names: Sequence[str], members: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _outputs(names: Sequence[str], members: Sequence[int], form: Form) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Returns `outputs` and `order` of a `BucketPlan`."""
     count, place_of = len(members), {place: index for index, place in enumerate(members)}
     found: list[tuple[str, int]] = []
-    next_unpacked = 3 * count
+    next_unpacked = len(form.names("")) * count
     for place, name in enumerate(names):
         if (index := place_of.get(place)) is None:
             found.append((name, next_unpacked))
             next_unpacked += 1
         else:
-            module = name.removesuffix(".weight")
-            found += [(module + part, which * count + index) for which, part in enumerate((PACKED, SCALE, SHAPE))]
+            found += [(part, which * count + index) for which, part in enumerate(form.names(name))]
     return tuple(name for name, _ in found), tuple(index for _, index in found)

@@ -5,28 +5,82 @@ Unlike INT4's, these weights lie in an engine as they were loaded, so that singl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
+from quant.formats.grids import not_finite
 from quant.formats.part_names import FP8_SCALE_INV
-from quant.kernels.floats import quantize_fp8
+from quant.kernels.float_roundings import blocks_of, scale_dtype
+from quant.kernels.floats import check_matrix, quantize_fp8_matrices
+from quant.online.form import Pair, Part
 from quant.online.served import Served, names_of, served_of
+
+if TYPE_CHECKING:
+    from quant.kernels.triton_launch import Launcher
 
 _BLOCKS: Mapping[str, tuple[int, int]] = {"fp8": (128, 128), "mxfp8": (1, 32)}
 
 
 @dataclass(frozen=True)
 class Fp8Form:
-    """How the engine's weights are quantized: rows and columns that share a scale, and the formula."""
+    """A `Form`: `N.weight` becomes float8_e4m3fn of the same shape, followed by `N.weight_scale_inv`.
+
+    `block`: rows and columns that share a scale. `rounding`: the formula, of `ROUNDINGS`.
+    """
 
     block: tuple[int, int]
     rounding: str
+    sends_shape: bool = False
+
+    def quantize(self, named: Sequence[Pair], packed: Collection[str]) -> list[Pair]:
+        """As `Form.quantize`."""
+        chosen = {name: tensor for name, tensor in named if name in packed}
+        made = quantize_fp8_matrices(list(chosen.values()), self.block, self.rounding, list(chosen))
+        made_of = dict(zip(chosen, made, strict=True))
+        bucket: list[Pair] = []
+        for name, tensor in named:
+            if name in made_of:
+                bucket += zip(self.names(name), made_of[name], strict=True)
+            else:
+                bucket.append((name, tensor.detach()))
+        return bucket
+
+    def check(self, weight: Tensor, name: str) -> None:
+        """As `Form.check`."""
+        check_matrix(weight, name)
+
+    def not_finite(self, weight: Tensor, name: str) -> CkptkitError:
+        """As `Form.not_finite`."""
+        return not_finite(weight, weight.dtype, name)
+
+    def has_kernel(self, weight: Tensor) -> bool:
+        """As `Form.has_kernel`."""
+        from quant.kernels.triton_floats import has_kernel
+
+        return has_kernel(weight, self.block)
+
+    def launcher(self, weight: Tensor) -> Launcher:
+        """As `Form.launcher`."""
+        # Imported here because it needs Triton, which comes with CUDA builds of torch.
+        from quant.kernels.triton_floats import fp8_launcher
+
+        return fp8_launcher(weight, self.block, self.rounding)
+
+    def parts(self, weight: Tensor) -> tuple[Part, ...]:
+        """As `Form.parts`: codes and scales."""
+        stored = scale_dtype(self.rounding, weight.dtype)
+        return Part(torch.float8_e4m3fn, *weight.shape), Part(stored, *blocks_of(weight.shape, self.block))
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """As `Form.names`."""
+        return name, name + FP8_SCALE_INV
 
 
 def fp8_form(config: Mapping[str, Any]) -> Fp8Form | None:
@@ -78,19 +132,3 @@ def served_in_fp8(reference: str | Path | Iterable[str] | None) -> Served:
         )
     shapes = {name: specs[name].shape for name in weights if name in specs and len(specs[name].shape) > 1}
     return served_of(weights, shapes, together=False)
-
-
-def quantize_fp8_bucket(named: Sequence[tuple[str, Tensor]], what: Served, form: Fp8Form) -> list[tuple[str, Tensor]]:
-    """Quantizes what the engine has in FP8; `named` has the checkpoint's names.
-
-    `N.weight` becomes float8_e4m3fn of the same shape, followed by `N.weight_scale_inv`, on its own device. Raises
-    CkptkitError, naming a tensor that cannot be quantized.
-    """
-    bucket: list[tuple[str, Tensor]] = []
-    for name, tensor in named:
-        if name not in what.packed:
-            bucket.append((name, tensor.detach()))
-            continue
-        codes, scales = quantize_fp8(tensor, form.block, form.rounding, name)
-        bucket += [(name, codes), (name + FP8_SCALE_INV, scales)]
-    return bucket

@@ -10,16 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
-from quant.formats.part_names import PACKED, SCALE, SHAPE
-from quant.formats.scheme import Grid, QuantScheme, read_scheme
-from quant.kernels.dispatch import quantize_pack
-from quant.online.fp8 import Fp8Form, fp8_form, quantize_fp8_bucket, served_in_fp8
-from quant.online.served import Served, served
+from quant.formats.scheme import Grid, read_scheme
+from quant.online.form import Form
+from quant.online.fp8 import Fp8Form, fp8_form, served_in_fp8
+from quant.online.int4 import Int4Form
+from quant.online.served import served
 
 if TYPE_CHECKING:
     from quant.online.cuda import BucketPlan
@@ -55,15 +54,15 @@ class OnlineQuantizer:
         grid: Grid | None = None,
         waiting_bytes: int | None = None,
     ) -> None:
-        self.scheme: QuantScheme | Fp8Form
+        self.form: Form
         if form := fp8_form(config):
             if grid:
                 raise CkptkitError("a grid is of INT4, and the engine serves FP8", "leave `grid` out")
-            self.scheme, self.served = form, served_in_fp8(reference)
+            self.form, self.served = form, served_in_fp8(reference)
         else:
             scheme = read_scheme(config)
-            self.scheme = replace(scheme, grid=grid) if grid else scheme
-            self.served = served(config, self.scheme, reference)
+            scheme = replace(scheme, grid=grid) if grid else scheme
+            self.form, self.served = Int4Form(scheme), served(config, scheme, reference)
         self.waiting_bytes = waiting_bytes
         self._plans: dict[tuple[int, str], BucketPlan] = {}
 
@@ -90,33 +89,27 @@ class OnlineQuantizer:
         pairs = list(named)
         if not pairs:
             return []
-        if isinstance(self.scheme, Fp8Form):
-            known = [self.served.name(name, tensor) for name, tensor in pairs]
-            tensors = [tensor for _, tensor in pairs]
-            return quantize_fp8_bucket(list(zip(known, tensors, strict=True)), self.served, self.scheme)
         key = (len(pairs), pairs[0][0])
         if (plan := self._plans.get(key)) and (bucket := plan.quantize(pairs)) is not None:
             return bucket
         known = [self.served.name(name, tensor) for name, tensor in pairs]
-        if plan := self._plan(pairs, known, self.scheme):
+        if plan := self._plan(pairs, known):
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             self._plans[key] = plan
             if (bucket := plan.quantize(pairs)) is not None:
                 return bucket
-        return quantize_bucket(
-            [(name, tensor) for name, (_, tensor) in zip(known, pairs, strict=True)], self.served, self.scheme
+        return self.form.quantize(
+            [(name, tensor) for name, (_, tensor) in zip(known, pairs, strict=True)], self.served.packed
         )
 
-    def _plan(
-        self, pairs: Sequence[tuple[str, Tensor]], known: Sequence[str], scheme: QuantScheme
-    ) -> BucketPlan | None:
+    def _plan(self, pairs: Sequence[tuple[str, Tensor]], known: Sequence[str]) -> BucketPlan | None:
         if not any(tensor.is_cuda for _, tensor in pairs):
             return None
         # Imported here because it needs Triton, which comes with CUDA builds of torch.
         from quant.online.cuda import plan_bucket
 
-        return plan_bucket(pairs, known, self.served.packed, scheme)
+        return plan_bucket(pairs, known, self.served.packed, self.form)
 
 
 class Session:
@@ -156,7 +149,7 @@ class Session:
         sent, or every tensor that SGLang joins with one that was not sent.
         """
         self._open = False
-        if not isinstance(self._quantizer.scheme, Fp8Form):
+        if not isinstance(self._quantizer.form, Fp8Form):
             check_complete(self._served.packed, self._delivered, elsewhere)
         alone = [name for key, bucket in self._waiting.items() for name, _ in bucket if not self._may_be_cut(key)]
         if alone:
@@ -183,7 +176,7 @@ class Session:
 
     def _may_be_cut(self, key: str) -> bool:
         """Whether a bucket may be sent in parts: experts in INT4. SGLang joins what is in any other bucket."""
-        return not isinstance(self._quantizer.scheme, Fp8Form) and self._waiting[key][0][0] in self._served.packed
+        return not isinstance(self._quantizer.form, Fp8Form) and self._waiting[key][0][0] in self._served.packed
 
     def _bucket(self, key: str) -> Bucket:
         self._bytes[key] = 0
@@ -198,33 +191,3 @@ def check_complete(packed: frozenset[str], delivered: Iterable[str], elsewhere: 
             f"which SGLang has destroyed by now: {summarize(missing)}",
             "send every expert of every layer in each update, and repeat the whole update before anything is generated",
         )
-
-
-def quantize_bucket(named: Bucket, what: Served, scheme: QuantScheme) -> list[tuple[str, Tensor]]:
-    """Quantizes the packed weights of a bucket in one call of `quantize_pack`; `named` has the checkpoint's names.
-
-    `N.weight` [rows, columns] becomes `N.weight_packed` int32 [rows, columns / 8], `N.weight_scale` [rows, groups] and
-    `N.weight_shape` int64 [2], all on its device. Raises CkptkitError, naming a tensor that cannot be quantized.
-    """
-    chosen = [(name, tensor.detach().contiguous()) for name, tensor in named if name in what.packed]
-    names, weights = [name for name, _ in chosen], [tensor for _, tensor in chosen]
-    packed = dict(zip(names, quantize_pack(weights, scheme, names), strict=True)) if chosen else {}
-    # One copy to the device for all shapes.
-    shapes = (
-        torch.tensor([weight.shape for weight in weights], dtype=torch.int64).to(weights[0].device).unbind()
-        if chosen
-        else ()
-    )
-    shape_of = dict(zip(names, shapes, strict=True))
-    bucket: list[tuple[str, Tensor]] = []
-    for name, tensor in named:
-        if name not in packed:
-            bucket.append((name, tensor.detach()))
-            continue
-        module = name.removesuffix(".weight")
-        bucket += [
-            (module + PACKED, packed[name].words),
-            (module + SCALE, packed[name].scale),
-            (module + SHAPE, shape_of[name]),
-        ]
-    return bucket

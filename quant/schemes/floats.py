@@ -17,6 +17,7 @@ from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
 from converters.stored import as_stored
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
+from quant.kernels.float_roundings import blocks_of
 from quant.kernels.floats import check_exact, quantize_fp8
 from quant.patterns.entries import check_entries
 from quant.schemes.interface import Request
@@ -140,9 +141,7 @@ class FloatWeights:
 
     def shapes(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """As `Packing.shapes`."""
-        rows, columns = spec.shape
-        height, width = self.scheme.kind.block
-        grid = (-(-rows // height), -(-columns // (width or max(columns, 1))))
+        grid = blocks_of(spec.shape, self.scheme.kind.block)
         ending = FP8_SCALE if self._is_compressed_tensors or self.for_vllm else FP8_SCALE_INV
         dtype = {_CT: spec.dtype, "modelopt": "uint8"}.get(self.scheme.formula, "float32")
         return (TensorSpec(spec.name, spec.shape, "float8_e4m3fn"), TensorSpec(spec.name + ending, grid, dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from support.quant_weights import DTYPES, hard_weights
 from torch import Tensor
 from triton import language as tl
 
-from quant.kernels.float_roundings import ROUNDINGS
-from quant.kernels.floats import quantize_fp8
+from ckptkit.core.errors import CkptkitError
+from quant.kernels import triton_floats
+from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
+from quant.kernels.floats import quantize_fp8, quantize_fp8_in_torch, quantize_fp8_matrices
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
-BLOCKS = [(128, 128), (1, None), (1, 32)]
+BLOCKS: list[tuple[int, int | None]] = [(128, 128), (1, None), (1, 32)]
+NAMES = ["first", "second", "third"]
 
 
 def same(left: Tensor, right: Tensor) -> bool:
@@ -38,17 +42,92 @@ def _cast_block(x_at, codes_at, scales_at, rows, columns, floor, top, height: tl
     tl.store(scales_at + down * tl.num_programs(1) + across, scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gpu_gives_the_bytes_of_the_cpu(dtype: torch.dtype) -> None:
+def assert_same(found: Fp8Weight, wanted: Fp8Weight, case: Any) -> None:
+    assert found.codes.is_cuda, case
+    assert found.codes.shape == wanted.codes.shape, case
+    assert found.scales.shape == wanted.scales.shape, case
+    assert same(found.codes, wanted.codes), case
+    assert same(found.scales, wanted.scales), case
+
+
+def offered() -> list[tuple[tuple[int, int | None], str]]:
+    """Blocks and roundings that `ckptkit quantize` takes. Each is a kernel that takes Triton a second to compile."""
+    block = ("online", "slime", "slime-cuda", "transformers", "deepgemm", "compressed-tensors")
+    row = ("slime", "slime-cuda", "compressed-tensors")
+    return [*(((128, 128), name) for name in block), *(((1, None), name) for name in row), ((1, 32), "modelopt")]
+
+
+def exhaustive(dtype: torch.dtype) -> Tensor:
+    """Every float8_e4m3fn and every tie between two, and their neighbours, at scales that are powers of two."""
+    values = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (values[:-1] + values[1:]) / 2
+    near = [ties.to(dtype).nextafter(torch.tensor(end, dtype=dtype)).float() for end in (0.0, 448.0)]
+    numbers = torch.cat([values, ties, *near])
+    row = torch.cat([numbers, -numbers, torch.zeros(-2 * len(numbers) % 31)]).view(-1, 31)
+    row = torch.cat([torch.full((len(row), 1), 448.0), row], 1).flatten()
+    return torch.stack([row * 2.0**exponent for exponent in range(-6, 4)]).to(dtype)
+
+
+@pytest.mark.parametrize(("native", "dtype"), [*((True, dtype) for dtype in DTYPES), (False, torch.bfloat16)], ids=str)
+def test_a_gpu_gives_the_bytes_of_the_cpu(dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the GPU's own conversion to float8_e4m3fn, and with the arithmetic that stands for it on older ones."""
+    if not native:
+        monkeypatch.setattr(triton_floats, "_converts", lambda device: False)
     torch.manual_seed(1)
     hard = torch.cat([hard_weights(dtype, 300)[:-1] for _ in range(5)])
     hard[:128, :128] = 0
-    wide = (torch.randn(1000, 4100) * 0.02).to(dtype)
-    for weight, rounding, block in product((hard, wide), ROUNDINGS, BLOCKS):
+    wide = (torch.randn(1000, 4100) * torch.rand(1000, 1)).to(dtype)
+    cases = [(weight, *case) for weight in (wide, exhaustive(dtype)) for case in offered()]
+    for weight, block, rounding in [*((hard, *case) for case in product(BLOCKS, ROUNDINGS)), *cases]:
+        assert triton_floats.has_kernel(weight.cuda(), block)
         found, wanted = quantize_fp8(weight.cuda(), block, rounding, "a"), quantize_fp8(weight, block, rounding, "a")
-        assert found.codes.is_cuda
-        assert same(found.codes, wanted.codes), (rounding, block)
-        assert same(found.scales, wanted.scales), (rounding, block)
+        assert_same(found, wanted, (tuple(weight.shape), rounding, block))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_several_matrices_have_the_bytes_of_each(block: tuple[int, int | None]) -> None:
+    torch.manual_seed(5)
+    shapes = [(64, 384), (130, 100), (64, 384), (384, 64), (1, 1), (200, 7168)]
+    weights = [(torch.randn(shape) / 50).bfloat16() for shape in shapes]
+    names = [str(shape) for shape in shapes]
+    made = quantize_fp8_matrices([weight.cuda() for weight in weights], block, "online", names)
+    for weight, found, name in zip(weights, made, names, strict=True):
+        assert_same(found, quantize_fp8(weight, block, "online", name), name)
+
+
+def test_views_that_are_not_aligned_or_contiguous_and_what_has_no_kernel() -> None:
+    storage = (torch.randn(130 * 256 + 1) / 50).bfloat16()
+    for name, cut in {
+        "shifted": lambda whole: whole[1:].view(130, 256),
+        "transposed": lambda whole: whole[:-1].view(130, 256).T,
+        "narrow": lambda whole: whole[:-1].view(130, 256)[:, :100],
+        "empty": lambda whole: whole.view(-1, 1)[:, :0],
+    }.items():
+        for block in BLOCKS:
+            wanted = quantize_fp8(cut(storage), block, "online", name)
+            assert_same(quantize_fp8(cut(storage.cuda()), block, "online", name), wanted, (name, block))
+    wide = (torch.randn(2, 70000) / 50).bfloat16()
+    assert not triton_floats.has_kernel(wide.cuda(), (1, None))
+    assert_same(
+        quantize_fp8(wide.cuda(), (1, None), "slime", "wide"), quantize_fp8(wide, (1, None), "slime", "wide"), ""
+    )
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_what_is_not_finite_is_refused_by_name(block: tuple[int, int | None], value: float) -> None:
+    weights = [torch.ones((130, 160), dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+    weights[1][129, 159] = value
+    with pytest.raises(CkptkitError, match="second holds NaN or infinity"):
+        quantize_fp8_matrices(weights, block, "online", NAMES)
+
+
+def test_plain_torch_on_a_gpu_gives_the_same() -> None:
+    """It is what runs where there is no kernel."""
+    weight = (torch.randn(300, 300) / 50).bfloat16()
+    for rounding, block in product(ROUNDINGS, BLOCKS):
+        found = quantize_fp8_in_torch(weight.cuda(), block, rounding, "a")
+        assert_same(found, quantize_fp8(weight, block, rounding, "a"), (rounding, block))
 
 
 @pytest.mark.parametrize("shape", [(2048, 4096), (1000, 300)])

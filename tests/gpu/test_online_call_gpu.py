@@ -15,6 +15,7 @@ from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import quantize
 from quant.formats.packing import pack
 from quant.formats.scheme import QuantScheme
+from quant.kernels.floats import quantize_fp8
 from quant.online.quantizer import OnlineQuantizer
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
@@ -140,16 +141,75 @@ def test_a_bucket_is_pickled_as_a_list() -> None:
     assert bucket + before == [*bucket, *before]
 
 
-def test_a_layer_takes_one_launch_and_one_that_clears_the_marks() -> None:
-    """150 matrices of one size."""
-    online, named = quantizer(layer()), layer()
+def launched(online: OnlineQuantizer, named: Named) -> list[str]:
     online.quantize(named)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         online.quantize(named)
         torch.cuda.synchronize()
     launches = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert len([name for name in launches if not name.startswith("Mem")]) == 2, launches
+    return [name for name in launches if not name.startswith("Mem")]
+
+
+def test_a_layer_takes_one_launch_and_one_that_clears_the_marks() -> None:
+    """150 matrices of one size."""
+    assert len(launched(quantizer(layer()), layer())) == 2
+
+
+FP8 = {
+    "block": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, (128, 128), "online", 3),
+    "powers of two": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+        (128, 128),
+        "deepgemm",
+        3,
+    ),
+    "mxfp8": ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, (1, 32), "modelopt", 2),
+}
+
+
+def in_fp8(kind: str, named: Named) -> OnlineQuantizer:
+    scales = [f"{name}_scale_inv" for name, _ in named if ".experts." in name]
+    return OnlineQuantizer({"quantization_config": FP8[kind][0]}, [*(name for name, _ in named), *scales])
+
+
+def expected_fp8(kind: str, named: Named) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in named:
+        found[name] = tensor.cpu()
+        if ".experts." in name:
+            _, block, rounding, _ = FP8[kind]
+            found[name], found[f"{name}_scale_inv"] = quantize_fp8(tensor.cpu(), block, rounding, name)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", FP8)
+def test_a_bucket_in_fp8_has_the_bytes_of_the_cpu_at_every_call(kind: str, dtype: torch.dtype) -> None:
+    shapes: list[tuple[int, int]] = [(192, 256), (130, 100) if kind != "mxfp8" else (130, 96)]
+    online = in_fp8(kind, layer())
+    for seed, wide in enumerate([shapes[0], *shapes]):
+        named = layer(dtype, seed, wide)
+        if seed == 2:  # shifted by one weight
+            named[3] = (named[3][0], torch.cat([named[3][1].flatten()[:1], named[3][1].flatten()])[1:].view(wide))
+        bucket, wanted = online.quantize(named), expected_fp8(kind, named)
+        assert [name for name, _ in bucket] == list(wanted)
+        for name, tensor in bucket:
+            assert tensor.is_cuda
+            assert tensor.is_contiguous()
+            assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape)
+            assert torch.equal(tensor.cpu().view(torch.uint8), wanted[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_a_layer_in_fp8_takes_a_launch_for_each_shape_and_a_broken_weight_is_named(kind: str) -> None:
+    """Groups of 32 follow one another, so that a matrix and one with its axes swapped share a launch."""
+    online, named = in_fp8(kind, layer()), layer()
+    assert len(launched(online, named)) == FP8[kind][3]
+    named[50][1][-1, -1] = torch.nan
+    bucket = online.quantize(named)
+    with pytest.raises(CkptkitError, match=f"{named[50][0]} holds NaN or infinity".replace(".", r"\.")):
+        list(bucket)
 
 
 def test_a_stream_of_a_whole_model_has_the_bytes_of_the_cpu() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import pickle
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,9 @@ from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import quantize
 from quant.formats.packing import pack
 from quant.formats.scheme import QuantScheme
+from quant.kernels.floats import quantize_fp8
+from quant.online.fp8 import Fp8Form
+from quant.online.int4 import Int4Form
 from quant.online.quantizer import OnlineQuantizer
 from quant.online.same_tensors import looks_like
 from quant.online.served import Served
@@ -59,18 +63,29 @@ def expected(named: Named) -> dict[str, Tensor]:
 class Formula:
     """Stands for the launcher of matrices of one size."""
 
+    size: int
+    formula: Callable[[Tensor], tuple[Tensor, Tensor]]
     launches: list[int]
 
-    def start(self, weights: Sequence[Tensor], words: Tensor, scales: Tensor, zero: None, bad: Tensor) -> None:
+    def start(self, weights: Sequence[Tensor], outputs: Sequence[Tensor], bad: Tensor) -> None:
         self.launches.append(len(weights))
         for place, weight in enumerate(weights):
             try:
-                codes, scale, _ = quantize(weight, QuantScheme(GROUP, "minmax"))
+                made = self.formula(weight)
             except CkptkitError:
                 bad[place] = 1
                 continue
-            words.view(len(weights), -1)[place] = pack(codes).flatten()
-            scales.view(len(weights), -1)[place] = scale.flatten()
+            for output, part in zip(outputs, made, strict=True):
+                output.view(len(weights), -1)[place] = part.flatten()
+
+
+def int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scale, _ = quantize(weight, QuantScheme(GROUP, "minmax"))
+    return pack(codes), scale
+
+
+def fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_fp8(weight, (128, 128), "online", "a")
 
 
 @pytest.fixture
@@ -79,7 +94,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from quant.online import cuda as online_cuda
 
     found: list[int] = []
-    monkeypatch.setattr(online_cuda, "launcher", lambda *_: Formula(found))
+    for form, formula in ((Int4Form, int4), (Fp8Form, fp8)):
+        launcher = partial(lambda formula, weight: Formula(weight.numel(), formula, found), formula)
+        monkeypatch.setattr(form, "launcher", staticmethod(launcher))
+    monkeypatch.setattr(Fp8Form, "has_kernel", lambda self, weight: True)
     monkeypatch.setattr(online_cuda, "working_on", nullcontext)
     monkeypatch.setattr(online_cuda, "done", lambda device: lambda: None)
     monkeypatch.setattr(
@@ -88,7 +106,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         OnlineQuantizer,
         "_plan",
-        lambda self, pairs, known, scheme: online_cuda.plan_bucket(pairs, known, self.served.packed, scheme),
+        lambda self, pairs, known: online_cuda.plan_bucket(pairs, known, self.served.packed, self.form),
     )
     return found
 
@@ -205,6 +223,42 @@ def test_a_result_is_read_like_a_list_and_pickled_as_one() -> None:
     again = pickle.loads(pickle.dumps(bucket))
     assert type(again) is list
     same(dict(again), dict(pairs))
+
+
+FP8: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
+def in_fp8(named: Named) -> OnlineQuantizer:
+    scales = [f"{name}_scale_inv" for name, _ in named if ".experts." in name]
+    return OnlineQuantizer(FP8, [*(name for name, _ in named), *scales])
+
+
+def test_fp8_goes_the_same_way_with_two_tensors_a_matrix_and_no_shape(
+    launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "gate_proj", (130, 200))
+    monkeypatch.setitem(SHAPES, "down_proj", (200, 130))
+    online = in_fp8(layer())
+    for seed in range(2):
+        wanted: dict[str, Tensor] = {}
+        for name, tensor in layer(seed):
+            made = fp8(tensor) if ".experts." in name else (tensor,)
+            wanted |= zip((name, f"{name}_scale_inv"), made, strict=False)
+        bucket = online.quantize(layer(seed))
+        assert [name for name, _ in bucket] == list(wanted)
+        for name, tensor in bucket:
+            assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape)
+            assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
+    assert launches == [100, 200, 100, 200]
+
+
+def test_a_broken_weight_is_named_in_fp8_too(launches: list[int]) -> None:
+    online, broken = in_fp8(layer()), layer()
+    broken[150][1][-1, -1] = torch.inf
+    bucket = online.quantize(broken)
+    assert launches == [200, 100]
+    with pytest.raises(CkptkitError, match=f"^{broken[150][0]} holds NaN or infinity".replace(".", r"\.")):
+        list(bucket)
 
 
 def test_few_matrices_come_as_a_list(launches: list[int]) -> None:
