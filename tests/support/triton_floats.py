@@ -24,7 +24,7 @@ OFFERED: dict[tuple[int, int | None], tuple[str, ...]] = {
     (1, None): ("slime", "slime-cuda", "compressed-tensors"),
     (1, 32): ("modelopt",),
 }
-WIDTHS = [(torch.bfloat16, 300), (torch.bfloat16, 544), (torch.float16, 300), (torch.float32, 544)]
+WIDTHS = [(torch.bfloat16, 300), (torch.float16, 300), (torch.float32, 544)]
 
 
 def launched(weights: list[Tensor], block: tuple[int, int | None], rounding: str) -> tuple[Tensor, Tensor, Tensor]:
