@@ -115,6 +115,7 @@ class Check:
 
 
 _CHECKS: dict[str, Check] = {}
+_WITNESSES = f"{general.__name__}.witnesses."
 
 
 class _When(TypedDict, total=False):
@@ -147,12 +148,31 @@ def check(
     return register
 
 
-def all_checks() -> Sequence[Check]:
-    """Every check, by code: those of all modules in `verify/checks/` and `verify/launch/checks/`."""
+def all_checks(*, witnesses: bool = True) -> Sequence[Check]:
+    """Every check, by code: those of all modules in `verify/checks/` and `verify/launch/checks/`.
+
+    `witnesses`: False need not import those of `verify/checks/witnesses/`, a tenth of the time of a preflight.
+    """
     for package in (general, of_launches):
         for module in walk_packages(package.__path__, f"{package.__name__}."):
-            import_module(module.name)
+            if witnesses or not module.name.startswith(_WITNESSES):
+                import_module(module.name)
     return [_CHECKS[code] for code in sorted(_CHECKS)]
+
+
+def choose(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:
+    """The checks that apply, and a line for each reason why others do not. A check left out is not a skipped one.
+
+    Of checks of headers, which always are for one format or the other, nothing is said.
+    """
+    chosen: list[Check] = []
+    reasons: dict[str, list[str]] = {}
+    for one in checks:
+        if (reason := one.left_out(subject)) is None:
+            chosen.append(one)
+        elif one.stage != "headers":
+            reasons.setdefault(reason, []).append(one.code)
+    return chosen, [f"{', '.join(codes)}: {reason}" for reason, codes in reasons.items()]
 
 
 def looked_at(results: Sequence[CheckResult]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 SCHEMA = "ckptkit-report/2"
@@ -149,3 +150,8 @@ def anchors(findings: Sequence[Finding]) -> list[str]:
         counts[finding.code] += 1
         names.append(f"{finding.code}-{counts[finding.code]}")
     return names
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Unpack
 
@@ -15,16 +14,15 @@ from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_other_format, refuse_url, tracked
 from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
-from converters.planner import dims_of
-from verify.check import NOT_APPLICABLE, Check, Skip, all_checks, looked_at, run_checks
+from verify.check import NOT_APPLICABLE, Skip, all_checks, choose, looked_at, run_checks
 from verify.checks.values.manifest import manifest_verifier
-from verify.evidence.expected import stated_config_of, usable_config
+from verify.evidence.expected import model_of, usable_config
 from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
 from verify.options import GivenVerifyOptions, verify_options
-from verify.report import Finding, Report
+from verify.report import Finding, Report, now
 from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.registry import programs_not_asked
@@ -84,19 +82,6 @@ def _not_asked(subject: Subject) -> list[str]:
     """What could have been given or asked, as the verdict names it; a live engine is SGLang too."""
     source = ["source"] if subject.source_path is None else []
     return source + programs_not_asked(subject.against)
-
-
-def model_of(subject: Subject) -> str | None:
-    """The model in a few words, by its config; None where there is none or it cannot be read, which CK101 says."""
-    with suppress(CkptkitError, Skip):
-        config = stated_config_of(subject)
-        return f"{config.get('model_type')}, {dims_of(config).layers} layers"
-    return None
-
-
-def now() -> str:
-    """The time in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _check_hf(hf: str | Path) -> None:
@@ -159,18 +144,3 @@ def _config_home(here: Subject) -> Path | None:
         return path if there.is_megatron and not (there.root / "hf" / "config.json").exists() else None
     root = path if (path / TRACKER).exists() else path.parent
     return None if (root / "hf" / "config.json").exists() or there.is_megatron else source
-
-
-def choose(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:
-    """The checks that apply, and a line for each reason why others do not. A check left out is not a skipped one.
-
-    Of checks of headers, which always are for one format or the other, nothing is said.
-    """
-    chosen: list[Check] = []
-    reasons: dict[str, list[str]] = {}
-    for one in checks:
-        if (reason := one.left_out(subject)) is None:
-            chosen.append(one)
-        elif one.stage != "headers":
-            reasons.setdefault(reason, []).append(one.code)
-    return chosen, [f"{', '.join(codes)}: {reason}" for reason, codes in reasons.items()]

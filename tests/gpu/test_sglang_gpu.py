@@ -17,11 +17,11 @@ from transformers import Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
-from verify.check import all_checks, run_checks
+from verify.check import all_checks, choose, run_checks
 from verify.checks.witnesses.hints import KEEP_ROUTER
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
-from verify.run import choose, verify
+from verify.run import verify
 from verify.witnesses.loading.run import LoadedBy, LoadRun
 from verify.witnesses.sglang.facts import SGLANG
 

@@ -274,10 +274,9 @@ def checked(
 ) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
     """The CK5xx checks over a run of the witness that has been made already."""
     # The processes that load have none of the packages that checks need.
-    from verify.check import all_checks, run_checks
+    from verify.check import all_checks, choose, run_checks
     from verify.evidence.subject import Subject
     from verify.options import VerifyOptions
-    from verify.run import choose
 
     subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({engine.name})))
     subject._results[LoadedBy(engine)] = run

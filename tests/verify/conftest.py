@@ -12,11 +12,10 @@ import pytest
 from support.megatron_server import Start, serving
 from support.sglang_server import started
 
-from verify.check import all_checks, run_checks
+from verify.check import all_checks, choose, run_checks
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding, Report
-from verify.run import choose
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.process import run as process_run
 

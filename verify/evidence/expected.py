@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,3 +294,11 @@ def fp32_names(config: Mapping[str, Any] | None) -> frozenset[str]:
     """HF names of state that must stay float32, such as a router's selection bias."""
     rules = rules_of(config) if config else ()
     return frozenset(name for rule in rules for name in rule.hf if rule.mapping.fp32)
+
+
+def model_of(subject: Subject) -> str | None:
+    """The model in a few words, by its config; None where there is none or it cannot be read, which CK101 says."""
+    with suppress(CkptkitError, Skip):
+        config = stated_config_of(subject)
+        return f"{config.get('model_type')}, {dims_of(config).layers} layers"
+    return None

@@ -12,5 +12,4 @@ MAY_IMPORT = (
     "verify.issue",
     "verify.options",
     "verify.report",
-    "verify.run",
 )

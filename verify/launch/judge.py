@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.core.installation import program_version
-from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, looked_at, run_checks
+from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, choose, looked_at, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
+from verify.evidence.expected import model_of
 from verify.evidence.subject import Subject
 from verify.launch.arguments import LaunchArguments
 from verify.launch.checks.paths import NOT_READ
@@ -17,8 +18,7 @@ from verify.launch.checks.same_weights import COMPARED, NOT_COMPARED
 from verify.launch.job import Job, Stack
 from verify.launch.sides import ENGINE
 from verify.options import VerifyOptions
-from verify.report import CheckResult, Finding, Report
-from verify.run import choose, model_of, now
+from verify.report import CheckResult, Finding, Report, now
 
 # The fact that lists what one finding stands for.
 FOLDED = "of another model"
@@ -32,7 +32,7 @@ _FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
 
 def judged(job: Job) -> Report:
     """The report of a job: of its launch as a whole, and of every directory that it loads."""
-    checks, directories = all_checks(), list(_directories(job))
+    checks, directories = all_checks(witnesses=False), list(_directories(job))
     loaded = {one.path: one for one in directories}
     launched = Subject(job.root, job=job, arguments=job.actor, loaded=loaded)
     chosen, left_out = choose(launched, [one for one in checks if one.stage == "launch"])
@@ -121,7 +121,7 @@ def _checkpoints(
 
 def check_headers(subject: Subject) -> Outcome:
     """Runs what preflight checks of one directory: headers and JSON files, no weight."""
-    wanted = [one for one in all_checks() if one.stage == "headers" or one.preflight]
+    wanted = [one for one in all_checks(witnesses=False) if one.stage == "headers" or one.preflight]
     chosen, left_out = choose(subject, wanted)
     outcome = run_checks(subject, chosen)
     outcome.facts[NOT_APPLICABLE] = left_out

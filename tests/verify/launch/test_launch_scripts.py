@@ -14,14 +14,13 @@ from support.launch_scripts import FAMILIES, PLAIN, RAY, write_config, write_hea
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from verify.check import all_checks, run_checks
+from verify.check import all_checks, choose, run_checks
 from verify.evidence.subject import Subject
 from verify.launch.job import Launch
 from verify.launch.preflight import preflight
 from verify.launch.shell.read import read_script
 from verify.launch.stacks.which import read_job
 from verify.report import Finding, Report
-from verify.run import choose
 
 LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719", "CK721", "CK722", "CK745", "CK746")
 

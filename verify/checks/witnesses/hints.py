@@ -146,12 +146,11 @@ def _why_unknown(seen: Observation, model: str) -> str:
 
 def why_not_repacked(engine: EngineFacts, seen: Observation) -> str:
     """The next move for a parameter that was repacked wrongly."""
-    if engine.name == "vllm" and seen.param.partition("[")[0].endswith(f"w13_{WEIGHT_SCALE}"):
-        return (
-            "vLLM 0.26 orders the scales of gate and up as if a row had one where a rank's experts are no wider than a "
-            "group: quantize in smaller groups, or give an expert fewer ranks (--enable-expert-parallel)"
-        )
-    if seen.param.partition("[")[0].endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
+    param = seen.param.partition("[")[0]
+    for ending, hint in engine.misorders:
+        if param.endswith(ending):
+            return hint
+    if param.endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
         return (
             "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized "
             "checkpoint to compare"

@@ -42,6 +42,8 @@ class EngineFacts:
     stages: bool = False  # it can be cut into pipeline stages
     attention_whole: bool = False  # each of its ranks can keep attention whole
     shares_experts: bool = True  # of its ranks fewer than all may keep whole experts, and cut those
+    # Endings of parameters that its own steps after loading are known to put in a wrong order, and what to do then.
+    misorders: tuple[tuple[str, str], ...] = ()
     # Environment variables and values for another try without a GPU, where it builds nothing at the first.
     without_gpu: tuple[tuple[str, str], ...] = ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quant.formats.part_names import WEIGHT_SCALE
 from verify.witnesses.loading.engine import EngineFacts
 
 VLLM = EngineFacts(
@@ -16,5 +17,12 @@ VLLM = EngineFacts(
     on_cpu="built as for an H100, INT4 and FP8 are not repacked",
     stages=True,
     shares_experts=False,
+    misorders=(
+        (
+            f"w13_{WEIGHT_SCALE}",
+            "vLLM 0.26 orders the scales of gate and up as if a row had one where a rank's experts are no wider than a "
+            "group: quantize in smaller groups, or give an expert fewer ranks (--enable-expert-parallel)",
+        ),
+    ),
     without_gpu=(("VLLM_TARGET_DEVICE", "cpu"),),
 )
