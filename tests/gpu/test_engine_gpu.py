@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from support.sglang_runs import int4_config, online_int4, written
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
+from quant.schemes.floats import FloatScheme
 from verify.report import Report
 
 pytestmark = [
@@ -51,6 +54,20 @@ def test_updates_release_and_logits_of_sound_models_pass(name: str, tmp_path: Pa
     assert statuses == dict.fromkeys(codes, ("passed", None)), report.findings
     assert report.findings == []
     assert holds_draft(report) == (name == "mla")  # which has a multi-token prediction layer
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"), [*((name, "fp8-block") for name in ("dense", "moe", "mla")), ("dense", "fp8-channel")]
+)
+def test_models_in_fp8_compute_what_they_stand_for(name: str, scheme: str, tmp_path: Path) -> None:
+    """Within the noise of weights in bfloat16 and inputs in FP8, loaded from disk and by updates."""
+    quantize(saved(name, tmp_path), tmp_path / "fp8", FloatScheme(scheme))
+    report = verified(tmp_path / "fp8")
+    if out := os.environ.get("OUT"):
+        (Path(out) / f"engine-{name}-{scheme}.json").write_text(json.dumps(report.to_json(), indent=1))
+    statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code[:3] in ("CK5", "CK6")}
+    codes = ["CK511", "CK512", "CK513", "CK601", "CK604", *["CK605"] * (name != "dense")]
+    assert statuses == dict.fromkeys(codes, ("passed", None)), report.findings
 
 
 def test_an_int4_model_passes_where_sglang_can_load_it_again(tmp_path: Path) -> None:

@@ -431,24 +431,6 @@ def test_without_a_gpu_the_command_line_is_inconclusive(release: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "quantization",
-    [
-        {"quant_method": "fp8"},
-        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"input_activations": {"num_bits": 8}}}},
-    ],
-)
-def test_formats_that_round_activations_are_not_judged_by_weight_noise(
-    quantization: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    far = replace(sound(), passes={name: [judged(-1.2, -2.2)] for name in (FIRST, AGAIN)})
-    config = PLAIN | {"quantization_config": quantization}
-    outcome = verdict(monkeypatch, tmp_path, EngineRun(far, [[1, 2, 3]]), EXACT, config)
-    assert failed(outcome) == set()
-    assert outcome.checks[-1].status == "skipped"
-    assert "rounds activations" in outcome.reasons[-1]
-
-
 def test_a_word_that_asks_for_no_witness_is_refused(release: Path) -> None:
     with pytest.raises(CkptkitError, match="release_resume"):
         verify(release, against=frozenset({"release_resume"}))

@@ -196,15 +196,6 @@ def test_an_engine_that_wrote_nothing_is_inconclusive(release: Path, monkeypatch
     assert outcome.reasons == ["CK604: the engine wrote nothing"]
 
 
-def test_experts_of_a_format_that_rounds_activations_are_not_judged(
-    release: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(behaviour, "quantization_of", lambda config: {"quant_method": "fp8"})
-    outcome = verdict(release, monkeypatch, PLAIN, reference(-1.0), CHOICES)
-    assert "rounds activations" in outcome.reasons[0]
-    assert [one.status for one in outcome.checks] == ["passed", "skipped"]
-
-
 def test_repetition_warns_only_where_the_reference_has_less(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looping = Continuation([1, 2] * 10, [-1.0] * 20)
     (finding,) = verdict(release, monkeypatch, looping, reference(-1.0), CHOICES).findings

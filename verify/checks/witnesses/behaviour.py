@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ckptkit.formats.hf.reader import read_config
-from ckptkit.formats.hf.side_files import quantization_of
 from verify.check import Skip, Tally, Unable, check
-from verify.checks.witnesses.engine import FURTHEST, rounds_activations
+from verify.checks.witnesses.engine import FURTHEST
 from verify.checks.witnesses.loading import no_routers
 from verify.evidence.expected import config_of, usable_config
 from verify.evidence.folding import LAYER
@@ -140,10 +138,6 @@ def _predicts(predicted: Predicted, subject: Subject, tally: Tally) -> Iterator[
         )
 
 
-def _quantization(subject: Subject) -> Mapping[str, Any]:
-    return quantization_of(read_config(subject.path)) or {}
-
-
 def _unlike_source(ours: float, source: float, subject: Subject) -> Iterator[Issue]:
     if not abs(source - ours) <= APART_NATS:
         yield Issue(
@@ -188,8 +182,6 @@ def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
     from verify.witnesses.reference.distance import rerouted
 
     report = _engine(subject)
-    if rounds_activations(_quantization(subject)):
-        raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     if not subject.once(run_engine).routed_layers:
         raise Unable(NO_COUNT)
     reference = subject.once(run_engine_reference)

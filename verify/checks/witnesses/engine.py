@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from ckptkit.formats.hf.reader import read_config
-from ckptkit.formats.hf.side_files import quantization_of
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.folding import by_pattern
 from verify.evidence.subject import Subject
@@ -176,8 +173,6 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
     from verify.witnesses.reference.distance import best_tokens, distance, not_finite
 
-    if rounds_activations(quantization_of(read_config(subject.path)) or {}):
-        raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
     passes = subject.once(run_engine).require_report().passes
     if not_finite(passes[FIRST])[0]:
         raise Skip("not run because the engine's answers are not numbers (CK511)")
@@ -215,9 +210,3 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "run `verify --against-sglang`: a part of the model is dead",
             file=subject.path,
         )
-
-
-def rounds_activations(quantization: Mapping[str, Any]) -> bool:
-    """Whether SGLang quantizes what goes into a layer as well as its weights."""
-    groups = dict(quantization.get("config_groups") or {}).values()
-    return quantization.get("quant_method") == "fp8" or any(one.get("input_activations") for one in groups)

@@ -10,11 +10,12 @@ from functools import cached_property
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from verify.check import Tally, Unable, check
-from verify.checks.witnesses.engine import FURTHEST, rounds_activations
+from verify.checks.witnesses.engine import FURTHEST
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
+from verify.witnesses.reference.activations import rounds_activations
 from verify.witnesses.rollouts.gap import Gap, gap, mean, neighbours
 from verify.witnesses.rollouts.job import BestTemperature, Part, Recomputed
 from verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Recording

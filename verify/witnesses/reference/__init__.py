@@ -4,6 +4,7 @@ MAY_IMPORT = (
     "ckptkit.core",
     "ckptkit.formats",
     "converters",
+    "quant.formats",
     "verify.evidence",
     "verify.skip",
     "verify.witnesses.process",

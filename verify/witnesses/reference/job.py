@@ -48,6 +48,7 @@ class ReferenceJob:
     dtype: str | None = None  # of the witness; None: the one in which an engine computes
     streams: Sequence[str] = ()  # files with what Megatron computed for the prompts
     texts: Ids | None = None  # to be predicted
+    activations: int | None = None  # `activations.group_of` what the engine rounds; None: nothing
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Answers:
 class Reference:
     """What transformers makes of a job."""
 
-    dtype: str  # of the witness
+    dtype: str  # of the witness, and what else it rounds
     exact: Answers  # in `exact_dtype`
     rounded: Answers  # in `dtype`
     stages: Sequence[Stage] = ()  # where Megatron wrote down what it computed, that against transformers

@@ -27,9 +27,11 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import without_quantization
 from converters.open import open_megatron
 from converters.planner import to_hf
+from quant.formats.floats.layout import E4M3
 from verify.evidence.plain import plain
 from verify.witnesses.process.entry import run_job
 from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.reference.activations import rounded_inputs
 from verify.witnesses.reference.float64 import in_float64
 from verify.witnesses.reference.job import SHORT, Answers, Continuation, Ids, Judged, Reference, ReferenceJob, Routed
 from verify.witnesses.reference.logprobs import judged
@@ -66,9 +68,11 @@ def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
         model = model_of(checkpoint, home, dtype)
         decoder, _ = _decoder(model) if job.streams else (None, None)
         phases.enter(COMPUTE)
-    rounded, rough = _asked(model, job), _guided(model, decoder, job, given)
+    with nullcontext() if job.activations is None else rounded_inputs(model, in_fp8(home), job.activations):
+        rounded, rough = _asked(model, job), _guided(model, decoder, job, given)
     seen = compare(given, sharp, rough, dtype) if sharp else []
-    return Reference(dtype_name(dtype), exact, rounded, seen, unseen, texts)
+    rounding = dtype_name(dtype) + (", inputs of layers in FP8" if job.activations is not None else "")
+    return Reference(rounding, exact, rounded, seen, unseen, texts)
 
 
 def _decoder(model: nn.Module) -> tuple[Decoder | None, str | None]:
@@ -108,6 +112,12 @@ def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path
         return plain(location.path), location.path
     megatron = open_megatron(location, hf)
     return to_hf(megatron, str(path)), megatron.hf_path
+
+
+def in_fp8(path: Path) -> list[str]:
+    """The modules of an HF directory whose weights are stored in FP8."""
+    specs = HfCheckpoint(path).specs.values()
+    return [one.name.removesuffix(".weight") for one in specs if one.dtype == E4M3 and one.name.endswith(".weight")]
 
 
 def dtype_of(checkpoint: Checkpoint) -> torch.dtype:

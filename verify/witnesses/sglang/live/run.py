@@ -9,6 +9,8 @@ from typing import Any
 
 from ckptkit.core.installation import package_release
 from ckptkit.core.specs import summarize
+from ckptkit.formats.hf.reader import read_config
+from ckptkit.formats.hf.side_files import quantization_of
 from converters.planner import dims_of
 from converters.registry import family_of
 from quant.formats.part_names import PACKED
@@ -20,6 +22,7 @@ from verify.witnesses.loading.job import EngineSizes
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.loading.run import check_class, engine_sizes, interpreter_of, require
 from verify.witnesses.process.run import ask, time_limit
+from verify.witnesses.reference.activations import group_of
 from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
 from verify.witnesses.reference.prediction import texts_of
 from verify.witnesses.reference.run import check_reference, prompts_of, run_reference
@@ -147,6 +150,7 @@ def run_engine_reference(subject: Subject) -> Reference:
         written=_written(report),
         routing=run.routed_layers > 0,
         texts=texts_of(tokenizer, config_of(subject)) if tokenizer else None,
+        activations=group_of(quantization_of(read_config(subject.path)) or {}),
     )
     return run_reference(subject, job)
 
