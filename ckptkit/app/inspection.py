@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, fold
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import Location, locate
@@ -29,6 +30,7 @@ from converters.open import open_checkpoint
 from converters.planner import HYBRID, MCORE, dims_of
 from converters.stored import as_stored
 
+_LONGEST_PATTERN = 2000  # letters; a model of a hundred layers has 200
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -96,7 +98,8 @@ def _model_class(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> str:
     """The class of Megatron whose names the tensors have, and of a HybridModel the stored layer pattern."""
     if not is_hybrid(checkpoint.specs):
         return "GPTModel"
-    return f"HybridModel, layer pattern {stored_pattern(checkpoint.args) or 'not stored'}"
+    pattern = stored_pattern(checkpoint.args) or "not stored"
+    return f"HybridModel, layer pattern {pattern if len(pattern) <= _LONGEST_PATTERN else shortened(pattern)}"
 
 
 def _quantization(checkpoint: HfCheckpoint) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from converters.megatron.hybrid_model import gpt_only
 from converters.planner import dims_of
 from converters.registry import FAMILIES
 from families import CASES
@@ -40,6 +41,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         cases = by_type[model_type]
         witnesses = dict.fromkeys(case.witness for case in cases.values())
         mtp = any(dims_of(config_of(case)).mtp_layers for case in cases.values())
+        hybrid = any(not list(gpt_only(dims_of(config_of(case)))) for case in cases.values())
         module = family.read_dims.__module__
         yield (
             f"`{model_type}`",
@@ -47,7 +49,7 @@ def rows() -> Iterator[tuple[str, ...]]:
             ", ".join(cases),
             "; ".join(witnesses),
             "; ".join(dict.fromkeys(case.mtp_witness for case in cases.values() if case.mtp)) if mtp else "",
-            ", ".join(["mcore", *family.dialects]),
+            ", ".join(["mcore", *family.dialects, *(["hybrid"] if hybrid else [])]),
             ", ".join([f"`{prefix}*`" for prefix in family.carried] + [f"`*{end}`" for end in family.carried_ends]),
         )
 
