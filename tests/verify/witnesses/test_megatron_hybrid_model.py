@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,11 +20,12 @@ from support.installed import require_megatron
 from support.megatron_layouts import EXPERTS, judge, two_of
 from support.models import edit_metadata
 from support.nightly import daily
+from support.processes import environment
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import UsageError
 from converters.megatron.hybrid_model import gpt_only, needs_release
-from converters.planner import dims_of
+from converters.planner import dims_of, rules_of
 from verify.check import Unable
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
@@ -91,6 +94,35 @@ def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
     assert sorted(held) == list(range(2 * dims.layers))
     assert tallies["CK402"].tensors >= len(subject.checkpoint.specs)
     assert ", HybridModel, " in tallies["CK401"].facts["megatron"][0]
+
+
+# Prints for each kind of layer whether its norm is a module of its own.
+OWN_SPEC = """
+from verify.witnesses.megatron.imports import importing_megatron
+with importing_megatron():
+    from verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK
+    from megatron.core.transformer.identity_op import IdentityOp
+layers = vars(ENGINE_STACK.submodules)
+for field in ("attention_layer", "gdn_layer", "mla_layer", "mlp_layer", "moe_layer"):
+    if field in layers:
+        norm = "pre_mlp_layernorm" if field in ("mlp_layer", "moe_layer") else "input_layernorm"
+        print("norm", field, getattr(layers[field].submodules, norm) is not IdentityOp)
+"""
+
+
+def test_norms_stand_alone_where_megatrons_own_spec_has_them_so() -> None:
+    """Without Transformer Engine its spec cannot be built, but it says which norms are modules of their own."""
+    command = [sys.executable, "-W", "ignore", "-c", OWN_SPEC]
+    found = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    lines = [line.split() for line in found.stdout.splitlines() if line.startswith("norm ")]
+    own = {field: reported == "True" for _, field, reported in lines}
+    models = {"attention_layer": "qwen2-tied", "mlp_layer": "qwen2-tied", "moe_layer": "qwen3_moe"}
+    models |= {"gdn_layer": "qwen3_next", "mla_layer": "deepseek_v3"}
+    assert own.keys() >= {"attention_layer", "mlp_layer", "moe_layer"}
+    for field, alone in own.items():
+        number, norm = (1, "pre_mlp_layernorm") if field in ("mlp_layer", "moe_layer") else (0, "input_layernorm")
+        names = {rule.megatron for rule in rules_of(config_of(models[field]), "hybrid")}
+        assert (f"decoder.layers.{number}.{norm}.weight" in names) == alone, field
 
 
 @pytest.mark.usefixtures("served")

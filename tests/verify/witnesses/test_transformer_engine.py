@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from support import models
 from support.fixture_types import PathOf
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckptkit.app.api import convert
+from ckptkit.formats.hf.reader import HfCheckpoint
+from converters.megatron.hybrid_model import needs_release
+from converters.planner import dims_of
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
@@ -27,6 +32,9 @@ pytestmark = pytest.mark.skipif(
     find_spec("transformer_engine") is None or find_spec("megatron") is None,
     reason="Transformer Engine or megatron-core is not installed",
 )
+
+
+RELEASE = tuple(map(int, version("megatron-core").split(".")[:2])) if find_spec("megatron") else (0, 0)
 
 
 @pytest.fixture
@@ -76,6 +84,24 @@ def test_every_rank_holds_its_slice(releases: PathOf, converted: PathOf, name: s
     )
     assert findings == []
     assert facts["megatron"][0].endswith("Transformer Engine spec")
+
+
+# Dense, experts, MTP, latent and linear attention.
+HYBRID = ("qwen2-tied", "glm4_moe-mtp", "deepseek_v3", "qwen3_5_moe", "gpt_oss")
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("name", HYBRID)
+def test_megatrons_own_stack_of_hybridmodel_holds_it(releases: PathOf, name: str, tmp_path: Path) -> None:
+    """The names that megatron-core gives HybridModel's layers: its own spec, with Transformer Engine's modules."""
+    dims = dims_of(HfCheckpoint(releases(name)).config)
+    if lacking := [what for what, since in needs_release(dims, 1) if since > RELEASE]:
+        pytest.skip(f"the HybridModel of megatron-core {RELEASE} has no {lacking[0]}")
+    convert(releases(name), tmp_path / "hybrid", dialect="hybrid")
+    subject = Subject(tmp_path / "hybrid", releases(name), options=VerifyOptions(against=frozenset({"megatron"})))
+    findings, facts = judge(subject)
+    assert findings == []
+    assert ", HybridModel, " in facts["megatron"][0]
 
 
 @pytest.mark.usefixtures("engine")

@@ -38,7 +38,7 @@ with importing_megatron():
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from verify.witnesses.megatron.variants import VARIANTS
-    from verify.witnesses.megatron.variants.hybrid_stack import hybrid_model, hybrid_stack
+    from verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK, hybrid_model, local_stack
 
 Chunk = Any  # a GPTModel or a HybridModel: their common base class has none of what is asked of both
 
@@ -268,7 +268,10 @@ def _gpt_model(
 
 
 def _hybrid_model(dims: ModelDims, config: TransformerConfig, build: Build, stage: int | None) -> Callable[..., Chunk]:
-    """HybridModel with what only it takes. The spec of its layers is made of those of the whole GPTModel."""
+    """HybridModel with what only it takes. The spec of its layers is made of those of the whole GPTModel.
+
+    With Transformer Engine it is megatron-core's own.
+    """
     whole = replace(build, sizes=ParallelSizes(build.sizes.tp, 1, build.sizes.ep, build.sizes.etp), hybrid=False)
     as_gpt = transformer_config(dims, megatron_args(dims) | {"moe_grouped_gemm": config.moe_grouped_gemm}, whole)
     spec = get_gpt_decoder_block_spec(_standard(as_gpt), build.transformer_engine, normalization="RMSNorm")
@@ -277,7 +280,7 @@ def _hybrid_model(dims: ModelDims, config: TransformerConfig, build: Build, stag
     )
     spec = _adapted(dims, config, build, replace(spec, layer_specs=layers), 0)
     mtp = get_gpt_mtp_block_spec(as_gpt, spec, build.transformer_engine, vp_stage=stage) if dims.mtp_layers else None
-    stack = hybrid_stack(dims, spec.layer_specs, mtp, local=not build.transformer_engine)
+    stack = ENGINE_STACK if build.transformer_engine else local_stack(dims, spec.layer_specs, mtp)
     pattern = hybrid_pattern(dims)
     if build.sizes.vpp > 1:  # only then Megatron wants to be told where the stages end
         pattern = with_stages(pattern, build.sizes.pipeline(hybrid_dims(dims)))

@@ -1,7 +1,7 @@
-"""Megatron's HybridModel with the layers that its GPTModel would have, each cut into attention and MLP.
+"""The spec of HybridModel's layers: megatron-core's own, or without Transformer Engine one of Megatron's own modules.
 
-megatron-core's own spec of it has Transformer Engine's layers alone, so without those the halves of GPTModel's layers
-stand in: the same classes inside, and on disk the names that HybridModel asks for.
+megatron-core's has Transformer Engine's modules alone. Where those are missing the layers of GPTModel, each cut into
+attention and MLP, stand in: the same classes inside, and on disk the names that HybridModel asks for.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from converters.megatron.hybrid_model import ATTENTION, DENSE, EXPERTS, LATENT, 
 # Before megatron-core 0.18 the class is MambaModel, in another place.
 if find_spec("megatron.core.models.hybrid") is not None:
     from megatron.core.models.hybrid import hybrid_block as block
+    from megatron.core.models.hybrid import hybrid_layer_specs
     from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
 
+    ENGINE_STACK: ModuleSpec = hybrid_layer_specs.hybrid_stack_spec
     _Stack, _Submodules = block.HybridStack, block.HybridStackSubmodules
 else:
+    from megatron.core.models.mamba import mamba_layer_specs
     from megatron.core.models.mamba.mamba_model import MambaModel as Model
     from megatron.core.ssm import mamba_block as block
 
+    ENGINE_STACK = mamba_layer_specs.mamba_stack_spec
     _Stack, _Submodules = block.MambaStack, block.MambaStackSubmodules
 
 _FIELDS = {
@@ -52,19 +56,18 @@ _FUSED = {
 }
 
 
-def hybrid_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, local: bool) -> ModuleSpec:
-    """The spec of HybridModel's layers from those of GPTModel, in their order, and from its MTP layers.
+def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any) -> ModuleSpec:
+    """The spec of Megatron's own modules: from GPTModel's layers, in their order, and from its MTP layers.
 
-    With `local` they are of Megatron's own modules, for the process: the stack names Transformer Engine's final norm.
+    For the process: the stack itself names Transformer Engine's norm as the last one.
     """
-    if local:
-        block.TENorm = WrappedTorchNorm
+    block.TENorm = WrappedTorchNorm
     letters = hybrid_pattern(dims).partition("/")[0]
     found: dict[str, Any] = {}
     for place, letter in enumerate(letters):
         layer = layers[place // 2]
         half = _mlp(layer) if place % 2 else _attention(layer)
-        names = replace(half, sharded_state_dict_keys_map=_FUSED.get(letter, {}) if local else {})
+        names = replace(half, sharded_state_dict_keys_map=_FUSED.get(letter, {}))
         found.setdefault(_FIELDS[letter], replace(layer, submodules=names))
     if mtp is not None:
         found["mtp_block_spec"] = _around_a_stack(mtp)
