@@ -20,21 +20,24 @@ from support.installed import require_megatron
 # The longest files, longest first. Files are handed to processes in this order, so that none of them is left for the
 # end, when the other processes have nothing more to do.
 LONGEST = (
-    "tests/verify/checks/test_clean_families.py",
     "tests/converters/test_families.py",
-    "tests/converters/megatron/test_legacy.py",
-    "tests/verify/witnesses/test_sglang_formats.py",
-    "tests/faults/test_fault_matrix.py",
-    "tests/verify/witnesses/test_megatron_logits.py",
-    "tests/verify/witnesses/test_sglang_cpu_logits.py",
-    "tests/hostile/test_hostile_inputs.py",
-    "tests/verify/witnesses/test_megatron_layouts.py",
-    "tests/mutations/test_hf.py",
-    "tests/verify/witnesses/test_predicts_text.py",
-    "tests/verify/witnesses/test_megatron.py",
+    "tests/verify/checks/test_clean_families.py",
     "tests/ckptkit/app/test_ray.py",
-    "tests/converters/megatron/test_rank_cuts.py",
-    "tests/verify/checks/test_plausible.py",
+    "tests/faults/test_fault_matrix.py",
+    "tests/verify/checks/test_without_mtp.py",
+    "tests/hostile/test_hostile_inputs.py",
+    "tests/verify/witnesses/test_sglang_formats.py",
+    "tests/verify/checks/test_quant.py",
+    "tests/verify/witnesses/test_sglang_cpu_logits.py",
+    "tests/reports/test_reports.py",
+    "tests/releases/test_releases.py",
+    "tests/verify/checks/test_stored_floats.py",
+    "tests/mutations/test_int4.py",
+    "tests/verify/witnesses/test_sglang_families.py",
+    "tests/quant/schemes/test_float_schemes.py",
+    "tests/converters/test_mla.py",
+    "tests/verify/witnesses/test_sglang_groups.py",
+    "tests/converters/megatron/test_legacy.py",
 )
 
 

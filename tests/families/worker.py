@@ -140,8 +140,12 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     unfused = view.source
     hf = {name: tensor for names in unfused.groups for name, tensor in unfused.read(names).items()}
 
+    # A layer without an indexer of its own takes what an earlier one has computed in the same pass.
+    reusable = 0 if dims.indexer is not None and dims.indexer.every > 1 else len(outputs)
+
     def change(tensors: Mapping[str, Tensor]) -> float:
-        with replaced(held, tensors), reused_layers(model.decoder.layers, outputs[: untouched(tensors, len(outputs))]):
+        reused = outputs[: min(untouched(tensors, len(outputs)), reusable)]
+        with replaced(held, tensors), reused_layers(model.decoder.layers, reused):
             found = _logits(model, tokens, dims)
         return max(
             _far(now, then)
