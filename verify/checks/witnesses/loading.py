@@ -36,7 +36,7 @@ from verify.report import Severity
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.names import of_draft
-from verify.witnesses.loading.run import LoadedBy, engine_sizes
+from verify.witnesses.loading.run import LoadedBy, engine_sizes, interpreter_of
 from verify.witnesses.registry import ENGINES
 
 if TYPE_CHECKING:  # each adapter is held to the protocol
@@ -172,6 +172,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     not_seen = report.draft if run.draft is None else ()
     facts += [f"of multi-token prediction layers, not looked at: {text}" for text, _ in by_pattern(not_seen)]
     facts += [f"it logged: {line}" for line in report.log[:5]]
+    facts += [words for name, words in engine.clashes if interpreter_of(engine, subject).release(name)]
     facts += how_shared_expert(engine, report)
     facts += _requantized(report.requantized)
     tally.facts[engine.label] = facts

@@ -44,6 +44,8 @@ class EngineFacts:
     shares_experts: bool = True  # of its ranks fewer than all may keep whole experts, and cut those
     # Endings of parameters that its own steps after loading are known to put in a wrong order, and what to do then.
     misorders: tuple[tuple[str, str], ...] = ()
+    # Distributions that are not to be in its environment, and what becomes of it.
+    clashes: tuple[tuple[str, str], ...] = ()
     # Environment variables and values for another try without a GPU, where it builds nothing at the first.
     without_gpu: tuple[tuple[str, str], ...] = ()
 

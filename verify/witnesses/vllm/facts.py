@@ -24,5 +24,12 @@ VLLM = EngineFacts(
             "group: quantize in smaller groups, or give an expert fewer ranks (--enable-expert-parallel)",
         ),
     ),
+    clashes=(
+        (
+            "sgl-deep-gemm",
+            "SGLang's sgl-deep-gemm is in vLLM's environment: vLLM 0.26 takes its deep_gemm for its own, and then "
+            "answers of weights in FP8 are garbage; uninstall it there",
+        ),
+    ),
     without_gpu=(("VLLM_TARGET_DEVICE", "cpu"),),
 )
