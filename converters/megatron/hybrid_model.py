@@ -61,7 +61,7 @@ def is_hybrid(names: Collection[str]) -> bool:
     return bool(attention and others) and attention.isdisjoint(others)
 
 
-def refusegpt_only(dims: ModelDims) -> None:
+def refuse_gpt_only(dims: ModelDims) -> None:
     """Raises CkptkitError for a model that GPTModel holds and HybridModel, as released in 0.19.2, does not."""
     for reason in gpt_only(dims):
         raise CkptkitError(
@@ -126,7 +126,7 @@ def with_stages(pattern: str, pipeline: Pipeline) -> str:
 
 def hybrid_args(args: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:
     """GPTModel's arguments of a model as HybridModel's. Raises CkptkitError as `refuse_gpt_only`."""
-    refusegpt_only(dims)
+    refuse_gpt_only(dims)
     pattern = hybrid_pattern(dims)
     kept = {name: value for name, value in args.items() if name not in _INSTEAD}
     windows = kept.get("window_attn_skip_freq")
