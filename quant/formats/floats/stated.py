@@ -159,20 +159,33 @@ def _nearest(of_module: Mapping[str, Layout]) -> Callable[[str], Layout | None]:
 
 
 def quark_format(content: Mapping[str, Any]) -> Floats:
-    """Returns the format of quant_method "quark". Raises CkptkitError for a weight scheme that is not read."""
+    """Returns the format of quant_method "quark". Raises CkptkitError for a weight scheme that is not read.
+
+    A module's own scheme is that of the first pattern that matches its name, then that of its class in the engine,
+    which no name tells. Source: `_find_matched_config` of SGLang and vLLM.
+    """
     usual = _quark_layout(content.get("global_quant_config"))
-    own = content.get("layer_quant_config") or {}
-    if not isinstance(own, Mapping):
-        raise CkptkitError(f"config.json: layer_quant_config is {own!r:.80}, not an object", _RESTORE)
-    of_pattern = {pattern: _quark_layout(one) for pattern, one in own.items()}
-    layouts = tuple(dict.fromkeys(layout for layout in (usual, *of_pattern.values()) if layout is not None))
+    of_pattern, of_class = (
+        {name: _quark_layout(one) for name, one in _quark_object(content, key).items()}
+        for key in ("layer_quant_config", "layer_type_quant_config")
+    )
+    every = (usual, *of_pattern.values(), *of_class.values())
+    layouts = tuple(dict.fromkeys(layout for layout in every if layout is not None))
     if not layouts:
         raise CkptkitError("config.json: quark quantizes no weights", _RESTORE)
 
     def of_module(module: str) -> Layout | None:
-        return next((layout for pattern, layout in of_pattern.items() if fnmatchcase(module, pattern)), usual)
+        other = None if of_class else usual
+        return next((layout for pattern, layout in of_pattern.items() if fnmatchcase(module, pattern)), other)
 
     return Floats(layouts, of_module, content.get("kv_cache_quant_config") is not None)
+
+
+def _quark_object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = content.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise CkptkitError(f"config.json: {key} is {found!r:.80}, not an object", _RESTORE)
+    return found
 
 
 def _quark_layout(group: Any) -> Layout | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from mutations.edits import names, replace
+from mutations.edits import edit_json, names, replace
 from support import floats, models
 from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.nightly import daily
+from torch import Tensor
 
 from verify.run import verify
 
@@ -48,6 +50,37 @@ def test_formats_that_are_mixed_are_each_judged(
     )
     path = floats.write(release, tmp_path / "release" / "mixed", spelling)
     assert [str(finding) for finding in verify(path, source=release).findings] == []
-    broken = copy_of(path)
+    broken, module = copy_of(path), "model.layers.3.self_attn.q_proj"
+    others = {module: {"quant_algo": "NVFP4", "group_size": 16}}
     replace(broken, {}, names(broken, "o_proj.weight_scale")[-1:])
     assert "FP8 weights without a scale" in alone("CK303", broken)[1][0].actual
+    edit_json(broken / "config.json", lambda config: config["quantization_config"]["quantized_layers"].update(others))
+    wrong = [
+        finding for finding in alone("CK303", broken)[1] if "as config.json says of this module" in finding.expected
+    ]
+    assert [(finding.tensor, finding.actual.partition(" ")[0]) for finding in wrong] == [(f"{module}.weight", "FP8")]
+
+
+def test_layers_that_quark_gives_a_scheme_of_their_own_are_read_by_it(
+    releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
+) -> None:
+    """Attention's output in FP8 of one scale, all else in MXFP4."""
+    release, quark = releases("qwen3_moe"), floats.SPELLINGS["mxfp4-quark"]
+    own = {"*.o_proj": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, "input_tensors": None}}
+
+    def store(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+        if not module.endswith(".o_proj"):
+            return quark.store(module, weight)
+        return {name: part for name, part in floats.modelopt_fp8(module, weight).items() if "input" not in name}
+
+    content = quark.config["quantization_config"] | {"layer_quant_config": own}
+    spelling = floats.Spelling(store, {"quantization_config": content}, columns=32)
+    path = floats.write(release, tmp_path / "release" / "mixed", spelling)
+    assert [str(finding) for finding in verify(path, source=release).findings] == []
+    broken = copy_of(path)
+    edit_json(broken / "config.json", lambda config: config["quantization_config"].update(layer_quant_config={}))
+    (found,) = alone("CK303", broken)[1]
+    assert (found.tensor, found.actual) == ("model.layers.{0..11}.self_attn.o_proj.weight", "float8_e4m3fn")
+    by_class = {"layer_quant_config": {}, "layer_type_quant_config": {"RowParallelLinear": own["*.o_proj"]}}
+    edit_json(broken / "config.json", lambda config: config["quantization_config"].update(by_class))
+    assert alone("CK303", broken)[1] == []

@@ -85,7 +85,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for stored in weights:
         tally.compared(0)
         taken |= {*stored.needed, *stored.inputs}
-        for name, one in _wrong_parts(stored, subject, listed):
+        for name, one in (*_wrong_parts(stored, subject, listed), *_otherwise_stated(stored, floats)):
             wrong[one].append(name)
     for one, names in wrong.items():
         yield Issue(one.expected, one.actual, one.hint, names=names, file=subject.path)
@@ -144,6 +144,17 @@ def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]
     spec = specs[stored.second]
     if spec.shape not in ((), (1,), stored.shape[:-2]) or spec.dtype != "float32":
         yield stored.second, _Wrong("[] float32", f"{list(spec.shape)} {spec.dtype}", _AGAIN)
+
+
+def _otherwise_stated(stored: StoredWeight, floats: Floats) -> Iterator[tuple[str, _Wrong]]:
+    """A weight in another format than config.json states for its own module, where it states several."""
+    stated = None if floats.of_module is None else floats.of_module(stored.name.removesuffix(".weight"))
+    if stated is not None and stated.words != stored.layout.words:
+        hint = f"engines build the module by config.json, and load codes of another format into it: {_AGAIN}"
+        yield (
+            stored.codes.name,
+            _Wrong(f"{stated.words}, as config.json says of this module", stored.layout.words, hint),
+        )
 
 
 def _scale_hint(stored: StoredWeight, subject: Subject) -> str:
