@@ -123,9 +123,14 @@ def mxfp8(ending: str) -> Store:
     return store
 
 
-def nearest(values: Tensor) -> Tensor:
+# Of equal distances the first counts: ties toward zero, or to even codes.
+TO_ZERO = torch.arange(16)
+TO_EVEN = torch.cat([torch.arange(0, 16, 2), torch.arange(1, 16, 2)])
+
+
+def nearest(values: Tensor, order: Tensor = TO_ZERO) -> Tensor:
     """The code of the E2M1 number nearest to each, two in a byte, the even one in the low bits."""
-    codes = (values.unsqueeze(-1).clamp(-6, 6) - E2M1).abs().argmin(-1).to(torch.uint8)
+    codes = order[(values.unsqueeze(-1).clamp(-6, 6) - E2M1[order]).abs().argmin(-1)].to(torch.uint8)
     return codes[..., 0::2] + 16 * codes[..., 1::2]
 
 
@@ -142,7 +147,7 @@ def nvfp4(weight: Tensor, whole: float = AMAX / 2688) -> tuple[Tensor, Tensor]:
     """Codes and block scales, for this scale of the tensor."""
     groups = weight.float().unflatten(-1, (-1, 16))
     scale = (groups.abs().amax(-1) / (6 * whole)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
-    return nearest((groups / (scale.float() * whole).unsqueeze(-1)).flatten(1)), scale
+    return nearest((groups / (scale.float() * whole).unsqueeze(-1)).flatten(1), TO_EVEN), scale
 
 
 def modelopt_nvfp4(*, inputs: bool) -> Store:

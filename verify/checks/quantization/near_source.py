@@ -50,11 +50,13 @@ def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not stored.judged and not stored.broken:
         raise Skip("nothing is stored in floats of 8 or 4 bits that the source has")
     rounding = subject.once(float_rounding_of)
-    counts, several = writers_of(subject)
-    for formula, count in counts.items():
-        tally.note(f"CK305: {count} of {several} FP8 weights that were recomputed are bit for bit {formula}")
-    if several and not counts:
-        tally.note(f"CK305: no formula known here makes any of {several} FP8 weights bit for bit")
+    for form, made in writers_of(subject).items():
+        how = "bit for bit" if form == "FP8" else "exactly"
+        for formula, count in made.formulas.items():
+            of = f"{count} of {made.looked_at} {form} weights that were recomputed"
+            tally.note(f"CK305: {of} are {how} {formula}")
+        if not made.formulas:
+            tally.note(f"CK305: no formula known here makes any of {made.looked_at} {form} weights {how}")
     tally.compared(sum(specs[name].nbytes for name in stored.parts), len(rounding))
     for reason in dict.fromkeys(stored.broken.values()):
         names = [name for name, why in stored.broken.items() if why == reason]

@@ -9,12 +9,14 @@ TransformerEngine `Float8BlockScaling`; transformers `Fp8Quantize`; compressed-t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.floats.layout import E4M3
 from quant.formats.floats.release import StoredWeight
+from verify.evidence.floats.group_writers import group_formulas
 from verify.evidence.floats.rounding import float_weights
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
@@ -109,37 +111,52 @@ def formulas_of(codes: Tensor, scales: Tensor, original: Tensor, block: tuple[in
     return found
 
 
-def writers_of(subject: Subject) -> tuple[Counter[str], int]:
-    """Of a few FP8 weights of each kind, how many each formula makes exactly, and how many were recomputed.
+@dataclass
+class Writers:
+    """Of a few weights in one format, how many each formula makes exactly, and how many were recomputed."""
+
+    formulas: Counter[str] = field(default_factory=Counter)
+    looked_at: int = 0
+
+
+def writers_of(subject: Subject) -> dict[str, Writers]:
+    """By the name of a format, whose formula makes a few weights of each kind; of those whose formulas are known.
 
     Raises CkptkitError where one cannot be read.
     """
     found, source = subject.once(float_weights), source_as_hf(subject, subject.checkpoint.specs)
     wanted = {name: stored for name, stored in found.stored.items() if name in found.judged and _is_usual(stored)}
-    counts, looked_at = Counter[str](), 0
+    by_format: dict[str, Writers] = {}
     for names in group_by_pattern(wanted):
         for name in dict.fromkeys((names[0], names[-1])):
             stored = wanted[name]
             try:
-                read = subject.checkpoint.read([stored.codes.name, stored.scale])
+                read = subject.checkpoint.read(stored.needed)
                 original = source.read([name])[name]
             except CkptkitError:
                 continue  # CK201 names it
-            counts.update(_formulas(stored, read[stored.codes.name], read[stored.scale], original))
-            looked_at += 1
-    return counts, looked_at
+            one = by_format.setdefault(stored.layout.words.partition(" ")[0], Writers())
+            one.formulas.update(_formulas(stored, [read[part] for part in stored.needed], original))
+            one.looked_at += 1
+    return by_format
 
 
 def _is_usual(stored: StoredWeight) -> bool:
-    shape = stored.shape
-    sized = shape is not None and len(shape) == 2 and shape[0] * shape[1] <= _LARGEST_WEIGHT
-    return sized and stored.layout.number == E4M3 and stored.layout.block != (1, 32)
+    shape, (height, width) = stored.shape, stored.layout.block
+    if shape is None or len(shape) != 2 or shape[0] * shape[1] > _LARGEST_WEIGHT:
+        return False
+    return height != 1 or width is None or shape[1] % width == 0
 
 
-def _formulas(stored: StoredWeight, codes: Tensor, scales: Tensor, original: Tensor) -> list[str]:
-    from quant.formats.floats.decode import as_float
+def _formulas(stored: StoredWeight, parts: Sequence[Tensor], original: Tensor) -> list[str]:
+    from quant.formats.floats.decode import as_float, values
 
     shape, (height, width) = stored.shape, stored.layout.block
     assert shape is not None  # `_is_usual`
-    block = height or shape[0], width or shape[1]
-    return formulas_of(codes, as_float(scales).reshape(stored.layout.grid(shape)), original, block)
+    codes, scales, *second = parts
+    grid = as_float(scales).reshape(stored.layout.grid(shape))
+    if stored.layout.number != E4M3 or (height, width) == (1, 32):
+        return group_formulas(
+            stored.layout, values(stored.layout, codes), grid, second[0] if second else None, original
+        )
+    return formulas_of(codes, grid, original, (height or shape[0], width or shape[1]))
