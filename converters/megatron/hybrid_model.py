@@ -25,8 +25,10 @@ _OF_ATTENTION = re.compile(r"(?:input_layernorm|self_attention)\.")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 # Letters of `--hybrid-layer-pattern`; `|` between pipeline stages, `/` before each multi-token prediction layer.
-ATTENTION, LATENT, LINEAR, DENSE, EXPERTS = "*", "+", "G", "-", "E"
-_PAIRS = re.compile(rf"(?:[{re.escape(ATTENTION + LATENT + LINEAR)}D][{DENSE}{EXPERTS}])+")
+ATTENTION, LATENT, SPARSE, LINEAR, DENSE, EXPERTS = "*", "+", "D", "G", "-", "E"
+_PAIRS = re.compile(rf"(?:[{re.escape(ATTENTION + LATENT + SPARSE + LINEAR)}][{DENSE}{EXPERTS}])+")
+# With an indexer the norms of latent attention are modules of their own.
+_NORMS_OF_SPARSE = re.compile(r"(self_attention\.)linear_(q|kv)_up_proj\.layer_norm_weight")
 # What the pattern says; the first are not given beside it.
 _INSTEAD = ("moe_layer_freq", "linear_attention_freq", "experimental_attention_variant")
 SAID_BY_THE_PATTERN = (*_INSTEAD, "num_layers", "mtp_num_layers")
@@ -34,7 +36,11 @@ SAID_BY_THE_PATTERN = (*_INSTEAD, "num_layers", "mtp_num_layers")
 
 def hybrid_mappings(mappings: Sequence[ParamMapping]) -> tuple[ParamMapping, ...]:
     """The rules of a family with HybridModel's names in the place of GPTModel's."""
-    return tuple(replace(mapping, megatron=_renamed(mapping.megatron)) for mapping in mappings)
+    sparse = any(".core_attention.indexer." in mapping.megatron for mapping in mappings)
+    names = (
+        _NORMS_OF_SPARSE.sub(r"\1\2_layernorm.weight", one.megatron) if sparse else one.megatron for one in mappings
+    )
+    return tuple(replace(mapping, megatron=_renamed(name)) for mapping, name in zip(mappings, names, strict=True))
 
 
 def _renamed(name: str) -> str:
@@ -81,8 +87,8 @@ def gpt_only(dims: ModelDims) -> Iterator[str]:
         yield "its attention has no norm over all heads at once"
     if dims.mla is not None and dims.mla.q_rank is None:
         yield "its latent attention puts a norm before linear_q_proj, which a model without q_lora_rank lacks"
-    if dims.indexer is not None:
-        yield "its layers with an indexer (D) hold other tensors than GPTModel's"
+    if dims.indexer is not None and len(dims.indexer.layers) < dims.layers:
+        yield "its layers do not share an indexer as this model's do"
 
 
 def needs_release(dims: ModelDims, vpp: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -94,6 +100,8 @@ def needs_release(dims: ModelDims, vpp: int) -> Iterator[tuple[str, tuple[int, i
         yield "multi-token prediction layers", (0, 17)
     if dims.linear is not None:
         yield "linear attention (G)", (0, 17)
+    if dims.indexer is not None:
+        yield "indexer that turns these rows (D)", (0, 19)
     if vpp > 1:
         yield "several chunks a pipeline stage", (0, 17)
     if dims.mla is not None:
@@ -105,7 +113,7 @@ def needs_release(dims: ModelDims, vpp: int) -> Iterator[tuple[str, tuple[int, i
 def hybrid_pattern(dims: ModelDims) -> str:
     """The value of `--hybrid-layer-pattern`: `*-*E*E/*E` is one dense layer, two with experts and one of MTP."""
     linear, moe = set(dims.linear.layers if dims.linear else ()), set(dims.moe)
-    softmax = LATENT if dims.mla else ATTENTION
+    softmax = SPARSE if dims.indexer else LATENT if dims.mla else ATTENTION
     pairs = [
         (LINEAR if layer in linear else softmax) + (EXPERTS if layer in moe else DENSE) for layer in dims.all_layers
     ]
@@ -156,6 +164,8 @@ def as_gpt_args(args: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**args, "num_layers": 0}
     attention, mlp = main[::2], main[1::2]
     found: dict[str, Any] = {"num_layers": len(attention), "moe_layer_freq": [int(one == EXPERTS) for one in mlp]}
+    if SPARSE in attention:
+        found["experimental_attention_variant"] = "dsa"
     if LINEAR in attention:
         found["linear_attention_freq"] = [int(one == LINEAR) for one in attention]
         found["experimental_attention_variant"] = "gated_delta_net"

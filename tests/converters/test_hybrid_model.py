@@ -40,9 +40,7 @@ GPT_ONLY = {
     "llama-tied": "rope scaling of Llama 3",
     "minimax_m2": "no norm over all heads at once",
     "moonlight": "a norm before linear_q_proj",
-    "deepseek_v32": "indexer",
-    "glm_moe_dsa": "indexer",
-    "glm_moe_dsa-shared": "indexer",
+    "glm_moe_dsa-shared": "its layers do not share an indexer",
     "glm4": "no norms after attention and MLP",
     "glm4-tied": "no norms after attention and MLP",
     "gemma3_text": "no norms after attention and MLP",
@@ -73,6 +71,7 @@ def far(found: Tensor, expected: Tensor) -> float:
         ("mimo-tied-two-layers", "*-" * 4 + "/*-/*-"),
         ("qwen3_moe-dense-between", None),
         ("deepseek_v3", "+-+-+-" + "+E" * 9 + "/+E"),
+        ("deepseek_v32", "D-D-D-" + "DE" * 9 + "/DE"),
         ("qwen3_next", "GEGEGE*E" * 3 + "/*E"),
     ],
 )
@@ -114,6 +113,15 @@ def test_names_are_those_of_two_layers_for_one() -> None:
     assert {name for name in mtp if "mtp_model_layer" not in name} == {
         f"mtp.layers.0.{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")
     }
+
+
+def test_norms_of_sparse_attention_are_modules_of_their_own() -> None:
+    names = [rule.megatron for rule in rules_of(config_of("deepseek_v32"), "hybrid")]
+    assert "decoder.layers.4.self_attention.q_layernorm.weight" in names
+    assert "mtp.layers.0.mtp_model_layer.layers.0.self_attention.kv_layernorm.weight" in names
+    assert not [name for name in names if "up_proj.layer_norm_weight" in name]
+    latent = [rule.megatron for rule in rules_of(config_of("deepseek_v3"), "hybrid")]
+    assert "decoder.layers.4.self_attention.linear_q_up_proj.layer_norm_weight" in latent
 
 
 def test_arguments_say_the_pattern_in_the_place_of_lists() -> None:

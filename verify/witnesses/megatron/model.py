@@ -152,6 +152,8 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
     }
     if build.hybrid:
         fixed |= {"is_hybrid_model": True}
+        if dims.indexer:  # as Megatron-LM does for the letter of these layers
+            fixed |= {"experimental_attention_variant": "dsa"}
         if build.sizes.vpp > 1:  # the layer pattern says where they end
             fixed |= {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}
     values = {key: value for key, value in (values | fixed).items() if key in known}

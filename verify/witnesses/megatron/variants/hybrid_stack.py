@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from converters.config.dims import ModelDims
-from converters.megatron.hybrid_model import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, hybrid_pattern
+from converters.megatron.hybrid_model import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, SPARSE, hybrid_pattern
 
 # Before megatron-core 0.18 the class is MambaModel, in another place.
 if find_spec("megatron.core.models.hybrid") is not None:
@@ -40,6 +40,7 @@ else:
 _FIELDS = {
     ATTENTION: "attention_layer",
     LATENT: "mla_layer",
+    SPARSE: "dsa_layer",
     LINEAR: "gdn_layer",
     DENSE: "mlp_layer",
     EXPERTS: "moe_layer",
@@ -66,7 +67,7 @@ def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any) -> Modu
     found: dict[str, Any] = {}
     for place, letter in enumerate(letters):
         layer = layers[place // 2]
-        half = _mlp(layer) if place % 2 else _attention(layer)
+        half = _mlp(layer) if place % 2 else _attention(layer, letter)
         names = replace(half, sharded_state_dict_keys_map=_FUSED.get(letter, {}))
         found.setdefault(_FIELDS[letter], replace(layer, submodules=names))
     if mtp is not None:
@@ -74,8 +75,18 @@ def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any) -> Modu
     return ModuleSpec(module=_Stack, submodules=_Submodules(**found))
 
 
-def _attention(layer: ModuleSpec) -> Any:
-    return replace(layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+def _attention(layer: ModuleSpec, letter: str) -> Any:
+    half = replace(layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+    if letter != SPARSE:
+        return half
+    # HybridModel computes sparse attention by another class than GPTModel does.
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+    given = half.self_attention.submodules
+    parts = absorbed_mla.AbsorbedMLASelfAttentionSubmodules
+    slots = {field.name: getattr(given, field.name) for field in fields(parts) if hasattr(given, field.name)}
+    attention = replace(half.self_attention, module=absorbed_mla.AbsorbedMLASelfAttention, submodules=parts(**slots))
+    return replace(half, self_attention=attention)
 
 
 def _mlp(layer: ModuleSpec) -> Any:
