@@ -282,7 +282,7 @@ def _hybrid_model(dims: ModelDims, config: TransformerConfig, build: Build, stag
     )
     spec = _adapted(dims, config, build, replace(spec, layer_specs=layers), 0)
     mtp = get_gpt_mtp_block_spec(as_gpt, spec, build.transformer_engine, vp_stage=stage) if dims.mtp_layers else None
-    stack = ENGINE_STACK if build.transformer_engine else local_stack(dims, spec.layer_specs, mtp)
+    stack = ENGINE_STACK if build.transformer_engine else local_stack(dims, spec.layer_specs, mtp, build.sizes.tp)
     pattern = hybrid_pattern(dims)
     if build.sizes.vpp > 1:  # only then Megatron wants to be told where the stages end
         pattern = with_stages(pattern, build.sizes.pipeline(hybrid_dims(dims)))

@@ -57,17 +57,18 @@ _FUSED = {
 }
 
 
-def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any) -> ModuleSpec:
+def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int) -> ModuleSpec:
     """The spec of Megatron's own modules: from GPTModel's layers, in their order, and from its MTP layers.
 
-    For the process: the stack itself names Transformer Engine's norm as the last one.
+    With tensor parallelism (`tp` above 1) the class of sparse attention is GPTModel's, since HybridModel's then wants
+    the sequence parallelism that local norms do not know. Parameters have the same names in both. For the process: the stack itself names Transformer Engine's norm as the last one.
     """
     block.TENorm = WrappedTorchNorm
     letters = hybrid_pattern(dims).partition("/")[0]
     found: dict[str, Any] = {}
     for place, letter in enumerate(letters):
         layer = layers[place // 2]
-        half = _mlp(layer) if place % 2 else _attention(layer, letter)
+        half = _mlp(layer) if place % 2 else _attention(layer, absorbed=letter == SPARSE and tp == 1)
         names = replace(half, sharded_state_dict_keys_map=_FUSED.get(letter, {}))
         found.setdefault(_FIELDS[letter], replace(layer, submodules=names))
     if mtp is not None:
@@ -75,11 +76,10 @@ def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any) -> Modu
     return ModuleSpec(module=_Stack, submodules=_Submodules(**found))
 
 
-def _attention(layer: ModuleSpec, letter: str) -> Any:
+def _attention(layer: ModuleSpec, *, absorbed: bool) -> Any:
     half = replace(layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
-    if letter != SPARSE:
+    if not absorbed:
         return half
-    # HybridModel computes sparse attention by another class than GPTModel does.
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
     given = half.self_attention.submodules
