@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
@@ -37,10 +38,8 @@ SAID_BY_THE_PATTERN = (*_INSTEAD, "num_layers", "mtp_num_layers")
 def hybrid_mappings(mappings: Sequence[ParamMapping]) -> tuple[ParamMapping, ...]:
     """The rules of a family with HybridModel's names in the place of GPTModel's."""
     sparse = any(".core_attention.indexer." in mapping.megatron for mapping in mappings)
-    names = (
-        _NORMS_OF_SPARSE.sub(r"\1\2_layernorm.weight", one.megatron) if sparse else one.megatron for one in mappings
-    )
-    return tuple(replace(mapping, megatron=_renamed(name)) for mapping, name in zip(mappings, names, strict=True))
+    norms = partial(_NORMS_OF_SPARSE.sub, r"\1\2_layernorm.weight") if sparse else str
+    return tuple(replace(mapping, megatron=_renamed(norms(mapping.megatron))) for mapping in mappings)
 
 
 def _renamed(name: str) -> str:

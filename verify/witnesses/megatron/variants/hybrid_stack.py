@@ -61,7 +61,9 @@ def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int
     """The spec of Megatron's own modules: from GPTModel's layers, in their order, and from its MTP layers.
 
     With tensor parallelism (`tp` above 1) the class of sparse attention is GPTModel's, since HybridModel's then wants
-    the sequence parallelism that local norms do not know. Parameters have the same names in both. For the process: the stack itself names Transformer Engine's norm as the last one.
+    the sequence parallelism that local norms do not know. Parameters have the same names in both.
+
+    For the process: the stack itself names Transformer Engine's norm as the last one.
     """
     block.TENorm = WrappedTorchNorm
     letters = hybrid_pattern(dims).partition("/")[0]
