@@ -142,11 +142,12 @@ def hybrid_args(args: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:
     return {"hybrid_layer_pattern": pattern, **kept, **twice, "num_layers": 2 * dims.layers}
 
 
-def stored_pattern(args: Mapping[str, Any]) -> str | None:
-    """The layer pattern in a run's arguments, which makes it one of HybridModel; None for a GPTModel.
+# The arguments that hold a layer pattern: from megatron-core 0.17 on, and before.
+PATTERNS = frozenset({"hybrid_layer_pattern", "hybrid_override_pattern"})
 
-    Up to megatron-core 0.16 it is called `hybrid_override_pattern`.
-    """
+
+def stored_pattern(args: Mapping[str, Any]) -> str | None:
+    """The layer pattern in a run's arguments, which makes it one of HybridModel; None for a GPTModel."""
     found = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
     return found if isinstance(found, str) else None
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
+from converters.megatron.hybrid_model import PATTERNS, stored_pattern
 from converters.megatron.pipeline import Pipeline
 from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments
@@ -32,7 +33,8 @@ class LaunchArguments:
 
     `chunk`: layers of a virtual pipeline stage; the others of a pipeline as in `Pipeline`. `engine`: GPUs of a rollout
     engine, in `engine_pp` pipeline stages, its experts over `engine_ep` ranks. `dp_attention`: its attention is cut
-    over fewer ranks than the rest. `server`: the program that it is, None where the launch does not say. `qat`: whether
+    over fewer ranks than the rest. `pattern`: the layer pattern of a HybridModel, empty where it is not known.
+    `server`: the program that it is, None where the launch does not say. `qat`: whether
     training rounds weights to INT4, in groups of `qat_group`.
     """
 
@@ -48,6 +50,7 @@ class LaunchArguments:
     embedding: bool = False
     loss: bool = False
     layout: str | None = None
+    pattern: str | None = None
     engine: int | None = None
     engine_pp: int | None = None
     engine_ep: int | None = None
@@ -106,6 +109,8 @@ def launch_arguments(
             found[SWITCHES[name]] = True
     if STAGES in given.places:
         found["layout"] = _known(STAGES, given)
+    if not PATTERNS.isdisjoint(given.places):
+        found["pattern"] = stored_pattern(given.values) or ""
     return LaunchArguments(**found, server=server_of(words))  # type: ignore[arg-type]
 
 

@@ -175,24 +175,39 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, one.actual, one.hint, file=first_file(given) or subject.path, severity=severity)
 
 
+def _holds_hybrid(subject: Subject) -> bool:
+    return subject.is_megatron and subject.megatron_files.readable and subject.megatron_files.hybrid
+
+
 def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Whether the layers make a pipeline. Without a launch, a remainder that `verify` can place is a warning."""
     options, pp = subject.arguments, subject.options.pp
     given = {name: word for name, word in subject.sizes_at.items() if name == "pp"}
     where = str(first_file(given) or subject.path)
+    pattern = options.pattern if options else None
+    if pattern is not None and (marks := pattern.partition("/")[0].count("|")):
+        if (marks + 1) % pp:
+            expected = f"stages in --hybrid-layer-pattern, a multiple of pp = {pp}{at_places(given)}"
+            yield Issue(
+                expected, f"{marks + 1} stages", "move the `|` between them, or choose another --pp", file=where
+            )
+        return
+    layers, size = dims.layers, "num_hidden_layers"
+    if pattern is not None or (options is None and _holds_hybrid(subject)):
+        layers, size = 2 * layers, "layers of HybridModel (two for one of num_hidden_layers)"
     try:
-        stages = (options.pipeline(dims.layers, pp) if options else Pipeline(dims.layers, pp)).stages
+        stages = (options.pipeline(layers, pp) if options else Pipeline(layers, pp)).stages
     except CkptkitError as error:
         if options and options.uneven:
             yield Issue("pipeline options that Megatron accepts", error.message, error.hint or "", file=where)
             return
-        last = with_remainder(ParallelSizes(pp=pp), dims.layers).last
+        last = with_remainder(ParallelSizes(pp=pp), layers).last
         options_for_it = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
         hint = f"give {options_for_it} in the launch, or choose another --pp"
         if last:
             hint = f"the launch must say so, for example by --decoder-last-pipeline-num-layers {last}"
-        expected = f"num_hidden_layers divisible by pp = {pp}{at_places(given)}"
-        actual = f"num_hidden_layers = {dims.layers}"
+        expected = f"{size} divisible by pp = {pp}{at_places(given)}"
+        actual = f"{size} = {layers}"
         yield Issue(expected, actual, hint, file=where, severity="warning" if last and options is None else "error")
         return
     if options and options.uneven:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.detect import is_legacy
-from converters.megatron.hybrid_model import gpt_only, stored_pattern
+from converters.megatron.hybrid_model import PATTERNS, gpt_only, stored_pattern
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check
 from verify.evidence.subject import Subject
@@ -22,7 +22,6 @@ from verify.report import Severity
 
 # Layers whose tensors are stacked in one key.
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 _CLASSES = ("GPTModel", "HybridModel")
 _PROVIDER = "--custom-model-provider-path"
 
@@ -31,7 +30,7 @@ def _of_megatron(subject: Subject) -> tuple[Job, Sequence[Side]]:
     """A launch that says what it builds, and the Megatron checkpoints that it loads. Raises Skip for any other."""
     job = job_of(subject)
     given = job.arguments
-    if not given.describes_model or given.anything or not given.unknown.isdisjoint(_PATTERNS):
+    if not given.describes_model or given.anything or not given.unknown.isdisjoint(PATTERNS):
         raise Skip("the launch does not say which class of Megatron it builds")
     if job.bridge or any(one.name == _PROVIDER for one in options_of(job.text.words)):
         raise Skip("code of the launch's own builds the model")
@@ -91,9 +90,16 @@ def _impossible(config: Any, job: Job) -> Iterator[Issue]:
         raise
     except CkptkitError:  # CK101 reports it
         return
-    for reason in gpt_only(dims):
+    reasons = list(gpt_only(dims))
+    if dims.tied and "/" in (job.actor.pattern or "") and (job.actor.pp or 1) > 1:
+        reasons.append(
+            "tied embeddings with multi-token prediction over several pipeline stages, which megatron-core neither "
+            "saves nor loads"
+        )
+    for reason in reasons:
         yield Issue(
             f"a model that HybridModel can hold, in {job.hf}",
             reason,
-            "build GPTModel: leave out --hybrid-layer-pattern, and start pretrain_gpt.py",
+            "build GPTModel (leave out --hybrid-layer-pattern, and start pretrain_gpt.py), or for several stages leave "
+            "multi-token prediction out",
         )

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from families import CASES
+from families.case import save
 from support.check_examples import hold_example
 from support.fixture_types import OnlyFinding, PathOf
 
@@ -68,3 +71,31 @@ def test_pattern_of_another_model_is_found_by_the_check_of_arguments(
 def test_a_provider_of_the_launchs_own_is_not_judged(releases: PathOf, hybrid: Path) -> None:
     report = launched(releases(NAME), hybrid, "mcore", "--custom-model-provider-path", "mine.provider")
     assert "CK748" not in {finding.code for finding in report.findings}
+
+
+@pytest.mark.parametrize(("pattern", "pp", "found"), [("*-" * 12, 8, []), ("*-" * 12, 5, ["CK703"])])
+def test_stages_share_the_layers_of_hybridmodel(
+    pattern: str, pp: int, found: list[str], releases: PathOf, hybrid: Path
+) -> None:
+    """24 of them, of a model of 12 layers, which 8 does not divide."""
+    sizes = ["--pipeline-model-parallel-size", str(pp), "--hybrid-layer-pattern", pattern]
+    report = launched(releases(NAME), hybrid, "hybrid", *sizes)
+    assert sorted({finding.code for finding in report.findings}) == found
+
+
+@pytest.mark.parametrize(("pp", "found"), [(3, []), (2, ["stages in --hybrid-layer-pattern, a multiple of pp = 2"])])
+def test_marks_in_the_pattern_are_the_stages(pp: int, found: list[str], releases: PathOf, hybrid: Path) -> None:
+    pattern = "|".join(["*-" * 3, "*-" * 4 + "*", "-" + "*-" * 4])
+    sizes = ["--pipeline-model-parallel-size", str(pp), "--hybrid-layer-pattern", pattern]
+    report = launched(releases(NAME), hybrid, "hybrid", *sizes)
+    assert sorted({finding.expected.partition(" (")[0] for finding in report.findings}) == found
+
+
+def test_tied_embeddings_with_mtp_over_several_stages_are_found(tmp_path: Path, only: OnlyFinding) -> None:
+    save("mimo-tied-two-layers", CASES["mimo-tied-two-layers"], tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "hybrid", dialect="hybrid")
+    assert not launched(tmp_path / "hf", tmp_path / "hybrid", "hybrid").findings
+    two = ["--pipeline-model-parallel-size", "2"]
+    finding = only(launched(tmp_path / "hf", tmp_path / "hybrid", "hybrid", *two))
+    assert finding.code == "CK748"
+    assert finding.actual.startswith("tied embeddings with multi-token prediction over several pipeline stages")
