@@ -22,7 +22,7 @@ fields = {one.name: [str(one.type), repr(one.default)] for one in known}
 factor = inspect.signature(GPTModel.__init__).parameters["rope_scaling_factor"].default
 print(json.dumps([fields, factor]))
 """
-# What Megatron's arguments call otherwise than its configuration, or give to GPTModel and the tokenizer.
+# What Megatron's arguments call otherwise than its configuration, or give to GPTModel, HybridModel and the tokenizer.
 ELSEWHERE = {
     *("num_experts", "norm_epsilon", "apply_layernorm_1p", "swiglu", "quick_geglu", "squared_relu", "vocab_size"),
     *("padded_vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings", "seq_length", "rotary_base"),
@@ -31,7 +31,7 @@ ELSEWHERE = {
     *("untie_embeddings_and_output_weights", "group_query_attention", "attention_backend", "megatron_to_hf_mode"),
     *("allgather_cp", "fp16", "bf16", "post_self_attn_layernorm", "post_mlp_layernorm"),  # slime's patch: the last two
     *("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
-    "yarn_correction_range_round_to_int",
+    *("yarn_correction_range_round_to_int", "hybrid_layer_pattern", "hybrid_override_pattern"),
 }
 
 
