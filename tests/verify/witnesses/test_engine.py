@@ -156,10 +156,11 @@ def reference(path: Path, root: Path, prompts: Any, ids: Any, **asked: Any) -> R
 class FakeServer:
     """Stands for an engine: what each step does to what it holds."""
 
-    def __init__(self, lost: str = "", refuses: str = "") -> None:
+    def __init__(self, lost: str = "", refuses: str = "", *, tried: bool = True) -> None:
         self._held = {"0 a": ("x", 8), "0 b": ("y", 8), "0 layers.0.attn.k_scale": ("s", 4)}
         self._loaded = dict(self._held)
         self._lost, self._refuses = lost, refuses
+        self._refusal = process.Refused if tried else process.NotTried
         self.calls: list[str] = []
 
     def held(self) -> dict[str, tuple[str, int]]:
@@ -190,7 +191,7 @@ class FakeServer:
 
     def update_from_disk(self) -> None:
         if self._refuses:
-            raise process.Refused(self._refuses)
+            raise self._refusal(self._refuses)
         self._load("disk")
 
     def _load(self, how: str) -> None:
@@ -214,7 +215,7 @@ def reports(server: Any, root: Path, **asked: bool) -> EngineReport:
 def test_steps_of_a_sound_engine_leave_everything_as_it_was(tmp_path: Path) -> None:
     server = FakeServer()
     report = reports(server, tmp_path, update=True, release_resume=True)
-    assert server.calls == ["resume", "tensor", "poison", "tensor", "tensor", "poison", "disk", "disk"]
+    assert server.calls == ["poison", "tensor", "tensor", "poison", "disk", "disk", "resume", "tensor"]
     assert report.complete
     assert [(one.refused, one.changed, one.unequal) for one in report.reloads] == [("", [], [])] * 5
     assert (report.held, report.held_bytes) == (3, 20)
@@ -232,6 +233,14 @@ def test_a_refused_update_ends_the_steps(tmp_path: Path) -> None:
     report = reports(FakeServer(refuses="no loader"), tmp_path, update=True)
     assert [one.refused for one in report.reloads] == ["", "", "no loader"]
     assert report.complete
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_an_update_that_is_not_tried_leaves_resuming_to_be_asked(tmp_path: Path) -> None:
+    server = FakeServer(refuses="not here", tried=False)
+    report = reports(server, tmp_path, update=True, release_resume=True)
+    assert [(one.refused, one.tried) for one in report.reloads if one.refused] == [("not here", False)]
+    assert server.calls == ["poison", "tensor", "tensor", "poison", "resume", "tensor"]
 
 
 def test_job_and_report_are_read_as_written(tmp_path: Path) -> None:
@@ -312,6 +321,16 @@ def test_changed_tensors_are_named_with_their_rank(monkeypatch: pytest.MonkeyPat
         ("CK512", "model.layers.{3..4}.w2", "1"),
         ("CK512", "head", None),
         ("CK513", "model.cache", "0"),
+    ]
+
+
+def test_scales_of_a_cache_that_resuming_loses_are_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    changed = ["0 model.layers.0.self_attn.attn_mqa.k_scale", "0 model.layers.0.self_attn.w_kc"]
+    report = replace(sound(), reloads=[Reload("updating by tensor again"), Reload(RESUMED, changed=changed)])
+    outcome = verdict(monkeypatch, tmp_path, EngineRun(report, [[1, 2, 3]]))
+    assert [(one.code, one.tensor, one.severity) for one in outcome.findings] == [
+        ("CK513", "model.layers.0.self_attn.w_kc", "error"),
+        ("CK513", "model.layers.0.self_attn.attn_mqa.k_scale", "warning"),
     ]
 
 

@@ -17,8 +17,13 @@ from verify.witnesses.sglang.live.run import (
     run_engine,
     run_engine_reference,
 )
+from verify.witnesses.sglang.names import has_default
 
 DECODING = "with speculative decoding"
+_OF_THE_CACHE = (
+    "these scales count where the key-value cache is in FP8 (--kv-cache-dtype): no update sends them, so release only "
+    "kv_cache there"
+)
 FURTHEST = 3.0  # times the noise of the format; docs/gpu-results.md has what sound and broken models measure
 
 
@@ -155,7 +160,10 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
         rank, _, name = held.partition(" ")
         by_place[rank, " in the draft model" if name.startswith(DRAFT) else ""].append(name)
     for (rank, where), names in by_place.items():
-        yield Issue(expected, f"other bits{where} after {step.name}", hint, names=names, rank=rank)
+        actual = f"other bits{where} after {step.name}"
+        scales = [name for name in names if has_default(name)]
+        yield Issue(expected, actual, hint, names=[name for name in names if name not in scales], rank=rank)
+        yield Issue(expected, actual, _OF_THE_CACHE, names=scales, rank=rank, severity="warning")
     named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *other.changed)}
     by_checker = sorted({*step.unequal} - named - {*other.unequal})
     yield Issue(expected, f"SGLang's weight checker found other bits after {step.name}", hint, names=by_checker)

@@ -58,14 +58,18 @@ def _reports(job: EngineJob, server: Server, phases: PhaseLog) -> Iterator[Engin
         draft_held=sum(name.partition(" ")[2].startswith(DRAFT) for name in first),
     )
     yield report
+    refused = False
     for name, step in _steps(job):
+        if refused and name != RESUMED:
+            continue
         phases.enter(Phase(name))
         reload = _reload(name, step, server, first, volatile)
         if not reload.refused:
             passes = {**passes, name: server.answers()}
         report = replace(report, passes=passes, reloads=[*report.reloads, reload])
         yield report
-        if reload.refused:
+        refused = bool(reload.refused)
+        if reload.refused and reload.tried:
             break  # what SGLang holds now is not known
     yield replace(report, complete=True)
 
@@ -73,15 +77,15 @@ def _reports(job: EngineJob, server: Server, phases: PhaseLog) -> Iterator[Engin
 def _steps(job: EngineJob) -> Iterator[tuple[str, Sequence[str]]]:
     """Names of steps, and the methods of Server that each is made of.
 
-    From disk comes last, since that may be refused.
+    Resuming comes last: what it loses, no later step gives back.
     """
-    if job.release_resume:
-        yield RESUMED, ("release_and_resume", "update_by_tensor")
     if job.update:
         yield "updating by tensor over poison", ("snapshot_and_poison", "update_by_tensor")
         yield "updating by tensor again", ("update_by_tensor",)
         yield "updating from disk over poison", ("snapshot_and_poison", "update_from_disk")
         yield "updating from disk again", ("update_from_disk",)
+    if job.release_resume:
+        yield RESUMED, ("release_and_resume", "update_by_tensor")
 
 
 def _reload(
