@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import torch
 from mutations.edits import edit_config, edit_json, names, replace, tensor
 from mutations.int4 import packed, unpack
-from support.floats import modelopt_nvfp4
+from support.floats import AMAX, SPELLINGS, exponents, modelopt_nvfp4, write
 from support.quantized import int4
 from support.sglang_fp8 import with_fp8_blocks
 
 from ckptkit.app.api import quantize
+from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.formats.dequantize import dequantized
 from quant.formats.scheme import QuantScheme
 from reports.files import number_files, on_checkpoint
 from reports.report import SOURCE, Change, Report
@@ -145,7 +149,109 @@ def _two_experts_unmeasured(path: Path) -> None:
     replace(path, {}, dropped)
 
 
+def _half_scales(path: Path) -> None:
+    """Counted from the packed bytes: a scale for each 32 weights, not 16."""
+    replace(path, {name: tensor(path, name)[:, ::2].contiguous() for name in names(path, "_proj.weight_scale")[::2]})
+
+
+def _no_input_scales(path: Path) -> None:
+    replace(path, {}, names(path, "input_scale"))
+
+
+def _for_a_kernel(path: Path) -> None:
+    """Exponents four in an int32, as DeepGEMM takes them."""
+    for name in names(path, "weight_scale_inv"):
+        powers = exponents(tensor(path, name))
+        whole = torch.nn.functional.pad(powers, (0, -powers.shape[1] % 4)).contiguous()
+        replace(path, {name: whole.view(torch.int32)})
+
+
+def _mxfp4_but_for_drafts(work: Path) -> None:
+    """MXFP4 as Quark stores it, the MTP layer in BF16 and listed."""
+    release = (work / SOURCE).resolve()
+    layers = json.loads((release / "config.json").read_text())["num_hidden_layers"]
+    write(release, work / "CKPT", SPELLINGS["mxfp4-quark"], lambda name: _is_mxfp4(name, layers))
+    quantization(lambda content: content["exclude"].append(rf"re:model\.(layers\.{layers}|decoder)\..*"))(work)
+
+
+def _is_mxfp4(name: str, layers: int) -> bool:
+    return name.endswith("_proj.weight") and f"layers.{layers}." not in name
+
+
+def _silent_about_drafts(content: dict[str, Any]) -> None:
+    content["exclude"] = ["lm_head"]
+
+
+def _dequantized(work: Path) -> None:
+    """NVFP4 as compressed-tensors stores it, and what it means in BF16."""
+    source = write((work / SOURCE).resolve(), work / "NVFP4", SPELLINGS["nvfp4-compressed"])
+    shutil.copytree((work / SOURCE).resolve(), work / "CKPT")
+    view = dequantized(HfCheckpoint(source), "NVFP4")
+    stored = [name for name in names(work / "CKPT", "_proj.weight") if name in view.specs]
+    replace(work / "CKPT", dict(view.read(stored)))
+
+
+def _without_the_global_scale(path: Path) -> None:
+    replace(path, {name: tensor(path, name) * (2688 / AMAX) for name in names(path, ".experts.")})
+
+
 REPORTS = (
+    Report(
+        "Model-Optimizer#2038",
+        "2026-07",
+        "NVFP4: an export counts groups in packed bytes and stores half of the scales.",
+        VERIFY,
+        "qwen2-untied/hf",
+        "CK303",
+        ("weight_scale", "for the packed bytes"),
+        on_checkpoint(_half_scales),
+        prepare=_nvfp4,
+    ),
+    Report(
+        "vllm#54189",
+        "2026-08",
+        "NVFP4 of weights alone under a config that promises scales of activations: the engine multiplies by memory "
+        "that nobody wrote, here by zero.",
+        "ckptkit verify CKPT --reader vllm",
+        "qwen2-untied/hf",
+        "CK303",
+        ("input_scale", "none is stored"),
+        on_checkpoint(_no_input_scales),
+        prepare=_nvfp4,
+    ),
+    Report(
+        "transformers#48371",
+        "2026-08",
+        "NVFP4 experts are dequantized without the scale of the tensor.",
+        "ckptkit verify CKPT --source NVFP4",
+        "qwen3_moe/",
+        "CK202",
+        ("mlp.experts.",),
+        on_checkpoint(_without_the_global_scale),
+        prepare=_dequantized,
+    ),
+    Report(
+        "sglang#36158",
+        "2026-08",
+        "Quark's exclude list does not name the MTP layer, which is stored in BF16: the engine builds it in MXFP4.",
+        VERIFY,
+        "glm4_moe/",
+        "CK302",
+        ("SGLang", "would pack", "layers.12"),
+        quantization(_silent_about_drafts),
+        _mxfp4_but_for_drafts,
+    ),
+    Report(
+        "miles#1623",
+        "2026-07",
+        "FP8 is published with scales as a kernel takes them, four exponents in an int32.",
+        VERIFY,
+        "qwen2-untied/",
+        "CK303",
+        ("weight_scale_inv", "int32"),
+        on_checkpoint(_for_a_kernel),
+        _fp8,
+    ),
     Report(
         "vllm#54974",
         "2026-09",

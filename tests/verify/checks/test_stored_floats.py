@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from mutations.edits import edit_json, names, replace
+from mutations.edits import edit_json, names, replace, tensor
 from support import floats, models
 from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.nightly import daily
@@ -84,3 +84,21 @@ def test_layers_that_quark_gives_a_scheme_of_their_own_are_read_by_it(
     by_class = {"layer_quant_config": {}, "layer_type_quant_config": {"RowParallelLinear": own["*.o_proj"]}}
     edit_json(broken / "config.json", lambda config: config["quantization_config"].update(by_class))
     assert alone("CK303", broken)[1] == []
+
+
+@pytest.mark.parametrize("spelling", daily(("fp8", "mxfp4-quark", "nvfp4-modelopt"), ("mxfp4-quark",)))
+def test_layers_that_are_left_out_have_no_finding(
+    spelling: str, releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
+) -> None:
+    """The first layers in BF16, and listed, as recipes have them; a norm in another dtype is still one too many."""
+    release, begin = releases("qwen2-untied"), ("model.layers.0.", "model.layers.1.")
+    path = floats.write(
+        release,
+        tmp_path / "release" / "some",
+        floats.SPELLINGS[spelling],
+        lambda name: name.endswith("_proj.weight") and not name.startswith(begin),
+    )
+    assert [str(finding) for finding in verify(path, source=release).findings] == []
+    broken, name = copy_of(path), "model.layers.3.input_layernorm.weight"
+    replace(broken, {name: tensor(broken, name).half()})
+    assert [finding.tensor for finding in alone("CK107", broken)[1]] == [name]

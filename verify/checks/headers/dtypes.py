@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
@@ -16,6 +16,7 @@ from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of, names_of
 from verify.evidence.expected import Expected, expected_of, has_floats, is_quantized, refuse_stated, usable_config
+from verify.evidence.floats.stored import stored_floats_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_of
 from verify.evidence.subject import Subject
@@ -51,11 +52,12 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(0)
         dtypes = {specs[name].dtype for name in names}
         usual, _ = Counter(specs[name].dtype for name in (names if len(dtypes) > 1 else names[:1])).most_common(1)[0]
-        odd = [name for name in names if specs[name].dtype != usual] if len(dtypes) > 1 else []
+        odd = _odd(subject, names, specs) if len(dtypes) > 1 else []
         for group in group_by_pattern(odd):
             actual = specs[group[0]].dtype
             hint = "one shard comes from another conversion; convert again"
-            yield Issue(f"{usual}, as in the other layers", actual, hint, names=group, file=home_of(subject, group[0]))
+            others = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0][0]
+            yield Issue(f"{others}, as in the other layers", actual, hint, names=group, file=home_of(subject, group[0]))
         if names[0] in fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
             hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
             yield Issue("float32", usual, hint, names=names, file=home_of(subject, names[0]), severity="warning")
@@ -70,6 +72,21 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             hint = "convert again from the release; loaders cast such a tensor, or refuse it"
             yield Issue("bfloat16, float16 or float32", usual, hint, names=names, file=home_of(subject, names[0]))
     yield from _config_dtype(subject, specs, config)
+
+
+def _odd(subject: Subject, names: Collection[str], specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Those in another dtype than most. Layers may be left out of FP8 and the like, which CK302 and CK306 judge."""
+    codes = subject.once(_codes)
+    plain = [name for name in names if name not in codes]
+    usual, _ = Counter(specs[name].dtype for name in plain or names).most_common(1)[0]
+    return [name for name in plain if specs[name].dtype != usual]
+
+
+def _codes(subject: Subject) -> frozenset[str]:
+    """The tensors that store weights in floats of 8 and 4 bits."""
+    found = subject.once(stored_floats_of)
+    several = found[1] if found is not None else []
+    return frozenset(part for stored in several for part in (*stored.needed, *stored.inputs))
 
 
 def _eight_bits(config: Mapping[str, Any]) -> bool:
