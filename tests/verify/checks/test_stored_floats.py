@@ -86,7 +86,7 @@ def test_layers_that_quark_gives_a_scheme_of_their_own_are_read_by_it(
     assert alone("CK303", broken)[1] == []
 
 
-@pytest.mark.parametrize("spelling", daily(("fp8", "mxfp4-quark", "nvfp4-modelopt"), ("mxfp4-quark",)))
+@pytest.mark.parametrize("spelling", daily(("fp8", "mxfp8", "nvfp4-modelopt"), ("nvfp4-modelopt",)))
 def test_layers_that_are_left_out_have_no_finding(
     spelling: str, releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
 ) -> None:

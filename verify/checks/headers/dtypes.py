@@ -16,7 +16,7 @@ from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of, names_of
 from verify.evidence.expected import Expected, expected_of, has_floats, is_quantized, refuse_stated, usable_config
-from verify.evidence.floats.stored import stored_floats_of
+from verify.evidence.floats.stored import parts_in_floats
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_of
 from verify.evidence.subject import Subject
@@ -76,17 +76,10 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _odd(subject: Subject, names: Collection[str], specs: Mapping[str, TensorSpec]) -> list[str]:
     """Those in another dtype than most. Layers may be left out of FP8 and the like, which CK302 and CK306 judge."""
-    codes = subject.once(_codes)
+    codes = subject.once(parts_in_floats)
     plain = [name for name in names if name not in codes]
     usual, _ = Counter(specs[name].dtype for name in plain or names).most_common(1)[0]
     return [name for name in plain if specs[name].dtype != usual]
-
-
-def _codes(subject: Subject) -> frozenset[str]:
-    """The tensors that store weights in floats of 8 and 4 bits."""
-    found = subject.once(stored_floats_of)
-    several = found[1] if found is not None else []
-    return frozenset(part for stored in several for part in (*stored.needed, *stored.inputs))
 
 
 def _eight_bits(config: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 from ckptkit.core.errors import CkptkitError
@@ -14,6 +14,7 @@ from verify.check import Skip, Tally, check, only
 from verify.checks.values.values import PARTS, UNREAD, counted
 from verify.evidence.expected import require_expected, usable_config
 from verify.evidence.extremes import Extremes
+from verify.evidence.floats.stored import parts_in_floats
 from verify.evidence.folding import group_by_pattern, pattern_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
@@ -62,7 +63,7 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     values = subject.once(read_values)
     counted(tally, values.stats, UNREAD)
     groups: dict[tuple[str, Severity], list[str]] = defaultdict(list)
-    ratios = dict(_outliers(values.stats))
+    ratios = dict(_outliers(values.stats, subject.once(parts_in_floats)))
     for name, ratio in ratios.items():
         same = name in values.compared and name not in values.differences
         groups[f"{'large' if ratio > 1 else 'small'}", "warning" if same else "error"].append(name)
@@ -76,9 +77,12 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(wanted, actual, hint, names=names, file=subject.path, severity=severity)
 
 
-def _outliers(stats: Mapping[str, Extremes]) -> Iterator[tuple[str, float]]:
-    """Matrices that are far from their siblings, and how many times larger they are than their median."""
-    kinds: dict[str, list[str]] = defaultdict(list)
+def _outliers(stats: Mapping[str, Extremes], codes: Collection[str]) -> Iterator[tuple[str, float]]:
+    """Matrices that are far from their siblings, and how many times larger they are than their median.
+
+    `codes`: tensors that are compared among themselves, since they are no weights without their scales.
+    """
+    kinds: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, one in stats.items():
         if (
             one.rows > 1
@@ -88,7 +92,7 @@ def _outliers(stats: Mapping[str, Extremes]) -> Iterator[tuple[str, float]]:
             and not one.denormal
             and not name.endswith(PARTS)
         ):
-            kinds[pattern_of(name)].append(name)
+            kinds[pattern_of(name), name in codes].append(name)
     for names in kinds.values():
         if len(names) >= _SIBLINGS:
             median = statistics.median(stats[name].rms for name in names)

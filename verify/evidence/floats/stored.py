@@ -56,6 +56,13 @@ def stored_floats_of(subject: Subject) -> tuple[Floats, list[StoredWeight]] | No
     return None if floats is None else (floats, list(floats.weights(subject.hf_files.specs)))
 
 
+def parts_in_floats(subject: Subject) -> frozenset[str]:
+    """The tensors that store weights in floats of 8 and 4 bits: codes and scales."""
+    found = subject.once(stored_floats_of)
+    several = found[1] if found is not None else []
+    return frozenset(part for stored in several for part in (*stored.needed, *stored.inputs))
+
+
 def float_scales_of(subject: Subject) -> list[FloatScales]:
     """What the scales of every weight hold whose scales are there and fit. Raises CkptkitError."""
     found = subject.once(stored_floats_of)
