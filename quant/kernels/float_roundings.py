@@ -1,8 +1,9 @@
-"""The formulas by which writers of FP8 checkpoints make a scale of the largest weight of a block.
+"""The formulas by which writers of FP8, MXFP4 and NVFP4 checkpoints make a scale of the largest weight of a block.
 
 All give the same error, but other bits: more than half of the scales differ in the last place. So a file is equal to
 what another tool writes, or to what an engine receives in an update, only by that tool's own formula.
-A weight's code is weight / scale, or weight x (1 / scale), rounded half to even to float8_e4m3fn; all in float32.
+A weight's code is weight / scale, or weight x (1 / scale), rounded half to even to float8_e4m3fn or E2M1; all in
+float32.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ MAX_VALUE = 448.0  # the largest float8_e4m3fn
 _INVERSE = 1 / 448  # rounded to float32 where it is multiplied by: what CUDA makes of a division by a number
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
 _HALF_OF_THE_SMALLEST = 0x00400000  # 2^-127 as bits, half of the smallest normal float32
+_LARGEST_FP4_EXPONENT = 252
 
 
 class Fp8Weight(NamedTuple):
-    """Codes float8_e4m3fn [rows, columns]; scales [blocks down, blocks across] in the dtype of the formula."""
+    """Codes and scales [blocks down, blocks across] in the dtype of the formula.
+
+    Codes are float8_e4m3fn [rows, columns], or E2M1: uint8 [rows, columns / 2], the even column in the low half.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -47,6 +52,8 @@ class Rounding:
     divides: bool = False
     # Whether a quotient is rounded to the weight's dtype before it becomes a code.
     in_weight_dtype: bool = False
+    # Whether codes are E2M1, not float8_e4m3fn.
+    four_bit: bool = False
 
 
 def _slime(largest: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,6 +99,15 @@ def _modelopt(largest: Tensor) -> tuple[Tensor, Tensor]:
     return stored, exponent.neg_().add_(254).bitwise_left_shift_(23).view(torch.float32)
 
 
+def _mxfp4(largest: Tensor) -> tuple[Tensor, Tensor]:
+    # compressed-tensors `generate_mx_scales`: the power of two next to the largest weight, from a mantissa of 1.75 on
+    # the one above, becomes 4. Beyond exponent 252 the largest code would be infinite in bfloat16.
+    bits = largest.float().view(torch.int32) + 0x00200000
+    exponent = bits.bitwise_right_shift_(23).sub_(2).clamp_(0, _LARGEST_FP4_EXPONENT)
+    powers = exponent.bitwise_left_shift(23).masked_fill_(exponent == 0, _HALF_OF_THE_SMALLEST)
+    return exponent.to(torch.uint8), powers.view(torch.float32)
+
+
 def _divided(largest: Tensor) -> Tensor:
     # The divisor is a tensor: a number is multiplied by its rounded inverse on a GPU.
     return largest / torch.full_like(largest, MAX_VALUE)
@@ -126,5 +142,17 @@ ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
             "compressed-tensors and llm-compressor on a CPU", _compressed_tensors, divides=True, in_weight_dtype=True
         ),
         "modelopt": Rounding("nvidia-modelopt, Transformer Engine, miles and vLLM: MXFP8's powers of two", _modelopt),
+    }
+)
+# By scheme and writer. Zero blocks: codes of zero.
+FOUR_BIT: Mapping[tuple[str, str], Rounding] = MappingProxyType(
+    {
+        ("mxfp4", "compressed-tensors"): Rounding(
+            "compressed-tensors, llm-compressor, Quark and vLLM online",
+            _mxfp4,
+            divides=True,
+            in_weight_dtype=True,
+            four_bit=True,
+        ),
     }
 )

@@ -1,4 +1,4 @@
-"""Quantizes matrices to float8_e4m3fn with a scale for each block; the bytes are the same on every device."""
+"""Quantizes matrices to float8_e4m3fn or E2M1 with a scale for each block; the bytes are the same on every device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.copy import cores
 from quant.formats.grids import not_finite
 from quant.kernels.cpu import bits_of, pool
-from quant.kernels.float_roundings import MAX_VALUE, ROUNDINGS, Fp8Weight, Rounding
+from quant.kernels.float_roundings import FOUR_BIT, MAX_VALUE, ROUNDINGS, Fp8Weight, Rounding
 
 _TASK = 1 << 20  # weights worked on at a time, at least a row of blocks: they stay in the cache
+_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the numbers of E2M1; every other one is rounded up
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def quantize_fp8(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str) -> Fp8Weight:
@@ -39,7 +41,7 @@ def quantize_fp8_matrices(
         if all(has_kernel(weight, block) and weight.device == weights[0].device for weight in weights):
             return quantize_fp8_cuda(weights, block, rounding, names)
     return [
-        _quantized(weight, block, rounding, name, kernel=weight.device.type == "cpu")
+        _quantized(weight, block, ROUNDINGS[rounding], name, kernel=weight.device.type == "cpu")
         for weight, name in zip(weights, names, strict=True)
     ]
 
@@ -54,7 +56,23 @@ def check_matrix(weight: Tensor, name: str) -> None:
 def quantize_fp8_in_torch(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str) -> Fp8Weight:
     """As `quantize_fp8`, in plain torch on every device: what the kernels' bits are held to."""
     check_matrix(weight, name)
-    return _quantized(weight, block, rounding, name, kernel=False)
+    return _quantized(weight, block, ROUNDINGS[rounding], name, kernel=False)
+
+
+def quantize_mxfp4(weight: Tensor, writer: str, name: str) -> Fp8Weight:
+    """Quantizes as `quantize_fp8` does, to E2M1 with a power of two for each 32 neighbours in a row.
+
+    Scales are the exponents that float8_e8m0fnu stores, uint8. `writer`: of `FOUR_BIT`. Raises CkptkitError as
+    `quantize_fp8`, and where 32 does not divide the columns.
+    """
+    check_matrix(weight, name)
+    return _quantized(weight, (1, 32), FOUR_BIT["mxfp4", writer], name, kernel=weight.device.type == "cpu")
+
+
+def quantize_mxfp4_in_torch(weight: Tensor, writer: str, name: str) -> Fp8Weight:
+    """As `quantize_mxfp4`, in plain torch on every device: what the kernel's bits are held to."""
+    check_matrix(weight, name)
+    return _quantized(weight, (1, 32), FOUR_BIT["mxfp4", writer], name, kernel=False)
 
 
 def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None], name: str) -> None:
@@ -71,7 +89,7 @@ def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None]
         part = slice(begin, min(begin + step, rows))
         factors = scales[begin // height : -(-part.stop // height)].float().repeat_interleave(height, 0)
         factors = factors[: part.stop - begin].repeat_interleave(width, 1)[:, :columns]
-        stored, wanted = packed.codes[part].float() * factors, weight[part].float()
+        stored, wanted = _numbers(packed.codes[part]) * factors, weight[part].float()
         differ = stored != wanted
         if not first and bool(differ.any()):
             row, column = differ.nonzero()[0].tolist()
@@ -84,9 +102,23 @@ def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None]
         )
 
 
-def _quantized(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str, *, kernel: bool) -> Fp8Weight:
+def _numbers(codes: Tensor) -> Tensor:
+    """The number of each code, float32 [rows, columns]."""
+    if codes.dtype != torch.uint8:
+        return codes.float()
+    each = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=codes.device)
+    return each[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
+
+
+def _quantized(
+    weight: Tensor, block: tuple[int, int | None], rounding: Rounding, name: str, *, kernel: bool
+) -> Fp8Weight:
     rows, columns = weight.shape
-    job = _Job(weight.detach().contiguous(), (block[0], block[1] or max(columns, 1)), ROUNDINGS[rounding])
+    if rounding.four_bit and columns % (block[1] or columns):
+        raise CkptkitError(
+            f"{name} has {columns} columns, which groups of {block[1]} do not divide", "leave it out (--ignore)"
+        )
+    job = _Job(weight.detach().contiguous(), (block[0], block[1] or max(columns, 1)), rounding)
     step = max(1, _TASK // max(1, columns * block[0])) * block[0]
     starts = range(0, rows if columns else 0, step)
     run = job.run_kernel if kernel else job.run
@@ -94,7 +126,8 @@ def _quantized(weight: Tensor, block: tuple[int, int | None], rounding: str, nam
     finished = list((pool().map if parallel else map)(lambda start: run(start, min(start + step, rows)), starts))
     if not all(finite for _, finite in finished):
         raise not_finite(weight, weight.dtype, name)
-    return Fp8Weight(job.codes.view(torch.float8_e4m3fn), job.joined([scales for scales, _ in finished]))
+    codes = job.codes if rounding.four_bit else job.codes.view(torch.float8_e4m3fn)
+    return Fp8Weight(codes, job.joined([scales for scales, _ in finished]))
 
 
 class _Job:
@@ -102,7 +135,8 @@ class _Job:
 
     def __init__(self, weight: Tensor, block: tuple[int, int], rounding: Rounding) -> None:
         self.weight, self.block, self.rounding = weight, block, rounding
-        self.codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+        columns = weight.shape[1] // 2 if rounding.four_bit else weight.shape[1]
+        self.codes = torch.empty((len(weight), columns), dtype=torch.uint8, device=weight.device)
         self.quotient = weight.dtype if rounding.in_weight_dtype else torch.float32
 
     def joined(self, scales: Sequence[Tensor]) -> Tensor:
@@ -115,14 +149,17 @@ class _Job:
         # Imported here because Numba takes a while.
         from quant.kernels.floats_cpu import codes_kernel, largest_kernel
 
-        weight, codes = self.weight[first:last], self.codes[first:last]
+        weight, codes, four_bit = self.weight[first:last], self.codes[first:last], self.rounding.four_bit
         height, width = self.block
         bits = bits_of(weight).numpy()
         largest = weight.new_zeros(-(-len(weight) // height), -(-weight.shape[1] // width))
         largest_kernel(weight.dtype)(bits, bits_of(largest).numpy(), height, width)
         scales, factors = self.rounding.scales(largest)
-        encode = codes_kernel(weight.dtype, self.quotient, self.rounding.divides)
-        encode(bits, factors.numpy(), codes.numpy(), height, width)
+        encode = codes_kernel(weight.dtype, self.quotient, self.rounding.divides, four_bit)
+        one_each = torch.empty(weight.shape, dtype=torch.uint8) if four_bit else codes
+        encode(bits, factors.numpy(), one_each.numpy(), height, width)
+        if four_bit:
+            codes[:] = _in_pairs(one_each)
         return scales, bool(torch.isfinite(largest.amax()))
 
     def run(self, first: int, last: int) -> tuple[Tensor, bool]:
@@ -135,7 +172,23 @@ class _Job:
         scales, factors = self.rounding.scales(largest)
         across = factors[:, None, :, None]
         quotients = blocks.float() / across if self.rounding.divides else blocks.float() * across
-        quotients = quotients.to(self.quotient).float().clamp_(-MAX_VALUE, MAX_VALUE)
+        quotients = quotients.to(self.quotient).float()
+        if self.rounding.four_bit:
+            self.codes[first:last] = _in_pairs(_nearest_e2m1(quotients).view(weight.shape))
+            return scales, bool(torch.isfinite(largest.amax()))
+        quotients.clamp_(-MAX_VALUE, MAX_VALUE)
         codes = quotients.to(torch.float8_e4m3fn).view(torch.uint8).view(padded.shape)
         self.codes[first:last] = codes[:rows, :columns]
         return scales, bool(torch.isfinite(largest.amax()))
+
+
+def _nearest_e2m1(numbers: Tensor) -> Tensor:
+    """The codes uint8 of float32 numbers. A negative number that becomes zero keeps its sign; -0 does not."""
+    magnitude, codes = numbers.abs(), (numbers < 0).to(torch.uint8) << 3
+    for index, tie in enumerate(_TIES):
+        codes += magnitude >= tie if index % 2 else magnitude > tie
+    return codes
+
+
+def _in_pairs(codes: Tensor) -> Tensor:
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)

@@ -1,4 +1,4 @@
-"""The CPU kernels for float8_e4m3fn, compiled by Numba: the largest weight of each block, and the code of each weight.
+"""The CPU kernels for float8_e4m3fn and E2M1, compiled by Numba: the largest weight of each block, and each code.
 
 A code is rounded half to even by integer arithmetic on the bits of a float32, so that LLVM turns the loops into vector
 instructions; torch converts one number at a time.
@@ -20,6 +20,10 @@ _LARGEST = _I32(0x43E00000)  # 448, as bits
 _SMALLEST_NORMAL = _I32(0x3C800000)  # 2^-6: smaller numbers are multiples of 2^-9
 _ROUNDS = _F32(1 << 14)  # added to a number below 2^-6, it leaves multiples of 2^-9 in the lowest bits
 _BIAS = _I32((127 - 7) << 3)  # between the exponents of float32 and float8_e4m3fn
+_LARGEST_4 = _I32(0x40C00000)  # 6, as bits
+_ONE = _I32(0x3F800000)  # the smallest normal number of E2M1: smaller ones are multiples of 0.5
+_ROUNDS_4 = _F32(1 << 22)  # added to a number below 1, it leaves multiples of 0.5 in the lowest bits
+_BIAS_4 = _I32((127 - 1) << 1)  # between the exponents of float32 and E2M1
 
 
 @cache
@@ -52,13 +56,15 @@ def largest_kernel(weight: torch.dtype) -> Callable[..., None]:
 
 
 @cache
-def codes_kernel(weight: torch.dtype, quotient: torch.dtype, divides: bool) -> Callable[..., None]:
+def codes_kernel(weight: torch.dtype, quotient: torch.dtype, divides: bool, four_bit: bool) -> Callable[..., None]:
     """The function `codes(weights, factors, stored, height, width)`: the code of each weight.
 
     `factors` [blocks down, blocks across] are float32 that a weight is multiplied by, or divided by if it `divides`.
-    The result is rounded to `quotient` before it is rounded to a code. `stored` [rows, columns] are uint8.
+    The result is rounded to `quotient` before it is rounded to a code. `stored` [rows, columns] are uint8: codes of
+    E2M1 if they have `four_bit`, else of float8_e4m3fn.
     """
     kind, quotient_kind = KINDS[weight], KINDS[quotient]
+    encode = _code_4 if four_bit else _code
 
     def codes(weights: Any, factors: Any, stored: Any, height: int, width: int) -> None:
         rows, columns = weights.shape
@@ -70,7 +76,7 @@ def codes_kernel(weight: torch.dtype, quotient: torch.dtype, divides: bool) -> C
                 for at in range(np.uint64(0), np.uint64(end - begin)):
                     number = from_bits(some[at], kind)
                     x = number / factor if divides else number * factor
-                    target[at] = _code(rounded(x, quotient_kind))
+                    target[at] = encode(rounded(x, quotient_kind))
 
     return compiled(codes)
 
@@ -82,3 +88,13 @@ def _code(x: Any) -> Any:
     normal = _I32(((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - _BIAS)
     small = _I32(_F32(_I32(magnitude).view(_F32) + _ROUNDS).view(_I32) & 0xF)
     return np.uint8((normal if magnitude >= _SMALLEST_NORMAL else small) | ((bits >> 24) & 0x80))
+
+
+@inlined  # type: ignore[untyped-decorator]
+def _code_4(x: Any) -> Any:
+    # A negative number that becomes zero keeps its sign; -0 does not.
+    bits = _F32(x).view(_I32)
+    magnitude = _I32(min(_I32(bits & 0x7FFFFFFF), _LARGEST_4))
+    normal = _I32(((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - _BIAS_4)
+    small = _I32(_F32(_I32(magnitude).view(_F32) + _ROUNDS_4).view(_I32) & 0x3)
+    return np.uint8((normal if magnitude >= _ONE else small) | (8 if x < 0 else 0))

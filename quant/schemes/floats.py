@@ -1,7 +1,8 @@
-"""FP8 weights (float8_e4m3fn) with a scale for each block, row or 32 neighbours, as schemes.
+"""Weights in 8-bit and 4-bit floats with a scale for each block, row or few neighbours, as schemes.
 
 `N.weight` becomes codes under the same name, with its scales beside it in `N.weight_scale_inv` or, as
-compressed-tensors writes them, `N.weight_scale`. Activations are quantized by the engine while it runs.
+compressed-tensors writes them, `N.weight_scale`; codes of 4 bits stand two a byte in `N.weight_packed`. Activations are
+quantized by the engine while it runs, if at all.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
 from converters.stored import as_stored
+from quant.formats.floats.layout import Layout
+from quant.formats.floats.table import mxfp4
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
 from quant.kernels.float_roundings import blocks_of
-from quant.kernels.floats import check_exact, quantize_fp8
+from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4
 from quant.patterns.entries import check_entries
 from quant.schemes.interface import Request
 from quant.selection.class_tree import class_tree
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ckptkit.core.checkpoint import Checkpoint
+    from quant.kernels.float_roundings import Fp8Weight
 
 _CT = "compressed-tensors"
 
@@ -41,6 +45,8 @@ class _Kind:
     roundings: tuple[str, ...]  # the first is the default
     fitted: tuple[int, int]  # what must divide the rows of a layer that engines join of several, and columns
     updates: str | None = None  # the rounding of trainers that update an engine in this format
+    layout: Layout | None = None  # how codes of 4 bits and their scales are stored
+    unread: str = ""  # what to know where SGLang is a reader
 
 
 _KINDS: Mapping[str, _Kind] = MappingProxyType(
@@ -54,13 +60,21 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         ),
         "fp8-channel": _Kind("FP8 in rows", (1, None), ("slime", "slime-cuda", _CT), (16, 16)),
         "mxfp8": _Kind("MXFP8", (1, 32), ("modelopt",), (1, 32), "modelopt"),
+        "mxfp4": _Kind(
+            "MXFP4",
+            (1, 32),
+            (_CT,),
+            (16, 32),
+            layout=mxfp4(packed=True),
+            unread="SGLang 0.5.16 does not read MXFP4 of compressed-tensors; vLLM does",
+        ),
     }
 )
 
 
 @dataclass(frozen=True)
 class FloatScheme:
-    """How weights become FP8, and which modules do not.
+    """How weights become 8-bit or 4-bit floats, and which modules do not.
 
     `rounding` is the writer whose bytes are wanted, of `quant.kernels.float_roundings`; None: the first that the scheme
     has. Raises CkptkitError for a name or a rounding that is not known, and patterns that `check_entries` refuses.
@@ -124,7 +138,7 @@ def from_options(name: str, given: dict[str, Any], reference: str | Path | None)
 
 @dataclass(frozen=True)
 class FloatWeights:
-    """The `Packing` of FP8."""
+    """The `Packing` of 8-bit and 4-bit floats."""
 
     scheme: FloatScheme
     names: Collection[str]
@@ -141,6 +155,10 @@ class FloatWeights:
 
     def shapes(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """As `Packing.shapes`."""
+        if (layout := self.scheme.kind.layout) is not None:
+            scales = TensorSpec(spec.name + layout.scales[0], layout.grid(spec.shape), layout.scale_dtypes[0])
+            codes = (spec.shape[0], spec.shape[1] // 2)
+            return (TensorSpec(spec.name + layout.codes, codes, layout.code_dtypes[0]), scales)
         grid = blocks_of(spec.shape, self.scheme.kind.block)
         ending = FP8_SCALE if self._is_compressed_tensors or self.for_vllm else FP8_SCALE_INV
         dtype = {_CT: spec.dtype, "modelopt": "uint8"}.get(self.scheme.formula, "float32")
@@ -149,7 +167,7 @@ class FloatWeights:
     def pack(self, spec: TensorSpec, tensors: Sequence[Tensor]) -> list[Tensor]:
         """As `Packing.pack`."""
         scheme, weight = self.scheme, tensors[0].to(self.device)
-        packed = quantize_fp8(weight, scheme.kind.block, scheme.formula, spec.name)
+        packed = _quantize(weight, scheme, spec.name)
         if scheme.exact:
             check_exact(weight, packed, scheme.kind.block, spec.name)
         return [part.cpu() for part in packed]
@@ -157,7 +175,7 @@ class FloatWeights:
     def config(self) -> dict[str, Any]:
         """As `Packing.config`."""
         if self._is_compressed_tensors:
-            return _compressed_tensors_config(self.scheme.kind.block, self.ignore)
+            return _compressed_tensors_config(self.scheme, self.ignore)
         powers = self.scheme.formula in ("deepgemm", "modelopt")
         return {
             "quant_method": "mxfp8" if self.scheme.name == "mxfp8" else "fp8",
@@ -173,19 +191,32 @@ class FloatWeights:
         return self.scheme.formula == _CT or self.scheme.name == "fp8-channel"
 
 
-def _compressed_tensors_config(block: tuple[int, int | None], ignore: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors' own presets FP8_BLOCK and FP8_DYNAMIC."""
-    kind = {"num_bits": 8, "type": "float", "symmetric": True}
-    if block[1] is None:
-        weights: dict[str, Any] = kind | {"strategy": "channel", "dynamic": False}
-        activations: dict[str, Any] = kind | {"strategy": "token", "dynamic": True}
+def _quantize(weight: Tensor, scheme: FloatScheme, name: str) -> Fp8Weight:
+    if scheme.kind.layout is not None:
+        return quantize_mxfp4(weight, scheme.formula, name)
+    return quantize_fp8(weight, scheme.kind.block, scheme.formula, name)
+
+
+def _compressed_tensors_config(scheme: FloatScheme, ignore: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of compressed-tensors' own presets FP8_BLOCK, FP8_DYNAMIC and MXFP4A16."""
+    four_bit, width = scheme.kind.layout is not None, scheme.kind.block[1]
+    form = "mxfp4-pack-quantized" if four_bit else "float-quantized"
+    kind = {"num_bits": 4 if four_bit else 8, "type": "float", "symmetric": True}
+    activations: dict[str, Any] | None = None
+    if four_bit:
+        dtypes = dict.fromkeys(("scale_dtype", "zp_dtype"), "torch.uint8")
+        weights: dict[str, Any] = kind | {"strategy": "group", "group_size": width} | dtypes
+    elif width is None:
+        weights = kind | {"strategy": "channel"}
+        activations = kind | {"strategy": "token", "dynamic": True}
     else:
-        weights = kind | {"strategy": "block", "block_structure": list(block), "dynamic": False}
-        activations = kind | {"strategy": "group", "group_size": block[1], "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": "float-quantized"}
+        weights = kind | {"strategy": "block", "block_structure": list(scheme.kind.block)}
+        activations = kind | {"strategy": "group", "group_size": width, "dynamic": True}
+    weights["dynamic"] = False
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": form}
     return {
         "quant_method": _CT,
-        "format": "float-quantized",
+        "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": list(ignore),
@@ -193,7 +224,7 @@ def _compressed_tensors_config(block: tuple[int, int | None], ignore: Sequence[s
 
 
 def select(source: Checkpoint, scheme: FloatScheme, request: Request) -> FloatWeights:
-    """Decides what becomes FP8. `source` has one tensor an expert.
+    """Decides what is quantized. `source` has one tensor an expert.
 
     Raises CkptkitError, before anything is read, as `select_eight_bit` does.
     """
@@ -202,9 +233,10 @@ def select(source: Checkpoint, scheme: FloatScheme, request: Request) -> FloatWe
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     chosen = select_eight_bit(source.specs, config, scheme.ignore, scheme.kind.fitted, like)
     for_vllm = scheme.name == "mxfp8" and set(request.readers) == {"vllm"}
-    return FloatWeights(scheme, chosen.names, chosen.ignore, request.device, chosen.notes, for_vllm)
+    unread = [scheme.kind.unread] if scheme.kind.unread and "sglang" in request.readers else []
+    return FloatWeights(scheme, chosen.names, chosen.ignore, request.device, (*unread, *chosen.notes), for_vllm)
 
 
 def quantize_sample(weight: Tensor, scheme: FloatScheme) -> None:
     """As `SchemeModule.quantize_sample`."""
-    quantize_fp8(weight, scheme.kind.block, scheme.formula, "a sample")
+    _quantize(weight, scheme, "a sample")

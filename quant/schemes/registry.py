@@ -18,6 +18,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "fp8-block": "quant.schemes.floats",
         "fp8-channel": "quant.schemes.floats",
         "mxfp8": "quant.schemes.floats",
+        "mxfp4": "quant.schemes.floats",
     }
 )
 NAMES = tuple(_MODULES)

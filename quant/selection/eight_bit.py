@@ -1,4 +1,4 @@
-"""Decides which weights become FP8: the Linear layers that engines and trainers' updates have in FP8 too.
+"""Decides which weights become FP8 or MXFP4: the Linear layers that engines and trainers' updates have in FP8 too.
 
 Unlike INT4, engines hold latent and linear attention and multi-token prediction layers in FP8. Layers that an engine
 fuses into one, and all experts of a layer, are quantized together or not at all.

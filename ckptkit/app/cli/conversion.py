@@ -60,7 +60,7 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     _run(run_options("convert", src, dst, scheme if quantization else None, **options), as_json)
 
 
-@click.command(cls=Verb, short_help="Quantize HF to INT4 or FP8.")
+@click.command(cls=Verb, short_help="Quantize HF to INT4, FP8 or MXFP4.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
 @click.option(
@@ -69,7 +69,8 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     show_default=True,
     type=click.Choice(NAMES),
     help="w4a16: INT4 in groups (compressed-tensors pack-quantized); fp8-block: FP8 in blocks of 128 x 128; "
-    "fp8-channel: FP8 with a scale a row; mxfp8: FP8 with a power of two for 32 neighbours.",
+    "fp8-channel: FP8 with a scale a row; mxfp8: FP8 with a power of two for 32 neighbours; mxfp4: E2M1 (4 bits) with "
+    "one (compressed-tensors mxfp4-pack-quantized).",
 )
 @common.quantizing
 @common.writing

@@ -228,13 +228,14 @@ quantizing = together(
             ["online", "slime", "slime-cuda", "transformers", "deepgemm", "compressed-tensors", "modelopt"]
         ),
         help="The writer whose bytes are wanted. fp8-block: all but modelopt; fp8-channel: slime, slime-cuda, "
-        "compressed-tensors; mxfp8: modelopt. [default: online, slime, modelopt]",
+        "compressed-tensors; mxfp8: modelopt; mxfp4: compressed-tensors. [default: online, slime, modelopt, "
+        "compressed-tensors]",
     ),
     click.option(
         "--exact",
         is_flag=True,
-        help="FP8: end with an error at a weight that rounding would change, as of an MXFP4 source where powers of two "
-        "reach (fp8-block with --rounding deepgemm, mxfp8).",
+        help="Floats: end with an error at a weight that rounding would change, as of an MXFP4 source where powers of "
+        "two reach (fp8-block with --rounding deepgemm, mxfp8, mxfp4).",
     ),
     click.option(
         "--like", type=PATH_OR_URL, help="A checkpoint of the same model in the same scheme: pack what it has packed."

@@ -1,4 +1,4 @@
-"""Whole checkpoints in FP8: what is quantized, what config.json says, and the bytes that transformers would write."""
+"""Whole checkpoints in FP8 and MXFP4: what is quantized, what config.json says, and the bytes of other writers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from families import case
 from support import models
 from support.engine_models import saved
@@ -23,6 +24,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
+from quant.lint.lint import lint
 from quant.schemes.floats import FloatScheme
 from verify.run import verify
 
@@ -91,6 +93,7 @@ def test_every_byte_is_what_transformers_writes(plain: Callable[[str], Path], tm
     [
         *(("fp8-block", rounding) for rounding in ("online", "slime", "slime-cuda", "deepgemm", "compressed-tensors")),
         ("mxfp8", "modelopt"),
+        ("mxfp4", "compressed-tensors"),
         *(("fp8-channel", rounding) for rounding in ("slime", "slime-cuda", "compressed-tensors")),
     ],
 )
@@ -141,6 +144,52 @@ def test_mxfp8_for_vllm_alone_is_spelled_as_modelopts(plain: Callable[[str], Pat
     assert scales == {"weight_scale"}
     report = verify(tmp_path / "out", source=plain("dense"))
     assert report.status == "passed", report.findings
+
+
+@pytest.mark.parametrize("name", ["mxfp4"])
+def test_four_bits_are_what_compressed_tensors_reads(name: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its own preset, its own compressor, for every weight; and as sound to `inspect` and `lint`."""
+    result = quantize(plain("moe"), tmp_path / "out", FloatScheme(name))
+    preset = preset_name_to_scheme(f"{name.upper()}A16", ["Linear"])
+    group = QuantizationConfig.model_validate(config_of(tmp_path / "out")).config_groups["group_0"]
+    assert group.weights == preset.weights
+    assert group.input_activations is None
+    written, source = models.tensors(tmp_path / "out"), models.tensors(plain("moe"))
+    packed = {name.removesuffix("_packed") for name in written if name.endswith(".weight_packed")}
+    layers = [f"model.layers.{layer}" for layer in LAYERS]
+    experts = {f"{at}.mlp.experts.{expert}.{one}.weight" for at in layers for expert in range(16) for one in MLP}
+    assert packed == experts | {f"{at}.self_attn.{one}.weight" for at in layers for one in ATTENTION}
+    compressor = BaseCompressor.get_value_from_registry(group.format)
+    for name in packed:
+        parts = {f"weight{ending}": written[name + ending] for ending in ("_packed", "_scale")}
+        values = compressor.decompress(parts, group)["weight"]
+        largest = source[name].float().abs().unflatten(1, (-1, 32)).amax(-1)
+        error = (values.float() - source[name].float()).abs().unflatten(1, (-1, 32)).amax(-1)
+        assert bool((error <= largest / 5).all()), name
+    assert "SGLang 0.5.16 does not read" in result.notes[0]
+    report = lint(tmp_path / "out")
+    assert (report.findings, report.packed) == ((), len(packed))
+    assert "MXFP4" in run("inspect", tmp_path / "out").output
+
+
+def test_four_bits_that_are_exact_are_packed_to_themselves(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """From MXFP4 to BF16 and back, with the proof of both. Of zeros the sign is lost, as in compressed-tensors."""
+    quantize(plain("dense"), tmp_path / "mxfp4", FloatScheme("mxfp4"))
+    convert(tmp_path / "mxfp4", tmp_path / "megatron")
+    quantized = ("--quantize", "mxfp4", "--exact")
+    result = run("convert", tmp_path / "megatron", tmp_path / "again", "--hf", tmp_path / "mxfp4", *quantized)
+    assert result.exit_code == 0, result.output
+    once, again = models.tensors(tmp_path / "mxfp4"), models.tensors(tmp_path / "again")
+    assert once.keys() == again.keys()
+    for name, found in again.items():
+        if name.endswith("_packed"):
+            halves = torch.stack((once[name] & 15, once[name] >> 4), -1)
+            halves[halves == 8] = 0
+            assert torch.equal(found, halves[..., 0] | (halves[..., 1] << 4)), name
+        else:
+            assert torch.equal(found.view(torch.uint8), once[name].view(torch.uint8)), name
+    with pytest.raises(CkptkitError, match=r"weights are not exact: \[0, \d+\] is .* and would be "):
+        quantize(plain("dense"), tmp_path / "out", FloatScheme("mxfp4", exact=True))
 
 
 def test_powers_of_two_are_labelled_and_have_no_mantissa(plain: Callable[[str], Path], tmp_path: Path) -> None:
@@ -247,6 +296,17 @@ def test_options_without_effect_are_refused(
 def test_preset_rl_wants_the_rounding_of_updates(plain: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="--preset rl rounds fp8-block as online"):
         quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", "slime"), preset="rl")
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", daily(["moe", "mla", "dense"], ["moe"]))
+@pytest.mark.parametrize("scheme", ["mxfp4"])
+def test_vllm_loads_four_bits(scheme: str, name: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(plain(name), tmp_path / "out", FloatScheme(scheme))
+    report = verify(tmp_path / "out", source=plain(name), against=frozenset({"vllm"}))
+    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
+    assert {"CK521", "CK522", "CK523", "CK525"} <= {check.code for check in report.checks if check.status == "passed"}
 
 
 @pytest.mark.sglang
