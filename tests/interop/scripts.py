@@ -1,7 +1,8 @@
 """Runs scripts of a checkout of slime or miles without a GPU, each in a process forked from one that has the imports.
 
 What stands in for a GPU is in `interop.cpu` and here: a CPU accelerator for slime, `safe_open` on the CPU, and the one
-CUDA kernel of the INT4 tool, whose formula `_int4_kernel` follows. The scripts themselves run unchanged.
+CUDA kernel of the INT4 tool, whose formula `_int4_kernel` follows, and Transformer Engine's of MXFP8. The scripts
+themselves run unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ IMPORTS = {
     "slime": ("slime.backends.megatron_utils.hf_to_megatron", "slime.backends.megatron_utils.megatron_to_hf"),
     "miles": ("miles.backends.megatron_utils.megatron_to_hf", "miles.utils.hf_config"),
 }
+
+
+ASKS_FOR_CUDA = "tools/convert_hf_to_mxfp8.py"  # and does nothing without it
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ def main() -> None:
     _stand_in(job["project"])
     for name in IMPORTS[job["project"]]:
         importlib.import_module(name)
+    _transformer_engines_mxfp8()  # after Megatron, which would take the layers that it lacks
     context = multiprocessing.get_context("fork")
     for index, values in enumerate(job["scripts"]):
         script, start = Script(**values), time.monotonic()
@@ -201,12 +206,39 @@ def _int4_kernel(weight: Tensor, block: tuple[int, int], symmetric: bool) -> tup
     return tuple(part.flatten(-2).to(weight.dtype) for part in (codes, scale, zero))  # type: ignore[return-value]
 
 
+def _transformer_engines_mxfp8() -> None:
+    engine: Any = ModuleType("transformer_engine.pytorch")
+    constants: Any = ModuleType("transformer_engine.pytorch.constants")
+    engine.MXFP8Quantizer, constants.TE_DType = _MXFP8Quantizer, {torch.float8_e4m3fn: None}
+    sys.modules["transformer_engine"] = ModuleType("transformer_engine")
+    sys.modules |= {module.__name__: module for module in (engine, constants)}
+
+
+class _MXFP8Quantizer:
+    """Codes and exponents of rows, as Transformer Engine's `float_to_e8m0` and `exp2f_rcp` compute them."""
+
+    def __init__(self, fp8_dtype: None, *, rowwise: bool, columnwise: bool) -> None:
+        assert rowwise
+        assert not columnwise
+
+    def quantize(self, weight: Tensor) -> Any:
+        """weight: [rows, columns]; 32 divides both. Codes as bytes [rows, columns], exponents [rows, columns / 32]."""
+        groups = weight.float().unflatten(-1, (-1, 32))
+        mantissa, exponent = torch.frexp(groups.abs().amax(-1) * torch.tensor(1.0 / 448.0))
+        power = (exponent - (mantissa == 0.5).int()).clamp(min=-127).masked_fill(mantissa == 0, -127)
+        codes = (groups * torch.exp2(-power.float()).unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
+        stored = (power + 127).to(torch.uint8)
+        return SimpleNamespace(_rowwise_data=codes.view(torch.uint8), _rowwise_scale_inv=stored)
+
+
 def _run(checkout: Path, script: Script, log: Path, index: int) -> None:
     with log.open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(23455 + index)}
     sys.argv = [script.path, *script.arguments]
+    if script.path == ASKS_FOR_CUDA:
+        torch.cuda.is_available = lambda: True
     path = checkout / script.path
     # Not by `runpy`: Megatron starts a process to save in, which would import the script again as its main module.
     sys.modules["__main__"] = ModuleType("__main__")

@@ -64,6 +64,7 @@ def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
     whole = saved("moe", root)
     scripts.append(quantize("fp8 blocks", "convert_hf_to_fp8.py", whole, root / "fp8-blocks", *block))
     scripts.append(quantize("fp8 rows", "convert_hf_to_fp8.py", whole, root / "fp8-rows", "--strategy", "channel"))
+    scripts.append(quantize("mxfp8", "convert_hf_to_mxfp8.py", whole, root / "mxfp8"))
     return run_scripts("miles", miles, scripts, root / "runs")
 
 
@@ -123,6 +124,15 @@ def test_fp8_is_what_ckptkit_quantizes(label: str, scheme: str, runs: dict[str, 
     assert runs[label].code == 0, runs[label].log[-3000:]
     ckptkit.quantize(root / "moe", root / f"{scheme}-ckptkit", FloatScheme(scheme, "slime"))
     assert changed(root / f"{scheme}-ckptkit", root / label.replace(" ", "-")) == []
+
+
+def test_mxfp8_is_what_ckptkit_quantizes(runs: dict[str, Outcome], root: Path) -> None:
+    assert runs["mxfp8"].code == 0, runs["mxfp8"].log[-3000:]
+    ckptkit.quantize(root / "moe", root / "mxfp8-ckptkit", FloatScheme("mxfp8"))
+    assert changed(root / "mxfp8-ckptkit", root / "mxfp8") == []
+    report = ckptkit.verify(root / "mxfp8", source=root / "moe")
+    assert report.findings == []
+    assert report.status == "passed"
 
 
 def test_fp8_blocks_at_the_edges_are_what_ckptkit_rounds(runs: dict[str, Outcome], root: Path) -> None:
