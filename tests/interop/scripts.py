@@ -1,7 +1,7 @@
 """Runs scripts of a checkout of slime or miles without a GPU, each in a process forked from one that has the imports.
 
-What stands in for a GPU is in `interop.cpu` and here: a CPU accelerator for slime, `safe_open` on the CPU, and the one
-CUDA kernel of the INT4 tool, whose formula `_int4_kernel` follows, and Transformer Engine's of MXFP8. The scripts
+What stands in for a GPU is in `interop.cpu` and here: a CPU accelerator for slime, `safe_open` on the CPU, and two CUDA
+kernels by their formulas: `_int4_kernel` for the INT4 tool, `_MXFP8Quantizer` for Transformer Engine's. The scripts
 themselves run unchanged.
 """
 

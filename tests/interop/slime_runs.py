@@ -72,7 +72,7 @@ def changed(found: Path, wanted: Path, apart_from: Iterable[str] = ()) -> list[s
         and not (
             name in ours
             and name in theirs
-            and ours[name].dtype == theirs[name].dtype
-            and torch.equal(ours[name], theirs[name])
+            and (ours[name].dtype, ours[name].shape) == (theirs[name].dtype, theirs[name].shape)
+            and torch.equal(ours[name].flatten().view(torch.uint8), theirs[name].flatten().view(torch.uint8))
         )
     )
