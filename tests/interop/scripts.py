@@ -89,7 +89,6 @@ def main() -> None:
     _stand_in(job["project"])
     for name in IMPORTS[job["project"]]:
         importlib.import_module(name)
-    _transformer_engines_mxfp8()  # after Megatron, which would take the layers that it lacks
     context = multiprocessing.get_context("fork")
     for index, values in enumerate(job["scripts"]):
         script, start = Script(**values), time.monotonic()
@@ -239,6 +238,7 @@ def _run(checkout: Path, script: Script, log: Path, index: int) -> None:
     sys.argv = [script.path, *script.arguments]
     if script.path == ASKS_FOR_CUDA:
         torch.cuda.is_available = lambda: True
+        _transformer_engines_mxfp8()
     path = checkout / script.path
     # Not by `runpy`: Megatron starts a process to save in, which would import the script again as its main module.
     sys.modules["__main__"] = ModuleType("__main__")
