@@ -74,7 +74,8 @@ def read(
     }
     by_class = reader in _BY_CLASS
     found: Iterator[Answer] = (
-        "keeps" if by_class and not matrix.linear else answers[layer, several]
+        # A layer that may be packed and is of no class here is a draft layer, which these readers do not load.
+        ("keeps" if matrix.reason else "either") if by_class and not matrix.linear else answers[layer, several]
         for matrix, layer, several in zip(matrices, layers, asked, strict=True)
     )
     return Reading(reader, asked, covers, tuple(found))
