@@ -1,16 +1,14 @@
-"""What the tests of slime and of miles share: test models, their exports, and how two HF directories differ."""
+"""What the tests of slime and of miles share: test models and the runs of their tools."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from families import CASES
 from families.case import save
-from support import models
 
 from ckptkit.app.api import convert
 from converters.megatron.arguments import megatron_args
@@ -60,19 +58,3 @@ def load(label: str, source: Path, output: Path) -> Script:
 def quantize(label: str, tool: str, source: Path, output: Path, *words: str) -> Script:
     """HF to INT4 or FP8."""
     return Script(label, f"tools/{tool}", ["--model-dir", str(source), "--save-dir", str(output), *words])
-
-
-def changed(found: Path, wanted: Path, apart_from: Iterable[str] = ()) -> list[str]:
-    """Names that only one of two HF directories has, or that differ in dtype or in a bit."""
-    ours, theirs = models.tensors(found), models.tensors(wanted)
-    return sorted(
-        name
-        for name in ours.keys() | theirs.keys()
-        if name not in set(apart_from)
-        and not (
-            name in ours
-            and name in theirs
-            and (ours[name].dtype, ours[name].shape) == (theirs[name].dtype, theirs[name].shape)
-            and torch.equal(ours[name].flatten().view(torch.uint8), theirs[name].flatten().view(torch.uint8))
-        )
-    )

@@ -15,8 +15,9 @@ from support.engine_models import saved
 
 import ckptkit
 from ckptkit.app.api import convert
+from interop.compare import changed
 from interop.scripts import Outcome, run_scripts
-from interop.slime_runs import changed, export, load, megatron, quantize, release
+from interop.slime_runs import export, load, megatron, quantize, release
 from quant.kernels.floats import quantize_fp8
 from quant.schemes.floats import FloatScheme
 from quant.schemes.w4a16 import int4_scheme

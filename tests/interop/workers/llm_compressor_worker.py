@@ -1,6 +1,6 @@
-"""Runs llm-compressor in its environment: INT4 checkpoints of each job, and what compressed-tensors unpacks from them.
+"""Runs llm-compressor in its environment: a checkpoint of each job, and what compressed-tensors unpacks from INT4.
 
-The job file is a list of {"how": ..., "hf": DIR, "out": DIR to make, "unpacked": safetensors file to make}.
+The job file is a list of {"how": ..., "hf": DIR, "out": DIR to make, "unpacked": safetensors file to make, or none}.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from llmcompressor import model_free_ptq, oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 # Routers, embeddings and norms are not Linear modules; `lm_head` is.
 IGNORE = ["lm_head"]
+# For what sees tensors and no modules.
+BY_NAME = [*IGNORE, "model.embed_tokens", "re:.*mlp.gate$"]
+# Schemes that compressed-tensors has by name.
+FLOATS = ("FP8_BLOCK", "FP8_DYNAMIC", "MXFP4A16", "NVFP4A16")
 
 
 def weights(*, symmetric: bool = True, actorder: str | None = None) -> QuantizationArgs:
@@ -43,16 +49,22 @@ def from_model(hf: str, out: str, recipe: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(hf, dtype="auto")
     tokens = torch.randint(0, model.config.vocab_size, (8, 32), generator=torch.Generator().manual_seed(0))
     data = Dataset.from_dict({"input_ids": tokens.tolist(), "attention_mask": torch.ones_like(tokens).tolist()})
-    oneshot(model=model, recipe=recipe, dataset=data, num_calibration_samples=8, max_seq_length=32)
+    # `oneshot` wants a tokenizer beside any data, also of tokens; the test models have none that can be read.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
+    calibration = {"dataset": data, "num_calibration_samples": 8, "max_seq_length": 32}
+    oneshot(model=model, processor=tokenizer, recipe=recipe, **calibration)
     model.save_pretrained(out, save_compressed=True)
-    shutil.copy(Path(hf) / "tokenizer_config.json", out)
+    for file in ("tokenizer_config.json", "tokenizer.model"):
+        shutil.copy(Path(hf) / file, out)
 
 
 def quantize(how: str, hf: str, out: str) -> None:
     """One checkpoint."""
-    if how == "model_free_ptq":
+    if how in FLOATS:
+        model_free_ptq(hf, out, scheme=how, ignore=BY_NAME, device="cpu")
+    elif how == "model_free_ptq":
         scheme = QuantizationScheme(targets=["Linear"], weights=weights())
-        model_free_ptq(hf, out, scheme=scheme, ignore=[*IGNORE, "model.embed_tokens", "re:.*mlp.gate$"], device="cpu")
+        model_free_ptq(hf, out, scheme=scheme, ignore=BY_NAME, device="cpu")
     elif how == "model_free_ptq, nothing ignored but lm_head":
         scheme = QuantizationScheme(targets=["Linear"], weights=weights())
         model_free_ptq(hf, out, scheme=scheme, ignore=IGNORE, device="cpu")
@@ -99,7 +111,8 @@ def main() -> None:
         start = time.monotonic()
         quantize(job["how"], job["hf"], job["out"])
         results.append({"quantize": time.monotonic() - start})
-        unpack(Path(job["out"]), job["unpacked"])
+        if "unpacked" in job:
+            unpack(Path(job["out"]), job["unpacked"])
     jobs.with_suffix(".results").write_text(json.dumps(results))
 
 
