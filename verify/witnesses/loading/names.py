@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from ckptkit.core.errors import CkptkitError
 from converters.planner import expected_hf, rules_of
+from quant.formats.dequantize import format_of
+from quant.formats.floats.release import Floats
 from quant.formats.part_names import INT4_PARTS, WEIGHT_SCALE_INV
 
+# The scale of a layer's inputs: of a Linear, or of experts.
+_OF_INPUTS = re.compile(r".+\.(?:w13_|w2_)?input(?:_global)?_scale")
 _DRAFT = re.compile(r".*?\bmtp\.|.*?layers\.\d+\.")
 
 
@@ -19,6 +25,18 @@ def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
         module, _, leaf = name.rpartition(".")
         if leaf == "weight":
             yield from (f"{module}.{part}" for part in (*INT4_PARTS, WEIGHT_SCALE_INV))
+
+
+def without_input_scale(param: str, config: Mapping[str, Any]) -> bool:
+    """Whether a parameter is the scale of inputs that stay as they are: the checkpoint has 4-bit weights alone.
+
+    Engines allocate it all the same, for checkpoints that have one.
+    """
+    if _OF_INPUTS.fullmatch(param):
+        with suppress(CkptkitError):  # a format that is not read
+            found = format_of(config)
+            return isinstance(found, Floats) and all(row.second and not row.needs_input for row in found.layouts)
+    return False
 
 
 def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quant.formats.part_names import PACKED
 from verify.evidence.expected import weights_of
+from verify.witnesses.loading.names import without_input_scale
 
 _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
 # Allocated for every packed layer of experts, but read only with activation ordering.
@@ -32,5 +33,14 @@ def has_default(param: str) -> bool:
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:
     """Whether SGLang allocates this parameter without wanting anything from the checkpoint in it."""
+    if without_input_scale(param, config):
+        return not param.rpartition(".")[2].startswith("w") or not _is_blackwell()
     ordered = weights_of(config).get("actorder") in ("group", "dynamic")
     return _G_IDX.fullmatch(param) is not None and (not ordered or param.endswith("_sort_indices"))
+
+
+def _is_blackwell() -> bool:
+    """Whether kernels of experts that SGLang chooses quantize inputs in any case (0.5.16, but for Marlin)."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verify.evidence.expected import weights_of
+from verify.witnesses.loading.names import without_input_scale
 
 # Scales and zero points of attention in FP8, which only few checkpoints have; else what they are made with is meant.
 # Sparse attention has them in a module `attn` up to 0.26, in the layer itself in 0.33.
@@ -32,5 +33,7 @@ def has_default(param: str) -> bool:
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:
     """Whether vLLM allocates this parameter without wanting anything from the checkpoint in it."""
+    if without_input_scale(param, config):
+        return True
     ordered = weights_of(config).get("actorder") in ("group", "dynamic")
     return _G_IDX.fullmatch(param) is not None and (not ordered or param.endswith("_sort_indices"))
