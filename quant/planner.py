@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,17 +30,27 @@ def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[Vie
         raise CkptkitError(message, "leave it out: on a CPU the bytes are the same")
     _check_used(scheme.ignore, source.specs, request.where)
     packing = scheme_module(scheme.name).select(source, scheme, request)
-    steps = [
-        quantize_step(spec, packing) if name in packing.names else identity(spec) for name, spec in source.specs.items()
-    ]
     config = dict(source.config) | {"quantization_config": packing.config()}
-    return View(source, Plan(tuple(steps), source.specs, where=request.where, config=config)), packing.notes
+    return View(
+        source, Plan(tuple(_steps(source.specs, packing)), source.specs, where=request.where, config=config)
+    ), packing.notes
 
 
-def quantize_step(spec: TensorSpec, packing: Packing) -> Step:
-    """Returns the step that quantizes a weight to its parts."""
+def _steps(specs: Mapping[str, TensorSpec], packing: Packing) -> Iterator[Step]:
+    together = {name: several for several in packing.together for name in several}
+    for name, spec in specs.items():
+        several = together.get(name, (name,))
+        if name not in packing.names:
+            yield identity(spec)
+        elif name == several[0]:
+            yield quantize_step([specs[one] for one in several], packing)
+
+
+def quantize_step(specs: Sequence[TensorSpec], packing: Packing) -> Step:
+    """Returns the step that quantizes weights to their parts: as many for each, one weight after the other."""
     # No closure: a large model has 70,000 of these steps, and a closure holds a cell for each variable.
-    return Step((spec.name,), packing.shapes(spec), partial(packing.pack, spec), packing.label)
+    outputs = tuple(part for spec in specs for part in packing.shapes(spec))
+    return Step(tuple(spec.name for spec in specs), outputs, partial(packing.pack, specs), packing.label)
 
 
 def require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
@@ -69,5 +79,7 @@ def quantized_layout(layout: Mapping[str, Sequence[str]], view: View) -> dict[st
     """The shard layout after quantization, with the parts of each weight in its place."""
     made: dict[str, list[str]] = defaultdict(list)
     for name in view.specs:
-        made[view.step(name).inputs[0]].append(name)
+        step = view.step(name)
+        at = next(at for at, spec in enumerate(step.outputs) if spec.name == name)
+        made[step.inputs[at * len(step.inputs) // len(step.outputs)]].append(name)
     return {file: [part for name in names for part in made[name]] for file, names in layout.items()}

@@ -21,6 +21,9 @@ _INVERSE = 1 / 448  # rounded to float32 where it is multiplied by: what CUDA ma
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
 _HALF_OF_THE_SMALLEST = 0x00400000  # 2^-127 as bits, half of the smallest normal float32
 _LARGEST_FP4_EXPONENT = 252
+_LARGEST_PRODUCT = 6 * MAX_VALUE  # of a code of E2M1 and a scale
+_SMALLEST_SCALE = 2.0**-9  # of float8_e4m3fn
+_SCALE_OF_ZEROS = 0.125  # instead of a scale that compressed-tensors rounds to zero
 
 
 class Fp8Weight(NamedTuple):
@@ -108,9 +111,36 @@ def _mxfp4(largest: Tensor) -> tuple[Tensor, Tensor]:
     return exponent.to(torch.uint8), powers.view(torch.float32)
 
 
-def _divided(largest: Tensor) -> Tensor:
+def _nvfp4_modelopt(largest: Tensor) -> tuple[Tensor, Rounding]:
+    # ModelOpt `NVFP4QTensor`. Of zeros alone it would be 0, and every weight NaN.
+    second = _divided(largest.float(), _LARGEST_PRODUCT)
+    second = torch.where(second < torch.finfo(torch.float32).tiny, 1.0, second)
+
+    def scales(each: Tensor) -> tuple[Tensor, Tensor]:
+        scale = each.float() / (6 * second)
+        stored = torch.where(scale == 0, 1.0, scale).clamp(_SMALLEST_SCALE, MAX_VALUE).to(torch.float8_e4m3fn)
+        return stored, stored.float() * second
+
+    return second, Rounding("nvidia-modelopt", scales, divides=True, four_bit=True)
+
+
+def _nvfp4_compressed_tensors(largest: Tensor) -> tuple[Tensor, Rounding]:
+    # compressed-tensors `generate_gparam`, `calculate_qparams`: in the weights' dtype. float16 overflows there.
+    wide = torch.float32 if largest.dtype == torch.float16 else largest.dtype
+    inverse = largest.to(wide).clamp(min=torch.finfo(wide).tiny).reciprocal() * _LARGEST_PRODUCT
+    second = inverse.nan_to_num(nan=1.0, posinf=1.0).float().reshape(1)
+
+    def scales(each: Tensor) -> tuple[Tensor, Tensor]:
+        scale = (_divided(each.to(wide), 6.0).float() * second).clamp(max=MAX_VALUE).to(torch.float8_e4m3fn).float()
+        scale = torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
+        return scale.to(torch.float8_e4m3fn), scale / second
+
+    return second, Rounding("compressed-tensors and llm-compressor", scales, divides=True, four_bit=True)
+
+
+def _divided(largest: Tensor, by: float = MAX_VALUE) -> Tensor:
     # The divisor is a tensor: a number is multiplied by its rounded inverse on a GPU.
-    return largest / torch.full_like(largest, MAX_VALUE)
+    return largest / torch.full_like(largest, by)
 
 
 def _at_least_tiny(largest: Tensor) -> Tensor:
@@ -155,4 +185,9 @@ FOUR_BIT: Mapping[tuple[str, str], Rounding] = MappingProxyType(
             four_bit=True,
         ),
     }
+)
+# By writer: what makes of the largest absolute weight of all tensors that share a scale, [] in their dtype, that scale
+# (float32, [] or [1] as it is stored), and how they are rounded. Groups of zeros: as above.
+NVFP4: Mapping[str, Callable[[Tensor], tuple[Tensor, Rounding]]] = MappingProxyType(
+    {"modelopt": _nvfp4_modelopt, "compressed-tensors": _nvfp4_compressed_tensors}
 )

@@ -12,7 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.copy import cores
 from quant.formats.grids import not_finite
 from quant.kernels.cpu import bits_of, pool
-from quant.kernels.float_roundings import FOUR_BIT, MAX_VALUE, ROUNDINGS, Fp8Weight, Rounding
+from quant.kernels.float_roundings import FOUR_BIT, MAX_VALUE, NVFP4, ROUNDINGS, Fp8Weight, Rounding
 
 _TASK = 1 << 20  # weights worked on at a time, at least a row of blocks: they stay in the cache
 _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the numbers of E2M1; every other one is rounded up
@@ -73,6 +73,25 @@ def quantize_mxfp4_in_torch(weight: Tensor, writer: str, name: str) -> Fp8Weight
     """As `quantize_mxfp4`, in plain torch on every device: what the kernel's bits are held to."""
     check_matrix(weight, name)
     return _quantized(weight, (1, 32), FOUR_BIT["mxfp4", writer], name, kernel=False)
+
+
+def quantize_nvfp4(
+    weights: Sequence[Tensor], writer: str, names: Sequence[str], *, kernel: bool = True
+) -> tuple[list[Fp8Weight], Tensor]:
+    """Quantizes as `quantize_mxfp4`, in groups of 16 with scales float8_e4m3fn. `writer`: of `NVFP4`.
+
+    All weights share a scale, float32: the second result, which multiplies (modelopt, []) or divides
+    (compressed-tensors, [1]) those of groups. Without `kernel` in plain torch on every device.
+    """
+    for weight, name in zip(weights, names, strict=True):
+        check_matrix(weight, name)
+    largest = [torch.stack(weight.aminmax()).abs().amax() for weight in weights if weight.numel()]
+    second, rounding = NVFP4[writer](torch.stack(largest).amax() if largest else weights[0].new_zeros(()))
+    packed = [
+        _quantized(weight, (1, 16), rounding, name, kernel=kernel and weight.device.type == "cpu")
+        for weight, name in zip(weights, names, strict=True)
+    ]
+    return packed, second
 
 
 def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None], name: str) -> None:

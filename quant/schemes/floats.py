@@ -1,8 +1,8 @@
 """Weights in 8-bit and 4-bit floats with a scale for each block, row or few neighbours, as schemes.
 
 `N.weight` becomes codes under the same name, with its scales beside it in `N.weight_scale_inv` or, as
-compressed-tensors writes them, `N.weight_scale`; codes of 4 bits stand two a byte in `N.weight_packed`. Activations are
-quantized by the engine while it runs, if at all.
+compressed-tensors and ModelOpt write them, `N.weight_scale`; codes of 4 bits stand two a byte, for compressed-tensors
+in `N.weight_packed`. Activations are quantized by the engine while it runs, if at all.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
 from converters.stored import as_stored
 from quant.formats.floats.layout import Layout
-from quant.formats.floats.table import mxfp4
+from quant.formats.floats.table import compressed_nvfp4, modelopt_nvfp4, mxfp4
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
-from quant.kernels.float_roundings import blocks_of
-from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4
+from quant.kernels.float_roundings import Fp8Weight, blocks_of
+from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 from quant.patterns.entries import check_entries
 from quant.schemes.interface import Request
 from quant.selection.class_tree import class_tree
-from quant.selection.eight_bit import select_eight_bit
+from quant.selection.eight_bit import select_eight_bit, sharing_a_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ckptkit.core.checkpoint import Checkpoint
-    from quant.kernels.float_roundings import Fp8Weight
 
 _CT = "compressed-tensors"
 
@@ -45,8 +44,8 @@ class _Kind:
     roundings: tuple[str, ...]  # the first is the default
     fitted: tuple[int, int]  # what must divide the rows of a layer that engines join of several, and columns
     updates: str | None = None  # the rounding of trainers that update an engine in this format
-    layout: Layout | None = None  # how codes of 4 bits and their scales are stored
-    unread: str = ""  # what to know where SGLang is a reader
+    layouts: tuple[Layout, ...] = ()  # how codes of 4 bits and their scales are stored, by rounding
+    kept: tuple[str, ...] = ()  # endings of modules that engines hold in BF16 in this format alone
 
 
 _KINDS: Mapping[str, _Kind] = MappingProxyType(
@@ -65,8 +64,16 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
             (1, 32),
             (_CT,),
             (16, 32),
-            layout=mxfp4(packed=True),
-            unread="SGLang 0.5.16 does not read MXFP4 of compressed-tensors; vLLM does",
+            layouts=(mxfp4(packed=True),),
+        ),
+        "nvfp4": _Kind(
+            "NVFP4",
+            (1, 16),
+            ("modelopt", _CT),
+            (16, 16),
+            layouts=(modelopt_nvfp4(static=False), compressed_nvfp4(static=False)),
+            # SGLang computes with halves of the first by itself, and joins the second to weights in BF16.
+            kept=(".kv_b_proj", ".indexer.wk"),
         ),
     }
 )
@@ -104,6 +111,12 @@ class FloatScheme:
         return self.rounding or self.kind.roundings[0]
 
     @property
+    def layout(self) -> Layout | None:
+        """How codes of 4 bits are stored; None: the codes have 8."""
+        at = self.kind.roundings.index(self.formula)
+        return self.kind.layouts[at] if self.kind.layouts else None
+
+    @property
     def title(self) -> str:
         """The scheme in messages."""
         return self.kind.title
@@ -122,7 +135,7 @@ class FloatScheme:
         """Raises CkptkitError unless updates of an engine are rounded so (`--preset rl`)."""
         if self.kind.updates is None:
             raise CkptkitError(
-                f"--preset rl is not for {self.name}, in which no trainer updates an engine", "quantize to fp8-block"
+                f"--preset rl is not for {self.name}: no trainer updates an engine in it", "quantize to fp8-block"
             )
         if self.formula != self.kind.updates:
             raise CkptkitError(
@@ -145,6 +158,8 @@ class FloatWeights:
     ignore: tuple[str, ...]  # whole names of modules that are not quantized
     device: str = "cpu"
     notes: tuple[str, ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
+    quantized: tuple[str, ...] = ()  # modules by every name that an engine asks by
     # Whether MXFP8 is spelled as vLLM's class of ModelOpt's format reads it.
     for_vllm: bool = False
 
@@ -155,25 +170,35 @@ class FloatWeights:
 
     def shapes(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """As `Packing.shapes`."""
-        if (layout := self.scheme.kind.layout) is not None:
+        if (layout := self.scheme.layout) is not None:
+            codes = TensorSpec(spec.name + layout.codes, (spec.shape[0], spec.shape[1] // 2), layout.code_dtypes[0])
             scales = TensorSpec(spec.name + layout.scales[0], layout.grid(spec.shape), layout.scale_dtypes[0])
-            codes = (spec.shape[0], spec.shape[1] // 2)
-            return (TensorSpec(spec.name + layout.codes, codes, layout.code_dtypes[0]), scales)
+            second = TensorSpec(spec.name + layout.second, (1,) if layout.divides else (), "float32")
+            return (codes, scales, second) if layout.second else (codes, scales)
         grid = blocks_of(spec.shape, self.scheme.kind.block)
         ending = FP8_SCALE if self._is_compressed_tensors or self.for_vllm else FP8_SCALE_INV
         dtype = {_CT: spec.dtype, "modelopt": "uint8"}.get(self.scheme.formula, "float32")
         return (TensorSpec(spec.name, spec.shape, "float8_e4m3fn"), TensorSpec(spec.name + ending, grid, dtype))
 
-    def pack(self, spec: TensorSpec, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def pack(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
         """As `Packing.pack`."""
-        scheme, weight = self.scheme, tensors[0].to(self.device)
-        packed = _quantize(weight, scheme, spec.name)
+        scheme, names = self.scheme, [spec.name for spec in specs]
+        weights = [tensor.to(self.device) for tensor in tensors]
+        packed, second = _quantize(weights, scheme, names)
         if scheme.exact:
-            check_exact(weight, packed, scheme.kind.block, spec.name)
-        return [part.cpu() for part in packed]
+            for weight, one, name in zip(weights, packed, names, strict=True):
+                check_exact(weight, _whole(one, second, scheme.layout), scheme.kind.block, name)
+        shared = [] if second is None else [second]
+        return [part.cpu() for one in packed for part in (*one, *shared)]
 
     def config(self) -> dict[str, Any]:
         """As `Packing.config`."""
+        if self.scheme.name == "nvfp4" and not self._is_compressed_tensors:
+            algorithm = {"quant_algo": "W4A16_NVFP4", "group_size": self.scheme.kind.block[1]}
+            layers = dict.fromkeys(self.quantized, algorithm)
+            # SGLang 0.5.16 knows the algorithm by module alone, and only beside a cache's.
+            mixed = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
+            return {"quant_method": "modelopt", **mixed, "quantized_layers": layers}
         if self._is_compressed_tensors:
             return _compressed_tensors_config(self.scheme, self.ignore)
         powers = self.scheme.formula in ("deepgemm", "modelopt")
@@ -191,21 +216,37 @@ class FloatWeights:
         return self.scheme.formula == _CT or self.scheme.name == "fp8-channel"
 
 
-def _quantize(weight: Tensor, scheme: FloatScheme, name: str) -> Fp8Weight:
-    if scheme.kind.layout is not None:
-        return quantize_mxfp4(weight, scheme.formula, name)
-    return quantize_fp8(weight, scheme.kind.block, scheme.formula, name)
+def _quantize(
+    weights: Sequence[Tensor], scheme: FloatScheme, names: Sequence[str]
+) -> tuple[list[Fp8Weight], Tensor | None]:
+    """Codes and scales of each weight, and the scale that they share."""
+    if scheme.name == "nvfp4":
+        return quantize_nvfp4(weights, scheme.formula, names)
+    if scheme.layout is not None:
+        return [quantize_mxfp4(*one) for one in zip(weights, [scheme.formula] * len(names), names, strict=True)], None
+    block, rounding = scheme.kind.block, scheme.formula
+    return [quantize_fp8(weight, block, rounding, name) for weight, name in zip(weights, names, strict=True)], None
+
+
+def _whole(packed: Fp8Weight, second: Tensor | None, layout: Layout | None) -> Fp8Weight:
+    """The same with what codes are multiplied by, where that is made of two scales."""
+    if second is None or layout is None:
+        return packed
+    scales = packed.scales.float()
+    return packed._replace(scales=scales / second if layout.divides else scales * second)
 
 
 def _compressed_tensors_config(scheme: FloatScheme, ignore: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors' own presets FP8_BLOCK, FP8_DYNAMIC and MXFP4A16."""
-    four_bit, width = scheme.kind.layout is not None, scheme.kind.block[1]
-    form = "mxfp4-pack-quantized" if four_bit else "float-quantized"
+    """The `quantization_config` of compressed-tensors' own presets FP8_BLOCK, FP8_DYNAMIC, MXFP4A16 and NVFP4A16."""
+    four_bit, width = scheme.layout is not None, scheme.kind.block[1]
+    form = f"{scheme.name}-pack-quantized" if four_bit else "float-quantized"
     kind = {"num_bits": 4 if four_bit else 8, "type": "float", "symmetric": True}
     activations: dict[str, Any] | None = None
     if four_bit:
-        dtypes = dict.fromkeys(("scale_dtype", "zp_dtype"), "torch.uint8")
-        weights: dict[str, Any] = kind | {"strategy": "group", "group_size": width} | dtypes
+        is_nvfp4 = scheme.name == "nvfp4"
+        dtypes = dict.fromkeys(("scale_dtype", "zp_dtype"), "torch.float8_e4m3fn" if is_nvfp4 else "torch.uint8")
+        weights: dict[str, Any] = kind | {"strategy": "tensor_group" if is_nvfp4 else "group", "group_size": width}
+        weights |= dtypes
     elif width is None:
         weights = kind | {"strategy": "channel"}
         activations = kind | {"strategy": "token", "dynamic": True}
@@ -231,12 +272,29 @@ def select(source: Checkpoint, scheme: FloatScheme, request: Request) -> FloatWe
     config = as_stored(source.config, source.specs)
     like = request.like.specs if request.like is not None else None
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
-    chosen = select_eight_bit(source.specs, config, scheme.ignore, scheme.kind.fitted, like)
-    for_vllm = scheme.name == "mxfp8" and set(request.readers) == {"vllm"}
-    unread = [scheme.kind.unread] if scheme.kind.unread and "sglang" in request.readers else []
-    return FloatWeights(scheme, chosen.names, chosen.ignore, request.device, (*unread, *chosen.notes), for_vllm)
+    kind = scheme.kind
+    chosen = select_eight_bit(source.specs, config, scheme.ignore, kind.fitted, like, kind.kept)
+    together = sharing_a_scale(name for name in source.specs if name in chosen.names)
+    return FloatWeights(
+        scheme,
+        chosen.names,
+        chosen.ignore,
+        request.device,
+        (*_unread(scheme, request.readers), *chosen.notes),
+        together if scheme.name == "nvfp4" else (),
+        chosen.quantized,
+        for_vllm=scheme.name == "mxfp8" and set(request.readers) == {"vllm"},
+    )
+
+
+def _unread(scheme: FloatScheme, readers: Sequence[str]) -> list[str]:
+    """Who of the readers does not load what is written."""
+    if scheme.layout is not None and scheme.formula == _CT and "sglang" in readers:
+        weights_only = "" if scheme.name == "mxfp4" else " without quantized activations"
+        return [f"SGLang 0.5.16 does not read {scheme.title} of compressed-tensors{weights_only}; vLLM does"]
+    return []
 
 
 def quantize_sample(weight: Tensor, scheme: FloatScheme) -> None:
     """As `SchemeModule.quantize_sample`."""
-    _quantize(weight, scheme, "a sample")
+    _quantize([weight], scheme, ["a sample"])

@@ -72,11 +72,15 @@ class Packing(Protocol):
     def label(self) -> str:
         """What happens to a weight, for the dry run."""
 
+    @property
+    def together(self) -> Sequence[tuple[str, ...]]:
+        """Weights that are quantized in one step, since they share a scale; every other one has a step of its own."""
+
     def shapes(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """The tensors that a weight becomes."""
 
-    def pack(self, spec: TensorSpec, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Quantizes a weight, the only one of `tensors`, to what `shapes` announces."""
+    def pack(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Quantizes weights, those of one step, to what `shapes` announces, one after the other."""
 
     def config(self) -> Mapping[str, Any]:
         """The `quantization_config` of the result."""

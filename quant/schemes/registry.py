@@ -19,6 +19,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "fp8-channel": "quant.schemes.floats",
         "mxfp8": "quant.schemes.floats",
         "mxfp4": "quant.schemes.floats",
+        "nvfp4": "quant.schemes.floats",
     }
 )
 NAMES = tuple(_MODULES)

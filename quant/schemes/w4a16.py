@@ -87,6 +87,7 @@ class PackedWeights:
     # Whether scales of `reference` may be on another grid than that of the scheme.
     kept_scales: bool = False
     notes: tuple[str, ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
 
     @property
     def label(self) -> str:
@@ -111,11 +112,14 @@ class PackedWeights:
         zeros = (groups, words) if self._is_turned(spec) else (words, groups)
         return (*parts, TensorSpec(zero_point, zeros, "int32"))
 
-    def pack(self, spec: TensorSpec, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def pack(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
         """As `Packing.pack`."""
+        return [part for spec, tensor in zip(specs, tensors, strict=True) for part in self._packed(spec, tensor)]
+
+    def _packed(self, spec: TensorSpec, tensor: Tensor) -> list[Tensor]:
         module, scheme = spec.name.removesuffix(".weight"), self.scheme
         before = stored_parts(self.reference, module, scheme.symmetric) if self.reference is not None else None
-        weight = tensors[0].to(self.device)
+        weight = tensor.to(self.device)
         if before is not None:
             packed = requantize(weight, before, scheme, spec.name)
         else:

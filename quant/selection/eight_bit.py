@@ -1,4 +1,4 @@
-"""Decides which weights become FP8 or MXFP4: the Linear layers that engines and trainers' updates have in FP8 too.
+"""Decides which weights become FP8, MXFP4 or NVFP4: the Linear layers that engines and trainers have in FP8 too.
 
 Unlike INT4, engines hold latent and linear attention and multi-token prediction layers in FP8. Layers that an engine
 fuses into one, and all experts of a layer, are quantized together or not at all.
@@ -6,7 +6,7 @@ fuses into one, and all experts of a layer, are quantized together or not at all
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,17 @@ from quant.selection.tree import ClassTree
 # Linear layers that engines always build in BF16: the head weights of the DSA indexer, the decay and step of the gated
 # delta net. slime's and miles' quantizers leave them out as well.
 _BF16_IN_ENGINES = (".indexer.weights_proj", ".linear_attn.in_proj_a", ".linear_attn.in_proj_b", ".in_proj_ba")
+# The layer that an engine makes of a projection and others.
+_JOINED: Mapping[str, str] = {part: layer for layer, parts in (*FUSED.items(), ("w13", ("w1", "w3"))) for part in parts}
 
 
 @dataclass(frozen=True)
 class EightBit:
-    """Weights that are quantized; modules that readers must be told to leave out; what a user should know."""
+    """Weights that are quantized; modules that readers must be told of; what a user should know."""
 
     names: frozenset[str]
-    ignore: tuple[str, ...]
+    ignore: tuple[str, ...]  # to leave out
+    quantized: tuple[str, ...]  # the others, by every name that an engine asks by; of experts their container
     notes: tuple[str, ...] = ()
 
 
@@ -41,9 +44,11 @@ def select_eight_bit(
     ignore: Sequence[str],
     block: tuple[int, int],
     like: Collection[str] | None = None,
+    kept: tuple[str, ...] = (),
 ) -> EightBit:
     """Decides from headers. `specs` has one tensor an expert. `block`: rows and columns that share a scale.
 
+    `kept`: endings of modules that engines hold in BF16 beside this format.
     `ignore`: entries, in compressed-tensors' language, for more modules to leave out. `like`: the names of an FP8
     checkpoint of the same model; what it has a scale for is quantized. A layer that blocks do not fit, in the way that
     engines need, stays as it is, with a note. Raises CkptkitError where `ignore` or `like` tears a fused layer apart,
@@ -55,6 +60,7 @@ def select_eight_bit(
         matrix.tensor
         for matrix in matrices
         if _may_be_fp8(matrix, tree)
+        and not matrix.module.endswith(kept)
         and (like is None or _has_scale(matrix.module, like))
         and not any(compressed_tensors(matrix.module, entry) for entry in ignore)
     }
@@ -74,7 +80,7 @@ def select_eight_bit(
     if not names:
         raise CkptkitError("no weight is left to quantize" + "".join(f"; {note}" for note in notes))
     _check_dtypes([specs[name] for name in names])
-    return EightBit(names, _left_out(matrices, names, tree), notes)
+    return EightBit(names, _left_out(matrices, names, tree), _asked_by(matrices, names), notes)
 
 
 def _may_be_fp8(matrix: Matrix, tree: ClassTree) -> bool:
@@ -148,6 +154,26 @@ def _left_out(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTre
             parts = _shards(name) if name != matrix.module else ()
             found |= {f"{block}.experts"} if experts else {name, *parts}
     return tuple(sorted(found))
+
+
+def _asked_by(matrices: Sequence[Matrix], names: Collection[str]) -> tuple[str, ...]:
+    found = set[str]()
+    for matrix in matrices:
+        if matrix.tensor in names:
+            for name in filter(None, (matrix.module, matrix.sglang, matrix.vllm)):
+                block, experts, _ = name.partition(".experts.")
+                found.add(f"{block}.experts" if experts else name)
+    return tuple(sorted(found))
+
+
+def sharing_a_scale(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """The weights that kernels multiply by one scale, where they are several: q, k and v; gate and up of an expert."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        parent, _, projection = name.removesuffix(".weight").rpartition(".")
+        if projection in _JOINED:
+            found.setdefault((parent, _JOINED[projection]), []).append(name)
+    return tuple(tuple(several) for several in found.values() if len(several) > 1)
 
 
 def _shards(layer: str) -> list[str]:

@@ -139,7 +139,7 @@ def test_shards_are_cut_as_in_the_source(releases: Callable[[str], Path], int4: 
 def test_quantized_layout_keeps_parts_in_the_shard_of_their_weight(releases: Callable[[str], Path]) -> None:
     specs = {name: TensorSpec(name, (8, 32), "bfloat16") for name in ("x.weight", "x.bias", "norm.weight")}
     packing = PackedWeights(QuantScheme(32, "qmax7"), frozenset(["x.weight"]))
-    steps = (quantize_step(specs["x.weight"], packing), identity(specs["x.bias"]), identity(specs["norm.weight"]))
+    steps = (quantize_step([specs["x.weight"]], packing), identity(specs["x.bias"]), identity(specs["norm.weight"]))
     layout = {"a": ["x.weight", "x.bias"], "b": ["norm.weight"]}
     expected = {"a": ["x.weight_packed", "x.weight_scale", "x.weight_shape", "x.bias"], "b": ["norm.weight"]}
     assert quantized_layout(layout, View(HfCheckpoint(releases("qwen2-untied")), Plan(steps, specs))) == expected

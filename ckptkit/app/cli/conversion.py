@@ -60,7 +60,7 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     _run(run_options("convert", src, dst, scheme if quantization else None, **options), as_json)
 
 
-@click.command(cls=Verb, short_help="Quantize HF to INT4, FP8 or MXFP4.")
+@click.command(cls=Verb, short_help="Quantize HF to INT4, FP8, MXFP4 or NVFP4.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
 @click.option(
@@ -70,7 +70,8 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     type=click.Choice(NAMES),
     help="w4a16: INT4 in groups (compressed-tensors pack-quantized); fp8-block: FP8 in blocks of 128 x 128; "
     "fp8-channel: FP8 with a scale a row; mxfp8: FP8 with a power of two for 32 neighbours; mxfp4: E2M1 (4 bits) with "
-    "one (compressed-tensors mxfp4-pack-quantized).",
+    "one (compressed-tensors mxfp4-pack-quantized); nvfp4: E2M1 with an FP8 scale for 16 neighbours and one for the "
+    "layer, weights alone.",
 )
 @common.quantizing
 @common.writing

@@ -131,7 +131,7 @@ def test_the_names_of_the_parts_are_those_that_compressed_tensors_expects(scheme
     parsed = QuantizationConfig.model_validate(quantization_config(scheme)).config_groups["group_0"]
     weight = torch.randn(24, 256).bfloat16()
     spec = TensorSpec("x.weight", (24, 256), "bfloat16")
-    step = quantize_step(spec, PackedWeights(scheme, frozenset([spec.name])))
+    step = quantize_step([spec], PackedWeights(scheme, frozenset([spec.name])))
     made = {one.name.removeprefix("x."): tensor for one, tensor in zip(step.outputs, step.run([weight]), strict=True)}
     assert list(step.outputs) == [TensorSpec.of(f"x.{name}", part) for name, part in made.items()]
     assert set(made) == set(PackedQuantizationCompressor.compression_param_names(parsed))

@@ -1,4 +1,4 @@
-"""Whole checkpoints in FP8 and MXFP4: what is quantized, what config.json says, and the bytes of other writers."""
+"""Whole checkpoints in FP8 and in 4-bit floats: what is quantized, what config.json says, and other writers' bytes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.lint.lint import lint
 from quant.schemes.floats import FloatScheme
+from verify.evidence.extremes import same_bytes
 from verify.run import verify
 
 LAYERS = range(6)
@@ -94,6 +95,7 @@ def test_every_byte_is_what_transformers_writes(plain: Callable[[str], Path], tm
         *(("fp8-block", rounding) for rounding in ("online", "slime", "slime-cuda", "deepgemm", "compressed-tensors")),
         ("mxfp8", "modelopt"),
         ("mxfp4", "compressed-tensors"),
+        ("nvfp4", "compressed-tensors"),
         *(("fp8-channel", rounding) for rounding in ("slime", "slime-cuda", "compressed-tensors")),
     ],
 )
@@ -147,10 +149,10 @@ def test_mxfp8_for_vllm_alone_is_spelled_as_modelopts(plain: Callable[[str], Pat
     assert report.status == "passed", report.findings
 
 
-@pytest.mark.parametrize("name", ["mxfp4"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_four_bits_are_what_compressed_tensors_reads(name: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
     """Its own preset, its own compressor, for every weight; and as sound to `inspect` and `lint`."""
-    result = quantize(plain("moe"), tmp_path / "out", FloatScheme(name))
+    result = quantize(plain("moe"), tmp_path / "out", FloatScheme(name, "compressed-tensors"))
     preset = preset_name_to_scheme(f"{name.upper()}A16", ["Linear"])
     group = QuantizationConfig.model_validate(config_of(tmp_path / "out")).config_groups["group_0"]
     assert group.weights == preset.weights
@@ -161,16 +163,17 @@ def test_four_bits_are_what_compressed_tensors_reads(name: str, plain: Callable[
     experts = {f"{at}.mlp.experts.{expert}.{one}.weight" for at in layers for expert in range(16) for one in MLP}
     assert packed == experts | {f"{at}.self_attn.{one}.weight" for at in layers for one in ATTENTION}
     compressor = BaseCompressor.get_value_from_registry(group.format)
-    for name in packed:
-        parts = {f"weight{ending}": written[name + ending] for ending in ("_packed", "_scale")}
+    endings, width = compressor.compression_param_names(group), (-1, group.weights.group_size)
+    for weight in packed:
+        parts = {ending: written[f"{weight.removesuffix('weight')}{ending}"] for ending in endings}
         values = compressor.decompress(parts, group)["weight"]
-        largest = source[name].float().abs().unflatten(1, (-1, 32)).amax(-1)
-        error = (values.float() - source[name].float()).abs().unflatten(1, (-1, 32)).amax(-1)
-        assert bool((error <= largest / 5).all()), name
+        largest = source[weight].float().abs().unflatten(1, width).amax(-1)
+        error = (values.float() - source[weight].float()).abs().unflatten(1, width).amax(-1)
+        assert bool((error <= largest / 5).all()), weight
     assert "SGLang 0.5.16 does not read" in result.notes[0]
     report = lint(tmp_path / "out")
     assert (report.findings, report.packed) == ((), len(packed))
-    assert "MXFP4" in run("inspect", tmp_path / "out").output
+    assert name.upper() in run("inspect", tmp_path / "out").output
 
 
 def test_four_bits_that_are_exact_are_packed_to_themselves(plain: Callable[[str], Path], tmp_path: Path) -> None:
@@ -261,15 +264,18 @@ def test_fp8_quantized_again_keeps_every_byte(plain: Callable[[str], Path], tmp_
     assert all(torch.equal(once[name].view(torch.uint8), twice[name].view(torch.uint8)) for name in once)
 
 
-def test_megatron_becomes_fp8_in_one_pass(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    convert(plain("moe"), tmp_path / "megatron")
-    options = ("--quantize", "fp8-block", "--rounding", "slime")
+@pytest.mark.parametrize(("name", "scheme", "rounding"), [("moe", "fp8-block", "slime"), ("mla", "nvfp4", "modelopt")])
+def test_megatron_becomes_floats_in_one_pass(
+    name: str, scheme: str, rounding: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    convert(plain(name), tmp_path / "megatron")
+    options = ("--quantize", scheme, "--rounding", rounding)
     result = run("convert", tmp_path / "megatron", tmp_path / "out", *options)
     assert result.exit_code == 0, result.output
-    quantize(plain("moe"), tmp_path / "wanted", FloatScheme("fp8-block", "slime"))
+    quantize(plain(name), tmp_path / "wanted", FloatScheme(scheme, rounding))
     found, wanted = models.tensors(tmp_path / "out"), models.tensors(tmp_path / "wanted")
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name].view(torch.uint8), wanted[name].view(torch.uint8)) for name in wanted)
+    assert all(same_bytes(found[name], wanted[name]) for name in wanted)
 
 
 def test_the_command_line_and_its_record(plain: Callable[[str], Path], tmp_path: Path) -> None:
@@ -302,9 +308,9 @@ def test_preset_rl_wants_the_rounding_of_updates(plain: Callable[[str], Path], t
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", daily(["moe", "mla", "dense"], ["moe"]))
-@pytest.mark.parametrize("scheme", ["mxfp4"])
-def test_vllm_loads_four_bits(scheme: str, name: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
-    quantize(plain(name), tmp_path / "out", FloatScheme(scheme))
+@pytest.mark.parametrize("scheme", [FloatScheme("mxfp4"), FloatScheme("nvfp4")], ids=lambda scheme: scheme.name)
+def test_vllm_loads_four_bits(scheme: FloatScheme, name: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(plain(name), tmp_path / "out", scheme)
     report = verify(tmp_path / "out", source=plain(name), against=frozenset({"vllm"}))
     assert [finding.code for finding in report.findings if finding.severity == "error"] == []
     passed = {check.code for check in report.checks if check.status == "passed"}
@@ -326,7 +332,7 @@ def test_sglang_loads_it_with_its_draft_model(name: str, plain: Callable[[str], 
 
 
 def test_preset_rl_is_not_for_what_no_trainer_sends(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="--preset rl is not for fp8-channel, in which no trainer updates an engine"):
+    with pytest.raises(CkptkitError, match="--preset rl is not for fp8-channel: no trainer updates an engine in it"):
         quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-channel"), preset="rl")
 
 
