@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from releases.header_only import write
 from releases.record import load
@@ -244,3 +245,14 @@ def write_config(folder: Path, name: str) -> Path:
 def write_headers(folder: Path, name: str) -> Path:
     """The release of a family as headers without data."""
     return write(load(FAMILIES[name].release), folder)
+
+
+def quantized_launch(
+    folder: Path, name: str, quantization: Mapping[str, Any] | None, change: Callable[[str], str] = str
+) -> Path:
+    """The `run.sh` of a launch whose engine serves the family's release, quantized so, and no weights."""
+    root = write_config(folder / "hf", name)
+    config = json.loads((root / "config.json").read_text())
+    config |= {} if quantization is None else {"quantization_config": dict(quantization)}
+    (root / "config.json").write_text(json.dumps(config))
+    return write_launch(folder, name, root, change=change)

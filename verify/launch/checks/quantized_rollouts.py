@@ -1,4 +1,4 @@
-"""CK709, CK715, CK747: what training rounds weights to and sends, and what the rollout engine's checkpoint packs."""
+"""CK709, CK715, CK747, CK749: how training rounds and packs weights, and whether the engine can take them so."""
 
 from __future__ import annotations
 
@@ -15,19 +15,36 @@ from verify.check import Skip, Tally, check
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
+from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments, Server
 from verify.launch.checks.engine import engine_config, engine_of, job_of, unless_skipped
+from verify.launch.job import Job
 from verify.launch.options.argv import Option, last, options_of
+from verify.launch.sides import ENGINE
+from verify.launch.stacks.scales import ScaleChoice
 from verify.launch.words import Word, at_places, first_file
 from verify.report import Severity
 
 # What slime's fake quantization does whatever the config says. Source: its `fake_int4_quant_cuda.cu`, Megatron patch.
 _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
-# The formats that slime or miles packs: `compressed-tensors` as INT4, `mxfp8` and NVFP4 by miles alone.
+# The formats that slime or miles packs, and vime: `compressed-tensors` as INT4, `mxfp8` and NVFP4 by miles alone.
 _SENT = frozenset({"fp8", "compressed-tensors", "mxfp8", "nvfp4"})
+_SENT_TO_VLLM = frozenset({"fp8", "compressed-tensors"})
 # What both assert of `fp8`: key, value, and what stands for a key that is not there.
 _ASSERTED = (("activation_scheme", "dynamic", None), ("fmt", "e4m3", "e4m3"))
+# By the value of SGLang's --quantization, the methods of a checkpoint that it takes besides the value itself.
+# Source: SGLang `ModelConfig._verify_quantization`, which raises for others; ModelOpt's is told from its algorithm.
+_TAKEN: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("modelopt_fp8", "modelopt_fp4", "modelopt_mixed", "modelopt", "petit_nvfp4"), ("modelopt",)),
+    **dict.fromkeys(("w8a8_int8", "w8a8_fp8", "auto-round-int8"), ("compressed-tensors", "compressed_tensors")),
+    "nvfp4_online": ("fp8",),
+}
+_ENGINE_OPTIONS = {"vllm": "--vllm-quantization", "sglang": "--sglang-quantization"}
+# vLLM 0.26 and 0.33 put their own method before any value where ModelOpt made the checkpoint.
+# Source: vLLM `ModelConfig._verify_quantization`.
+_TAKEN_BY_VLLM = {"fp8": ("fp8", "deepseek_v4_fp8", "humming")}
+# What verl sends in FP8 where it is told so, and in BF16 otherwise.
+_VERL_OPTION = "actor_rollout_ref.rollout.quantization"
 
 
 def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
@@ -122,29 +139,27 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, error.message, error.hint or "quantize it again", file=root)
 
 
-# By the value of SGLang's --quantization, the methods of a checkpoint that it takes besides the value itself.
-# Source: SGLang `ModelConfig._verify_quantization`, which raises for others; ModelOpt's is told from its algorithm.
-_TAKEN: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("modelopt_fp8", "modelopt_fp4", "modelopt_mixed", "modelopt", "petit_nvfp4"), ("modelopt",)),
-    **dict.fromkeys(("w8a8_int8", "w8a8_fp8", "auto-round-int8"), ("compressed-tensors", "compressed_tensors")),
-    "nvfp4_online": ("fp8",),
-}
-_ENGINE_OPTION = "--sglang-quantization"
-
-
 def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | None]:
-    """Directory and quantization of an engine that slime or miles updates, and what the launch makes of it.
+    """Directory and quantization of an engine that slime, miles, vime or verl updates, and the engine's own option.
 
     Raises Skip for any other, and where neither says anything.
     """
     root, job = engine_of(subject), job_of(subject)
-    if not job.updates or job.stack.name != "slime":
-        raise Skip("neither slime nor miles updates the engine of this launch")
-    content, option = quantization_of(engine_config(root)), last(options_of(job.text.words), _ENGINE_OPTION)
+    content = quantization_of(engine_config(root))
     stated = content if isinstance(content, Mapping) and "quant_method" in content else None
+    if job.stack.name == "verl" and stated and job.sizes[ENGINE].server == "sglang":
+        return root, stated, None
+    if not job.updates or job.stack.name != "slime":
+        raise Skip("no trainer that is known to pack updates for the engine of this launch")
+    option = last(options_of(job.text.words), _ENGINE_OPTIONS[_server(subject)])
     if stated is None and option is None:
         raise Skip("--hf-checkpoint is not quantized")
     return root, stated, option
+
+
+def _server(subject: Subject) -> Server:
+    """The engine that slime, miles or vime updates."""
+    return (subject.arguments or LaunchArguments()).server or "sglang"
 
 
 @check(
@@ -152,30 +167,37 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | No
     "the trainer can send the format that the engine serves",
     stage="launch",
     rationale=(
-        "slime and miles pack each update as quantization_config of --hf-checkpoint says. Of a format that it does not "
-        "know, slime sends BF16 without an error, and miles stops at the first update."
+        "slime, miles and vime pack each update as quantization_config of --hf-checkpoint says. Of a format that they "
+        "do not know, slime and vime send BF16 without an error, and miles stops at the first update. verl sends "
+        "SGLang BF16 unless rollout.quantization says fp8."
     ),
     fix=(
-        "Give an --hf-checkpoint in block FP8 or INT4, or in BF16; leave --sglang-quantization out, which SGLang takes "
-        "from the checkpoint."
+        "Give an --hf-checkpoint in block FP8 or INT4, or in BF16; leave --sglang-quantization and --vllm-quantization "
+        "out, which the engine takes from the checkpoint."
     ),
     unless=unless_skipped(_sent),
 )
 def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`quant_method` of `--hf-checkpoint`, of FP8 the two keys that both trainers assert, and the engine's own option.
 
-    Source: `megatron_to_hf/processors` of slime and of miles.
+    Source: `megatron_to_hf/processors` of slime, miles and vime; verl `sglang_rollout.py` (update_weights).
     """
     root, content, option = _sent(subject)
     tally.compared(0)
+    if job_of(subject).stack.name == "verl":
+        yield from _of_verl(job_of(subject), root, content)
+        return
+    server = _server(subject)
     if option is not None and option.known and option.value is not None:
-        yield from _engine_option(root, content, option)
+        yield from _engine_option(root, content, option, server)
     if content is None:
         return
     where, method = str(root / "config.json"), content["quant_method"]
-    if method not in _SENT and content.get("quant_algo") != "NVFP4":
-        expected = "a quant_method that slime or miles packs: " + ", ".join(sorted(_SENT))
-        actual = f"{shortened(method)}: slime sends BF16 to it, miles stops"
+    sent, packer = (_SENT_TO_VLLM, "vime") if server == "vllm" else (_SENT, "slime or miles")
+    if method not in sent and (server == "vllm" or content.get("quant_algo") != "NVFP4"):
+        expected = f"a quant_method that {packer} packs: " + ", ".join(sorted(sent))
+        actual = f"{shortened(method)}: {'vime' if server == 'vllm' else 'slime'} sends BF16 to it"
+        actual += "" if server == "vllm" else ", miles stops"
         # slime names mxfp4 as what it passes through on purpose; whether the engine takes BF16 there was not run.
         severity: Severity = "warning" if method == "mxfp4" else "error"
         hint = "give a checkpoint in block FP8, INT4 or BF16"
@@ -188,19 +210,68 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(f"{key} = {wanted}, which slime and miles assert", actual, hint, file=where)
 
 
-def _engine_option(root: Path, content: Mapping[str, Any] | None, option: Option) -> Iterator[Issue]:
-    """What SGLang's own option says otherwise than the checkpoint, and so than what the trainer sends."""
-    value = str(option.value and option.value.text).lower()
-    places = {option.name: option.word}
+def _of_verl(job: Job, root: Path, content: Mapping[str, Any] | None) -> Iterator[Issue]:
+    """An engine that is built as its quantized checkpoint says, and updated in BF16; a value not known is no fault."""
+    word = job.written.get(_VERL_OPTION)
+    if content is None or (word is not None and word.text.lower() not in ("null", "none", "")):
+        return
+    expected = f"{_VERL_OPTION}=fp8, or a model in BF16"
+    actual = f"{shortened(content['quant_method'])} without it: SGLang is built so, and sent every update in BF16"
+    yield Issue(expected, actual, "set it, or give the model in BF16", file=str(root / "config.json"))
+
+
+def _engine_option(root: Path, content: Mapping[str, Any] | None, option: Option, server: Server) -> Iterator[Issue]:
+    """What the engine's own option says otherwise than the checkpoint, and so than what the trainer sends."""
+    value, name = str(option.value and option.value.text).lower(), option.name
+    places = {name: option.word}
     where = first_file(places) or str(root / "config.json")
+    if content is None and server == "vllm":
+        return
     if content is None:
-        expected = f"an --hf-checkpoint in the format of {_ENGINE_OPTION}{at_places(places)}"
+        expected = f"an --hf-checkpoint in the format of {name}{at_places(places)}"
         actual = f"{value} beside an unquantized checkpoint: SGLang packs it once, and each update is sent in BF16"
-        hint = f"quantize the checkpoint (`ckptkit quantize`), and leave {_ENGINE_OPTION} out"
+        hint = f"quantize the checkpoint (`ckptkit quantize`), and leave {name} out"
         yield Issue(expected, actual, hint, file=where, severity="warning")
         return
     method = str(content["quant_method"]).lower()
-    if value != method and method not in _TAKEN.get(value, ()):
-        expected = f"{_ENGINE_OPTION} {method}, as {root}/config.json{at_places(places)}"
-        actual = f"{value}: SGLang stops at its start"
-        yield Issue(expected, actual, f"leave {_ENGINE_OPTION} out", file=where)
+    if server == "vllm":
+        refused = method != "modelopt" and value not in _TAKEN_BY_VLLM.get(method, (method, "humming"))
+    else:
+        refused = value != method and method not in _TAKEN.get(value, ())
+    if refused:
+        expected = f"{name} {method}, as {root}/config.json{at_places(places)}"
+        actual = f"{value}: {'vLLM' if server == 'vllm' else 'SGLang'} stops at its start"
+        yield Issue(expected, actual, f"leave {name} out", file=where)
+
+
+def _choices(subject: Subject) -> tuple[ScaleChoice, ...]:
+    """What the launch says of scales. Raises Skip where training or the engine computes in another format."""
+    if not (found := job_of(subject).scales):
+        raise Skip("training and rollout do not both compute in FP8 blocks, or in NVFP4, by variables of the launch")
+    return found
+
+
+@check(
+    "CK749",
+    "training rounds to the scales that the engine is sent",
+    stage="launch",
+    rationale=(
+        "Transformer Engine takes the kind of its scales from variables, the rollout its own from settings. Where they "
+        "differ, the same weights are other numbers in training and rollout, by up to a step of FP8 each."
+    ),
+    fix="Set the variable for the trainer to the value that the finding names.",
+    unless=unless_skipped(_choices),
+)
+def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The trainer's `NVTE_*` variables against what the stack packs for its engine."""
+    for choice in _choices(subject):
+        tally.compared(0)
+        word = choice.word
+        actual = f"{word.text} ({word.place})" if word else "not set, which Transformer Engine takes for 0"
+        if not choice.wanted:
+            tally.note(f"{choice.variable}={actual}: {choice.why}")
+        elif not choice.agrees:
+            wanted = " or ".join(choice.wanted)
+            expected = f"{choice.variable}={wanted}: {choice.why}"
+            hint = f"set {choice.variable}={choice.wanted[0]} for the trainer, in the launch or in its containers"
+            yield Issue(expected, actual, hint, file=word.file if word else None, severity="warning")

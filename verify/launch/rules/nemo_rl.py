@@ -1,7 +1,8 @@
 """What NeMo-RL refuses of a job's settings.
 
 Source: NeMo-RL 7ea279a (2026-08) `models/policy/lm_policy.py` (Policy), `algorithms/grpo.py` (setup,
-async_grpo_train), `algorithms/distillation.py`, `models/megatron/setup.py`, `models/automodel/setup.py`,
+async_grpo_train), `algorithms/distillation.py`, `models/generation/vllm/quantization/fp8.py` (init_fp8),
+`models/megatron/setup.py`, `models/automodel/setup.py`,
 `models/policy/workers/dtensor_policy_worker.py`; megatron-core `moe_layer.py`.
 """
 
@@ -25,6 +26,7 @@ def refused(values: Values, *, megatron: bool, experts: int) -> Iterator[Issue]:
     """Everything that NeMo-RL stops at. `experts`: those of the model; 0 for a dense or unknown one."""
     yield from (*_backends(values, megatron), *_accuracy(values, megatron), *_packing(values, megatron))
     yield from (*_grpo(values), *_asynchronous(values), *_mixture(values, megatron, experts), *_resources(values))
+    yield from _fp8(values, megatron)
 
 
 def _backends(values: Values, megatron: bool) -> Iterator[Issue]:
@@ -104,6 +106,35 @@ def _asynchronous(values: Values) -> Iterator[Issue]:
     key = f"{_GENERATION}.colocated.enabled"
     if backend not in (None, "megatron") and values.on(key, True):
         yield values.issue((key, on), f"{key}=false with grpo.async_grpo", _STOPS)
+
+
+def _fp8(values: Values, megatron: bool) -> Iterator[Issue]:
+    """vLLM in FP8 or MXFP8, and its cache in FP8, of GRPO."""
+    engine = f"{_GENERATION}.vllm_cfg"
+    precision, cache, mx = (f"{engine}.{name}" for name in ("precision", "kv_cache_dtype", "is_mx"))
+    kind, weights = values.text(cache, "auto"), values.text(precision, "auto")
+    if values.text(f"{_GENERATION}.backend") != "vllm" or kind is None or weights is None:
+        return
+    grpo, fp8 = not values.off("grpo.num_prompts_per_step"), weights == "fp8"
+    for name in ("pow2_weight_scaling_factors", "pow2_activation_scaling_factors") if fp8 and values.on(mx) else ():
+        if values.on(f"{engine}.{name}", None) is False:
+            yield values.issue((f"{engine}.{name}", mx), f"{engine}.{name} = true with {mx}", _STOPS)
+    if fp8 and kind not in ("auto", "fp8", "fp8_e4m3"):
+        yield values.issue((cache,), f"{cache}: auto, fp8 or fp8_e4m3", _STOPS)
+    correction = "loss_fn.use_importance_sampling_correction"
+    if grpo and fp8 and values.on(correction, None) is False:
+        yield values.issue((correction, precision), f"{correction}=true with {precision} fp8", _STOPS)
+    if not (grpo and kind.startswith("fp8")):
+        return
+    if not fp8:
+        yield values.issue((cache, precision), f"{precision} = fp8 with a cache in FP8", _STOPS)
+    if values.on(f"{_DTENSOR}.enabled"):
+        yield values.issue((cache, f"{_DTENSOR}.enabled"), "Megatron with a cache in FP8", _STOPS)
+    if values.on(key := f"{engine}.async_engine"):
+        yield values.issue((cache, key), f"{key}=false with a cache in FP8", _STOPS)
+    stages = f"{_MEGATRON}.pipeline_model_parallel_size"
+    if megatron and (values.number(stages, 1) or 1) > 1:
+        yield values.issue((cache, stages), f"{stages} = 1 with a cache in FP8", _STOPS)
 
 
 def _mixture(values: Values, megatron: bool, experts: int) -> Iterator[Issue]:

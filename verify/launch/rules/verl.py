@@ -2,7 +2,8 @@
 
 Source: verl 1dda039 (2026-08) `utils/config.py` (validate_config), `workers/config/actor.py`, `critic.py` and
 `rollout.py` (__post_init__, validate), `workers/engine_workers.py` (train_mini_batch) and
-`workers/rollout/vllm_rollout/utils.py` (get_vllm_max_lora_rank), `trainer/ppo/ray_trainer.py` (_save_checkpoint) and
+`workers/rollout/vllm_rollout/utils.py` (get_vllm_max_lora_rank), `vllm_async_server.py` (_apply_quantization),
+`async_sglang_server.py` and `trtllm_async_server.py`, `trainer/ppo/ray_trainer.py` (_save_checkpoint) and
 `utils/checkpoint/megatron_checkpoint_manager.py`; megatron-core `moe_layer.py`.
 """
 
@@ -19,6 +20,8 @@ _ACTOR, _ROLLOUT, _REF = f"{_AR}.actor", f"{_AR}.rollout", f"{_AR}.ref"
 _STOPS = "verl stops at its own check of settings: change one of them"
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _MAX_RANK = 512
+# What `rollout.quantization` may be, by engine; verl 0.7.1 lacks "ascend".
+_QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",), "trtllm": ("fp8",)}
 
 
 def refused(values: Values, *, gpus: int | None, megatron: bool, reference: bool, experts: int) -> Iterator[Issue]:
@@ -27,7 +30,7 @@ def refused(values: Values, *, gpus: int | None, megatron: bool, reference: bool
     batches = values.word("data.train_batch_size") or values.word(f"{_ACTOR}.ppo_mini_batch_size")
     if batches and values.on(f"{_ACTOR}.use_dynamic_bsz") is False:
         yield from (*_batches(values, gpus, megatron), *_micro_batches(values, reference))
-    yield from (*_rollout(values), *_loss(values))
+    yield from (*_rollout(values), *_quantization(values), *_loss(values))
     yield from _mixture(values, experts) if megatron else (*_sequences(values), *_tracker(values))
 
 
@@ -92,6 +95,21 @@ def _rollout(values: Values) -> Iterator[Issue]:
     for key in ranks if name == "vllm" and values.on(f"{_AR}.model.lora.merge") is False else ():
         if (values.number(key, 0) or 0) > _MAX_RANK:
             yield values.issue((key,), f"a rank of at most {_MAX_RANK}, which vLLM takes", "verl stops")
+
+
+def _quantization(values: Values) -> Iterator[Issue]:
+    """How the rollout packs what it is sent. Quantization-aware training decides it for vLLM instead."""
+    name, key = values.text(f"{_ROLLOUT}.name"), f"{_ROLLOUT}.quantization"
+    method, known = values.text(key), _QUANTIZATIONS.get(name or "")
+    aware = (f"{_ACTOR}.fsdp_config.qat.enable", f"{_ACTOR}.megatron.qat.enable", f"{_ROLLOUT}.qat.enable")
+    if method is None or known is None or (name == "vllm" and any(values.on(one) is not False for one in aware)):
+        return
+    if method not in known:
+        hint = "verl stops while it starts the engine: correct it, or leave it out"
+        yield values.issue((key,), f"{key} for {name}: {' or '.join(known)}", hint)
+    load = f"{_ROLLOUT}.load_format"
+    if name == "trtllm" and method == "fp8" and values.text(load, "dummy") not in (None, "dummy"):
+        yield values.issue((load, key), f"{load} = dummy with {key}", "verl stops: leave it out")
 
 
 def _loss(values: Values) -> Iterator[Issue]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
@@ -59,9 +60,14 @@ def given(text: str) -> bool:
     return text.lower() not in ("", NULL, "none")
 
 
+def config_in(model: Path | None) -> Mapping[str, Any]:
+    """The config.json of a directory; empty where it cannot be read."""
+    try:
+        return read_json(model / "config.json") if model else {}
+    except CkptkitError:
+        return {}
+
+
 def experts_in(model: Path | None) -> int:
     """How many experts the model of a directory has; 0 for a dense one, and where its config.json cannot be read."""
-    try:
-        return experts_of(read_json(model / "config.json")) if model else 0
-    except CkptkitError:
-        return 0
+    return experts_of(config_in(model))

@@ -30,6 +30,7 @@ from verify.launch.settings.yaml_tree import Tree
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, STEP, experts_in, hf_side, iterations_in
 from verify.launch.stacks.nemo_rl_teachers import teacher_nodes
+from verify.launch.stacks.scales import scales_of_nemo_rl
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
 
@@ -80,6 +81,7 @@ def read(launch: Launch) -> Job:
             (*groups, *([asked] if asked else [])), cuts=(*(cut for cut in cuts if cut.ranks > 1), *served)
         ),
         speculation=of_settings(settings.quietly(), f"{_GENERATION}.vllm_kwargs") if engine.server == "vllm" else None,
+        scales=scales_of_nemo_rl(Values(settings), launch.text, megatron=megatron),
         own_check=OwnCheck(tuple(rules.refused(Values(settings), megatron=megatron, experts=experts_in(hf)))),
     )
 
@@ -295,7 +297,19 @@ def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgument
     if tp is None or pp is None:
         return side, engine_of(backend, None, None), None, ()
     group = Group(ENGINE, gpus, (("tp x pp", (tp, pp)),), places(settings, keys[:2]))
-    return side, engine_of(backend, tp, pp, ep), group, engine_cut(backend, tp, ep, settings.place(keys[0]))
+    fp8 = backend == "vllm" and _packs_all(settings)
+    return side, engine_of(backend, tp, pp, ep), group, engine_cut(backend, tp, ep, settings.place(keys[0]), fp8=fp8)
+
+
+def _packs_all(settings: Settings) -> bool:
+    """Whether vLLM is sent all Linear layers and experts in FP8 blocks of 128 x 128, by `precision: fp8`."""
+    prefix = f"{_GENERATION}.vllm_cfg"
+    values = Values(settings)
+    layers = [values.number(f"{prefix}.num_{end}_layers_in_bf16", 0) for end in ("first", "last")]
+    left_out = any(True for _ in settings.config.names(f"{prefix}.quantization_ignored_layer_kws"))
+    if values.text(f"{prefix}.precision") != "fp8" or values.on(f"{prefix}.is_mx") is not False:
+        return False
+    return layers == [0, 0] and not left_out
 
 
 STACK = Stack(

@@ -27,6 +27,7 @@ from verify.launch.rules import verl as rules
 from verify.launch.rules.settings import Values
 from verify.launch.sides import ENGINE, Side, path_issue
 from verify.launch.stacks.directories import LOAD, REF, STEP, experts_in, given, hf_side, torch_dist_side
+from verify.launch.stacks.scales import scales_of_verl
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import (
     NAMES,
@@ -100,6 +101,7 @@ def read(launch: Launch) -> Job:
         sharing=tuple(sharing),
         placement=Placement((*groups, asked), tuple(_unlike(settings, roles)) if megatron else (), (*shared, *served)),
         speculation=_speculation(settings.quietly()),
+        scales=scales_of_verl(Values(settings), launch.text, megatron=megatron),
         own_check=own_check(launch, refused),
     )
 

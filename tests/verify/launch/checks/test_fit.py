@@ -1,19 +1,16 @@
-"""CK722's words on FP8 blocks, against SGLang's and vLLM's own layers; CK747 of what slime and miles send."""
+"""CK722's words on FP8 blocks, against SGLang's and vLLM's own layers."""
 
 from __future__ import annotations
 
 import json
 import random
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.check_examples import hold_example
-from support.launch_scripts import write_config, write_launch
+from support.launch_scripts import quantized_launch, write_config
 from support.processes import run_logged
 
 from converters.config.dims import Mla, ModelDims
@@ -104,101 +101,24 @@ def test_what_is_refused_of_a_cut_is_what_the_layers_of_the_engine_refuse(
     assert seen == expected | ({"gate_up_proj", "qkv_proj"} if engine == "sglang" else set())
 
 
-def launched(folder: Path, quantization: Mapping[str, Any] | None, change: Callable[[str], str] = str) -> list[Finding]:
-    """What CK722 and CK747 find of a launch whose engine serves a Qwen3 mixture of experts quantized so."""
-    root = write_config(folder / "hf", "qwen3_moe")
-    config = json.loads((root / "config.json").read_text())
-    config |= {} if quantization is None else {"quantization_config": dict(quantization)}
-    (root / "config.json").write_text(json.dumps(config))
-    report = preflight(script=write_launch(folder, "qwen3_moe", root, change=change))
-    return [one for one in report.findings if one.code in ("CK722", "CK747")]
-
-
 def wide(text: str) -> str:
     """Experts cut by four tensor parallel ranks, where the launch spreads them over eight."""
     tp = text.replace("--rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 4")
     return tp.replace("--sglang-ep-size 8", "")
 
 
-FORMATS = [
-    ({**FP8, "activation_scheme": "dynamic", "fmt": "e4m3"}, []),
-    ({**FP8, "activation_scheme": "static"}, ["activation_scheme = dynamic, which slime and miles assert"]),
-    (FP8, ["activation_scheme = dynamic, which slime and miles assert"]),
-    (
-        {**FP8, "activation_scheme": "dynamic", "fmt": "e5m2"},
-        ["fmt = e4m3, which slime and miles assert"],
-    ),
-    ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, []),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, []),
-    ({"quant_method": "modelopt", "quant_algo": "FP8"}, ["a quant_method that slime or miles packs"]),
-    ({"quant_method": "mxfp4"}, ["a quant_method that slime or miles packs"]),
-]
-
-
-@pytest.mark.parametrize(("quantization", "expected"), FORMATS)
-def test_a_format_that_the_trainer_cannot_send_is_found(
-    quantization: Mapping[str, Any], expected: list[str], tmp_path: Path
-) -> None:
-    found = [one for one in launched(tmp_path, quantization) if one.code == "CK747"]
-    assert [one.expected.split(":")[0] for one in found] == expected
-    assert all((one.severity == "warning") == (quantization["quant_method"] == "mxfp4") for one in found)
-
-
-DYNAMIC = {**FP8, "activation_scheme": "dynamic"}
-# --sglang-quantization, the checkpoint, and what is found of the two.
-OPTIONS: list[tuple[str, Mapping[str, Any] | None, str | None]] = [
-    ("fp8", DYNAMIC, None),
-    ("nvfp4_online", DYNAMIC, None),
-    ("modelopt_fp4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
-    ("w8a8_fp8", {"quant_method": "compressed-tensors"}, None),
-    ("w8a8_fp8", DYNAMIC, "error"),
-    ("mxfp8", DYNAMIC, "error"),
-    ("fp8", {"quant_method": "compressed-tensors"}, "error"),
-    ("fp8", None, "warning"),
-]
-
-
-@pytest.mark.parametrize(("option", "quantization", "severity"), OPTIONS)
-def test_an_option_of_the_engine_that_contradicts_the_checkpoint_is_found(
-    option: str, quantization: Mapping[str, Any] | None, severity: str | None, tmp_path: Path
-) -> None:
-    added = f"--sglang-quantization {option} --sglang-ep-size 8"
-    given = launched(tmp_path, quantization, lambda text: text.replace("--sglang-ep-size 8", added))
-    found = [one for one in given if one.code == "CK747"]
-    assert [one.severity for one in found] == ([] if severity is None else [severity])
-    assert all("--sglang-quantization" in one.expected for one in found)
-    assert [one for one in launched(tmp_path / "twin", quantization) if one.code == "CK747"] == []
-
-
-@pytest.mark.sglang
-@pytest.mark.parametrize(("option", "quantization", "severity"), [one for one in OPTIONS if one[1] is not None])
-def test_sglang_stops_at_an_option_that_contradicts_the_checkpoint(
-    option: str, quantization: Mapping[str, Any], severity: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sglang.srt.configs.model_config import ModelConfig
-
-        config = ModelConfig.__new__(ModelConfig)
-        config.quantization, config.is_draft_model = option, False
-        monkeypatch.setattr(ModelConfig, "_parse_quant_hf_config", lambda self: dict(quantization))
-        monkeypatch.setattr(ModelConfig, "_find_quant_modelslim_config", lambda self: None)
-        stops = pytest.raises(ValueError, match="does not match") if severity == "error" else nullcontext()
-        with stops:
-            config._verify_quantization()
-
-
-def test_example_of_the_site_is_what_is_found(tmp_path: Path) -> None:
-    (found,) = launched(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"})
-    hold_example("CK747", found)
+def launched(folder: Path, quantization: Mapping[str, Any]) -> list[Finding]:
+    """What CK722 finds of a launch whose engine serves a Qwen3 mixture of experts quantized so."""
+    report = preflight(script=quantized_launch(folder, "qwen3_moe", quantization, wide))
+    return [one for one in report.findings if one.code == "CK722"]
 
 
 def test_layers_that_the_list_leaves_out_are_not_held_against_blocks(tmp_path: Path) -> None:
     """Experts of 768 over four ranks are 192 rows each, a block and a half."""
     right = {**FP8, "activation_scheme": "dynamic"}
-    (found,) = launched(tmp_path / "a", right, wide)
+    (found,) = launched(tmp_path / "a", right)
     assert found.actual == "moe_intermediate_size = 768, 192 a rank"
     layers = [f"model.layers.{layer}.mlp.experts" for layer in range(48)]
-    assert launched(tmp_path / "b", {**right, "modules_to_not_convert": layers}, wide) == []
-    assert len(launched(tmp_path / "c", {**right, "modules_to_not_convert": layers[1:]}, wide)) == 1
-    assert len(launched(tmp_path / "d", {**right, "modules_to_not_convert": ["lm_head", "mlp.gate"]}, wide)) == 1
+    assert launched(tmp_path / "b", {**right, "modules_to_not_convert": layers}) == []
+    assert len(launched(tmp_path / "c", {**right, "modules_to_not_convert": layers[1:]})) == 1
+    assert len(launched(tmp_path / "d", {**right, "modules_to_not_convert": ["lm_head", "mlp.gate"]})) == 1

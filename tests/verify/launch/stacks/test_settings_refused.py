@@ -1,4 +1,4 @@
-"""CK746, CK722, CK745 and CK721 of verl, NeMo-RL and ROLL: what their own checks refuse, each beside a right job.
+"""CK746, CK722, CK745, CK747, CK749 and CK721 of verl, NeMo-RL and ROLL, each beside a right job.
 
 Every row breaks one rule of the source that `verify/launch/rules` or `fit.py` names; without it the job is right.
 """
@@ -103,6 +103,20 @@ APART = ["policy.generation.colocated.enabled=false", "policy.generation.colocat
 CONFIG = "actor_train.strategy_args.strategy_config"
 ROLL_MEGATRON = ["actor_train.strategy_args.strategy_name=megatron_train"]
 
+# What both stacks train in FP8 blocks by, and serve so.
+NVTE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+VERL_FP8 = [
+    *VERL_MEGATRON,
+    f"+{ACTOR}.megatron.override_transformer_config.fp8=hybrid",
+    f"+{ACTOR}.megatron.override_transformer_config.fp8_recipe=blockwise",
+]
+VLLM = "policy.generation.vllm_cfg"
+NEMO_RL_FP8 = [
+    *NEMO_RL_MEGATRON,
+    *(f"++policy.megatron_cfg.fp8_cfg.{one}" for one in ("enabled=true", "fp8=e4m3", "fp8_recipe=blockwise")),
+]
+FLOAT32 = [f"++policy.megatron_cfg.env_vars.{NVTE}=1"]
+
 # Stack, model, what the right job has besides, what breaks it, the check that finds it, and what is expected.
 BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
     ("verl", DENSE, [], ["data.train_batch_size=63"], "CK746", "data.train_batch_size of at least"),
@@ -186,6 +200,16 @@ BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
         "CK745",
         '"model" of the draft',
     ),
+    ("verl", DENSE, [], [f"{ROLLOUT}.quantization=fp4"], "CK746", "quantization for vllm: fp8 or torchao or ascend"),
+    *(
+        ("verl", DENSE, [f"{ROLLOUT}.name={name}"], [f"{ROLLOUT}.quantization=torchao"], "CK746", f"for {name}: fp8")
+        for name in ("sglang", "trtllm")
+    ),
+    (
+        *("verl", DENSE, [f"{ROLLOUT}.name=trtllm", f"{ROLLOUT}.quantization=fp8"], [f"{ROLLOUT}.load_format=auto"]),
+        *("CK746", "load_format = dummy with"),
+    ),
+    ("verl", DENSE, VERL_FP8, [f"{ROLLOUT}.quantization=fp8"], "CK749", f"{NVTE}=1: verl sends"),
     ("verl", DENSE, [], ["trainer.n_gpu_per_node=8"], "CK721", "n_gpus_per_node"),
     ("NeMo-RL", DENSE, [], ["policy.dtensor_cfg.enabled=false"], "CK746", "Megatron or DTensor enabled"),
     ("NeMo-RL", DENSE, NEMO_RL_MEGATRON, ["policy.dtensor_cfg.enabled=true"], "CK746", "one of Megatron and DTensor"),
@@ -260,6 +284,44 @@ BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
         *("NeMo-RL", DENSE, [], ["++policy.generation.vllm_kwargs.speculative_config.method=deepseek_mtp"]),
         *("CK745", "a model with multi-token prediction layers"),
     ),
+    (
+        *("NeMo-RL", DENSE, [f"++{VLLM}.precision=fp8"]),
+        *(["loss_fn.use_importance_sampling_correction=false"], "CK746", "use_importance_sampling_correction=true"),
+    ),
+    (
+        *("NeMo-RL", DENSE, [f"++{VLLM}.precision=fp8", f"++{VLLM}.is_mx=true"]),
+        *([f"++{VLLM}.pow2_weight_scaling_factors=false"], "CK746", "pow2_weight_scaling_factors = true with"),
+    ),
+    ("NeMo-RL", DENSE, NEMO_RL_MEGATRON, [f"++{VLLM}.kv_cache_dtype=fp8"], "CK746", "precision = fp8 with a cache"),
+    (
+        *("NeMo-RL", DENSE, [f"++{VLLM}.precision=fp8"], [f"++{VLLM}.kv_cache_dtype=fp8"]),
+        *("CK746", "Megatron with a cache in FP8"),
+    ),
+    (
+        *("NeMo-RL", DENSE, [*NEMO_RL_MEGATRON, f"++{VLLM}.precision=fp8", f"++{VLLM}.kv_cache_dtype=fp8_e4m3"]),
+        *([f"{VLLM}.async_engine=true"], "CK746", "async_engine=false with a cache"),
+    ),
+    (
+        *("NeMo-RL", DENSE, [*NEMO_RL_MEGATRON, f"++{VLLM}.precision=fp8", f"++{VLLM}.kv_cache_dtype=fp8"]),
+        *(["policy.megatron_cfg.pipeline_model_parallel_size=2"], "CK746", "= 1 with a cache in FP8"),
+    ),
+    (
+        "NeMo-RL",
+        DENSE,
+        [f"++{VLLM}.precision=fp8"],
+        [f"++{VLLM}.kv_cache_dtype=int8"],
+        "CK746",
+        "auto, fp8 or fp8_e4m3",
+    ),
+    ("NeMo-RL", DENSE, NEMO_RL_FP8, [f"++{VLLM}.precision=fp8"], "CK749", f"{NVTE}=1: NeMo-RL sends"),
+    (
+        *("NeMo-RL", DENSE, [*NEMO_RL_FP8, *FLOAT32, f"++{VLLM}.precision=fp8"]),
+        *([f"++{VLLM}.pow2_weight_scaling_factors=true"], "CK749", f"{NVTE}=0: NeMo-RL sends"),
+    ),
+    (
+        *("NeMo-RL", MIXTURE, [f"{VLLM}.tensor_parallel_size=2"], [f"++{VLLM}.precision=fp8"], "CK722"),
+        "moe_intermediate_size whose part on each of 2 ranks divides by the FP8 block of 128",
+    ),
     ("NeMo-RL", DENSE, [], ["++policy.train_micro_batchsize=4"], "CK721", "train_micro_batch_size"),
     ("ROLL", DENSE, ROLL_MEGATRON, ["rollout_batch_size=60"], "CK746", "data parallel ranks = 8 / 1 = 8"),
     (
@@ -314,6 +376,46 @@ def test_sizes_that_share_the_heads_out_are_right(releases: PathOf) -> None:
         assert verl(hf, *given, f"{ACTOR}.ulysses_sequence_parallel_size={ranks}") == []
         assert verl(hf, *given, f"{ROLLOUT}.tensor_model_parallel_size={ranks}") == []
     assert nemo_rl(hf, "cluster.gpus_per_node=10", "policy.dtensor_cfg.tensor_parallel_size=2") == []
+
+
+def test_scales_of_training_that_are_those_of_the_rollout_are_right(
+    releases: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable in the launch's own environment, in settings, and powers of two on both sides."""
+    hf, served = releases(DENSE), f"++{VLLM}.precision=fp8"
+    powers = f"++{VLLM}.pow2_weight_scaling_factors=true"
+    assert nemo_rl(hf, *NEMO_RL_FP8, *FLOAT32, served) == []
+    assert nemo_rl(hf, *NEMO_RL_FP8, served, powers) == []
+    assert nemo_rl(hf, *NEMO_RL_FP8, served, f"++{VLLM}.is_mx=true") == []
+    monkeypatch.setenv(NVTE, "1")
+    assert verl(hf, *VERL_FP8, f"{ROLLOUT}.quantization=fp8") == []
+    assert nemo_rl(hf, *NEMO_RL_FP8, served) == []
+    assert [one.code for one in nemo_rl(hf, *NEMO_RL_FP8, served, powers)] == ["CK749"]
+    blockwise = [one.replace("blockwise", "delayed") for one in VERL_FP8]
+    monkeypatch.delenv(NVTE)
+    assert verl(hf, *blockwise, f"{ROLLOUT}.quantization=fp8") == []
+
+
+def test_layers_that_nemo_rl_leaves_in_bf16_are_not_held_against_blocks(releases: PathOf) -> None:
+    given = [f"{VLLM}.tensor_parallel_size=2", f"++{VLLM}.precision=fp8"]
+    for more in (f"++{VLLM}.num_first_layers_in_bf16=1", f"++{VLLM}.quantization_ignored_layer_kws=[experts]"):
+        assert nemo_rl(releases(MIXTURE), *given, more) == []
+
+
+def test_a_quantized_model_that_verl_updates_in_bf16_is_found(releases: PathOf, copy_of: CopyOf) -> None:
+    hf = copy_of(releases(DENSE))
+    config = json.loads((hf / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (hf / "config.json").write_text(json.dumps(config))
+
+    def found(*more: str) -> list[str]:
+        return [one.expected for one in verl(hf, *more) if one.code == "CK747"]
+
+    sglang = f"{ROLLOUT}.name=sglang"
+    assert found(sglang) == [f"{ROLLOUT}.quantization=fp8, or a model in BF16"]
+    assert found(sglang, f"{ROLLOUT}.quantization=fp8") == []
+    # verl's patch of vLLM packs what an engine in FP8 is sent.
+    assert found() == []
 
 
 def test_a_tensor_parallel_size_that_changes_log_probabilities_is_a_warning(

@@ -19,7 +19,8 @@ from verify.launch.options.speculative import of_options
 from verify.launch.options.tables import OPTIONS
 from verify.launch.rules import megatron, slime
 from verify.launch.rules.options import Options
-from verify.launch.stacks.directories import experts_in
+from verify.launch.stacks.directories import config_in, experts_in
+from verify.launch.stacks.scales import scales_of_options
 from verify.launch.stacks.slime.files import role_files
 from verify.launch.stacks.slime.gpus import placement_of
 from verify.launch.stacks.slime.sides import Paths, notes_of, sharing_of, sides_of, unread_of
@@ -52,6 +53,7 @@ def read(launch: Launch) -> Job:
         raise CkptkitError("nothing to look at", hint)
     sides, unread = sides_of(launch, paths), unread_of(launch, paths)
     sizes = _sizes(launch, given, whole=bool(text.words) and not unread)
+    updates = bool(sizes.qat or paths.load or paths.ref_load)
     return Job(
         STACK,
         text,
@@ -63,7 +65,8 @@ def read(launch: Launch) -> Job:
         sharing=sharing_of(paths, sides),
         placement=placement_of(given, text.words),
         speculation=of_options(given, text.words),
-        updates=bool(sizes.qat or paths.load or paths.ref_load),
+        updates=updates,
+        scales=scales_of_options(text, launch.environment, config_in(paths.hf)) if updates else (),
         arguments=given,
         written=_written(text),
         own_check=_own_check(text, given, paths),
