@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
+from quant.formats.dequantize import format_of
+from quant.formats.floats.release import Floats
 from quant.formats.grids import not_finite
 from quant.formats.part_names import FP8_SCALE_INV
 from quant.kernels.float_roundings import blocks_of, scale_dtype
@@ -108,6 +110,23 @@ def fp8_form(config: Mapping[str, Any]) -> Fp8Form | None:
     if method == "mxfp8":
         return Fp8Form(block, "modelopt")
     return Fp8Form(block, "deepgemm" if content.get("scale_fmt") == "ue8m0" else "online")
+
+
+def refuse_nvfp4(config: Mapping[str, Any]) -> None:
+    """Raises CkptkitError where the engine serves NVFP4, in which SGLang keeps no way back to what it loaded.
+
+    It repacks codes for Marlin or swizzles scales, and deletes the scale of each layer. Source: SGLang 0.5.16
+    `modelopt_quant.py`, `prepare_nvfp4_layer_for_marlin`.
+    """
+    try:
+        found = format_of(config)
+    except CkptkitError:
+        return  # what is not read is refused by name elsewhere
+    if isinstance(found, Floats) and any(layout.second for layout in found.layouts):
+        raise CkptkitError(
+            "SGLang cannot take NVFP4 weights a second time: it repacks them for its kernels and keeps no way back",
+            "update an engine in block FP8 or MXFP8 (`ckptkit quantize --scheme fp8-block`), or start it anew",
+        )
 
 
 def served_in_fp8(reference: str | Path | Iterable[str] | None) -> Served:

@@ -16,7 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from quant.formats.scheme import Grid, read_scheme
 from quant.online.form import Form
-from quant.online.fp8 import Fp8Form, fp8_form, served_in_fp8
+from quant.online.fp8 import Fp8Form, fp8_form, refuse_nvfp4, served_in_fp8
 from quant.online.int4 import Int4Form
 from quant.online.served import served
 
@@ -43,7 +43,7 @@ class OnlineQuantizer:
 
     Raises CkptkitError for what SGLang cannot load online: INT4 Linear layers, asymmetric scales, a partly packed
     layer, a config with several groups, or one that contradicts the reference. Of FP8: other blocks than 128 x 128 (1 x
-    32 of MXFP8), and activations with stored scales.
+    32 of MXFP8), and activations with stored scales. NVFP4.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class OnlineQuantizer:
                 raise CkptkitError("a grid is of INT4, and the engine serves FP8", "leave `grid` out")
             self.form, self.served = form, served_in_fp8(reference)
         else:
+            refuse_nvfp4(config)
             scheme = read_scheme(config)
             scheme = replace(scheme, grid=grid) if grid else scheme
             self.form, self.served = Int4Form(scheme), served(config, scheme, reference)

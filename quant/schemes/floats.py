@@ -24,6 +24,7 @@ from quant.kernels.float_roundings import Fp8Weight, blocks_of
 from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 from quant.patterns.entries import check_entries
 from quant.schemes.interface import Request
+from quant.selection import tiles
 from quant.selection.class_tree import class_tree
 from quant.selection.eight_bit import select_eight_bit, sharing_a_scale
 
@@ -274,24 +275,28 @@ def select(source: Checkpoint, scheme: FloatScheme, request: Request) -> FloatWe
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     kind = scheme.kind
     chosen = select_eight_bit(source.specs, config, scheme.ignore, kind.fitted, like, kind.kept)
-    together = sharing_a_scale(name for name in source.specs if name in chosen.names)
+    specs = [spec for name, spec in source.specs.items() if name in chosen.names]
     return FloatWeights(
         scheme,
         chosen.names,
         chosen.ignore,
         request.device,
-        (*_unread(scheme, request.readers), *chosen.notes),
-        together if scheme.name == "nvfp4" else (),
+        (*_reader_notes(scheme, specs, config, request.readers), *chosen.notes),
+        sharing_a_scale(spec.name for spec in specs) if scheme.name == "nvfp4" else (),
         chosen.quantized,
         for_vllm=scheme.name == "mxfp8" and set(request.readers) == {"vllm"},
     )
 
 
-def _unread(scheme: FloatScheme, readers: Sequence[str]) -> list[str]:
-    """Who of the readers does not load what is written."""
+def _reader_notes(
+    scheme: FloatScheme, chosen: Sequence[TensorSpec], config: Mapping[str, Any], readers: Sequence[str]
+) -> Sequence[str]:
+    """What SGLang does not load or run of it, where it is a reader."""
     if scheme.layout is not None and scheme.formula == _CT and "sglang" in readers:
         weights_only = "" if scheme.name == "mxfp4" else " without quantized activations"
         return [f"SGLang 0.5.16 does not read {scheme.title} of compressed-tensors{weights_only}; vLLM does"]
+    if scheme.name == "nvfp4":
+        return tiles.kernel_notes("NVFP4", chosen, config, scheme.kind.block[1], readers)
     return []
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -157,9 +157,7 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     special = check_zero_point_layout(whole, experts, request.readers)
     if special and family_of(config).engine("sglang").joins_shared_expert:
         _check_joined([spec.name for spec in chosen if ".shared_experts." in spec.name])
-    notes = _kernel_notes(
-        [source.specs[name] for name in source.specs if name in names], config, whole, request.readers
-    )
+    notes = tiles.kernel_notes("INT4", chosen, config, whole.group_size, request.readers)
     before = stored_scheme(reference.config) if reference is not None else None
     if before is None or not before.fits(whole):
         return PackedWeights(whole, names, request.device, sglang_experts=special, notes=notes)
@@ -210,17 +208,6 @@ def _packed_less(names: Collection[str], ignore: Sequence[str]) -> list[str]:
         ignored = module != name and any(compressed_tensors(module, pattern) for pattern in ignore)
         found.append(f"{module}.weight" if ignored else name)
     return found
-
-
-def _kernel_notes(
-    chosen: Sequence[TensorSpec], config: Mapping[str, Any], scheme: QuantScheme, readers: Sequence[str]
-) -> tuple[str, ...]:
-    """Layers that none of SGLang's kernels runs; nothing where SGLang is not a reader."""
-    fault = tiles.unrunnable(chosen, class_tree(config), config, scheme.group_size) if "sglang" in readers else None
-    if fault is None:
-        return ()
-    hint, details = fault
-    return (f"no INT4 kernel of SGLang runs {'; '.join(details)}: an engine would end at its first prompt; {hint}",)
 
 
 def _check_joined(packed: Sequence[str]) -> None:

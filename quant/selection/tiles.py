@@ -1,4 +1,6 @@
-"""Checks that the INT4 kernels of SGLang can load a layer cut for tensor parallelism, and can run it at all.
+"""Checks that Marlin's kernels of SGLang can load an INT4 layer cut for tensor parallelism, and can run it at all.
+
+NVFP4 weights alone run on the same kernels.
 
 Source: SGLang `layers/quantization/marlin_utils.py`, `verify_marlin_supports_shape` and
 `check_moe_marlin_supports_layer`. For compressed-tensors SGLang 0.5.16 asks the first and drops the answer, and asks
@@ -8,12 +10,12 @@ the second not at all. What no kernel can run ends the engine at its first promp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
-from quant.selection.class_tree import release_of
+from quant.selection.class_tree import class_tree, release_of
 from quant.selection.matrices import fused_layer
 from quant.selection.spelling import ignore_options
 from quant.selection.tree import ClassTree
@@ -61,6 +63,17 @@ def unrunnable(
         if fault := _kernel_fault(specs, specs[0].name.removesuffix(".weight") in tree.experts, group_size):
             faults.update(dict.fromkeys((spec.name for spec in specs), fault))
     return (f"leave them out: {ignore_options(faults)}", _describe(faults)) if faults else None
+
+
+def kernel_notes(
+    what: str, chosen: Sequence[TensorSpec], config: Mapping[str, Any], group_size: int | None, readers: Collection[str]
+) -> tuple[str, ...]:
+    """Layers in this format that none of SGLang's kernels runs; nothing where SGLang is not a reader."""
+    fault = unrunnable(chosen, class_tree(config), config, group_size) if "sglang" in readers else None
+    if fault is None:
+        return ()
+    hint, details = fault
+    return (f"no {what} kernel of SGLang runs {'; '.join(details)}: an engine would end at its first prompt; {hint}",)
 
 
 def _kernel_fault(specs: Sequence[TensorSpec], expert: bool, group_size: int | None) -> str | None:

@@ -14,8 +14,14 @@ from triton import language as tl
 
 from ckptkit.core.errors import CkptkitError
 from quant.kernels import triton_floats
-from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
-from quant.kernels.floats import quantize_fp8, quantize_fp8_in_torch, quantize_fp8_matrices
+from quant.kernels.float_roundings import NVFP4, ROUNDINGS, Fp8Weight
+from quant.kernels.floats import (
+    quantize_fp8,
+    quantize_fp8_in_torch,
+    quantize_fp8_matrices,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
 BLOCKS: list[tuple[int, int | None]] = [(128, 128), (1, None), (1, 32)]
@@ -82,6 +88,22 @@ def test_a_gpu_gives_the_bytes_of_the_cpu(dtype: torch.dtype, native: bool, monk
         assert triton_floats.has_kernel(weight.cuda(), block)
         found, wanted = quantize_fp8(weight.cuda(), block, rounding, "a"), quantize_fp8(weight, block, rounding, "a")
         assert_same(found, wanted, (tuple(weight.shape), rounding, block))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_four_bits_on_a_gpu_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    """Of weights that share a scale, too."""
+    torch.manual_seed(7)
+    weights = [hard_weights(dtype, 320), (torch.randn(1000, 4096) * torch.rand(1000, 1)).to(dtype)]
+    for weight in weights:
+        found = quantize_mxfp4(weight.cuda(), "compressed-tensors", "a")
+        assert_same(found, quantize_mxfp4(weight, "compressed-tensors", "a"), "mxfp4")
+    for writer, several in product(NVFP4, (weights, weights[1:])):
+        found_all, second = quantize_nvfp4([weight.cuda() for weight in several], writer, NAMES[: len(several)])
+        wanted_all, wanted = quantize_nvfp4(several, writer, NAMES[: len(several)])
+        assert same(second, wanted), writer
+        for found, one in zip(found_all, wanted_all, strict=True):
+            assert_same(found, one, writer)
 
 
 @pytest.mark.parametrize("block", BLOCKS)

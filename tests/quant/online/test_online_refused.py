@@ -181,3 +181,21 @@ def test_a_finished_update_takes_no_more() -> None:
     assert session.finish() == []
     with pytest.raises(CkptkitError, match="this update is finished"):
         session.add(release().items())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"}},
+        },
+    ],
+    ids=["all", "by layer"],
+)
+def test_nvfp4_is_refused_since_sglang_repacks_it(content: dict[str, Any]) -> None:
+    refused(
+        config() | {"quantization_config": content}, names_of(release()), "NVFP4 weights a second time", "fp8-block"
+    )

@@ -122,6 +122,15 @@ def test_like_quantizes_what_another_has_in_nvfp4(plain: Callable[[str], Path], 
     assert not [name for name in out if "self_attn" in name and name.endswith("_scale_2")]
 
 
+@pytest.mark.usefixtures("kernel_tiles")
+def test_a_layer_that_no_kernel_runs_is_noted(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """The first projections of latent attention have 96 and 576 rows together: no multiple of 64."""
+    notes = quantize(plain("mla"), tmp_path / "out", MODELOPT).notes
+    assert ["no NVFP4 kernel of SGLang runs" in note for note in notes] == [True]
+    assert "q_a_proj.weight: 672 rows of 256 columns" in notes[0]
+    assert not quantize(plain("mla"), tmp_path / "other", MODELOPT, readers=["vllm"]).notes
+
+
 def halved(written: dict[str, Tensor], weight: str) -> tuple[str, Tensor]:
     """One scale of a group at half its size."""
     scales = written[f"{weight}_scale"].clone()
@@ -159,16 +168,22 @@ def test_what_is_changed_is_named(
 
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
-def test_sglang_loads_layers_and_builds_experts_on_a_gpu_only(
-    plain: Callable[[str], Path], packed: Callable[[str], Path]
-) -> None:
-    found = {name: verify(packed(name), source=plain(name), against=frozenset({"sglang"})) for name in ("dense", "moe")}
-    passed = {check.code for check in found["dense"].checks if check.status == "passed"}
-    assert {"CK501", "CK502", "CK503", "CK504"} <= passed
-    assert [one.code for one in found["dense"].findings] == []
-    reasons = {check.code: str(check.reason) for check in found["moe"].checks}
-    assert "Current platform does not support NVFP4 quantization" in reasons["CK501"]
-    assert found["moe"].findings == []
+@pytest.mark.parametrize("name", daily(["dense", "moe", "mla", "glm"], ["mla"]))
+def test_sglang_loads_every_value(name: str, plain: Callable[[str], Path], packed: Callable[[str], Path]) -> None:
+    """With its draft model. Of latent attention's first projections SGLang takes one scale, and drops the other."""
+    report = verify(packed(name), source=plain(name), against=frozenset({"sglang"}))
+    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
+    assert {"CK501", "CK502", "CK503", "CK504"} <= {check.code for check in report.checks if check.status == "passed"}
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+def test_a_scale_that_sglang_drops_is_named_where_it_is_another(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(plain("mla"), tmp_path / "out", MODELOPT)
+    name = "model.layers.2.self_attn.kv_a_proj_with_mqa.weight_scale_2"
+    models.edit(tmp_path / "out", name, models.tensors(tmp_path / "out")[name] * 1.5)
+    findings = verify(tmp_path / "out", against=frozenset({"sglang"})).findings
+    assert [finding.tensor for finding in findings if finding.code == "CK503"] == [name]
 
 
 @pytest.mark.vllm

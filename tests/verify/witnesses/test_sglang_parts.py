@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from verify.witnesses.process.interpreter import Interpreter
 from verify.witnesses.process.run import last_words, run_ranks
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.sglang.names import fuses_shared, left_empty
+from verify.witnesses.vllm.names import left_empty as vllm_left_empty
 
 GLM = models.configs()["glm4_moe"].to_dict()
 L = "model.layers.4."
@@ -55,6 +58,24 @@ def test_parameters_that_need_no_tensor() -> None:
     assert not left_empty(L + "mlp.experts.w13_weight_g_idx", ordered)
     assert left_empty(L + "mlp.experts.w2_g_idx_sort_indices", ordered)
     assert not left_empty(L + "mlp.experts.w2_weight_packed", {})
+    assert left_empty(L + "mlp.experts.w13_blockscale_swizzled", {})
+
+
+@pytest.mark.parametrize("left_empty", [left_empty, vllm_left_empty], ids=["SGLang", "vLLM"])
+def test_scales_of_inputs_are_needed_unless_nvfp4_is_of_weights_alone(
+    left_empty: Callable[[str, dict[str, Any]], bool],
+) -> None:
+    params = [L + "mlp.down_proj.input_scale", L + "mlp.experts.w13_input_scale", L + "mlp.down_proj.weight_scale_2"]
+    layers = {"model.layers.0": {"quant_algo": "W4A16_NVFP4"}, "model.layers.1": {"quant_algo": "NVFP4"}}
+    both = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    alone = both | {"quantized_layers": {"model.layers.0": {"quant_algo": "W4A16_NVFP4"}}}
+    contents = [alone, both, {"quant_algo": "W4A16_NVFP4"}, {"quant_algo": "NVFP4"}, {"quant_algo": "FP8"}]
+    found = [
+        [left_empty(param, {"quantization_config": {"quant_method": "modelopt"} | content}) for param in params]
+        for content in contents
+    ]
+    assert found == [[True, True, False], [False] * 3, [True, True, False], [False] * 3, [False] * 3]
+    assert not left_empty(params[0], {})
 
 
 def test_draft_layers() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from converters.hf_names import LATENT_DOWN
 from converters.planner import expected_hf
 from converters.registry import family_of
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
@@ -65,7 +66,7 @@ class Loaded:
             found = [one for piece in pieces if (one := self.differs(piece, tensor))]
             if found:
                 result.differing.append(found[0])
-            elif pieces or (wanted(name) and self.is_shared(name, tensor)):
+            elif pieces or (wanted(name) and (self.is_shared(name, tensor) or self.is_repeated(name, tensor))):
                 result.equal[name] = tensor.nbytes
                 result.rounded += [one for piece in pieces[:1] if (one := _rounded(piece, tensor))]
         return result
@@ -100,6 +101,18 @@ class Loaded:
             return False
         shared = {param for param, other in self.tensors.items() if other.data_ptr() == own.data_ptr()}
         pieces = [piece for found in self.placement.pieces.values() for piece in found if piece.param in shared]
+        return bool(pieces) and not any(self.differs(piece, tensor) for piece in pieces)
+
+    def is_repeated(self, name: str, tensor: Tensor) -> bool:
+        """Whether a scale [] that was not written equals that of the part of its layer whose scale was.
+
+        SGLang takes that of q_a_proj for both first projections of latent attention.
+        """
+        module, _, leaf = name.rpartition(".")
+        parent, _, projection = module.rpartition(".")
+        if tensor.dim() or projection not in LATENT_DOWN:
+            return False
+        pieces = [piece for part in LATENT_DOWN for piece in self.placement.pieces.get(f"{parent}.{part}.{leaf}", ())]
         return bool(pieces) and not any(self.differs(piece, tensor) for piece in pieces)
 
     def differs(self, piece: Piece, tensor: Tensor) -> Observation | None:

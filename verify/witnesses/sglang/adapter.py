@@ -150,6 +150,8 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
         disable_overlap_schedule=True,
         disable_radix_cache=True,  # that of linear attention needs a GPU
         disable_shared_experts_fusion=not fused_shared,
+        # Only its class for NVFP4 asks while it is built, and takes no other without a GPU.
+        moe_runner_backend="auto" if cuda else "marlin",
     )
     if hasattr(runtime_context, "SpawnRanks"):  # since then the place of the process is published with the arguments
         runtime_context.publish(
@@ -230,7 +232,8 @@ def allow_building_on_cpu() -> None:
     """Lets SGLang build a model without a GPU, which only the forward pass needs.
 
     The rotary embedding would import vLLM's kernels, and has a variant for CPUs that knows few models;
-    compressed-tensors and GLM's fusion of shared experts ask for a compute capability, Qwen3-Next for the GPU's number.
+    compressed-tensors and GLM's fusion of shared experts ask for a compute capability, Qwen3-Next for the GPU's number;
+    experts in NVFP4 put a place for their swizzled scales on the GPU.
     """
     if torch.cuda.is_available():
         return
@@ -240,6 +243,7 @@ def allow_building_on_cpu() -> None:
 
     os.environ["SGLANG_NCCL_SO_PATH"] = "none"  # else several ranks would start NCCL
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     base._is_cpu = True
     for_cpu = factory.get_rope_cpu  # it knows one kind, which get_rope builds on a GPU alone
     factory.get_rope_cpu = lambda *args: for_cpu(*args) if args[5] else factory.get_rope(*args[:8])

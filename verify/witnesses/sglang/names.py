@@ -13,6 +13,8 @@ from verify.witnesses.loading.names import without_input_scale
 _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
 # Allocated for every packed layer of experts, but read only with activation ordering.
 _G_IDX = re.compile(r".+\.experts\.w(?:13|2)_(?:weight_g_idx|g_idx_sort_indices)")
+# Scales of experts in NVFP4 as kernels read them: computed from others after loading.
+_SWIZZLED = re.compile(r".+\.experts\.w(?:13|2)_blockscale_swizzled")
 # Scales of a key-value cache in FP8, which only few checkpoints have; else what they are made with is meant.
 _CACHE_SCALE = re.compile(r".+\.[kv]_scale")
 
@@ -35,6 +37,8 @@ def left_empty(param: str, config: Mapping[str, Any]) -> bool:
     """Whether SGLang allocates this parameter without wanting anything from the checkpoint in it."""
     if without_input_scale(param, config):
         return not param.rpartition(".")[2].startswith("w") or not _is_blackwell()
+    if _SWIZZLED.fullmatch(param):
+        return True
     ordered = weights_of(config).get("actorder") in ("group", "dynamic")
     return _G_IDX.fullmatch(param) is not None and (not ordered or param.endswith("_sort_indices"))
 
