@@ -32,7 +32,7 @@ COLUMNS = {
     "ray": {"workers", "seconds", "throughput to 1 worker's"},
 }
 
-ALWAYS = ("scale", "cuda")  # the cheapest that runs processes, and the one that is skipped without a GPU
+ALWAYS = ("cuda",)  # it is skipped without a GPU
 IMPORT = """
 import importlib, sys
 sys.path.insert(0, sys.argv[1])

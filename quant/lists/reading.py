@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
 from converters.registry import FAMILIES
-from quant.lists.rules import Rule
+from quant.lists.rules import Rule, Run
 from quant.lists.table import NAMES, ListReader
 from quant.patterns.entries import check_lookups
 from quant.selection.matrices import Matrix, fused_layer, names_in_vllm
@@ -58,6 +59,7 @@ def read_list(
         "own": frozenset(layer.name for layer in layers if layer.parts and not layer.experts),
     }
     check_lookups(entries, sum(map(len, kinds.values())))
+    by_part = {names: _by_part(names) for names in kinds.values()}
     by_rule = (
         ("experts", row.experts, kinds["experts"]),
         ("part", row.part, kinds["part"]),
@@ -72,7 +74,7 @@ def read_list(
             if rule is None:
                 continue
             if (key := (rule, spelled, names)) not in known:
-                known[key] = frozenset(_covered(rule, spelled, names))
+                known[key] = frozenset(_covered(rule, spelled, names, by_part[names]))
             covered[kind] |= known[key]
             found |= known[key]
         covers[entry] = frozenset(found)
@@ -91,9 +93,24 @@ def unreadable(row: ListReader, entry: str) -> bool:
     return False
 
 
-def _covered(rule: Rule, entry: str, names: frozenset[str]) -> Iterator[str]:
+def _by_part(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names that have each dotted part, which stands here in lower case."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        for part in set(name.lower().split(".")):
+            found[part].append(name)
+    return found
+
+
+def _covered(rule: Rule, entry: str, names: frozenset[str], by_part: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """A run of parts is looked for where its rarest part is: long lists of large models would take minutes."""
     try:
-        yield from filter(rule(entry), names)
+        covers = rule(entry)
+        where: Collection[str] = names
+        if isinstance(covers, Run):
+            having: list[Collection[str]] = [by_part.get(part.lower(), ()) for part in covers.parts.split(".")]
+            where = min(having, key=len)
+        yield from (name for name in where if covers(name))
     except CkptkitError:
         return  # `unreadable` has it
 

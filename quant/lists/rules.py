@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from quant.patterns.cost import MAX_NAME
@@ -16,6 +17,18 @@ from quant.patterns.entries import matcher
 
 Covers = Callable[[str], bool]
 Rule = Callable[[str], Covers]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Says whether a name has this run of whole dotted parts; `lower`: which is in lower case, as the name is taken."""
+
+    parts: str
+    lower: bool = False
+
+    def __call__(self, name: str) -> bool:
+        return f".{self.parts}." in f".{name.lower() if self.lower else name}."
+
 
 _NESTED = "language_model."
 # Of ModelOpt's fused attention: an entry that ends so leaves the projection out of every layer in SGLang.
@@ -38,7 +51,7 @@ def whole_parts(entry: str) -> Covers:
 
     Source: SGLang `quantization/utils.py`, `_module_path_match`, and `Fp8Config.from_config`.
     """
-    return _run_of_parts(entry.removeprefix("model."))
+    return Run(entry.removeprefix("model.").rstrip("."))
 
 
 def parts_only(entry: str) -> Covers:
@@ -46,7 +59,7 @@ def parts_only(entry: str) -> Covers:
 
     Source: SGLang `ModelOptQuantConfig.apply_weight_name_mapper`.
     """
-    return _run_of_parts(entry.removeprefix(_NESTED))
+    return Run(entry.removeprefix(_NESTED).rstrip("."))
 
 
 def substring(entry: str) -> Covers:
@@ -138,13 +151,7 @@ def verl_path(entry: str) -> Covers:
     if entry.startswith("re:"):
         match = _matcher(entry)
         return lambda parameter: match(parameter) or match(parameter.removesuffix(".weight"))
-    run = f".{entry.lower().strip('.')}."
-    return lambda parameter: run in f".{parameter.lower()}."
-
-
-def _run_of_parts(entry: str) -> Covers:
-    run = f".{entry.rstrip('.')}."
-    return lambda name: run in f".{name}."
+    return Run(entry.lower().strip("."), lower=True)
 
 
 def _either(one: Covers, other: Covers) -> Covers:

@@ -136,7 +136,7 @@ def test_existing_destination_is_kept(releases: PathOf, tmp_path: Path, ckptkit:
     assert (tmp_path / "out/release/.metadata").exists()
 
 
-@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
+@pytest.mark.parametrize("direction", ["to Megatron", pytest.param("to HF", marks=pytest.mark.nightly)])
 def test_full_disk_ends_the_run_and_leaves_nothing(
     releases: PathOf, converted: PathOf, tmp_path: Path, direction: str
 ) -> None:
@@ -159,7 +159,7 @@ def assert_kept_or_gone(folder: Path, stderr: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
+@pytest.mark.parametrize("direction", ["to Megatron", pytest.param("to HF", marks=pytest.mark.nightly)])
 def test_full_file_system_keeps_finished_files(
     releases: PathOf, converted: PathOf, tmp_path: Path, direction: str
 ) -> None:
@@ -178,7 +178,7 @@ def test_full_file_system_keeps_finished_files(
         subprocess.run(["umount", tmp_path], check=True)
 
 
-@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
+@pytest.mark.parametrize("direction", ["to Megatron", pytest.param("to HF", marks=pytest.mark.nightly)])
 def test_ctrl_c_keeps_finished_files(releases: PathOf, converted: PathOf, tmp_path: Path, direction: str) -> None:
     source = releases("glm4_moe") if direction == "to Megatron" else converted("glm4_moe")
     # Tensors are written slowly, so that the signal arrives in the middle.

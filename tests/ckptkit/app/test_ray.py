@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support import models
 from support.fixture_types import PathOf
+from support.nightly import daily
 from support.processes import environment
 
 from ckptkit.app import on_ray
@@ -61,7 +62,7 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
-@pytest.fixture(params=["to Megatron", "to HF", "to INT4"])
+@pytest.fixture(params=daily(["to Megatron", "to HF", "to INT4"], ["to Megatron"]))
 def write(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf) -> Write:
     """One of the three ways, of a model that takes many files."""
     return ways(releases, converted)[request.param]

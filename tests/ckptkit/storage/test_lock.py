@@ -77,7 +77,7 @@ def words(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, t
 
 @pytest.mark.parametrize(
     ("words", "how"),
-    [("to Megatron", "--overwrite"), ("to HF", "--resume")],
+    [("to Megatron", "--overwrite"), pytest.param("to HF", "--resume", marks=pytest.mark.nightly)],
     indirect=["words"],
 )
 def test_lock_of_a_live_run_refuses_the_second_and_of_a_killed_one_does_not(

@@ -35,6 +35,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_options_are_settings_of_megatron_core_and_defaults_are_its_own() -> None:
     fields, factor = json.loads(python("-c", ASK).stdout.splitlines()[-1])

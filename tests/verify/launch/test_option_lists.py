@@ -57,6 +57,7 @@ def test_every_option_that_preflight_reads_is_in_a_list() -> None:
     assert sorted(one for one in read if one not in trainer_options() and "dsa" not in one) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.sglang
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_sglangs_own_parser_takes_nothing_that_the_list_lacks() -> None:
@@ -66,6 +67,7 @@ def test_sglangs_own_parser_takes_nothing_that_the_list_lacks() -> None:
     assert [one for one in missing if one.startswith("--")] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_fields_of_megatron_cores_configuration_are_options_of_the_list() -> None:
     """Older releases make fewer of them options, by hand; every name that is one of a release is in the list."""
