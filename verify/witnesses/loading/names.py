@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.planner import expected_hf, rules_of
 from quant.formats.dequantize import format_of
+from quant.formats.floats.layout import Layout
 from quant.formats.floats.release import Floats
 from quant.formats.part_names import INT4_PARTS, WEIGHT_SCALE_INV
 
@@ -32,11 +33,23 @@ def without_input_scale(param: str, config: Mapping[str, Any]) -> bool:
 
     Engines allocate it all the same, for checkpoints that have one.
     """
-    if _OF_INPUTS.fullmatch(param):
-        with suppress(CkptkitError):  # a format that is not read
-            found = format_of(config)
-            return isinstance(found, Floats) and all(row.second and not row.needs_input for row in found.layouts)
-    return False
+    if _OF_INPUTS.fullmatch(param) is None:
+        return False
+    layouts = _layouts(config)
+    return bool(layouts) and all(row.second and not row.needs_input for row in layouts)
+
+
+def has_nvfp4(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has weights in NVFP4."""
+    return any(row.second for row in _layouts(config))
+
+
+def _layouts(config: Mapping[str, Any]) -> Sequence[Layout]:
+    """The formats of weights in low-precision floats; none where a format is not read."""
+    with suppress(CkptkitError):
+        if isinstance(found := format_of(config), Floats):
+            return found.layouts
+    return ()
 
 
 def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:

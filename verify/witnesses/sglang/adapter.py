@@ -19,12 +19,15 @@ import torch
 from torch import nn
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import read_json
+from quant.formats.modelopt import flattened
 from quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
 from verify.witnesses.loading.engine import Build, Loading, Step, Weights
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
 from verify.witnesses.loading.layouts.fp8_blocks import fp8_blocks
 from verify.witnesses.loading.layouts.layout import Layout, unknown
 from verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
+from verify.witnesses.loading.names import has_nvfp4
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.sglang.names import fuses_shared as fuses_shared
@@ -150,8 +153,7 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
         disable_overlap_schedule=True,
         disable_radix_cache=True,  # that of linear attention needs a GPU
         disable_shared_experts_fusion=not fused_shared,
-        # Only its class for NVFP4 asks while it is built, and takes no other without a GPU.
-        moe_runner_backend="auto" if cuda else "marlin",
+        moe_runner_backend="marlin" if not cuda and _has_nvfp4(model_path) else "auto",
     )
     if hasattr(runtime_context, "SpawnRanks"):  # since then the place of the process is published with the arguments
         runtime_context.publish(
@@ -160,6 +162,11 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
     else:
         server_args.set_global_server_args_for_scheduler(args)
     return args
+
+
+def _has_nvfp4(model_path: Path) -> bool:
+    """Whether weights are in NVFP4, whose class for experts is built without a GPU for Marlin's kernels alone."""
+    return has_nvfp4(flattened(read_json(model_path / "config.json"), model_path))
 
 
 def configure(
