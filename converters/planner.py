@@ -49,14 +49,24 @@ def dims_of(config: Mapping[str, Any]) -> ModelDims:
 
 
 def mappings_of(config: Mapping[str, Any], dialect: str = MCORE) -> tuple[ParamMapping, ...]:
-    """The model's rules, not yet expanded. A `dialect` unknown to the family means the names of GPTModel."""
+    """The model's rules, not yet expanded. A `dialect` unknown to the family means the names of GPTModel.
+
+    A model that only HybridModel holds has its names in every dialect.
+    """
     family = family_of(config)
     dims = family.read_dims(config)
+    if dims.pattern:
+        return family.mappings(dims)
     return (
         hybrid_mappings(family.mappings(dims))
         if dialect == HYBRID
         else family.dialects.get(dialect, family.mappings)(dims)
     )
+
+
+def own_dialect(config: Mapping[str, Any]) -> str:
+    """The dialect of a model for which none is asked: that of GPTModel where GPTModel holds it."""
+    return HYBRID if dims_of(config).pattern else MCORE
 
 
 def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
@@ -69,7 +79,7 @@ def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
 
 def dialect_of(config: Mapping[str, Any], names: Collection[str]) -> str:
     """The dialect of these Megatron names; that of GPTModel where none fits, so that errors use its names."""
-    if is_hybrid(names):
+    if is_hybrid(names) or dims_of(config).pattern:
         return HYBRID
     if not (own := family_of(config).dialects):
         return MCORE

@@ -113,7 +113,7 @@ def _quantization(checkpoint: HfCheckpoint) -> str | None:
 def _arguments(config: Mapping[str, Any], dialect: str = MCORE) -> dict[str, Any]:
     dims = dims_of(config)
     lines = unsaid(dims)
-    if dialect == HYBRID:
+    if dialect == HYBRID or dims.pattern:
         lines = [*lines, "the class: Megatron-LM's pretrain_hybrid.py builds HybridModel, pretrain_gpt.py GPTModel"]
     # Not of the model: without it experts are added up in an order that changes from run to run (CK719).
     fused = {"moe_permute_fusion": True} if dims.experts else {}

@@ -21,6 +21,7 @@ from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.storage.directory import Directory
 from converters.experts import is_fused, only_fused, unfuse
 from converters.megatron.arguments import megatron_args
+from converters.megatron.hybrid_model import refuse_hybrid_only
 from converters.megatron.rank_cuts import rank_cuts
 from converters.open import open_megatron
 from converters.passthrough import (
@@ -31,7 +32,7 @@ from converters.passthrough import (
     passthrough_of,
     require_towers,
 )
-from converters.planner import MCORE, dims_of, to_hf, to_megatron
+from converters.planner import HYBRID, MCORE, dims_of, own_dialect, to_hf, to_megatron
 from converters.stored import remarks, require_mtp
 from verify.evidence.plain import plain
 
@@ -117,7 +118,9 @@ def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
 
 def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) -> ConversionPlan:
     """What Megatron's files hold of an HF checkpoint."""
-    dialect = options.dialect or MCORE
+    dialect = options.dialect or own_dialect(source.config)
+    if dialect != HYBRID:
+        refuse_hybrid_only(dims_of(source.config))
     view = to_megatron(source, str(location.directory), options.cast_to, dialect)
     args = megatron_args(dims_of(view.config), dialect) | _dtype_args(view)
     # In the order in which it is written, which is also the order in which the way back will read it.

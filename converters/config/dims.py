@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.config.bounds import MAX_LAYERS
+from converters.config.pattern import ATTENTION, DENSE, EXPERTS, MIXER, Mamba, places
 from converters.config.values import flag, integer, number, rope_of
 
 
@@ -107,9 +108,12 @@ class ModelDims:
     with `local_rope_theta`. `norm_offset`: norm weights are stored minus one. `qk_norm_full`: q and k norms over all
     heads at once. `sandwich`: norms also after attention and MLP, which in Megatron are modules of the "layer" (slime's
     patch) or inside the "linear" before them (Megatron-Bridge). `activation`: silu, gelu_pytorch_tanh, or quick_geglu,
-    which is x sigmoid(1.702 x) with gate and up clamped and 1 added to up, as GPT-OSS has it. `attention_gate`: q_proj
+    which is x sigmoid(1.702 x) with gate and up clamped and 1 added to up, as GPT-OSS has it; or relu2, the squared
+    ReLU of an MLP without a gate. `attention_gate`: q_proj
     also makes an output gate. `sinks`: a learned logit a head in the softmax. `mtp_layers`: multi-token prediction
-    layers after the last.
+    layers after the last. `pattern`: one letter of Megatron's layer pattern a layer, where a layer is a mixer,
+    attention, an MLP or experts alone; `mtp_pattern`: the same of one multi-token prediction layer. `rotary`: attention
+    has rotary embedding. `expert_hidden`: the size that routed experts work in; None: the hidden size.
     """
 
     layers: int
@@ -148,9 +152,14 @@ class ModelDims:
     mla: Mla | None = None
     indexer: Indexer | None = None
     linear: LinearAttention | None = None
+    pattern: str = ""
+    mtp_pattern: str = ""
+    mamba: Mamba | None = None
+    rotary: bool = True
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
+    expert_hidden: int | None = None
     shared_ffn: int = 0
     shared_gate: bool = False
     dense_layers: tuple[int, ...] = ()
@@ -184,7 +193,8 @@ class ModelDims:
                 "compare num_experts_per_tok with the release",
             )
         if self.experts:
-            _positive(moe_intermediate_size=self.expert_ffn)
+            hidden = 1 if self.expert_hidden is None else self.expert_hidden
+            _positive(moe_intermediate_size=self.expert_ffn, moe_latent_size=hidden)
         if self.shared_ffn < 0:
             raise CkptkitError(
                 f"config.json: the shared expert has {self.shared_ffn} features", "compare it with the release"
@@ -204,19 +214,30 @@ class ModelDims:
     @property
     def dense(self) -> tuple[int, ...]:
         """Layers with a plain MLP."""
+        if self.pattern:
+            return places(self.pattern, DENSE)
         return self.dense_layers if self.experts else self.all_layers
 
     @property
     def moe(self) -> tuple[int, ...]:
         """Layers with routed experts."""
+        if self.pattern:
+            return places(self.pattern, EXPERTS)
         dense = set(self.dense)
         return tuple(layer for layer in self.all_layers if layer not in dense)
 
     @property
     def softmax_layers(self) -> tuple[int, ...]:
-        """Layers with softmax attention: all but those with linear attention."""
+        """Layers with softmax attention: all but those with linear attention or a mixer, an MLP or experts alone."""
+        if self.pattern:
+            return places(self.pattern, ATTENTION)
         linear = set(self.linear.layers) if self.linear else set()
         return tuple(layer for layer in self.all_layers if layer not in linear)
+
+    @property
+    def mixers(self) -> tuple[int, ...]:
+        """Layers with a Mamba mixer."""
+        return places(self.pattern, MIXER)
 
 
 def _positive(**sizes: float) -> None:

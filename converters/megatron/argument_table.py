@@ -25,12 +25,14 @@ from converters.megatron.argument_values import (
     not_latent,
     ones,
     rope_number,
+    squared_relu,
     yarn,
 )
 
 _latent = partial(Argument, when="mla")
 _linear = partial(Argument, when="linear", own_modules=True)
 _indexer = partial(Argument, when="indexer", own_modules=True)
+_mamba = partial(Argument, when="mamba")
 _moe = partial(Argument, when="experts")
 # YaRN with latent attention, without, and either.
 _latent_yarn = partial(Argument, when=latent_scaled)
@@ -55,7 +57,7 @@ ARGUMENTS = (
     Argument("kv_channels", int, "head_dim", compared=not_latent, read=reading.head_dim),
     Argument("max_position_embeddings", int, "max_positions", compared=never),
     Argument("seq_length", int, "max_positions", compared=never, printed="never"),
-    Argument("position_embedding_type", str, lambda dims: "yarn" if yarn(dims) else "rope", read=reading.positions),
+    Argument("position_embedding_type", str, values.positions, read=reading.positions),
     Argument(
         "add_position_embedding",
         bool,
@@ -64,9 +66,15 @@ ARGUMENTS = (
         switches={"--no-position-embedding": False},
         printed="never",
     ),
-    Argument("use_rotary_position_embeddings", bool, lambda dims: not yarn(dims), compared=never, printed="never"),
-    Argument("rotary_base", int, values.rotary_base, 10000),
-    Argument("rotary_percent", float, "rotary_fraction", 1.0),
+    Argument(
+        "use_rotary_position_embeddings",
+        bool,
+        lambda dims: values.positions(dims) == "rope",
+        compared=never,
+        printed="never",
+    ),
+    Argument("rotary_base", int, values.rotary_base, 10000, when="rotary"),
+    Argument("rotary_percent", float, "rotary_fraction", 1.0, when="rotary"),
     _layer("rotary_interleaved", bool, "rope_interleaved"),
     Argument("normalization", str, fixed("RMSNorm"), "LayerNorm"),
     Argument(
@@ -78,7 +86,7 @@ ARGUMENTS = (
     ),
     _layer("apply_layernorm_1p", bool, "norm_offset", config="layernorm_zero_centered_gamma"),
     Argument("swiglu", bool, lambda dims: dims.activation == "silu", config="gated_linear_unit"),
-    Argument("squared_relu", bool, fixed(False), compared=never),
+    Argument("squared_relu", bool, squared_relu, compared=squared_relu),
     Argument("apply_query_key_layer_scaling", None, fixed(False), compared=never),
     # Megatron's own default is 0.1.
     Argument("attention_dropout", float, fixed(0.0), compared=never, of_run=True),
@@ -163,6 +171,10 @@ ARGUMENTS = (
         lambda dims: ones(dims, dims.linear.layers if dims.linear else ()),
         read=reading.linear_layers,
     ),
+    _mamba("mamba_state_dim", int, "mamba.state", 128),
+    _mamba("mamba_head_dim", int, "mamba.head_dim", 64),
+    _mamba("mamba_num_groups", int, "mamba.groups", 8),
+    _mamba("mamba_num_heads", int, "mamba.heads"),
     _linear("linear_conv_kernel_dim", int, "linear.kernel", 4),
     _linear("linear_key_head_dim", int, "linear.key_dim", 128),
     _linear("linear_value_head_dim", int, "linear.value_dim", 128),
@@ -195,6 +207,7 @@ ARGUMENTS = (
         read=lambda args: get(args, "moe_ffn_hidden_size", args.get("ffn_hidden_size")),
     ),
     _moe("moe_shared_expert_intermediate_size", int, lambda dims: dims.shared_ffn or None, 0),
+    _moe("moe_latent_size", int, "expert_hidden", when="expert_hidden", compared="experts"),
     _moe("moe_shared_expert_gate", bool, "shared_gate"),
     _moe("moe_router_topk", int, "top_k", 2),
     _moe("moe_router_score_function", str, lambda dims: "sigmoid" if dims.router_sigmoid else "softmax", "softmax"),

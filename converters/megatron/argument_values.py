@@ -105,6 +105,16 @@ def rope_number(key: str, default: float | None = None) -> Callable[[ModelDims],
     return lambda dims: number(_rope(dims), key) if default is None else number(_rope(dims), key, default)
 
 
+def positions(dims: ModelDims) -> str:
+    """The value of `--position-embedding-type`."""
+    return ("yarn" if yarn(dims) else "rope") if dims.rotary else "none"
+
+
+def squared_relu(dims: ModelDims) -> bool:
+    """Whether the MLPs are of a squared ReLU, without a gate."""
+    return dims.activation == "relu2"
+
+
 def rotary_base(dims: ModelDims) -> float | int:
     """Whole where it can be, as Megatron's option is."""
     return int(dims.rope_theta) if float(dims.rope_theta).is_integer() else dims.rope_theta

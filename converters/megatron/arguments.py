@@ -19,7 +19,8 @@ def megatron_args(dims: ModelDims, dialect: str = "mcore") -> dict[str, Any]:
     Only plain values, so that the restricted loaders of every Megatron version accept them. In a `dialect` other than
     megatron-core's, linear and sparse attention have none: slime's modules take their sizes from the HF config. Raises
     CkptkitError for a model whose arguments Megatron has no words for, such as a rope scaling that it does not know,
-    and in the dialect "hybrid" for one that HybridModel cannot hold.
+    and in the dialect "hybrid" for one that HybridModel cannot hold. A model that only HybridModel holds has its
+    arguments in every dialect.
     """
     refuse_inexpressible(dims)
     args = {
@@ -27,7 +28,7 @@ def megatron_args(dims: ModelDims, dialect: str = "mcore") -> dict[str, Any]:
         for row in ARGUMENTS
         if row.value is not None and of_model(row.when, dims) and (dialect != "slime" or not row.own_modules)
     }
-    return hybrid_args(args, dims) if dialect == "hybrid" else args
+    return hybrid_args(args, dims) if dialect == "hybrid" or dims.pattern else args
 
 
 def comparable_args(dims: ModelDims) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Megatron's HybridModel as a dialect: its names for the tensors of a GPTModel, its layer pattern, its arguments.
 
 A layer of GPTModel is two of HybridModel: attention is layer 2i, MLP or experts are layer 2i + 1. Everything else is a
-renaming too, so no tensor is computed anew. Source: megatron-core 0.16 `ssm/mamba_block.py` (where the class is called
-MambaModel), 0.19 `models/hybrid/` and `transformer/multi_token_prediction.py`.
+renaming too, so no tensor is computed anew. A model whose layers are one block each (`ModelDims.pattern`) is a
+HybridModel alone, and its family's own rules have these names. Source: megatron-core 0.16 `ssm/mamba_block.py` (where
+the class is called MambaModel), 0.19 `models/hybrid/` and `transformer/multi_token_prediction.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
+from converters.config.pattern import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, SPARSE
 from converters.megatron.pipeline import Pipeline
 from converters.rules import ParamMapping
 
@@ -25,8 +27,7 @@ _MTP = re.compile(r"(mtp\.layers\.\d+)\.transformer_layer\.(.+)")
 _OF_ATTENTION = re.compile(r"(?:input_layernorm|self_attention)\.")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
-# Letters of `--hybrid-layer-pattern`; `|` between pipeline stages, `/` before each multi-token prediction layer.
-ATTENTION, LATENT, SPARSE, LINEAR, DENSE, EXPERTS = "*", "+", "D", "G", "-", "E"
+# In `--hybrid-layer-pattern`, `|` stands between pipeline stages, `/` before each multi-token prediction layer.
 _PAIRS = re.compile(rf"(?:[{re.escape(ATTENTION + LATENT + SPARSE + LINEAR)}][{DENSE}{EXPERTS}])+")
 # With an indexer the norms of latent attention are modules of their own.
 _NORMS_OF_SPARSE = re.compile(r"(self_attention\.)linear_(q|kv)_up_proj\.layer_norm_weight")
@@ -76,6 +77,17 @@ def refuse_gpt_only(dims: ModelDims) -> None:
         )
 
 
+def refuse_hybrid_only(dims: ModelDims) -> None:
+    """Raises CkptkitError for a model that HybridModel holds and GPTModel does not."""
+    if dims.pattern:
+        raise CkptkitError(
+            "Megatron's GPTModel cannot hold this model: each of its layers is a mixer, attention, an MLP or experts "
+            "alone",
+            "leave out --dialect, or give --dialect hybrid: HybridModel holds it",
+            code="unsupported",
+        )
+
+
 def gpt_only(dims: ModelDims) -> Iterator[str]:
     """Why HybridModel cannot hold a model that GPTModel holds; nothing where it can."""
     if dims.rope_scaling is not None and dims.rope_scaling["rope_type"] == "llama3":
@@ -111,6 +123,8 @@ def needs_release(dims: ModelDims, vpp: int) -> Iterator[tuple[str, tuple[int, i
 
 def hybrid_pattern(dims: ModelDims) -> str:
     """The value of `--hybrid-layer-pattern`: `*-*E*E/*E` is one dense layer, two with experts and one of MTP."""
+    if dims.pattern:
+        return "/".join([dims.pattern, *[dims.mtp_pattern] * dims.mtp_layers])
     linear, moe = set(dims.linear.layers if dims.linear else ()), set(dims.moe)
     softmax = SPARSE if dims.indexer else LATENT if dims.mla else ATTENTION
     pairs = [
@@ -121,7 +135,7 @@ def hybrid_pattern(dims: ModelDims) -> str:
 
 def hybrid_dims(dims: ModelDims) -> ModelDims:
     """The sizes of a model with HybridModel's count of layers, by which its pipeline is divided."""
-    return replace(dims, layers=2 * dims.layers)
+    return dims if dims.pattern else replace(dims, layers=2 * dims.layers)
 
 
 def with_stages(pattern: str, pipeline: Pipeline) -> str:
@@ -139,7 +153,7 @@ def hybrid_args(args: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:
     windows = kept.get("window_attn_skip_freq")
     # One number a layer, of which only those of attention count.
     twice = {"window_attn_skip_freq": [one for one in windows for _ in range(2)]} if isinstance(windows, list) else {}
-    return {"hybrid_layer_pattern": pattern, **kept, **twice, "num_layers": 2 * dims.layers}
+    return {"hybrid_layer_pattern": pattern, **kept, **twice, "num_layers": hybrid_dims(dims).layers}
 
 
 # The arguments that hold a layer pattern: from megatron-core 0.17 on, and before.
@@ -152,16 +166,23 @@ def stored_pattern(args: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def own_layers(args: Mapping[str, Any]) -> str | None:
+    """The main layer pattern of a run whose layers are not those of a GPTModel; None of any other."""
+    main = (stored_pattern(args) or "").replace("|", "").partition("/")[0]
+    return main if main and not _PAIRS.fullmatch(main) else None
+
+
 def as_gpt_args(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """A HybridModel's arguments in GPTModel's terms, to be compared; those of a GPTModel as they are.
 
-    A pattern that is not made of pairs of attention and MLP has no such terms, and then there are no layers.
+    A pattern that is not made of pairs of attention and MLP has no such terms; there its own layers are counted.
     """
     if (pattern := stored_pattern(args)) is None:
         return args
     main, *mtp = pattern.replace("|", "").split("/")
     if not _PAIRS.fullmatch(main):
-        return {**args, "num_layers": 0}
+        freq = [int(one == EXPERTS) for one in main]
+        return {**args, "num_layers": len(main), "moe_layer_freq": freq, "mtp_num_layers": len(mtp)}
     attention, mlp = main[::2], main[1::2]
     found: dict[str, Any] = {"num_layers": len(attention), "moe_layer_freq": [int(one == EXPERTS) for one in mlp]}
     if SPARSE in attention:

@@ -26,6 +26,8 @@ _LOCAL_SPEC = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    # Not a matter of specs: newer megatron-core has no module there, but two parameters of the mixer.
+    "mixer.conv1d_": "mixer.conv1d.",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from families import dsa, glm4_moe, gpt_oss, gqa, hybrid, mla, mtp, qwen, sandwich
+from families import dsa, glm4_moe, gpt_oss, gqa, hybrid, mla, mtp, nemotron_h, qwen, sandwich
 from families.case import Case
 
 CASES: dict[str, Case] = {
@@ -15,10 +15,11 @@ CASES: dict[str, Case] = {
     **sandwich.CASES,
     **gpt_oss.CASES,
     **hybrid.CASES,
+    **nemotron_h.CASES,
 }
 # One of each kind: what repeats the same code over all models runs on these in `make test`, on the others nightly.
 OF_A_KIND = (
     *("qwen2-tied", "qwen3_moe", "glm4_moe-mtp", "mimo", "llama-biases", "mixtral", "qwen2_moe", "minimax_m2"),
     *("deepseek_v3", "kimi_k25", "glm_moe_dsa-shared", "gemma3", "gpt_oss-v4", "qwen3_next", "qwen3_5_moe"),
-    "qwen2_5_vl-tied-as-released",
+    *("qwen2_5_vl-tied-as-released", "nemotron_h-latent"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Case:
     `fused`: whether transformers v5 would also save it with fused experts.
     `prefix` stands before transformers' names in the release, as in a multimodal one.
     `stored`: a tensor as it lies in the release.
+    `renamed`: names that transformers saves otherwise than the release has them, with the release's.
     `packed`: patterns of what is INT4 inside a decoder layer, for a new family that is not plainly dense.
     `since` and `before`: the first megatron-core (major, minor) that can compute the model, with the witness's changes,
     and the first that no longer can.
@@ -69,6 +70,7 @@ class Case:
     fused: bool = False
     prefix: str = ""
     stored: Callable[[str, Tensor], Tensor] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
     since: tuple[int, int] = (0, 0)
     before: tuple[int, int] | None = None
     packed: tuple[str, ...] = ()
@@ -92,12 +94,8 @@ def save(
     """Saves the model as a release: shards, an index, side files. Returns the model and the tensors added."""
     model = build(name, case, dtype)
     model.save_pretrained(path, max_shard_size=shard_size, save_original_format=not fused)
-    for file in path.glob("*.safetensors") if case.stored else ():
-        save_file(
-            {key: case.stored(key, tensor).contiguous() for key, tensor in load_file(file).items()},
-            file,
-            metadata={"format": "pt"},
-        )
+    if case.stored:
+        _restore(path, case, case.stored)
     added = case.added(model, dtype)
     if added:
         _add(path, added, case.prefix)
@@ -106,6 +104,23 @@ def save(
     (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 256}))
     (path / "tokenizer.model").write_bytes(b"a stand-in for words, which nothing here reads")
     return model, added
+
+
+def _restore(path: Path, case: Case, stored: Callable[[str, Tensor], Tensor]) -> None:
+    """Every tensor as it lies in the release, under the name that it has there."""
+    total = 0
+    for file in path.glob("*.safetensors"):
+        content = {
+            case.renamed.get(key, key): stored(key, tensor).contiguous() for key, tensor in load_file(file).items()
+        }
+        total += sum(tensor.nbytes for tensor in content.values())
+        save_file(content, file, metadata={"format": "pt"})
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        read = json.loads(index.read_text())
+        names = {case.renamed.get(key, key): file for key, file in read["weight_map"].items()}
+        read |= {"weight_map": dict(sorted(names.items())), "metadata": read["metadata"] | {"total_size": total}}
+        index.write_text(json.dumps(read, indent=2, sort_keys=True) + "\n")
 
 
 def _add(path: Path, added: Mapping[str, Tensor], prefix: str) -> None:

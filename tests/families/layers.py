@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_BEHIND = ("decoder.final_layernorm.", "output_layer.", "mtp.")  # what no layer reads
+_BEHIND = ("decoder.final_layernorm.", "decoder.final_norm.", "output_layer.", "mtp.")  # what no layer reads
 
 
 def _number(name: str, layers: int) -> int:
@@ -56,8 +56,10 @@ def reused_layers(layers: Sequence[torch.nn.Module], outputs: Sequence[Any]) -> 
             del layer.forward
 
 
-def _copy(output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """What follows may write into it."""
+def _copy(output: Any) -> Any:
+    """What follows may write into it. Hidden states, or of layers other than Mamba's these and a context."""
+    if isinstance(output, Tensor):
+        return output.clone()
     hidden, context = output
     return hidden.clone(), context
 

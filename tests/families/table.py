@@ -41,7 +41,8 @@ def rows() -> Iterator[tuple[str, ...]]:
         cases = by_type[model_type]
         witnesses = dict.fromkeys(case.witness for case in cases.values())
         mtp = any(dims_of(config_of(case)).mtp_layers for case in cases.values())
-        hybrid = any(not list(gpt_only(dims_of(config_of(case)))) for case in cases.values())
+        sizes = [dims_of(config_of(case)) for case in cases.values()]
+        hybrid, alone = any(not list(gpt_only(one)) for one in sizes), any(one.pattern for one in sizes)
         module = family.read_dims.__module__
         yield (
             f"`{model_type}`",
@@ -49,7 +50,7 @@ def rows() -> Iterator[tuple[str, ...]]:
             ", ".join(cases),
             "; ".join(witnesses),
             "; ".join(dict.fromkeys(case.mtp_witness for case in cases.values() if case.mtp)) if mtp else "",
-            ", ".join(["mcore", *family.dialects, *(["hybrid"] if hybrid else [])]),
+            ", ".join([*([] if alone else ["mcore"]), *family.dialects, *(["hybrid"] if hybrid else [])]),
             ", ".join([f"`{prefix}*`" for prefix in family.carried] + [f"`*{end}`" for end in family.carried_ends]),
         )
 

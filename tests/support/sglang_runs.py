@@ -39,7 +39,7 @@ Start = Callable[..., bool]
 
 # A norm, up of an expert beside its gate, and all of another expert. In INT4 up loses its packed weight alone.
 LOST = re.compile(
-    r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight|7\.\w+\.experts\.2\.\w+\.weight)"
+    r".*layers\.(5\.(input_layer)?norm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight|7\.\w+\.experts\.2\.\w+\.weight)"
 )
 LOST_PARTS = re.compile(r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight_packed)")
 # What rank 1 loses: a norm, and the queries, of which it holds a slice. Layer 7 has attention in hybrid models too.
@@ -52,8 +52,9 @@ FUSED = re.compile(r".*layers\.3\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 DRAFT = r"(?:model\.|language_model\.)*(?:layers\.12|mtp(?:\.layers\.0)?)\."
 LOST_OF_DRAFT = re.compile(
     DRAFT + r"(eh_proj\.weight|fc\.weight|input_layernorm\.weight|mlp\.experts\.7\.up_proj\.weight(_packed)?)"
+    r"|mtp\.layers\.(0\.norm|1\.mixer\.experts\.7\.up_proj)\.weight"
 )
-_SWAPPED = re.compile(rf"((?:.*layers\.3\.\w+|{DRAFT}mlp)\.experts\.)([45])\.")
+_SWAPPED = re.compile(rf"((?:.*layers\.3\.\w+|{DRAFT}mlp|mtp\.layers\.1\.mixer)\.experts\.)([45])\.")
 
 
 def unaltered(weights: Weights) -> Weights:

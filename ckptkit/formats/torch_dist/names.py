@@ -2,7 +2,7 @@
 
 Sources in megatron-core: `transformer_block.py` (`sharded_state_dict`: stacked or one key per layer), `moe/experts.py`
 (one key for all experts, expert axis first), `gpt_layer_specs.py` (norm names of the local and the Transformer Engine
-spec), `mlp.py` and `ssm/gated_delta_net` (tensors whose rows are saved in parts).
+spec), `mlp.py`, `ssm/gated_delta_net` and `ssm/mamba_mixer.py` (tensors whose rows are saved in parts).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _NO_EXTRA_STATE = ("embedding.word_embeddings", "output_layer", ".router")
 # Of HybridModel, which has Transformer Engine's layers alone, and asks for the `_extra_state` of the output layer, also
 # where that has no weight of its own.
 _HYBRID_NORM = "decoder.final_norm"
+# The norm before a Mamba mixer, which megatron-core's spec fuses and mcore-bridge's keeps as a module of its own.
+_MIXER_NORM = re.compile(r"(decoder\.layers\.\d+\.)(norm\.weight|mixer\.in_proj\.layer_norm_weight)")
 # megatron-core's `singleton_local_shards` stores gate and up of a SwiGLU apart.
 _GATE_UP, _GATE_UP_PARTS = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))(_[wv])"), ("_w", "_v")
 # A gated delta net stores the kinds of rows of its input projection apart, and those of its convolution.
@@ -30,6 +32,14 @@ _DELTA_NET = re.compile(r"(.+\.self_attention\.(in_proj|conv1d)\.weight)(\.[a-z]
 _DELTA_NET_PARTS = {
     "in_proj": (".query", ".key", ".value", ".z", ".beta", ".alpha"),
     "conv1d": (".query", ".key", ".value"),
+}
+# And so does a Mamba mixer, the bias of its convolution too.
+_MIXER = re.compile(r"(.+\.mixer\.(in_proj\.weight|conv1d\.weight|conv1d\.bias))(\.[a-zBC]+)?")
+_MIXER_CONV = (".x", ".B", ".C")
+_MIXER_PARTS = {
+    "in_proj.weight": (".z", *_MIXER_CONV, ".dt"),
+    "conv1d.weight": _MIXER_CONV,
+    "conv1d.bias": _MIXER_CONV,
 }
 
 
@@ -46,14 +56,21 @@ def whole_of(key: str) -> tuple[str, tuple[str, ...]] | None:
         return match[1], _GATE_UP_PARTS
     if (match := _DELTA_NET.fullmatch(key)) and match[3] in _DELTA_NET_PARTS[match[2]]:
         return match[1], _DELTA_NET_PARTS[match[2]]
+    if (match := _MIXER.fullmatch(key)) and match[3] in _MIXER_PARTS[match[2]]:
+        return match[1], _MIXER_PARTS[match[2]]
     return None
 
 
 def rows_apart(key: str, args: Mapping[str, Any]) -> dict[str, int]:
     """Rows per key for a tensor that Megatron saves under several keys; empty for one that it saves whole.
 
-    `args` are the training arguments with the sizes of the gated delta net.
+    `args` are the training arguments with the sizes of the gated delta net, or of the Mamba mixer.
     """
+    if (match := _MIXER.fullmatch(key)) and not match[3]:
+        heads, shared = args["mamba_num_heads"], args["mamba_num_groups"] * args["mamba_state_dim"]
+        inner = heads * args["mamba_head_dim"]
+        sizes = {".z": inner, ".x": inner, ".B": shared, ".C": shared, ".dt": heads}
+        return {key + part: sizes[part] for part in _MIXER_PARTS[match[2]]}
     match = _DELTA_NET.fullmatch(key)
     if not match or match[3]:
         return {}
@@ -68,8 +85,11 @@ def _norm_names(name: str, names: Container[str]) -> tuple[str, str] | None:
 
     `names` are those of the model or checkpoint: they tell which kind of layer this is.
     """
+    if f"{_HYBRID_NORM}.weight" in names:
+        found = _MIXER_NORM.fullmatch(name)
+        return (f"{found[1]}mixer.in_proj.layer_norm_weight", f"{found[1]}norm.weight") if found else None
     match = _LAYER.fullmatch(name)
-    if not match or f"{_HYBRID_NORM}.weight" in names:
+    if not match:
         return None
     layer, rest = match.groups()
     routed = f"{layer}mlp.router.weight" in names
@@ -88,10 +108,14 @@ def norm_alias(name: str, names: Container[str]) -> str | None:
 
 
 def second_names(names: Iterable[str]) -> dict[str, str]:
-    """The local spec's name of each norm that these have under Transformer Engine's, with that name; in their order."""
+    """The local spec's name of each norm that these have under Transformer Engine's, with that name; in their order.
+
+    Of a HybridModel's mixers, the fused name of each norm that these have as a module of its own.
+    """
     known = dict.fromkeys(names)
     pairs = ((alias, name) for name in known if (alias := norm_alias(name, known)))
-    return {alias: name for alias, name in pairs if engine_name(alias, known) == name}
+    hybrid = f"{_HYBRID_NORM}.weight" in known
+    return {alias: name for alias, name in pairs if (engine_name(alias, known) == name) != hybrid}
 
 
 def engine_name(name: str, names: Container[str]) -> str:

@@ -28,6 +28,7 @@ LACKING = {
     "glm4_moe_lite": '"first_k_dense_replace": 1',
     **({} if release("sglang") >= (0, 5, 23) else {"gpt_oss": '"swiglu_limit": 7.0'}),
     "minimax_m2": '"scoring_func": "sigmoid", "use_qk_norm": true, "use_routing_bias": true, "rotary_dim": 16',
+    "nemotron_h": '"mamba_n_groups": 4',
     "qwen3_next": '"full_attention_interval": 4',
     "qwen3_5": '"text_config.full_attention_interval": 4',
     "qwen3_5_moe": '"text_config.full_attention_interval": 4',
@@ -46,6 +47,7 @@ def test_what_transformers_leaves_out_is_named_with_its_value(name: str, tmp_pat
 
 # Further test models of families with such keys.
 ALSO = {"kimi_k2", "kimi_k25", "glm_moe_dsa", "glm_moe_dsa-shared", "qwen3_5_text-tied", "qwen3_5_moe_text"}
+ALSO |= {"nemotron_h-latent"}
 ALSO |= {"gpt_oss-v4"} if "gpt_oss" in LACKING else set()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import models
 from support.check_examples import hold_example
-from support.sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
+from support.sglang_families import CLEAN, COMPUTED, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
 from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, Case, run_cases
 from torch import Tensor
 
@@ -28,7 +28,14 @@ WANTED = {SHARED_OUT: CLEAN, CUT: SOME, WHOLE: SOME}
 PARAMS = [(sizes, name) for sizes, names in WANTED.items() for name in names]
 EVERY = [(sizes, name) for sizes, name in PARAMS if name not in REFUSED_IN_PARALLEL.get(sizes, {})]
 # Of these, tensors are lost and exchanged, too: fused and plain experts, draft layers, vision, linear attention.
-BROKEN = {*SOME, *DRAFTS, "llama", "qwen3_vl_moe", "qwen3_next", "glm_moe_dsa"}
+BROKEN = {
+    *SOME,
+    *(name for name in DRAFTS if name != "nemotron_h-latent"),
+    "llama",
+    "qwen3_vl_moe",
+    "qwen3_next",
+    "glm_moe_dsa",
+}
 ALSO_BROKEN = [(sizes, name) for sizes, name in EVERY if name in BROKEN]
 
 Runs = Mapping[EngineSizes, Mapping[str, LoadRun]]
@@ -62,9 +69,12 @@ def runs(root: Path, folders: Mapping[EngineSizes, Path]) -> Runs:
 def test_every_tensor_is_on_some_rank(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
     report = runs[sizes][name].report
     assert report is not None, runs[sizes][name]
-    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    assert (report.unwritten, report.dropped, report.differing, report.routers) == ((), (), (), ())
+    assert report.computed == COMPUTED.get(name, ())
     tensors = models.tensors(root / name)
-    left = {one for one in tensors if one in report.draft or "rotary_emb.inv_freq" in one}
+    left = {
+        one for one in tensors if one in report.draft or "rotary_emb.inv_freq" in one or one.endswith(".mixer.A_log")
+    }
     assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if one not in left}
     assert report.sizes == sizes
 
@@ -86,7 +96,7 @@ def test_lost_and_exchanged_tensors_are_named_once(sizes: EngineSizes, name: str
     assert of_expert <= ({"0", "1"} if sizes.ep == 2 else {None})
 
 
-@pytest.mark.parametrize(("sizes", "name"), [one for one in EVERY if one[1] in DRAFTS], ids=str)
+@pytest.mark.parametrize(("sizes", "name"), [one for one in EVERY if one[1] in DRAFTS and one[1] in BROKEN], ids=str)
 def test_every_tensor_of_a_draft_layer_is_on_some_rank(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
     report, broken = runs[sizes][name].draft, runs[sizes][f"{name} broken"].draft
     assert report is not None, runs[sizes][name]

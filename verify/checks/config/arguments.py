@@ -11,7 +11,13 @@ from converters.megatron.argument import Args, Argument, OfModel, always, of_mod
 from converters.megatron.argument_table import ARGUMENTS, BY_NAME
 from converters.megatron.argument_values import not_latent
 from converters.megatron.arguments import comparable_args
-from converters.megatron.hybrid_model import SAID_BY_THE_PATTERN, as_gpt_args, hybrid_pattern, stored_pattern
+from converters.megatron.hybrid_model import (
+    SAID_BY_THE_PATTERN,
+    as_gpt_args,
+    hybrid_pattern,
+    own_layers,
+    stored_pattern,
+)
 
 
 def hint_of(argument: str) -> str:
@@ -33,10 +39,10 @@ def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
 
     A HybridModel's are compared by its layer pattern and in GPTModel's terms. Numbers are equal within a relative 1e-6.
     """
-    expected = comparable_args(dims)
+    expected = as_gpt_args(comparable_args(dims))
     pattern, args = stored_pattern(args), as_gpt_args(args)
-    if pattern is not None and pattern.replace("|", "") != hybrid_pattern(dims):
-        yield "hybrid_layer_pattern", hybrid_pattern(dims), pattern
+    if (pattern is not None or dims.pattern) and (pattern or "").replace("|", "") != hybrid_pattern(dims):
+        yield "hybrid_layer_pattern", hybrid_pattern(dims), pattern or "nothing: GPTModel"
         args = {**args, **{name: expected.get(name) for name in SAID_BY_THE_PATTERN}}
     for row in _rows(dims, args):
         want, found = row.of_args(expected), row.of_args(args)
@@ -47,6 +53,9 @@ def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
 
 def differing(here: Args, there: Args) -> Iterator[tuple[str, str, str]]:
     """Each argument by which two runs build other models, and both values. A run may leave MTP layers out."""
+    want, found = own_layers(here), own_layers(there)
+    if want != found:
+        yield "hybrid_layer_pattern", _text(want), _text(found)
     here, there = as_gpt_args(here), as_gpt_args(there)
     compared: dict[OfModel, Any] = {
         always: True,

@@ -109,6 +109,6 @@ def _on_input(keep: Callable[[str, Tensor], None], stage: str) -> Callable[..., 
 
 def _on_output(keep: Callable[[str, Tensor], None], stage: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Sequence[Any], output: Any) -> None:
-        keep(stage, output[0])
+        keep(stage, output if isinstance(output, Tensor) else output[0])  # Mamba layers give hidden states alone
 
     return hook

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from converters.config.dims import ModelDims
 from converters.megatron.argument_table import BY_NAME
+from converters.megatron.argument_values import ones
 from converters.megatron.arguments import megatron_args
 from converters.megatron.hybrid_model import hybrid_dims, hybrid_pattern, with_stages
 from converters.megatron.parallel import ParallelSizes, padded_vocab
@@ -275,7 +276,8 @@ def _hybrid_model(dims: ModelDims, config: TransformerConfig, build: Build, stag
     With Transformer Engine it is megatron-core's own.
     """
     whole = replace(build, sizes=ParallelSizes(build.sizes.tp, 1, build.sizes.ep, build.sizes.etp), hybrid=False)
-    as_gpt = transformer_config(dims, megatron_args(dims) | {"moe_grouped_gemm": config.moe_grouped_gemm}, whole)
+    args = megatron_args(dims) | {"moe_grouped_gemm": config.moe_grouped_gemm}
+    as_gpt = transformer_config(dims, args | ({"moe_layer_freq": ones(dims, dims.moe)} if dims.moe else {}), whole)
     spec = get_gpt_decoder_block_spec(_standard(as_gpt), build.transformer_engine, normalization="RMSNorm")
     layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
         _standard(as_gpt), build.transformer_engine, normalization="RMSNorm"
@@ -303,8 +305,8 @@ def _build(
             parallel_output=False,
             share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
             position_embedding_type=args["position_embedding_type"],
-            rotary_percent=args["rotary_percent"],
-            rotary_base=args["rotary_base"],
+            rotary_percent=args.get("rotary_percent", 1.0),
+            rotary_base=args.get("rotary_base", 10000),
             seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
         )
 

@@ -7,6 +7,7 @@ kernels. Works with the releases in `SGLANG.tested`. SGLang is imported inside t
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -128,6 +129,18 @@ def share(target: Any, draft: Any) -> None:
         draft.set_lm_head_from_target(target.lm_head)
 
 
+def _attention_backend(model_path: Path) -> str:
+    """A backend that SGLang accepts for this model; on a CPU none is ever called.
+
+    gpt-oss takes triton alone, Nemotron-H, whose first layer may have no attention, anything else.
+    """
+    return (
+        "torch_native"
+        if json.loads((model_path / "config.json").read_text()).get("model_type") == "nemotron_h"
+        else "triton"
+    )
+
+
 def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> Any:
     """Makes the arguments of an SGLang server for this model those of this process, and returns them.
 
@@ -146,7 +159,7 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
         enable_dp_attention=sizes.dp_attention,
         skip_tokenizer_init=True,
         trust_remote_code=False,
-        attention_backend="triton",  # gpt-oss takes no other; on a CPU none is ever called
+        attention_backend=_attention_backend(model_path),
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_cuda_graph=True,

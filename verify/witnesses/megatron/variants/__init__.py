@@ -10,6 +10,7 @@ from verify.witnesses.megatron.variants.full_qk_norm import FULL_QK_NORM
 from verify.witnesses.megatron.variants.gated_delta_net import GATED_DELTA_NET
 from verify.witnesses.megatron.variants.gemma3 import GEMMA3
 from verify.witnesses.megatron.variants.gpt_oss import GPT_OSS
+from verify.witnesses.megatron.variants.mamba import MAMBA
 from verify.witnesses.megatron.variants.mla import MLA
 from verify.witnesses.megatron.variants.sandwich import SANDWICH
 from verify.witnesses.megatron.variants.variant import Variant
@@ -17,4 +18,6 @@ from verify.witnesses.megatron.variants.zero_centered_norm import ZERO_CENTERED_
 
 MAY_IMPORT = ("converters",)
 
-VARIANTS: tuple[Variant, ...] = (FULL_QK_NORM, MLA, GATED_DELTA_NET, ZERO_CENTERED_NORM, DSA, SANDWICH, GEMMA3, GPT_OSS)
+VARIANTS: tuple[Variant, ...] = (
+    *(FULL_QK_NORM, MLA, GATED_DELTA_NET, MAMBA, ZERO_CENTERED_NORM, DSA, SANDWICH, GEMMA3, GPT_OSS),
+)

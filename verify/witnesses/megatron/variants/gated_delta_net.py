@@ -24,7 +24,7 @@ from torch import Tensor
 
 from converters.config.dims import ModelDims
 from verify.witnesses.megatron.variants.variant import Variant
-from verify.witnesses.megatron.variants.zero_centered_norm import zero_centered_rms_norm
+from verify.witnesses.megatron.variants.zero_centered_norm import rms_norm
 
 # The module that asks whether FLA is there: that of the class, or (from megatron-core 0.19) that of its base.
 _MODULE = next(
@@ -34,16 +34,17 @@ _FLA = _MODULE.HAVE_FLA and torch.cuda.is_available()
 
 
 class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron's linear layer with a zero-centred norm before it, and the names of Transformer Engine's."""
+    """Megatron's linear layer with a norm before it, zero-centred as the config says, named as Transformer Engine's."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **more: Any) -> None:
         super().__init__(input_size, output_size, config=config, **more)
         self.layer_norm_weight = torch.nn.Parameter(torch.zeros(input_size, dtype=config.params_dtype))
-        self._eps = config.layernorm_epsilon
+        self._eps, self._offset = config.layernorm_epsilon, int(config.layernorm_zero_centered_gamma)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Output and bias of [sequence, batch, hidden]."""
-        return super().forward(zero_centered_rms_norm(input_, self.layer_norm_weight, self._eps), *args, **kwargs)
+        normed = rms_norm(input_, self._offset + self.layer_norm_weight.float(), self._eps)
+        return super().forward(normed, *args, **kwargs)
 
 
 class _Backend(LocalSpecProvider):  # type: ignore[misc]

@@ -19,7 +19,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from converters.config.dims import ModelDims
-from converters.megatron.hybrid_model import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, SPARSE, hybrid_pattern
+from converters.config.pattern import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, MIXER, SPARSE
+from converters.megatron.hybrid_model import hybrid_pattern
+from verify.witnesses.megatron.variants.mamba import mixer_layer
 
 # Before megatron-core 0.18 the class is MambaModel, in another place.
 if find_spec("megatron.core.models.hybrid") is not None:
@@ -38,6 +40,7 @@ else:
     _Stack, _Submodules = block.MambaStack, block.MambaStackSubmodules
 
 _FIELDS = {
+    MIXER: "mamba_layer",
     ATTENTION: "attention_layer",
     LATENT: "mla_layer",
     SPARSE: "dsa_layer",
@@ -60,6 +63,8 @@ _FUSED = {
 def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int) -> ModuleSpec:
     """The spec of Megatron's own modules: from GPTModel's layers, in their order, and from its MTP layers.
 
+    Two of HybridModel's are made of one of these, or one where the model's own layers are one block each.
+
     With tensor parallelism (`tp` above 1) the class of sparse attention is GPTModel's, since HybridModel's then wants
     the sequence parallelism that local norms do not know. Parameters have the same names in both.
 
@@ -69,8 +74,12 @@ def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int
     letters = hybrid_pattern(dims).partition("/")[0]
     found: dict[str, Any] = {}
     for place, letter in enumerate(letters):
-        layer = layers[place // 2]
-        half = _mlp(layer) if place % 2 else _attention(layer, absorbed=letter == SPARSE and tp == 1)
+        if letter == MIXER:
+            found[_FIELDS[letter]] = mixer_layer()
+            continue
+        layer = layers[place if dims.pattern else place // 2]
+        after = letter in (DENSE, EXPERTS)
+        half = _mlp(layer) if after else _attention(layer, absorbed=letter == SPARSE and tp == 1)
         names = replace(half, sharded_state_dict_keys_map=_FUSED.get(letter, {}))
         found.setdefault(_FIELDS[letter], replace(layer, submodules=names))
     if mtp is not None:

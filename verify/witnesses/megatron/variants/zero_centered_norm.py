@@ -19,8 +19,13 @@ from verify.witnesses.megatron.variants.variant import Variant
 
 def zero_centered_rms_norm(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm over the last axis times (1 + weight), computed in float32, in the dtype of the tensor."""
+    return rms_norm(tensor, 1 + weight.float(), eps)
+
+
+def rms_norm(tensor: Tensor, factor: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last axis times a factor, computed in float32, in the dtype of the tensor."""
     wide = tensor.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (1 + weight.float())).type_as(tensor)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * factor).type_as(tensor)
 
 
 class ZeroCenteredNorm(torch.nn.Module):

@@ -1,0 +1,185 @@
+"""Nemotron-H, Nemotron Nano v2, and Nemotron 3 Nano, Super and Ultra.
+
+A layer is a Mamba-2 mixer, attention, an MLP without a gate, or experts. Attention has no rotary embedding. The experts
+of Super and Ultra work in a smaller size, and those two and Lightning have an MTP layer. Only Megatron's HybridModel
+holds these models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from converters.blocks.sigmoid_moe import read_sigmoid_moe
+from converters.blocks.single import layers_of_one_block, read_pattern
+from converters.config.dims import ModelDims, base_dims
+from converters.config.pattern import EXPERTS, MIXER, Mamba
+from converters.config.values import integer, number
+from converters.family import EngineClass, FusedExperts, ModelFamily
+from converters.ops.basic import Copy
+from converters.rules import ParamMapping
+
+# What every release says; neither the rules nor Megatron's mixer do anything else.
+_FIXED: Mapping[str, Any] = {
+    "attention_bias": False,
+    "conv_kernel": 4,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "n_shared_experts": 1,
+    "sliding_window": None,
+    "use_bias": False,
+    "use_conv_bias": True,
+}
+# The norm behind Megatron's mixer has it whatever the arguments say.
+_EPSILON = 1e-5
+_NO_LIMIT = 1e30  # of the time step, which is about 1
+_MTP = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a nemotron_h config. Source: transformers `NemotronHConfig` and the releases' own config.json."""
+    _refuse_unusual(config)
+    pattern = read_pattern(config, "layers_block_type", "hybrid_override_pattern")
+    mtp_layers = integer(config, "num_nextn_predict_layers", 0)
+    mtp_pattern = read_pattern(config, *_MTP, absent="*E") if mtp_layers else ""
+    if integer(config, "num_hidden_layers", len(pattern)) != len(pattern):
+        raise CkptkitError(
+            f"config.json: num_hidden_layers is {config['num_hidden_layers']}, but the pattern names {len(pattern)}",
+            "compare both with the release",
+        )
+    if not set(mtp_pattern) <= set(pattern):
+        raise CkptkitError(
+            f"config.json: a multi-token prediction layer of other kinds ({mtp_pattern}) than the model's layers are",
+            "no released model has one",
+            code="unsupported",
+        )
+    text = {
+        **config,
+        "num_hidden_layers": len(pattern),
+        "head_dim": _either(config, "head_dim", "attention_head_dim", 128),
+        "rms_norm_eps": _epsilon(config, mixers=MIXER in pattern),
+    }
+    return base_dims(
+        text,
+        qkv_bias=False,
+        qk_norm=False,
+        activation="relu2",
+        root="backbone.",
+        rotary=False,
+        pattern=pattern,
+        mtp_layers=mtp_layers,
+        mtp_pattern=mtp_pattern,
+        mamba=_mamba(config) if MIXER in pattern else None,
+        **(_experts(config) if EXPERTS in pattern else {}),
+    )
+
+
+def _refuse_unusual(config: Mapping[str, Any]) -> None:
+    for key, value in _FIXED.items():
+        if config.get(key, value) != value:
+            raise CkptkitError(
+                f"config.json: nemotron_h with {key} {shortened(config[key])} is not supported",
+                f"the releases have {value!r}",
+                code="unsupported",
+            )
+    limit = config.get("time_step_limit")
+    if limit is None:
+        return
+    low, high = limit if isinstance(limit, list) and len(limit) == 2 else (None, None)
+    # transformers saves infinity as {"__float__": "Infinity"}.
+    open_end = isinstance(high, dict) or (isinstance(high, (int, float)) and high > _NO_LIMIT)
+    if low != 0 or not open_end:
+        raise CkptkitError(
+            f"config.json: time_step_limit {shortened(limit)} is not supported",
+            "Megatron's mixer does not limit its time steps; the releases have [0, Infinity]",
+            code="unsupported",
+        )
+
+
+def _epsilon(config: Mapping[str, Any], *, mixers: bool) -> float:
+    """The epsilon of all norms, which releases repeat under other keys. Raises CkptkitError where they disagree."""
+    keys = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
+    stated = {key: number(config, key) for key in keys if config.get(key) is not None}
+    if len(set(stated.values())) > 1:
+        raise CkptkitError(
+            f"config.json: {' but '.join(f'{key} is {value:g}' for key, value in stated.items())}",
+            "transformers reads the first, other readers the others; make them equal",
+        )
+    epsilon = next(iter(stated.values()), _EPSILON)
+    if mixers and epsilon != _EPSILON:
+        raise CkptkitError(
+            f"config.json: nemotron_h with an epsilon of {epsilon:g} is not supported",
+            f"the norm behind Megatron's Mamba mixer always has {_EPSILON:g}",
+            code="unsupported",
+        )
+    return epsilon
+
+
+def _mamba(config: Mapping[str, Any]) -> Mamba:
+    return Mamba(
+        heads=integer(config, "mamba_num_heads", 128),
+        head_dim=integer(config, "mamba_head_dim", 64),
+        groups=_either(config, "mamba_n_groups", "n_groups", 8),
+        state=integer(config, "ssm_state_size", 128),
+        kernel=_either(config, "mamba_d_conv", "conv_kernel", 4),
+    )
+
+
+def _either(config: Mapping[str, Any], one: str, other: str, default: int) -> int:
+    """A size that readers or releases know under two keys. Raises CkptkitError where both are there and disagree."""
+    stated = {integer(config, key) for key in (one, other) if config.get(key) is not None}
+    if len(stated) > 1:
+        raise CkptkitError(
+            f"config.json: {one} is {config[one]} but {other} is {config[other]}",
+            "readers look at one or the other; make them equal",
+        )
+    return stated.pop() if stated else default
+
+
+def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's config class knows the groups of mixers under another name, and takes 8 where that is absent."""
+    mamba = read_dims(config).mamba
+    return {} if mamba is None or mamba.groups == 8 else {"mamba_n_groups": mamba.groups}
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    absent = {"n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+    latent = config.get("moe_latent_size")
+    return {
+        **read_sigmoid_moe(config, absent=absent),
+        "shared_ffn": integer(config, "moe_shared_expert_intermediate_size"),
+        "expert_hidden": None if latent is None else integer(config, "moe_latent_size"),
+    }
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a nemotron_h model."""
+    table = (dims.vocab, dims.hidden)
+    embedding = ParamMapping(
+        "embedding.word_embeddings.weight",
+        {"backbone.embeddings.weight": table},
+        Copy(0),
+        vocab=True,
+        copies=(dims.head,) if dims.tied else (),
+        kind="Embedding",
+    )
+    head = ParamMapping("output_layer.weight", {dims.head: table}, Copy(0), vocab=True)
+    norm = ParamMapping("decoder.final_norm.weight", {"backbone.norm_f.weight": (dims.hidden,)})
+    return (embedding, norm, *(() if dims.tied else (head,)), *layers_of_one_block(dims))
+
+
+FAMILIES = (
+    ModelFamily(
+        ("nemotron_h",),
+        ("NemotronHForCausalLM",),
+        read_dims,
+        mappings,
+        fused=FusedExperts(renamed=True),
+        release=None,
+        engines={"sglang": EngineClass(("qkv_proj",), keys=_sglang_keys)},
+    ),
+)

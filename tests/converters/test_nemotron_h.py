@@ -1,0 +1,281 @@
+"""Nemotron-H: layers of one block each, which only Megatron's HybridModel holds. Expectations are written by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CASES
+from families.case import save
+from families.nemotron_h import PATTERN
+from support import models
+
+from ckptkit.app.api import convert, inspect, model_arguments
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.megatron.arguments import megatron_args
+from converters.megatron.flags import launch_flags
+from converters.planner import dims_of, own_dialect, rules_of
+from verify.checks.config.arguments import differing, mismatches
+
+LATENT = "nemotron_h-latent"
+
+
+def config_of(name: str = LATENT, **changes: Any) -> dict[str, Any]:
+    """What config.json of a test model says."""
+    case = CASES[name]
+    stated = case.edit(json.loads(case.config().to_json_string(use_diff=False)))
+    return {key: value for key, value in {**stated, **changes}.items() if value is not ...}
+
+
+def names_in(prefix: str, name: str = LATENT) -> list[str]:
+    """The Megatron names of one layer, with the experts' numbers left out."""
+    found = {
+        rule.megatron.removeprefix(prefix)
+        for rule in rules_of(config_of(name))
+        if rule.megatron.startswith(prefix) and ".experts.experts." not in rule.megatron
+    }
+    return sorted(found)
+
+
+def test_each_letter_has_the_names_of_its_block() -> None:
+    assert PATTERN[:4] == "M*-E"
+    assert names_in("decoder.layers.0.") == [
+        "mixer.A_log",
+        "mixer.D",
+        "mixer.conv1d.bias",
+        "mixer.conv1d.weight",
+        "mixer.dt_bias",
+        "mixer.in_proj.layer_norm_weight",
+        "mixer.in_proj.weight",
+        "mixer.norm.weight",
+        "mixer.out_proj.weight",
+    ]
+    assert names_in("decoder.layers.1.") == [
+        "self_attention.linear_proj.weight",
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.weight",
+    ]
+    assert names_in("decoder.layers.2.") == [
+        "mlp.linear_fc1.layer_norm_weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    ]
+    assert names_in("decoder.layers.3.") == [
+        "mlp.fc1_latent_proj.weight",
+        "mlp.fc2_latent_proj.weight",
+        "mlp.router.expert_bias",
+        "mlp.router.weight",
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.linear_fc2.weight",
+        "pre_mlp_layernorm.weight",
+    ]
+    assert "mlp.fc1_latent_proj.weight" not in names_in("decoder.layers.3.", "nemotron_h")
+
+
+def test_an_mtp_layer_is_a_stack_whose_blocks_the_release_numbers() -> None:
+    rules = {rule.megatron: set(rule.hf) for rule in rules_of(config_of(num_nextn_predict_layers=2))}
+    assert rules["mtp.layers.1.enorm.weight"] == {"mtp.layers.2.enorm.weight"}
+    assert rules["mtp.layers.1.eh_proj.weight"] == {"mtp.layers.2.eh_proj.weight"}
+    assert rules["mtp.layers.1.final_layernorm.weight"] == {"mtp.layers.3.final_layernorm.weight"}
+    inner = "mtp.layers.1.mtp_model_layer.layers."
+    assert rules[inner + "0.self_attention.linear_proj.weight"] == {"mtp.layers.2.mixer.o_proj.weight"}
+    assert rules[inner + "1.mlp.experts.experts.4.linear_fc1.weight"] == {"mtp.layers.3.mixer.experts.4.up_proj.weight"}
+
+
+def test_every_spelling_of_the_pattern_is_read() -> None:
+    words = config_of("nemotron_h", hybrid_override_pattern=..., num_hidden_layers=...)
+    kinds = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+    later = kinds | {"M": "linear_attention", "*": "full_attention"}
+    for spelling in (kinds, later):
+        config = words | {"layers_block_type": [spelling[letter] for letter in PATTERN]}
+        assert dims_of(config) == dims_of(config_of("nemotron_h"))
+    both = config_of("nemotron_h", layers_block_type=[kinds[letter] for letter in PATTERN])
+    assert dims_of(both).pattern == PATTERN
+    assert dims_of(config_of(mtp_layers_block_type=..., mtp_hybrid_override_pattern="*E")).mtp_pattern == "*E"
+    assert dims_of(config_of(mtp_layers_block_type=...)).mtp_pattern == "*E"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_override_pattern": PATTERN[::-1]}, "layers_block_type and hybrid_override_pattern name other layers"),
+        ({"layers_block_type": ["mamba", "gru"]}, "layers_block_type is .*gru"),
+        ({"layers_block_type": ..., "hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'"),
+        ({"layers_block_type": ...}, "neither 'layers_block_type' nor 'hybrid_override_pattern'"),
+        ({"layers_block_type": []}, "0 layers cannot be right"),
+        ({"num_hidden_layers": 12}, "num_hidden_layers is 12, but the pattern names 13"),
+        (
+            {"mtp_layers_block_type": ["attention", "mlp"], "layers_block_type": ["mamba", "moe", "mlp"]},
+            "of other kinds",
+        ),
+        ({"mlp_hidden_act": "silu"}, "with mlp_hidden_act 'silu' is not supported"),
+        ({"conv_kernel": 3}, "with conv_kernel 3 is not supported"),
+        ({"use_bias": True}, "with use_bias True is not supported"),
+        ({"mamba_proj_bias": True}, "with mamba_proj_bias True is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
+        ({"layer_norm_epsilon": 1e-6}, "an epsilon of 1e-06 is not supported"),
+        ({"norm_eps": 1e-6}, "layer_norm_epsilon is 1e-05 but norm_eps is 1e-06"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit \[0.0, 0.1\] is not supported"),
+        ({"time_step_limit": [0.001, float("inf")]}, "time_step_limit .* is not supported"),
+        ({"mamba_n_groups": 2}, "mamba_n_groups is 2 but n_groups is 4"),
+        ({"mamba_num_heads": 10}, "10 Mamba heads do not divide into 4 groups"),
+        ({"ssm_state_size": 0}, "state of the Mamba mixer must be positive, not 0"),
+        ({"moe_latent_size": 0}, "moe_latent_size must be positive"),
+        ({"head_dim": 32, "attention_head_dim": 64}, "head_dim is 32 but attention_head_dim is 64"),
+    ],
+)
+def test_a_config_that_megatron_would_not_follow_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(config_of(**changes))
+
+
+@pytest.mark.parametrize("limit", [[0.0, float("inf")], [0, 1e308], [0.0, {"__float__": "Infinity"}], ...])
+def test_every_spelling_of_no_limit_is_read(limit: Any) -> None:
+    assert dims_of(config_of(time_step_limit=limit)).mamba is not None
+
+
+def test_the_dialect_is_that_of_hybridmodel_and_no_other(tmp_path: Path) -> None:
+    save(LATENT, CASES[LATENT], tmp_path / "hf", torch.bfloat16)
+    assert own_dialect(config_of()) == "hybrid"
+    for dialect in ("mcore", "slime"):
+        with pytest.raises(CkptkitError, match="GPTModel cannot hold this model: each of its layers is a mixer"):
+            convert(tmp_path / "hf", tmp_path / "out", dialect=dialect)
+    assert not (tmp_path / "out").exists()
+    convert(tmp_path / "hf", tmp_path / "plain")
+    convert(tmp_path / "hf", tmp_path / "named", dialect="hybrid")
+    assert inspect(tmp_path / "plain")["model"] == f"HybridModel, layer pattern {PATTERN}/*E"
+    specs = [TorchDistCheckpoint(tmp_path / path / "release").specs for path in ("plain", "named")]
+    assert specs[0] == specs[1]
+
+
+def test_rows_of_a_mixer_are_stored_apart(tmp_path: Path) -> None:
+    save(LATENT, CASES[LATENT], tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    stored = TorchDistCheckpoint(tmp_path / "megatron" / "release").metadata.tensors
+    found = {key: tuple(value.shape) for key, value in stored.items() if key.startswith("decoder.layers.0.mixer.")}
+    assert {key.removeprefix("decoder.layers.0.mixer."): size for key, size in found.items()} == {
+        "in_proj.weight.z": (240, 128),
+        "in_proj.weight.x": (240, 128),
+        "in_proj.weight.B": (72, 128),
+        "in_proj.weight.C": (72, 128),
+        "in_proj.weight.dt": (12, 128),
+        "in_proj.layer_norm_weight": (128,),
+        "conv1d.weight.x": (240, 1, 4),
+        "conv1d.weight.B": (72, 1, 4),
+        "conv1d.weight.C": (72, 1, 4),
+        "conv1d.bias.x": (240,),
+        "conv1d.bias.B": (72,),
+        "conv1d.bias.C": (72,),
+        "A_log": (12,),
+        "D": (12,),
+        "dt_bias": (12,),
+        "norm.weight": (240,),
+        "out_proj.weight": (128, 240),
+    }
+
+
+def test_the_norm_before_a_mixer_is_read_under_both_of_its_names(tmp_path: Path) -> None:
+    """mcore-bridge's spec has a norm of its own there."""
+    save(LATENT, CASES[LATENT], tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    release = tmp_path / "megatron" / "release"
+
+    def apart(name: str) -> str:
+        return name.replace("mixer.in_proj.layer_norm_weight", "norm.weight")
+
+    def rename(metadata: Any) -> None:
+        state = metadata.state_dict_metadata
+        metadata.state_dict_metadata = {apart(key): value for key, value in state.items()}
+        stored = metadata.storage_data
+        metadata.storage_data = {replace(at, fqn=apart(at.fqn)): value for at, value in stored.items()}
+
+    models.edit_metadata(release, rename)
+    names = TorchDistCheckpoint(release).metadata.tensors
+    assert "decoder.layers.0.norm.weight" in names
+    assert "decoder.layers.0.mixer.in_proj.layer_norm_weight" not in names
+    convert(tmp_path / "megatron", tmp_path / "back")
+    before, after = models.tensors(tmp_path / "hf"), models.tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert [name for name, tensor in before.items() if not torch.equal(tensor, after[name])] == []
+
+
+def test_state_of_mixers_and_routers_keeps_its_dtype_whatever_is_asked_for(tmp_path: Path) -> None:
+    save(LATENT, CASES[LATENT], tmp_path / "hf", torch.float32)
+    tensors = models.tensors(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", dtype="bfloat16")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    wide = ("A_log", ".D", "dt_bias", "e_score_correction_bias")
+    for name, tensor in models.tensors(tmp_path / "back").items():
+        expected = tensors[name] if name.endswith(wide) else tensors[name].bfloat16()
+        assert torch.equal(tensor, expected), name
+        assert tensor.dtype == expected.dtype, name
+
+
+def test_arguments_of_a_launch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of()))
+    lines = launch_flags(model_arguments(tmp_path))
+    expected = [
+        f"--hybrid-layer-pattern '{PATTERN}/*E'",
+        "--num-layers 13",
+        "--hidden-size 128",
+        "--ffn-hidden-size 288",
+        "--num-attention-heads 10",
+        "--num-query-groups 2",
+        "--kv-channels 32",
+        "--position-embedding-type none",
+        "--normalization RMSNorm",
+        "--norm-epsilon 1e-05",
+        "--squared-relu",
+        "--disable-bias-linear",
+        "--untie-embeddings-and-output-weights",
+        "--mtp-num-layers 1",
+        "--mamba-state-dim 18",
+        "--mamba-head-dim 20",
+        "--mamba-num-groups 4",
+        "--mamba-num-heads 12",
+        "--num-experts 12",
+        "--moe-ffn-hidden-size 96",
+        "--moe-shared-expert-intermediate-size 72",
+        "--moe-latent-size 80",
+        "--moe-router-topk 3",
+        "--moe-router-score-function sigmoid",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-topk-scaling-factor 2.5",
+        "--moe-router-dtype fp32",
+    ]
+    assert [line for line in expected if line not in lines] == []
+    assert not [line for line in lines if "rotary" in line or "swiglu" in line or "layer-freq" in line]
+    assert "pretrain_hybrid.py builds HybridModel" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"hybrid_layer_pattern": PATTERN[::-1] + "/*E"}, "hybrid_layer_pattern"),
+        ({"hybrid_layer_pattern": "*-" * 6 + "/*E"}, "hybrid_layer_pattern"),
+        ({"hybrid_layer_pattern": None}, "hybrid_layer_pattern"),
+        ({"mamba_state_dim": None}, "mamba_state_dim"),
+        ({"mamba_num_groups": 8}, "mamba_num_groups"),
+        ({"squared_relu": False}, "squared_relu"),
+        ({"moe_latent_size": None}, "moe_latent_size"),
+        ({"position_embedding_type": "rope"}, "position_embedding_type"),
+        ({"moe_router_topk_scaling_factor": None}, "moe_router_topk_scaling_factor"),
+    ],
+)
+def test_arguments_of_another_model_are_named(changes: dict[str, Any], argument: str) -> None:
+    dims = dims_of(config_of())
+    args = megatron_args(dims)
+    assert list(mismatches(dims, args)) == []
+    assert list(differing(args, args)) == []
+    assert [name for name, _, _ in mismatches(dims, args | changes)] == [argument]
+
+
+def test_two_runs_of_other_patterns_differ() -> None:
+    args = megatron_args(dims_of(config_of()))
+    other = args | {"hybrid_layer_pattern": "MM" + PATTERN[2:] + "/*E"}
+    assert ("hybrid_layer_pattern", PATTERN, "MM" + PATTERN[2:]) in list(differing(args, other))

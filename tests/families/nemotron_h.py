@@ -1,0 +1,153 @@
+"""Nemotron-H: layers that are a Mamba-2 mixer, attention, an MLP without a gate, or experts.
+
+transformers leaves MTP layers out. The reference for them is transformers' blocks in the equations of `families.mtp`,
+with the projection that takes [embedding, hidden state], as SGLang's `NemotronHForCausalLMMTP` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import NemotronHConfig, PreTrainedModel
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
+
+from families.case import MOE, SIZES, Case, random
+from families.mtp import next_tokens, rms_norm
+
+# Experts in the layers in which tests lose and exchange some.
+PATTERN = "M*-EM*EEM-*EM"
+# Heads, groups and sizes of the mixer all differ, as those of attention and experts do.
+BLOCKS: dict[str, Any] = {
+    "mamba_num_heads": 12,
+    "mamba_head_dim": 20,
+    "n_groups": 4,
+    "ssm_state_size": 18,
+    "chunk_size": 16,
+    "n_routed_experts": 12,
+    "moe_shared_expert_intermediate_size": 72,
+    "routed_scaling_factor": 2.5,
+    # Kernels of a GPU, which transformers would download.
+    "use_mamba_kernels": False,
+}
+WORDS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+
+
+def sizes() -> dict[str, Any]:
+    """Sizes of a model, whose number of layers is that of its pattern."""
+    return {key: size for key, size in SIZES.items() if key != "num_hidden_layers"} | MOE | BLOCKS
+
+
+def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `random`, with mixers that forget over some tokens, and every block strong enough to show."""
+    if name.endswith(("A_log", "dt_bias")):
+        return (torch.randn(tensor.shape) * 0.5 - (1 if name.endswith("dt_bias") else 0)).to(dtype)
+    if name.endswith(".D"):
+        return (1 + 0.3 * torch.randn(tensor.shape)).to(dtype)
+    result = random(name, tensor, dtype)
+    if "conv1d" in name:
+        return result * 20
+    if name.startswith("mtp."):
+        result = result if "norm" in name else result * 3
+    return result if "norm" in name or name.endswith("e_score_correction_bias") else result * 3
+
+
+def stored(name: str, tensor: Tensor) -> Tensor:
+    """The router's bias is float32 in the releases; transformers has it in the model's dtype."""
+    if not name.endswith("e_score_correction_bias") or tensor.dtype == torch.float32:
+        return tensor
+    return tensor.float() * (1 + 2**-12)  # no value of bfloat16
+
+
+# As transformers 5.12 saves it; the releases and later transformers have the other.
+RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
+
+
+def as_released(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the key that SGLang reads the groups of mixers from."""
+    return config | {"mamba_n_groups": config["n_groups"]}
+
+
+def as_letters(config: dict[str, Any]) -> dict[str, Any]:
+    """As Nano and Super name the layers: by a string."""
+    kinds = {word: letter for letter, word in WORDS.items()}
+    words = config.pop("layers_block_type")
+    config.pop("mtp_layers_block_type")
+    letters = "".join(map(kinds.__getitem__, words))
+    return as_released({**config, "num_hidden_layers": len(words), "hybrid_override_pattern": letters})
+
+
+MTP = ("attention", "moe")
+
+
+def blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks of the MTP layer, as the model's own layers of their kinds are built."""
+    return [NemotronHBlock(model.config, model.config.layers_block_type.index(kind)).eval() for kind in MTP]
+
+
+def added_mtp(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of an MTP layer, whose blocks are numbered from 0."""
+    hidden = model.config.hidden_size
+    found = {f"mtp.layers.0.{name}.weight": torch.empty(hidden) for name in ("enorm", "hnorm")}
+    found |= {"mtp.layers.0.eh_proj.weight": torch.empty(hidden, 2 * hidden)}
+    found |= {f"mtp.layers.{len(MTP) - 1}.final_layernorm.weight": torch.empty(hidden)}
+    for place, block in enumerate(blocks(model)):
+        for name, tensor in block.state_dict().items():
+            stem, _, leaf = f"mtp.layers.{place}.{name}".rpartition(".")
+            each = {f"{stem}.{expert}.{leaf}.weight": part for expert, part in enumerate(tensor)}
+            found |= each if stem.endswith(".experts") else {f"{stem}.{leaf}": tensor}
+    return {name: stored(name, value(name, tensor, dtype)) for name, tensor in found.items()}
+
+
+def mtp_logits(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Logits of the MTP layer by the equations of `families.mtp`."""
+    eps, count = model.config.layer_norm_epsilon, len(MTP)
+    hidden = rms_norm(model.model(tokens).last_hidden_state, added["mtp.layers.0.hnorm.weight"], eps)
+    embedded = rms_norm(model.model.embeddings(next_tokens(tokens)), added["mtp.layers.0.enorm.weight"], eps)
+    stream = nn.functional.linear(torch.cat([embedded, hidden], dim=-1), added["mtp.layers.0.eh_proj.weight"])
+    length = stream.shape[1]
+    mask = torch.full((length, length), torch.finfo(stream.dtype).min).triu(1)[None, None]
+    for place, block in enumerate(blocks(model)):
+        state = {}
+        for name, tensor in block.state_dict().items():
+            stem, _, leaf = f"mtp.layers.{place}.{name}".rpartition(".")
+            each = (
+                [added[f"{stem}.{expert}.{leaf}.weight"] for expert in range(len(tensor))]
+                if "experts." in name and stem.endswith(".experts")
+                else []
+            )
+            state[name] = torch.stack(each) if each else added[f"{stem}.{leaf}"]
+        block.load_state_dict(state)
+        stream = block(stream, attention_mask=mask)
+    normed = rms_norm(stream, added[f"mtp.layers.{count - 1}.final_layernorm.weight"], eps)
+    return nn.functional.linear(normed, model.lm_head.weight)
+
+
+def layers(pattern: str) -> list[str]:
+    """The words for a pattern of letters."""
+    return [WORDS[letter] for letter in pattern]
+
+
+CASES = {
+    "nemotron_h": Case(
+        lambda: NemotronHConfig(**sizes(), layers_block_type=layers(PATTERN)),
+        edit=as_letters,
+        value=value,
+        stored=stored,
+        renamed=RENAMED,
+    ),
+    # As Ultra has it: experts in a smaller size, an MTP layer, and no num_hidden_layers.
+    "nemotron_h-latent": Case(
+        lambda: NemotronHConfig(
+            **sizes(), layers_block_type=layers(PATTERN), moe_latent_size=80, num_nextn_predict_layers=1
+        ),
+        added=added_mtp,
+        edit=as_released,
+        value=value,
+        stored=stored,
+        renamed=RENAMED,
+        mtp=mtp_logits,
+    ),
+}
