@@ -139,3 +139,16 @@ class Qkv:
                 "choose a --tp that divides them",
             )
         return chunk(tensor, 0, rank, size)
+
+
+@dataclass(frozen=True)
+class QkvInOne(Qkv):
+    """As Qkv, where the release has the rows of all queries, keys and values one above the other in one tensor."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        keys = self.groups * self.head_dim
+        return super().merge(tensor.split_with_sizes([self.heads * self.head_dim, keys, keys]))
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (cat(super().split(tensor)),)

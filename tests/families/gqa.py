@@ -1,4 +1,4 @@
-"""Families with ordinary grouped-query attention: Llama, Mistral, Mixtral, Qwen2 MoE, Qwen3, MiniMax-M2."""
+"""Families with ordinary grouped-query attention: Llama, Mistral, Mixtral, Qwen2 MoE, Qwen3, MiniMax-M2, Phi, Seed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from transformers import (
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 from families.case import MOE, SIZES, Case
@@ -106,5 +108,16 @@ CASES = {
             **SIZES, **MOE, num_experts=12, norm_topk_prob=False, mlp_only_layers=[2, 7], decoder_sparse_step=3
         )
     ),
+    "phi3": Case(lambda: Phi3Config(**SIZES), edit=as_v4),
+    "phi3-tied-window": Case(
+        lambda: Phi3Config(
+            **SIZES | {"num_attention_heads": 8, "head_dim": 24},
+            sliding_window=5,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.75},
+        )
+    ),
+    "seed_oss": Case(lambda: SeedOssConfig(**SIZES), edit=as_v4),
+    "seed_oss-tied": Case(lambda: SeedOssConfig(**SIZES, tie_word_embeddings=True)),
     "minimax_m2": Case(minimax_m2, edit=as_minimax_releases, auto=Fp32RouterBias),
 }

@@ -42,17 +42,13 @@ def _of_one_mapping(group: Sequence[Rule], hf: Tensors) -> Iterator[tuple[str, d
                 f"inputs {one} and {other} swapped",
                 {name: op.merge(_swapped(tensors, one, other)) for name, tensors in inputs.items()},
             )
-    if len(shapes) > 1:
-        joined = {
-            name: torch.cat(list(tensors))
-            for name, tensors in inputs.items()
-            if all(tensor.dim() for tensor in tensors)
-        }
-        if all(
-            tensor.shape == right[name].shape and not torch.equal(tensor, right[name])
-            for name, tensor in joined.items()
-        ):
-            yield "inputs one above the other", joined
+    joined = {
+        name: torch.cat(list(tensors)) for name, tensors in inputs.items() if all(tensor.dim() for tensor in tensors)
+    }
+    if joined and all(
+        tensor.shape == right[name].shape and not torch.equal(tensor, right[name]) for name, tensor in joined.items()
+    ):
+        yield "inputs one above the other", joined
     if all(tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] for tensor in right.values()):
         yield "transposed", {name: tensor.T.contiguous() for name, tensor in right.items()}
     count = len(layers) if layers is not None else 1

@@ -36,6 +36,7 @@ PACKED = {
     "deepseek_v3": (MLP, EXPERTS),
     "deepseek_v32": (MLP, EXPERTS),
     "glm4": (ATTENTION, r"mlp\.(gate_up|down)_proj"),
+    "phi3": (r"self_attn\.(qkv|o)_proj", r"mlp\.(gate_up|down)_proj"),
     "glm4_moe": (ATTENTION, MLP, EXPERTS, SHARED),
     "glm4_moe_lite": (MLP, EXPERTS),
     "glm_moe_dsa": (MLP, EXPERTS),
