@@ -20,11 +20,13 @@ SAVED_WHOLE = {
     "llama",
     "mistral",
     "mixtral",
+    "phi3",
     "qwen2",
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
     "qwen3_vl",
+    "seed_oss",
 }
 BY_CLASS = [
     model
