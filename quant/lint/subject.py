@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 from quant.formats.groups import Refusal, Target, groups_of, refusals
@@ -87,8 +88,9 @@ class IgnoreList:
         return "ignore"
 
     def names_any(self, pattern: str) -> bool:
-        """Whether an entry names something that is stored and no reader looks up."""
-        return any(f".{pattern}." in f".{name}." for name in self.leaves)
+        """Whether an entry names something that is stored and no reader looks up, or a layer as an engine names it."""
+        layers = (name for matrix in self.matrices for name in (matrix.sglang, matrix.vllm) if name)
+        return any(f".{pattern}." in f".{name}." for name in chain(self.leaves, layers))
 
     @property
     def every_reader(self) -> tuple[str, ...]:

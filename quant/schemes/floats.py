@@ -73,8 +73,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
             ("modelopt", _CT),
             (16, 16),
             layouts=(modelopt_nvfp4(static=False), compressed_nvfp4(static=False)),
-            # SGLang computes with halves of the first by itself, and joins the second to weights in BF16.
-            kept=(".kv_b_proj", ".indexer.wk"),
+            kept=(".kv_b_proj",),  # SGLang computes with its halves by itself
         ),
     }
 )
@@ -274,7 +273,7 @@ def select(source: Checkpoint, scheme: FloatScheme, request: Request) -> FloatWe
     like = request.like.specs if request.like is not None else None
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     kind = scheme.kind
-    chosen = select_eight_bit(source.specs, config, scheme.ignore, kind.fitted, like, kind.kept)
+    chosen = select_eight_bit(source.specs, config, scheme.ignore, kind.fitted, like, _kept(scheme))
     specs = [spec for name, spec in source.specs.items() if name in chosen.names]
     return FloatWeights(
         scheme,
@@ -286,6 +285,16 @@ def select(source: Checkpoint, scheme: FloatScheme, request: Request) -> FloatWe
         chosen.quantized,
         for_vllm=scheme.name == "mxfp8" and set(request.readers) == {"vllm"},
     )
+
+
+def _kept(scheme: FloatScheme) -> tuple[str, ...]:
+    """Endings of modules that stay as they are.
+
+    SGLang joins the indexer's key weight to weights in BF16. It dequantizes it from FP8 in blocks, and copies codes and
+    scales of any other layout into it as they are. Source: `_load_fused_indexer_wk` of its `deepseek_weight_loader.py`.
+    """
+    in_blocks = scheme.name == "fp8-block" and scheme.formula != _CT
+    return scheme.kind.kept if in_blocks else (*scheme.kind.kept, ".indexer.wk")
 
 
 def _reader_notes(

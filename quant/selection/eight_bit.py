@@ -87,8 +87,9 @@ def _may_be_fp8(matrix: Matrix, tree: ClassTree) -> bool:
     module = matrix.module
     if module.endswith(_BF16_IN_ENGINES) or not matrix.tensor.endswith(".weight"):
         return False
+    draft = tree.draft_of(module)
     return tree.reason_in_any_format(module) is None or (
-        tree.draft_of(module) is not None and tail(module) in tree.tails
+        draft is not None and tail(module.removeprefix(draft.prefix)) in tree.tails
     )
 
 
@@ -144,7 +145,7 @@ def _left_out(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTre
 
     Beside the release's own name of a draft layer's or another tower's module stands the one that an engine asks by.
     """
-    found = {tree.head}
+    found, quantized = {tree.head}, {tail(name.removesuffix(".weight")) for name in names}
     for matrix in matrices:
         if matrix.tensor in names:
             continue
@@ -152,7 +153,8 @@ def _left_out(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTre
         for name in filter(None, (matrix.module, *((matrix.sglang, matrix.vllm) if elsewhere else ()))):
             block, experts, _ = name.partition(".experts.")
             parts = _shards(name) if name != matrix.module else ()
-            found |= {f"{block}.experts"} if experts else {name, *parts}
+            if quantized.isdisjoint((name, *parts)):  # SGLang calls MiMo's draft layer `self_attn.q_proj`
+                found |= {f"{block}.experts"} if experts else {name, *parts}
     return tuple(sorted(found))
 
 

@@ -1,0 +1,109 @@
+"""`verify`, `lint` and `inspect` find nothing in what `quantize` makes of every family in every float scheme.
+
+The models have sizes that blocks of 128 divide. Readers are those that read the scheme: see docs/fp8.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from families import CASES, case
+from safetensors import safe_open
+from support.sglang_sizes import widened
+
+from ckptkit.app.api import inspect, quantize
+from ckptkit.core.errors import CkptkitError
+from quant.lint.lint import lint
+from quant.schemes.floats import FloatScheme
+from quant.schemes.registry import NAMES
+from verify.run import verify
+
+CODES = ("F8_E4M3", "U8")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A scheme, the readers that it is written for, those that must agree on its list, and its name in `inspect`."""
+
+    scheme: FloatScheme
+    words: str
+    readers: tuple[str, ...]
+    engines: tuple[str, ...] = ("sglang",)
+
+
+WRITTEN = {
+    "fp8-block": Written(FloatScheme("fp8-block"), "FP8", ("sglang", "vllm", "transformers")),
+    "fp8-block-ct": Written(FloatScheme("fp8-block", "compressed-tensors"), "FP8", ("sglang", "vllm")),
+    "fp8-channel": Written(FloatScheme("fp8-channel"), "FP8", ("sglang", "vllm")),
+    "mxfp8": Written(FloatScheme("mxfp8"), "MXFP8", ("sglang",)),
+    "mxfp8-vllm": Written(FloatScheme("mxfp8"), "MXFP8", ("vllm",), ("vllm",)),
+    "mxfp4": Written(FloatScheme("mxfp4"), "MXFP4", ("vllm",), ("vllm",)),
+    "nvfp4": Written(FloatScheme("nvfp4"), "NVFP4", ("sglang", "vllm")),
+    "nvfp4-ct": Written(FloatScheme("nvfp4", "compressed-tensors"), "NVFP4", ("vllm",), ("vllm",)),
+}
+# Its experts are one tensor a layer, which no reader of these schemes knows.
+REFUSED = ("gpt_oss", "gpt_oss-v4")
+DAILY = {("mimo", "fp8-block"), ("deepseek_v32", "mxfp8"), ("qwen2-untied", "mxfp4"), ("gpt_oss", "fp8-block")}
+PAIRS = [
+    pytest.param(model, name, marks=() if (model, name) in DAILY else pytest.mark.nightly)
+    for model in CASES
+    for name in WRITTEN
+]
+Plain = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """`plain(model)`: the release of a test model; the one before it is deleted."""
+    root = tmp_path_factory.mktemp("plain")
+
+    def find(model: str) -> Path:
+        if not (root / model).exists():
+            for other in root.iterdir():
+                shutil.rmtree(other)
+            case.save(model, widened(model), root / model, torch.bfloat16)
+        return root / model
+
+    return find
+
+
+def quantized_in(path: Path) -> set[str]:
+    """The tensors that hold codes, by the headers."""
+    found = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names = [name for name in tensors.offset_keys() if "_scale" not in name]
+            found |= {name for name in names if tensors.get_slice(name).get_dtype() in CODES}
+    return found
+
+
+@pytest.mark.parametrize(("model", "name"), PAIRS)
+def test_what_is_written_has_no_finding(model: str, name: str, plain: Plain, tmp_path: Path) -> None:
+    written, out = WRITTEN[name], tmp_path / "out"
+    if model in REFUSED:
+        with pytest.raises(CkptkitError, match="its experts are one tensor a layer"):
+            quantize(plain(model), out, written.scheme, readers=written.engines)
+        return
+    quantize(plain(model), out, written.scheme, readers=written.engines)
+    quantized = quantized_in(out)
+    count = len(quantized)
+    report = verify(out, source=plain(model), readers=written.readers)
+    assert [str(finding) for finding in report.findings] == []
+    assert report.status == "passed"
+    assert {check.code: check.tensors_compared for check in report.checks}["CK305"] == count > 0
+    linted = lint(out, readers=written.readers)
+    assert (linted.findings, linted.packed) == ((), count)
+    words = str(inspect(out)["quantization"])
+    assert words.startswith(f"{written.words} (")
+    assert f": {count} tensors" in words
+    if name != "fp8-block":  # SGLang dequantizes the indexer's key weight from this layout alone
+        assert not {one for one in quantized if ".indexer.wk." in one}
+
+
+def test_every_float_scheme_is_swept() -> None:
+    assert {"w4a16", *(written.scheme.name for written in WRITTEN.values())} == set(NAMES)
