@@ -44,8 +44,8 @@ class RunOptions:
         slime's modules do, "hybrid" as megatron-core's HybridModel does. That of a source follows from its names. A
         Megatron source is converted to another dialect where this is given, else to HF.
     scheme: how weights are quantized; None: they are not.
-    preset: "rl" packs only what an engine can be updated with: routed experts, as slime's training rounds them. None:
-        all that may be packed.
+    preset: "rl" packs only what SGLang and vLLM can be updated with: routed experts, as slime's training rounds them.
+        None: all that may be packed.
     readers: those of `quant.selection.readers.READERS` who must agree on what is packed.
     tp: a tensor parallel size that SGLang's INT4 kernels must be able to load.
     device: what quantizes, "cpu" or "cuda"; the bytes are the same.

@@ -51,7 +51,7 @@ class Request:
     like: Checkpoint | None = None
     # The source as it is stored, where it is quantized itself; used as `like` is, less what `ignore` names.
     stored: Checkpoint | None = None
-    # "rl" packs routed experts alone, which an engine can be updated with.
+    # "rl" packs routed experts alone, which both SGLang and vLLM can be updated with.
     preset: Literal["rl"] | None = None
     # Those of `quant.selection.readers.READERS` who must agree on what is packed.
     readers: Sequence[str] = ALL_READERS

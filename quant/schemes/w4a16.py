@@ -183,18 +183,18 @@ def _reference(
 
 
 def _names_for_rl(source: Checkpoint) -> dict[str, None]:
-    """The names of an INT4 checkpoint that an RL engine can be updated with: only routed experts are packed.
+    """The names of an INT4 checkpoint that SGLang and vLLM can be updated with: only routed experts are packed.
 
     They are in the source's order, from which that of `ignore` follows: a set's would change with every process.
-    SGLang cannot take other INT4 layers a second time, and slime's training rounds nothing else. Raises CkptkitError
-    where the model has no routed experts.
+    SGLang cannot take other INT4 layers a second time, vLLM can; slime's training rounds nothing else. Raises
+    CkptkitError where the model has no routed experts.
     """
     experts = class_tree(as_stored(source.config, source.specs)).experts
     if not experts:
         raise CkptkitError(
             "--preset rl packs routed experts alone, since SGLang cannot be updated with other INT4 layers; this model "
             "has none",
-            "serve it in BF16, or leave out the preset where the engine is never updated",
+            "serve it in BF16, or leave out the preset where the engine is vLLM, or is never updated",
         )
     packed = {f"{module}.weight" for module in experts}
     return dict.fromkeys(name.removesuffix(".weight") + PACKED if name in packed else name for name in source.specs)

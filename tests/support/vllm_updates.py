@@ -1,8 +1,12 @@
 """Updates real vLLM models in place, without a GPU: `python -m support.vllm_updates DIR OUT`; `held` starts that.
 
-DIR is a model with experts in BF16. Each update sends every weight doubled, by the calls that trainers make. OUT gets
-by update which parameters and buffers are not those of a fresh model with the doubled weights and, where vLLM keeps
-tensors as they come, which HF tensors the witness then names.
+DIR is a model with experts in BF16, INT4 or FP8. Each update sends every weight doubled, of INT4 other codes too, by
+the calls that trainers make. OUT gets by update which parameters and buffers are not those of a fresh model with the
+same weights and, where vLLM keeps tensors as they come, which HF tensors the witness then names. What it raises is
+there instead.
+
+vLLM repacks INT4 and FP8 by kernels that need a GPU. `repacked` stands in for them: parameters of another shape, which
+a second load cannot fill.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 from unittest.mock import patch
 
@@ -50,7 +56,39 @@ def held(path: Path, root: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def doubled(path: Path) -> list[tuple[str, Tensor]]:
-    return [(name, tensor * 2) for name, tensor in safetensors_of(path)]
+    return [(name, _changed(name, tensor)) for name, tensor in safetensors_of(path)]
+
+
+def _changed(name: str, tensor: Tensor) -> Tensor:
+    if name.endswith(".weight_packed"):
+        return ~tensor
+    if tensor.dtype == torch.float8_e4m3fn:
+        return (tensor.view(torch.uint8) ^ 1).view(torch.float8_e4m3fn)
+    return tensor * 2 if tensor.is_floating_point() else tensor
+
+
+def repacked(method: object, layer: nn.Module) -> None:
+    """In place of a method's step after loading: turns every matrix of a packed layer, by vLLM's own call."""
+    from vllm.model_executor.utils import replace_parameter
+
+    for name, param in list(layer.named_parameters(recurse=False)):
+        if param.dim() > 1 and not name.endswith("weight_shape"):
+            replace_parameter(layer, name, param.detach().transpose(-1, -2).contiguous())
+
+
+def packed_methods() -> list[type]:
+    """vLLM's methods of INT4 in compressed-tensors' format, and of FP8 in blocks."""
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_moe as experts
+
+    # 0.26 has a module for Marlin alone besides.
+    names = [f"compressed_tensors_moe_wna16{kind}" for kind in ("", "_marlin")]
+    modules = [one for one in iter_modules(experts.__path__, f"{experts.__name__}.") if one.name.endswith(tuple(names))]
+    for module in modules:
+        import_module(module.name)
+    int4 = [one for one in experts.CompressedTensorsMoEMethod.__subclasses__() if "WNA16" in one.__name__]
+    return [compressed_tensors.CompressedTensorsLinearMethod, *int4, fp8.Fp8LinearMethod, fp8.Fp8MoEMethod]
 
 
 def process(model: nn.Module) -> None:
@@ -135,6 +173,7 @@ CASES = {
     "initialized and finalized around each bucket": Case(around_each_bucket),
     "names missing": Case(with_names_missing),
 }
+PACKED = {"a second load": Case(load_again), "layer by layer": Case(layerwise)}
 
 
 def digests(model: nn.Module) -> dict[str, str]:
@@ -176,14 +215,19 @@ def outcome(path: Path, case: Case) -> dict[str, list[str]]:
         placement = Placement.of(trace, before)
         process(model)
         with torch.device("cpu"):
-            case.update(model, doubled(path))
+            try:
+                case.update(model, doubled(path))
+            except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+                found["raised"] = [f"{type(error).__name__}: {error}"]
+                return
         now = digests(model)
         found["not as fresh"] = sorted(name for name in fresh.keys() | now.keys() if fresh.get(name) != now.get(name))
         tensors = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         sizes = {name: block.numel for name, block in trace.given.items()}
         config: Any = json.loads((path / "config.json").read_text())
         loaded = Loaded(adapter, config, tensors, placement, sizes)
-        found["named"] = [] if case.experts else sorted(one.tensor for one in loaded.compare(doubled(path)).differing)
+        as_given = not case.experts and "quantization_config" not in config
+        found["named"] = sorted(one.tensor for one in loaded.compare(doubled(path)).differing) if as_given else []
 
     built(path, case.experts, load_fresh)
     built(path, case.experts, load_and_update)
@@ -195,7 +239,12 @@ def main() -> None:
 
     platform.choose(Path(tempfile.mkdtemp()))
     path = Path(sys.argv[1])
-    Path(sys.argv[2]).write_text(json.dumps({name: outcome(path, case) for name, case in CASES.items()}))
+    packed = "quantization_config" in json.loads((path / "config.json").read_text())
+    with ExitStack() as stack:
+        for method in packed_methods() if packed else []:
+            stack.enter_context(patch.object(method, "process_weights_after_loading", repacked))
+        found = {name: outcome(path, case) for name, case in (PACKED if packed else CASES).items()}
+    Path(sys.argv[2]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

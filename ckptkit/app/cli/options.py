@@ -244,7 +244,8 @@ quantizing = together(
         "--preset",
         type=click.Choice(["rl"]),
         help="rl: what updates of an engine bring. w4a16: routed experts alone, symmetric and on the qmax7 grid, as "
-        "slime's training rounds them.",
+        "slime's training rounds them; SGLang takes no other INT4 layers again, vLLM takes all. fp8-block, mxfp8: the "
+        "rounding of trainers' updates.",
     ),
     click.option(
         "--tp", type=click.IntRange(1), help="Tensor parallel size that SGLang's INT4 kernels must be able to load."

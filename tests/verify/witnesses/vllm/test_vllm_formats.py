@@ -149,7 +149,7 @@ def rl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     cases = {}
     for model in ("qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2"):
         release = checkpoint(Cell(model, "wide", BF16, "HF"), root).checkpoint
-        quantize(release, root / model, QuantScheme(32, "qmax7"), preset="rl", readers=("vllm",))
+        quantize(release, root / model, QuantScheme(32, "qmax7"), preset="rl")
         cases[model] = Case(root / model)
     (root / "runs").mkdir()
     return run_cases(cases, root / "runs")
