@@ -15,6 +15,7 @@ from quant.kernels.cpu import bits_of, pool
 from quant.kernels.float_roundings import FOUR_BIT, MAX_VALUE, NVFP4, ROUNDINGS, Fp8Weight, Rounding
 
 _TASK = 1 << 20  # weights worked on at a time, at least a row of blocks: they stay in the cache
+_NARROW = 32  # the width of MXFP8's and MXFP4's groups
 _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the numbers of E2M1; every other one is rounded up
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -174,7 +175,8 @@ class _Job:
         largest = weight.new_zeros(-(-len(weight) // height), -(-weight.shape[1] // width))
         largest_kernel(weight.dtype)(bits, bits_of(largest).numpy(), height, width)
         scales, factors = self.rounding.scales(largest)
-        encode = codes_kernel(weight.dtype, self.quotient, self.rounding.divides, four_bit)
+        narrow = 0 if width > _NARROW or weight.shape[1] % width else width
+        encode = codes_kernel(weight.dtype, self.quotient, self.rounding.divides, four_bit, narrow)
         one_each = torch.empty(weight.shape, dtype=torch.uint8) if four_bit else codes
         encode(bits, factors.numpy(), one_each.numpy(), height, width)
         if four_bit:
@@ -210,4 +212,5 @@ def _nearest_e2m1(numbers: Tensor) -> Tensor:
 
 
 def _in_pairs(codes: Tensor) -> Tensor:
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+    both = codes.view(torch.int16)  # the even column in the low byte
+    return (both | (both >> 4)).to(torch.uint8)
