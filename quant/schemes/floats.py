@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
 _CT = "compressed-tensors"
+_RENAMED = (
+    "SGLang 0.5.16 renames quantized_layers of models with a vision tower (Qwen2.5-VL, Qwen3-VL), and builds their "
+    "layers unquantized; vLLM loads them"
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
             ("modelopt", _CT),
             (16, 16),
             layouts=(modelopt_nvfp4(static=False), compressed_nvfp4(static=False)),
-            kept=(".kv_b_proj",),  # SGLang computes with its halves by itself
+            # SGLang computes with halves of the first by itself, and reads four scales of the second, but fills one.
+            kept=(".kv_b_proj", ".in_proj_qkvz"),
         ),
     }
 )
@@ -305,7 +310,8 @@ def _reader_notes(
         weights_only = "" if scheme.name == "mxfp4" else " without quantized activations"
         return [f"SGLang 0.5.16 does not read {scheme.title} of compressed-tensors{weights_only}; vLLM does"]
     if scheme.name == "nvfp4":
-        return tiles.kernel_notes("NVFP4", chosen, config, scheme.kind.block[1], readers)
+        renamed = [_RENAMED] if class_tree(config).outside and "sglang" in readers else []
+        return [*renamed, *tiles.kernel_notes("NVFP4", chosen, config, scheme.kind.block[1], readers)]
     return []
 
 

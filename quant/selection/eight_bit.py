@@ -162,7 +162,7 @@ def _asked_by(matrices: Sequence[Matrix], names: Collection[str]) -> tuple[str, 
     found = set[str]()
     for matrix in matrices:
         if matrix.tensor in names:
-            for name in filter(None, (matrix.module, matrix.sglang, matrix.vllm)):
+            for name in filter(None, (matrix.module, matrix.sglang, matrix.sglang_own, matrix.vllm)):
                 block, experts, _ = name.partition(".experts.")
                 found.add(f"{block}.experts" if experts else name)
     return tuple(sorted(found))

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import case
 from support import models
 from support.engine_models import saved
 from support.nightly import daily
+from support.sglang_sizes import widened
 from torch import Tensor
 
 from ckptkit.app.api import quantize
@@ -131,6 +133,13 @@ def test_a_layer_that_no_kernel_runs_is_noted(plain: Callable[[str], Path], tmp_
     assert not quantize(plain("mla"), tmp_path / "other", MODELOPT, readers=["vllm"]).notes
 
 
+def test_sglangs_names_beside_a_vision_tower_are_noted(tmp_path: Path) -> None:
+    case.save("qwen2_5_vl", widened("qwen2_5_vl"), tmp_path / "plain", torch.bfloat16)
+    notes = quantize(tmp_path / "plain", tmp_path / "out", MODELOPT).notes
+    assert ["renames quantized_layers" in note for note in notes] == [True]
+    assert quantize(tmp_path / "plain", tmp_path / "other", MODELOPT, readers=["vllm"]).notes == ()
+
+
 def halved(written: dict[str, Tensor], weight: str) -> tuple[str, Tensor]:
     """One scale of a group at half its size."""
     scales = written[f"{weight}_scale"].clone()
@@ -184,6 +193,19 @@ def test_a_scale_that_sglang_drops_is_named_where_it_is_another(plain: Callable[
     models.edit(tmp_path / "out", name, models.tensors(tmp_path / "out")[name] * 1.5)
     findings = verify(tmp_path / "out", against=frozenset({"sglang"})).findings
     assert [finding.tensor for finding in findings if finding.code == "CK503"] == [name]
+
+
+@pytest.mark.sglang
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_sglang_loads_linear_attention_and_its_draft_model(tmp_path: Path) -> None:
+    """The draft class asks by the names of the model's first layer. Of in_proj_qkvz SGLang fills one scale of four."""
+    case.save("qwen3_next", widened("qwen3_next"), tmp_path / "plain", torch.bfloat16)
+    quantize(tmp_path / "plain", tmp_path / "out", MODELOPT)
+    report = verify(tmp_path / "out", source=tmp_path / "plain", against=frozenset({"sglang"}))
+    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
+    assert {"CK501", "CK502", "CK503", "CK508"} <= {check.code for check in report.checks if check.status == "passed"}
+    assert not [name for name in models.tensors(tmp_path / "out") if "in_proj_qkvz" in name and "scale" in name]
 
 
 @pytest.mark.vllm
