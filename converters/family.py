@@ -91,7 +91,7 @@ class Release:
     The rest says how transformers spells the same: `model_type` of its class for the language model (empty: the
     family's own), `moe` and `experts`: the release's names for the block with the experts and for an expert's gate, up
     and down projection, `classes`: transformers' classes of modules that are not Linear, by their kind in
-    `ParamMapping`.
+    `ParamMapping`, `modules`: other parts of its names, with the release's.
     """
 
     root: str = "model."
@@ -105,6 +105,7 @@ class Release:
     moe: str = "mlp"
     experts: tuple[str, str, str] = GATE_UP_DOWN
     classes: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
 
     def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the language model. Raises CkptkitError when it is not where it should be."""
@@ -117,12 +118,20 @@ class Release:
 
     def name(self, module: str) -> str:
         """The name in the release of a module of transformers' class for the language model."""
-        return self.root + module.replace(".mlp.", f".{self.moe}.")
+        return self.root + _renamed(module, self.modules.items()).replace(".mlp.", f".{self.moe}.")
 
     def own_name(self, module: str) -> str:
         """The name in transformers' whole model of a module of the release's language model."""
         own = module.removeprefix(self.root).replace(f".{self.moe}.", ".mlp.")
+        own = _renamed(own, ((theirs, one) for one, theirs in self.modules.items()))
         return f"{'model.language_model.' if self.nested else 'model.'}{own}"
+
+
+def _renamed(module: str, parts: Iterable[tuple[str, str]]) -> str:
+    """A module's name with whole parts of it spelled otherwise."""
+    for old, new in parts:
+        module = f"{module}.".replace(f".{old}.", f".{new}.").removesuffix(".")
+    return module
 
 
 @dataclass(frozen=True)

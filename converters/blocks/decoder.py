@@ -127,18 +127,19 @@ def moe_mlp(
     at: NamePrefix | None = None,
     *,
     block: str = "mlp.",
+    router: str = "gate",
     bias: str = "gate.e_score_correction_bias",
     names: tuple[str, str, str] = GATE_UP_DOWN,
 ) -> tuple[ParamMapping, ...]:
     """The MLP of the mixture-of-experts layers: norm, router (with its fp32 selection bias), routed and shared experts.
 
-    `shared` is the HF module name of the shared experts, `block` that of the whole, `bias` that of the selection bias,
-    and `names` those of an expert's gate, up and down projection.
+    `shared` is the HF module name of the shared experts, `block` that of the whole, `router` that of the router, `bias`
+    that of the selection bias, and `names` those of an expert's gate, up and down projection.
     """
     at = at or decoder(dims, dims.moe)
     rules = [
         at.rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (dims.hidden,)}),
-        at.rule("mlp.router.weight", {block + "gate.weight": (dims.experts, dims.hidden)}, kind="Router"),
+        at.rule("mlp.router.weight", {f"{block}{router}.weight": (dims.experts, dims.hidden)}, kind="Router"),
         *gated_mlp(
             at, "mlp.experts.experts.{expert}.", block + "experts.{expert}.", dims.hidden, dims.expert_ffn, names
         ),
@@ -152,20 +153,22 @@ def moe_mlp(
     return tuple(rules)
 
 
-def multi_token_prediction(dims: ModelDims, depth: int) -> tuple[NamePrefix, tuple[ParamMapping, ...]]:
+def multi_token_prediction(
+    dims: ModelDims, depth: int, *, norm: str = "shared_head.norm"
+) -> tuple[NamePrefix, tuple[ParamMapping, ...]]:
     """Multi-token prediction layer `depth` as DeepSeek and GLM ship it, as decoder layer `layers + depth`.
 
     Returns the place of its transformer layer, and the rules around that: norms of embedding and hidden state, their
-    projection eh_proj (which takes [embedding, hidden state]), and the norm before the output layer.
+    projection eh_proj (which takes [embedding, hidden state]), and the norm before the output layer, called `norm`.
     """
     hf = f"{dims.root}layers.{dims.layers + depth}."
     at = NamePrefix(f"mtp.layers.{depth}.", hf, None)
-    norm = (dims.hidden,)
+    size = (dims.hidden,)
     return NamePrefix(f"mtp.layers.{depth}.transformer_layer.", hf, None), (
-        at.rule("enorm.weight", {"enorm.weight": norm}),
-        at.rule("hnorm.weight", {"hnorm.weight": norm}),
+        at.rule("enorm.weight", {"enorm.weight": size}),
+        at.rule("hnorm.weight", {"hnorm.weight": size}),
         at.rule("eh_proj.weight", {"eh_proj.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),
-        at.rule("final_layernorm.weight", {"shared_head.norm.weight": norm}),
+        at.rule("final_layernorm.weight", {norm + ".weight": size}),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from families import dsa, glm4_moe, gpt_oss, gqa, hybrid, mla, mtp, nemotron_h, qwen, sandwich
+from families import dsa, glm4_moe, gpt_oss, gqa, hy_v3, hybrid, mla, mtp, nemotron_h, qwen, sandwich
 from families.case import Case
 
 CASES: dict[str, Case] = {
@@ -12,6 +12,7 @@ CASES: dict[str, Case] = {
     **gqa.CASES,
     **mla.CASES,
     **dsa.CASES,
+    **hy_v3.CASES,
     **sandwich.CASES,
     **gpt_oss.CASES,
     **hybrid.CASES,

@@ -40,6 +40,7 @@ PACKED = {
     "glm4_moe": (ATTENTION, MLP, EXPERTS, SHARED),
     "glm4_moe_lite": (MLP, EXPERTS),
     "glm_moe_dsa": (MLP, EXPERTS),
+    "hy_v3": (ATTENTION, MLP, EXPERTS, r"mlp\.shared_mlp\.(gate|up|down)_proj"),
     "kimi_k2": (MLP, EXPERTS),
     "kimi_k25": (MLP, EXPERTS),
     "minimax_m2": (ATTENTION, SPARSE),

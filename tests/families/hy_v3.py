@@ -1,0 +1,92 @@
+"""Hunyuan 3, whose releases name router, selection bias and shared expert otherwise than transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import HYV3Config, PretrainedConfig, PreTrainedModel
+from transformers.models.hy_v3.modeling_hy_v3 import HYV3DecoderLayer
+
+from families.case import MOE, SIZES, Case, random
+from families.gqa import Fp32RouterBias
+from families.mtp import added_layer, reference
+
+# transformers' names by those of the release.
+_NAMES = {
+    r"mlp\.router\.gate\.": "mlp.gate.",
+    r"mlp\.expert_bias$": "mlp.e_score_correction_bias",
+    r"mlp\.shared_mlp\.": "mlp.shared_experts.",
+    r"(\d+)\.final_layernorm\.": r"\1.shared_head.norm.",
+}
+
+
+def config() -> PretrainedConfig:
+    """Two dense layers, two shared experts."""
+    kinds = ["dense"] * 2 + ["sparse"] * 10
+    return HYV3Config(**SIZES, **MOE, num_experts=12, num_shared_experts=2, mlp_layer_types=kinds)
+
+
+def as_released(content: dict[str, Any]) -> dict[str, Any]:
+    """With the keys that the releases have and transformers does not write."""
+    return {key: value for key, value in content.items() if key != "mlp_layer_types"} | {
+        "expert_hidden_dim": content["moe_intermediate_size"],
+        "first_k_dense_replace": 2,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_use_sigmoid": True,
+        "num_nextn_predict_layers": 1,
+        "qk_norm": True,
+        "route_norm": True,
+    }
+
+
+def mtp_layer(config: Any, number: int) -> nn.Module:
+    """A layer with experts, as the last of the model."""
+    return HYV3DecoderLayer(config, number - 1)
+
+
+def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `random`, with experts that differ more."""
+    return random(name, tensor, dtype) * (2 if ".mlp." in name and tensor.dim() > 1 else 1)
+
+
+def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The MTP layer under the names of the release."""
+    tensors = added_layer(mtp_layer)(model, dtype)
+    renamed = {
+        r"mlp\.gate\.": "mlp.router.gate.",
+        r"mlp\.e_score_correction_bias$": "mlp.expert_bias",
+        r"mlp\.shared_experts\.": "mlp.shared_mlp.",
+        r"shared_head\.norm\.": "final_layernorm.",
+    }
+    return _with_names(tensors, renamed)
+
+
+def mtp(model: PreTrainedModel, tensors: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Logits of the MTP layer: DeepSeek's equations."""
+    return reference(mtp_layer)(model, _with_names(tensors, _NAMES), tokens)
+
+
+def _with_names(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = re.sub(old, new, name)
+        found[name] = tensor
+    return found
+
+
+CASES = {
+    "hy_v3": Case(
+        config,
+        added=added,
+        edit=as_released,
+        value=value,
+        auto=Fp32RouterBias,
+        mtp=mtp,
+        witness="transformers; MTP: its decoder layer in the equations of the DeepSeek-V3 report",
+    )
+}
