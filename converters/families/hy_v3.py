@@ -65,10 +65,13 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The dense layers: transformers reads `mlp_layer_types`, SGLang and vLLM `first_k_dense_replace`."""
+    """The dense layers.
+
+    transformers reads `mlp_layer_types`, or takes the first layer; SGLang and vLLM read `first_k_dense_replace`.
+    """
     first, kinds = first_layers(config, "first_k_dense_replace", 1), config.get("mlp_layer_types")
     if kinds is None:
-        return first
+        kinds = ["dense"] + ["sparse"] * (integer(config, "num_hidden_layers") - 1)
     layers = integer(config, "num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != layers or not {"dense", "sparse"}.issuperset(map(str, kinds)):
         raise CkptkitError(
@@ -78,8 +81,8 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if config.get("first_k_dense_replace") is not None and dense != first:
         raise CkptkitError(
-            f"config.json: mlp_layer_types has {len(dense)} dense layers but first_k_dense_replace says {len(first)}",
-            "transformers reads the first, SGLang and vLLM the second; make them agree",
+            f"config.json: first_k_dense_replace says {len(first)} dense layers, mlp_layer_types {len(dense)}",
+            "SGLang and vLLM read the first; transformers the second, which is 1 where it is absent; make them agree",
         )
     return dense
 
@@ -116,6 +119,6 @@ FAMILIES = (
             classes={"Router": "HYV3TopKRouter"},
             modules={"mlp.gate": "mlp.router.gate", "mlp.shared_experts": "mlp.shared_mlp"},
         ),
-        engines={"sglang": EngineClass(keys=_engine_keys)},
+        engines={"sglang": EngineClass(root=("model.", ".model."), layer_id_since=(0, 5, 23), keys=_engine_keys)},
     ),
 )

@@ -32,7 +32,7 @@ def config() -> PretrainedConfig:
 
 def as_released(content: dict[str, Any]) -> dict[str, Any]:
     """With the keys that the releases have and transformers does not write."""
-    return {key: value for key, value in content.items() if key != "mlp_layer_types"} | {
+    return content | {
         "expert_hidden_dim": content["moe_intermediate_size"],
         "first_k_dense_replace": 2,
         "moe_router_enable_expert_bias": True,

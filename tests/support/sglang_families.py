@@ -52,6 +52,7 @@ DRAFTS = {
     "glm4_moe-mtp": "Glm4MoeForCausalLMNextN",
     "deepseek_v3": "DeepseekV3ForCausalLMNextN",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLMNextN",
+    "hy_v3": "HYV3ForCausalLMNextN",
     "qwen3_next": "Qwen3NextForCausalLMMTP",
     "qwen3_5": "Qwen3_5ForCausalLMMTP",
     "qwen3_5_moe": "Qwen3_5ForCausalLMMTP",

@@ -30,6 +30,7 @@ DRAFTS = {
     "glm_moe_dsa": "DeepseekV32MTP" if NEWER else "DeepSeekMTP",
     "glm_moe_dsa-shared": "DeepseekV32MTP" if NEWER else "DeepSeekMTP",
     "glm4_moe_lite": "Glm4MoeLiteMTP",
+    "hy_v3": "HYV3MTP",
     "qwen3_next": "Qwen3NextMTP",
     "qwen3_5": "Qwen3_5MTP",
     "qwen3_5_moe": "Qwen3_5MoeMTP",

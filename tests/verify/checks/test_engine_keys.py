@@ -27,6 +27,7 @@ LACKING = {
     "deepseek_v32": DEEPSEEK,
     "glm4_moe_lite": '"first_k_dense_replace": 1',
     **({} if release("sglang") >= (0, 5, 23) else {"gpt_oss": '"swiglu_limit": 7.0'}),
+    "hy_v3": '"first_k_dense_replace": 2, "qk_norm": true, "route_norm": true',
     "minimax_m2": '"scoring_func": "sigmoid", "use_qk_norm": true, "use_routing_bias": true, "rotary_dim": 16',
     "nemotron_h": '"mamba_n_groups": 4',
     "qwen3_next": '"full_attention_interval": 4',
