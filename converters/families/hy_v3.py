@@ -1,4 +1,4 @@
-"""Hunyuan 3 (Tencent Hy3): first layer dense, sigmoid router with an fp32 bias beside it, shared expert, one MTP layer."""
+"""Hunyuan 3 (Hy3): first layer dense, sigmoid router with an fp32 bias beside it, a shared expert, one MTP layer."""
 
 from __future__ import annotations
 
