@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
 _CT = "compressed-tensors"
-_RENAMED = (
-    "SGLang 0.5.16 renames quantized_layers of models with a vision tower (Qwen2.5-VL, Qwen3-VL), and builds their "
-    "layers unquantized; vLLM loads them"
+_UNQUANTIZED = (
+    "SGLang 0.5.16 builds Qwen2.5-VL and Qwen3-VL unquantized, since it renames quantized_layers of theirs, and the "
+    r"draft layers of Qwen3.5 (leave those out: --ignore 're:mtp\..*')"
 )
 
 
@@ -310,7 +310,7 @@ def _reader_notes(
         weights_only = "" if scheme.name == "mxfp4" else " without quantized activations"
         return [f"SGLang 0.5.16 does not read {scheme.title} of compressed-tensors{weights_only}; vLLM does"]
     if scheme.name == "nvfp4":
-        renamed = [_RENAMED] if class_tree(config).outside and "sglang" in readers else []
+        renamed = [_UNQUANTIZED] if class_tree(config).outside and "sglang" in readers else []
         return [*renamed, *tiles.kernel_notes("NVFP4", chosen, config, scheme.kind.block[1], readers)]
     return []
 
