@@ -223,6 +223,7 @@ class ModelFamily:
 
     `release`: how releases are spelled and quantized; None where INT4 is not supported.
     `engines`: its class in each inference engine, by the engine's name. An engine without an entry has a plain class.
+    `reference`: what to set in transformers' config of a model, so that it computes what engines and Megatron do.
     `unlike_transformers`: why transformers, as installed, computes another model from a config, for prompts of so many
     tokens; None where it does not.
     """
@@ -239,6 +240,7 @@ class ModelFamily:
     language_models: Mapping[str, str] = field(default_factory=dict)
     release: Release | None = Release()
     engines: Mapping[str, EngineClass] = field(default_factory=dict)
+    reference: Mapping[str, Any] = field(default_factory=dict)
     unlike_transformers: Callable[[Mapping[str, Any], int], str | None] = lambda config, tokens: None
 
     def engine(self, name: str) -> EngineClass:

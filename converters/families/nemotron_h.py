@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import package_release
 from ckptkit.core.printable import shortened
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.blocks.single import layers_of_one_block, read_pattern
@@ -37,6 +38,7 @@ _FIXED: Mapping[str, Any] = {
 # The norm behind Megatron's mixer has it whatever the arguments say.
 _EPSILON = 1e-5
 _NO_LIMIT = 1e30  # of the time step, which is about 1
+_CHUNK = 128  # tokens that transformers' mixer computes together, in the releases
 _MTP = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
 
 
@@ -172,6 +174,16 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (embedding, norm, *(() if dims.tied else (head,)), *layers_of_one_block(dims))
 
 
+def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
+    """transformers 5.12 carries the state of its mixer wrongly from one chunk of tokens to the next.
+
+    Run: 5.12.1, and 5.17.0, which does not.
+    """
+    if tokens <= _CHUNK or package_release("transformers") >= (5, 17):
+        return None
+    return f"without kernels its Mamba mixer is right for {_CHUNK} tokens at most, before transformers 5.17"
+
+
 FAMILIES = (
     ModelFamily(
         ("nemotron_h",),
@@ -180,6 +192,9 @@ FAMILIES = (
         mappings,
         fused=FusedExperts(renamed=True),
         release=None,
+        # Its kernels come from a hub, and without them it keeps time steps from falling below `time_step_min`.
+        reference={"use_mamba_kernels": False, "time_step_min": 1e-30, "chunk_size": _CHUNK},
+        unlike_transformers=_unlike_transformers,
         engines={"sglang": EngineClass(("qkv_proj",), keys=_sglang_keys)},
     ),
 )

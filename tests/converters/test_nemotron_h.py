@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 import torch
 from families import CASES
-from families.case import save
+from families.case import build, save
 from families.nemotron_h import PATTERN
 from support import models
+from support.installed import require_megatron
 
 from ckptkit.app.api import convert, inspect, model_arguments
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.installation import package_release
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.megatron.arguments import megatron_args
 from converters.megatron.flags import launch_flags
 from converters.planner import dims_of, own_dialect, rules_of
+from converters.registry import FAMILIES
 from verify.checks.config.arguments import differing, mismatches
+from verify.run import verify
 
 LATENT = "nemotron_h-latent"
 
@@ -214,6 +218,53 @@ def test_state_of_mixers_and_routers_keeps_its_dtype_whatever_is_asked_for(tmp_p
         expected = tensors[name] if name.endswith(wide) else tensors[name].bfloat16()
         assert torch.equal(tensor, expected), name
         assert tensor.dtype == expected.dtype, name
+
+
+def recurrence(mixer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What a mixer makes of hidden states [1, tokens, 128], token by token, by the equations of Mamba-2."""
+    count = hidden.shape[1]
+    z, rows, dt = mixer.in_proj(hidden).split([240, 384, 12], dim=-1)
+    rows = torch.nn.functional.silu(mixer.conv1d(rows.transpose(1, 2))[..., :count].transpose(1, 2))
+    x, b, c = rows[0].split([240, 72, 72], dim=-1)
+    b, c = (part.view(count, 4, 18).repeat_interleave(3, dim=1) for part in (b, c))
+    step, rates, x = torch.nn.functional.softplus(dt[0] + mixer.dt_bias), -mixer.A_log.exp(), x.view(count, 12, 20)
+    state, found = torch.zeros(12, 20, 18), []
+    for now in range(count):
+        taken = (step[now, :, None] * x[now])[..., None] * b[now, :, None, :]
+        state = state * (step[now] * rates).exp()[:, None, None] + taken
+        found.append((state * c[now, :, None, :]).sum(-1) + mixer.D[:, None] * x[now])
+    return mixer.out_proj(mixer.norm(torch.stack(found).reshape(1, count, 240), z))
+
+
+def test_transformers_is_a_reference_for_as_many_tokens_as_it_computes_together() -> None:
+    """A mixer's output does not depend on how many that are. In transformers 5.12 it does."""
+    mixer = build("nemotron_h", CASES["nemotron_h"], torch.float32).model.layers[0].mixer
+    hidden = torch.randn(1, 40, 128, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = recurrence(mixer, hidden)
+        far = {}
+        for mixer.chunk_size in (16, 64):
+            far[mixer.chunk_size] = float((mixer(hidden) - expected).abs().max() / expected.abs().max())
+    assert far[64] < 1e-5
+    reasons = [FAMILIES["nemotron_h"].unlike_transformers(config_of(), tokens) for tokens in (128, 129)]
+    if package_release("transformers") < (5, 17):
+        assert far[16] > 1e-2
+        assert reasons[0] is None
+        assert "right for 128 tokens at most" in str(reasons[1])
+    else:
+        assert far[16] < 1e-5
+        assert reasons == [None, None]
+
+
+@pytest.mark.nightly
+def test_verify_finds_megatrons_logits_to_be_those_of_transformers(tmp_path: Path) -> None:
+    """Prompts of 48 tokens, three times as many as the model's own chunks."""
+    require_megatron()
+    save("nemotron_h", CASES["nemotron_h"], tmp_path / "hf", torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "megatron")
+    report = verify(tmp_path / "megatron", tmp_path / "hf", against=frozenset({"megatron", "logits"}))
+    assert (report.status, report.findings) == ("passed", [])
+    assert {one.code: one.status for one in report.checks}["CK606"] == "passed"
 
 
 def test_arguments_of_a_launch(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ MODELS = (
     "deepseek-ai/DeepSeek-V3",
     "moonshotai/Kimi-K2-Instruct",
     "openai/gpt-oss-20b",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
 )
 KNOWN = {
     "index": "the published index",

@@ -62,6 +62,7 @@ SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts, optimizer by parameter": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "fully_reshardable"}),
     "hybrid, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "hybrid": True}),
     "hybrid, tied and uneven": ("qwen2-tied", {"sizes": ParallelSizes(pp=2, last=7), "hybrid": True}),
+    "hybrid, mixers": ("nemotron_h", {"sizes": ParallelSizes(tp=2, pp=2, ep=2, last=6), "hybrid": True}),
     "legacy": ("qwen2-tied", {"sizes": ParallelSizes(), "release": True, "legacy": True}),
     "legacy, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2), "legacy": True}),
     "legacy, embedding and loss": (

@@ -63,6 +63,25 @@ def test_the_saves_are_of_the_kinds_that_they_claim_to_be(saved: Path) -> None:
     )
 
 
+def test_a_mixer_is_stored_in_parts_that_ranks_cut_alone(saved: Path) -> None:
+    tensors = opened(saved / "hybrid, mixers").metadata.tensors
+    shapes = {
+        key.removeprefix("decoder.layers.4.mixer."): (one.shape, {chunk.sizes for chunk in one.chunks})
+        for key, one in tensors.items()
+        if key.startswith(("decoder.layers.4.mixer.in_proj.weight", "decoder.layers.4.mixer.conv1d.bias"))
+    }
+    assert shapes == {
+        "in_proj.weight.z": ((240, 128), {(120, 128)}),
+        "in_proj.weight.x": ((240, 128), {(120, 128)}),
+        "in_proj.weight.B": ((72, 128), {(36, 128)}),
+        "in_proj.weight.C": ((72, 128), {(36, 128)}),
+        "in_proj.weight.dt": ((12, 128), {(6, 128)}),
+        "conv1d.bias.x": ((240,), {(120,)}),
+        "conv1d.bias.B": ((72,), {(36,)}),
+        "conv1d.bias.C": ((72,), {(36,)}),
+    }
+
+
 def test_hybridmodel_stores_a_key_for_each_of_its_layers(saved: Path) -> None:
     stored = opened(saved / "hybrid, experts").metadata
     assert stored.tensors["decoder.layers.22.self_attention.linear_qkv.layer_norm_weight"].shape == (128,)

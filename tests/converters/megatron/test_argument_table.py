@@ -7,6 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from converters.config.dims import Indexer, LinearAttention, Mla, base_dims
+from converters.config.pattern import Mamba
 from converters.megatron.argument import Argument
 from converters.megatron.argument_table import ARGUMENTS, BY_NAME
 from converters.megatron.flags import launch_flags
@@ -25,6 +26,7 @@ DIMS = replace(
     mla=Mla(8, 8, 8, 8, 8),
     indexer=Indexer(2, 16, 4, (0, 1)),
     linear=LinearAttention(2, 2, 8, 8, 4, (0,)),
+    mamba=Mamba(4, 8, 2, 8, 4),
 )
 
 

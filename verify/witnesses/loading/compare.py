@@ -17,6 +17,7 @@ from converters.planner import expected_hf
 from converters.registry import family_of
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
 from verify.witnesses.loading.bits import difference, poisoned
+from verify.witnesses.loading.computed import computed_of, is_computed
 from verify.witnesses.loading.engine import Engine
 from verify.witnesses.loading.job import Observation
 from verify.witnesses.loading.names import of_draft, promised_names, routers
@@ -32,11 +33,16 @@ DROPPED = "it was given to load_weights and written nowhere"
 
 @dataclass
 class Comparison:
-    """What one pass over the reference found; `equal`: tensors whose bits are where they should be, and their bytes."""
+    """What one pass over the reference found.
+
+    `equal`: tensors whose bits are where they should be, and their bytes; `computed`: parameters that hold what the
+    engine should have computed of a tensor.
+    """
 
     equal: dict[str, int] = field(default_factory=dict)
     differing: list[Observation] = field(default_factory=list)
     rounded: list[Observation] = field(default_factory=list)
+    computed: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -64,12 +70,25 @@ class Loaded:
                 continue
             pieces = [piece for piece in self.placement.pieces.get(name, ()) if wanted(piece.param)]
             found = [one for piece in pieces if (one := self.differs(piece, tensor))]
+            made = dict(self.computed(name, tensor))
+            found += [
+                Observation(name, param, "other values than it is computed to") for param in made if not made[param]
+            ]
+            result.computed |= {param for param, right in made.items() if right}
             if found:
                 result.differing.append(found[0])
-            elif pieces or (wanted(name) and (self.is_shared(name, tensor) or self.is_repeated(name, tensor))):
+            elif pieces or made or (wanted(name) and (self.is_shared(name, tensor) or self.is_repeated(name, tensor))):
                 result.equal[name] = tensor.nbytes
                 result.rounded += [one for piece in pieces[:1] if (one := _rounded(piece, tensor))]
         return result
+
+    def computed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, bool]]:
+        """Whole parameters that were computed of this tensor alone by a known formula, and whether they are right."""
+        expected = computed_of(name, tensor)
+        for param, origins in self.placement.computed.items() if expected is not None else ():
+            held = self.tensors.get(param)
+            if expected is not None and held is not None and origins == {name} and held.shape == expected.shape:
+                yield param, is_computed(held, expected)
 
     def promised(self) -> Iterable[str]:
         """Every HF name that may belong here."""

@@ -143,7 +143,7 @@ class Examination:
             dropped=self.dropped,
             differing=tuple(self.comparison.differing),
             rounded=tuple(self.comparison.rounded),
-            computed=tuple(self.loaded.placement.computed),
+            computed=tuple(one for one in self.loaded.placement.computed if one not in self.comparison.computed),
             routers=self.routers,
             draft=tuple(draft_names(self.config, self.loaded.sizes)),
             log=self.log,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from converters.megatron.hybrid_model import PATTERNS, own_layers
 from converters.megatron.parallel import ParallelSizes
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.reference import residuals as stages
@@ -76,15 +77,20 @@ def _keep(found: dict[str, Tensor], stage: str, hidden: Tensor) -> None:
     found[stage] = hidden[:, 0].clone()
 
 
+def _has_layers_of_one_block(chunk: Chunk) -> bool:
+    """Whether the layers of a HybridModel are the model's own, and no halves of a GPTModel's."""
+    return own_layers({name: getattr(chunk, name, None) for name in PATTERNS}) is not None
+
+
 def _hooks(chunk: Chunk, keep: Callable[[str, Tensor], None]) -> list[Any]:
     hooks = []
-    hybrid = not isinstance(chunk, GPTModel)
+    hybrid, single = not isinstance(chunk, GPTModel), _has_layers_of_one_block(chunk)
     for layer in chunk.decoder.layers:
         number = int(layer.layer_number) - 1
         if number == 0:
             hooks.append(layer.register_forward_pre_hook(_on_input(keep, stages.EMBEDDING), with_kwargs=True))
         if hybrid:
-            stage = stages.mlp(number // 2) if number % 2 else stages.attention(number // 2)
+            stage = stages.mlp(number) if single else (stages.attention, stages.mlp)[number % 2](number // 2)
             hooks.append(layer.register_forward_hook(_on_output(keep, stage)))
             continue
         # Also where the norm is part of the next linear layer: then this module gives back what it is given.

@@ -27,6 +27,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import without_quantization
 from converters.open import open_megatron
 from converters.planner import to_hf
+from converters.registry import family_of
 from quant.formats.floats.layout import E4M3
 from verify.evidence.plain import plain
 from verify.witnesses.process.entry import run_job
@@ -134,6 +135,8 @@ def model_of(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dtype) ->
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=False)
+    for key, value in family_of(checkpoint.config).reference.items():
+        setattr(config, key, value)
     name = (config.architectures or [""])[0]
     architecture = getattr(transformers, name, None)
     if architecture is None:
@@ -144,7 +147,7 @@ def model_of(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dtype) ->
         weights = {name: tensor for names in checkpoint.groups for name, tensor in checkpoint.read(names).items()}
         model, info = architecture.from_pretrained(None, config=config, state_dict=weights, **options)
     else:
-        model, info = architecture.from_pretrained(home, **options)
+        model, info = architecture.from_pretrained(home, config=config, **options)
     if missing := sorted(info["missing_keys"]):
         raise CkptkitError(
             f"transformers finds no tensor for {summarize(missing)}", "the checks of headers say what is missing"

@@ -42,6 +42,8 @@ DAILY = [label for label, cell in CELLS.items() if cell.format in (FP8, "INT4 32
 
 def refused(cell: Cell) -> str | None:
     """What ckptkit says where it does not make a cell."""
+    if cell.model.startswith("nemotron_h") and cell.format != FP8:
+        return "which of its tensors are Linear layers is not known"
     return "experts" if cell.model.startswith("gpt_oss") and cell.format != FP8 else None
 
 
