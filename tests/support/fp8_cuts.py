@@ -1,4 +1,6 @@
-"""Asks an engine's own layers which cuts of block FP8 they refuse: `python -m support.fp8_cuts ENGINE CASES.json`.
+"""Asks an engine's layers which cuts of block FP8 they refuse: `python -m support.fp8_cuts ENGINE CASES.json [packed]`.
+
+`packed`: in compressed-tensors' format.
 
 CASES.json is a list of `{"ranks": .., "attention": .., "dims": {..}}`; it gets, for each, the modules that the engine
 refuses to build. Layers are made on the meta device, by the classes that the engine's models make them of.
@@ -10,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,61 +81,80 @@ def expert_weights(method: Any, size: int) -> None:
     )
 
 
-def sglang(cases: list[dict[str, Any]]) -> Iterator[list[str]]:
+def sglang(cases: list[dict[str, Any]], packed: bool) -> Iterator[list[str]]:
     from sglang.srt.layers import linear
-    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8_moe as theirs
+    from sglang.srt.layers.quantization.fp8_utils import validate_fp8_block_shape
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
     from sglang.srt.runtime_context import get_parallel
 
-    config = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=BLOCK)
+    config = fp8.Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=BLOCK)
     # Which kernel multiplies is asked of a GPU.
-    linear_method = Fp8LinearMethod.__new__(Fp8LinearMethod)
-    experts = Fp8MoEMethod.__new__(Fp8MoEMethod)
+    linear_method = fp8.Fp8LinearMethod.__new__(fp8.Fp8LinearMethod)
+    experts = fp8.Fp8MoEMethod.__new__(fp8.Fp8MoEMethod)
     for method in (linear_method, experts):
         vars(method).update(quant_config=config, block_quant=True, is_checkpoint_fp8_serialized=True)
         vars(method).update(is_fp4_expert=False, use_mxfp8=False, use_marlin=False)
-    with patch.object(Fp8Config, "get_quant_method", lambda *_, **__: linear_method):
+    if packed:
+        linear_method = validating(UnquantizedLinearMethod, validate_fp8_block_shape)
+        experts = of_experts(theirs.CompressedTensorsW8A8Fp8MoE)
+    with patch.object(fp8.Fp8Config, "get_quant_method", lambda *_, **__: linear_method):
         for case in cases:
             ranks = case["ranks"]
             made = dict(layers_of(case, linear, config, lambda share: {"tp_rank": 0, "tp_size": share}))
-            made["experts"] = lambda ranks=ranks, size=case["dims"]["expert_ffn"]: expert_weights(
-                experts, size // ranks
-            )
+            made["experts"] = partial(expert_weights, experts, case["dims"]["expert_ffn"] // ranks)
             with get_parallel().override(tp_size=ranks, tp_rank=0):
                 yield refused(made)
 
 
-def vllm(cases: list[dict[str, Any]]) -> Iterator[list[str]]:
+def validating(base: type, validate: Callable[..., None]) -> Any:
+    """A method of Linear layers that asks the engine's own function as its methods of FP8 do."""
+
+    class Method(base):  # type: ignore[misc]
+        def create_weights(self, layer: Any, **given: Any) -> None:
+            names = ("input_size", "output_size", "input_size_per_partition", "output_partition_sizes")
+            validate(layer, *(given[name] for name in names), BLOCK)
+
+    return Method()
+
+
+def of_experts(method: Any) -> Any:
+    """The method of experts of an engine's scheme of compressed-tensors."""
+    made = method.__new__(method)
+    args = SimpleNamespace(strategy="block", block_structure=BLOCK, dynamic=False)
+    given = {"weight_quant": args, "input_quant": args, "block_quant": True, "weight_block_size": BLOCK}
+    vars(made).update(given, static_input_scales=False, moe=SimpleNamespace(has_bias=False, is_act_and_mul=True))
+    return made
+
+
+def vllm(cases: list[dict[str, Any]], packed: bool) -> Iterator[list[str]]:
     from verify.witnesses.vllm import platform
 
     platform.choose(Path(sys.argv[2]).parent)
     from vllm import distributed
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as theirs,
+    )
     from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape
 
-    class Method(linear.UnquantizedLinearMethod):
-        def create_weights(self, layer: Any, **given: Any) -> None:
-            names = ("input_size", "output_size", "input_size_per_partition", "output_partition_sizes")
-            validate_fp8_block_shape(layer, *(given[name] for name in names), BLOCK)
-
-    class Config:
-        weight_block_size = BLOCK
-        is_checkpoint_fp8_serialized, activation_scheme = True, "dynamic"
-        online_quantization_config = None  # vLLM 0.33 asks for it
-
-        def get_quant_method(self, *_: object, **__: object) -> Method:
-            return Method()
-
+    method = validating(linear.UnquantizedLinearMethod, validate_fp8_block_shape)
+    # vLLM's config of compressed-tensors has no `weight_block_size`, and 0.33 asks for the second attribute.
+    stated = {"online_quantization_config": None, "is_checkpoint_fp8_serialized": True, "activation_scheme": "dynamic"}
+    stated |= {} if packed else {"weight_block_size": BLOCK}
+    config = SimpleNamespace(get_quant_method=lambda *_, **__: method, **stated)
     experts = fp8.Fp8MoEMethod.__new__(fp8.Fp8MoEMethod)
-    given = {"quant_config": Config(), "block_quant": True, "weight_block_size": BLOCK, "weight_scale_name": "scale"}
+    given = {"quant_config": config, "block_quant": True, "weight_block_size": BLOCK, "weight_scale_name": "scale"}
     vars(experts).update(given, moe=SimpleNamespace(has_bias=False))
+    if packed:
+        experts = of_experts(theirs.CompressedTensorsW8A8Fp8MoEMethod)
     for case in cases:
         ranks = case["ranks"]
-        with _world(ranks, distributed, linear, fp8):
-            made = dict(layers_of(case, linear, Config(), lambda share: {}))
-            made["experts"] = lambda ranks=ranks, size=case["dims"]["expert_ffn"]: expert_weights(
-                experts, size // ranks
-            )
+        with _world(ranks, distributed, linear, fp8, theirs):
+            made = dict(layers_of(case, linear, config, lambda share: {}))
+            made["experts"] = partial(expert_weights, experts, case["dims"]["expert_ffn"] // ranks)
             yield refused(made)
 
 
@@ -150,4 +172,5 @@ def _world(ranks: int, *modules: Any) -> Iterator[None]:
 
 if __name__ == "__main__":
     file = Path(sys.argv[2])
-    file.write_text(json.dumps(list({"sglang": sglang, "vllm": vllm}[sys.argv[1]](json.loads(file.read_text())))))
+    ask = {"sglang": sglang, "vllm": vllm}[sys.argv[1]]
+    file.write_text(json.dumps(list(ask(json.loads(file.read_text()), "packed" in sys.argv))))

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
+from quant.selection.readers import compressed_tensors
 from verify.issue import Issue
 from verify.launch.stacks.sizes import Cut
 
@@ -65,21 +66,30 @@ class _Side:
         parts = [name.removeprefix("model.") for name in names if isinstance(name, str) and not name.startswith("re:")]
         return len(parts) < len(names) or all(any(f".{part}." in path for part in parts) for path in paths)
 
+    def ignored(self, names: Sequence[object]) -> bool:
+        """Whether `ignore` of compressed-tensors may name any of these layers."""
+        ends = ("",) if not self.module.endswith(".experts") else (".0.gate_proj", ".0.up_proj", ".0.down_proj")
+        modules = [f"model.layers.{layer}.{self.module}{end}" for layer in self.layers for end in ends]
+        patterns = [name for name in names if isinstance(name, str)]
+        return len(patterns) < len(names) or any(compressed_tensors(one, name) for one in modules for name in patterns)
+
 
 def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
     """Sides whose part on a rank ends inside an FP8 block, which an engine refuses while it builds the layer."""
     quantization = _ONLINE_FP8 if cut.online_fp8 else quantization_of(config)
-    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
+    if not isinstance(quantization, Mapping):
         return
-    block = quantization.get("weight_block_size")
+    packed = quantization.get("quant_method") == "compressed-tensors"
+    block = _packed_block(quantization) if packed else _block(quantization)
     if not isinstance(block, list) or len(block) != 2 or any(type(side) is not int or side < 1 for side in block):
         return
-    lists = [quantization.get(key) or [] for key in ("modules_to_not_convert", "ignored_layers")]
-    names = [name for one in lists for name in (one if isinstance(one, list) else [None])]
+    keys = ("ignore",) if packed else ("modules_to_not_convert", "ignored_layers")
+    names = [name for key in keys for name in _listed(quantization.get(key))]
     found = set[str]()
-    for side in _sides(dims, cut):
+    for side in _sides(dims, cut, strict=packed):
         size = block[side.columns]
-        if side.layers and side.what not in found and side.broken_by(size) and not side.plain(names):
+        kept = side.ignored(names) if packed else side.plain(names)
+        if side.layers and side.what not in found and side.broken_by(size) and not kept:
             found.add(side.what)
             ranks = f"each of {side.share} ranks" if side.share > 1 else "one rank"
             expected = f"{side.what} whose part on {ranks} divides by the FP8 block of {size}"
@@ -87,22 +97,44 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Is
             yield Issue(expected, f"{side.what} = {side.size}, {side.size / side.share:g} a rank", hint)
 
 
-def _sides(dims: ModelDims, cut: Cut) -> Iterator[_Side]:
-    """The sides that SGLang or vLLM holds against the block.
+def _block(quantization: Mapping[str, Any]) -> object:
+    """The rows and columns of a block of `quant_method` fp8; None of another method."""
+    return quantization.get("weight_block_size") if quantization.get("quant_method") == "fp8" else None
+
+
+def _packed_block(quantization: Mapping[str, Any]) -> object:
+    """Those of compressed-tensors' only group, which is in FP8; None of any other."""
+    groups = quantization.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    if len(weights) != 1 or not isinstance(weights[0], Mapping) or weights[0].get("num_bits") != 8:
+        return None
+    found = weights[0]
+    return found.get("block_structure") if (found.get("type"), found.get("strategy")) == ("float", "block") else None
+
+
+def _listed(entries: object) -> list[object]:
+    """The entries of a list; of what is no list an entry that may name any layer."""
+    return list(entries) if isinstance(entries, list) else [None] if entries else []
+
+
+def _sides(dims: ModelDims, cut: Cut, *, strict: bool) -> Iterator[_Side]:
+    """The sides that SGLang or vLLM holds against the block. `strict`: as both do for compressed-tensors.
 
     Of weights that are read as one, q, k and v or gate and up, SGLang holds the rows of each, on a single rank too;
-    vLLM lets them pass. Otherwise both look at what tensor parallel ranks cut, SGLang only where all of them do.
+    vLLM lets them pass, but for compressed-tensors. Otherwise both look at what tensor parallel ranks cut, SGLang, but
+    for compressed-tensors, only where all of them do.
 
     Source: SGLang's `Fp8LinearMethod.validate_block_quant_shapes` and `Fp8MoEMethod.create_weights`; vLLM's
-    `validate_fp8_block_shape` and `_maybe_allow_fp8_block_shape_mismatch`.
+    `_maybe_allow_fp8_block_shape_mismatch`, which asks for a `weight_block_size` that its config of compressed-tensors
+    lacks; the `validate_fp8_block_shape` of both.
     """
-    merged = cut.by == "sglang"
-    yield from _attention(dims, cut.attention or cut.ranks, cut, merged)
+    merged, every = cut.by == "sglang" or strict, cut.by == "vllm" or strict
+    yield from _attention(dims, cut.attention or cut.ranks, merged, every or (cut.attention or cut.ranks) == cut.ranks)
     if cut.dense:
         dense = _Side("intermediate_size", dims.ffn, cut.dense, dims.dense, "mlp.gate_proj")
         if merged:
             yield dense
-        if cut.dense > 1 and (cut.dense == cut.ranks or not merged):
+        if cut.dense > 1 and (cut.dense == cut.ranks or every):
             yield replace(dense, module="mlp.down_proj", columns=True)
     if dims.experts and cut.plain_experts:
         expert = _Side("moe_intermediate_size", dims.expert_ffn, cut.ranks // cut.ep, dims.moe, "mlp.experts")
@@ -111,8 +143,9 @@ def _sides(dims: ModelDims, cut: Cut) -> Iterator[_Side]:
             yield replace(expert, columns=True)
 
 
-def _attention(dims: ModelDims, ranks: int, cut: Cut, merged: bool) -> Iterator[_Side]:
-    layers, whole = dims.softmax_layers, ranks > 1 and (ranks == cut.ranks or not merged)
+def _attention(dims: ModelDims, ranks: int, merged: bool, whole: bool) -> Iterator[_Side]:
+    """`whole`: what these ranks cut is looked at, where they are several."""
+    layers, whole = dims.softmax_layers, whole and ranks > 1
     if dims.mla:
         mla, heads = dims.mla, f"num_attention_heads {dims.heads} x"
         query = f"{heads} (qk_nope_head_dim {mla.nope} + qk_rope_head_dim {mla.rope})"

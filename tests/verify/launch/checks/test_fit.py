@@ -22,6 +22,12 @@ from verify.report import Finding
 from verify.witnesses.process.interpreter import python_of
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS}},
+    "ignore": ["lm_head", r"re:.*\.mlp\.gate$"],
+}
 # What CK722 calls the side of a layer, by words of its finding, and the layers of an engine that it stands for.
 WORDS = {
     "moe_intermediate_size": {"experts"},
@@ -53,22 +59,25 @@ def drawn(engine: str) -> list[dict[str, Any]]:
     return cases
 
 
-def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims) -> list[str]:
+def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims, stated: Mapping[str, Any]) -> list[str]:
     """What CK722 says of a case."""
     dims, given = dict(case["dims"]), base
     if "kv_rank" in dims:
         parts = [dims.pop(name) for name in ("kv_rank", "nope", "rope", "value")]
         given = replace(base, mla=Mla(64, *parts))
     cut = Cut("", engine, case["ranks"], "", attention=case["attention"], dense=case["ranks"])
-    issues = engine_fit(replace(given, **dims), {"quantization_config": FP8}, cut)
+    issues = engine_fit(replace(given, **dims), {"quantization_config": stated}, cut)
     return [issue.expected for issue in issues if "FP8 block" in issue.expected]
 
 
-def of_engine(cases: Sequence[Mapping[str, Any]], engine: str, program: Path | str, root: Path) -> list[list[str]]:
+def of_engine(
+    cases: Sequence[Mapping[str, Any]], engine: str, program: Path | str, root: Path, packed: bool
+) -> list[list[str]]:
     """What the engine's own layers refuse of them."""
     file = root / "cases.json"
     file.write_text(json.dumps(cases))
-    ended_well = run_logged(root / "log", "support.fp8_cuts", engine, file, program=program)
+    more = ["packed"] if packed else []
+    ended_well = run_logged(root / "log", "support.fp8_cuts", engine, file, *more, program=program)
     assert ended_well, (root / "log").read_text()[-3000:]
     found: list[list[str]] = json.loads(file.read_text())
     return found
@@ -86,19 +95,20 @@ ENGINES = [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("stated", [FP8, PACKED], ids=["fp8", "compressed-tensors"])
 def test_what_is_refused_of_a_cut_is_what_the_layers_of_the_engine_refuse(
-    engine: str, both: ModelDims, tmp_path: Path
+    stated: Mapping[str, Any], engine: str, both: ModelDims, tmp_path: Path
 ) -> None:
-    cases = drawn(engine)
+    cases, packed = drawn(engine), stated is PACKED
     seen = set[str]()
-    for case, refused in zip(cases, of_engine(cases, engine, python_of(engine, {}), tmp_path), strict=True):
-        findings = of_ours(case, engine, both)
+    for case, refused in zip(cases, of_engine(cases, engine, python_of(engine, {}), tmp_path, packed), strict=True):
+        findings = of_ours(case, engine, both, stated)
         names = [next(layers for words, layers in WORDS.items() if words in one) for one in findings]
         assert all(layers & set(refused) for layers in names), (case, findings, refused)
         assert set(refused) <= set().union(*names), (case, findings, refused)
         seen |= set(refused)
     expected = {"down_proj", "q_b_proj", "kv_b_proj", "o_proj", "experts"}
-    assert seen == expected | ({"gate_up_proj", "qkv_proj"} if engine == "sglang" else set())
+    assert seen == expected | ({"gate_up_proj", "qkv_proj"} if engine == "sglang" or packed else set())
 
 
 def wide(text: str) -> str:
