@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
@@ -16,6 +17,7 @@ from converters.config.dims import ModelDims
 from quant.selection.readers import compressed_tensors
 from verify.issue import Issue
 from verify.launch.stacks.sizes import Cut
+from verify.report import Severity
 
 
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
@@ -60,6 +62,14 @@ class _Side:
         """Whether a rank's part ends inside a block of this size."""
         return self.size % self.share != 0 or (self.size // self.share) % block != 0
 
+    def is_finer(self, block: Sequence[int], hidden: int) -> bool:
+        """Whether vLLM 0.33 splits the blocks of these experts until a rank's part divides by them, down to 32.
+
+        Source: vLLM 0.33 `fused_moe/oracle/fp8.py` (refine_fp8_moe_block_shape); 0.26 has nothing of it.
+        """
+        part = self.size // self.share if self.size % self.share == 0 else 1
+        return self.module == "mlp.experts" and gcd(*block, part, hidden) >= 32
+
     def plain(self, names: Sequence[object]) -> bool:
         """Whether a list of modules without FP8 may name all of these layers; a pattern may name any."""
         paths = [f".model.layers.{layer}.{self.module}." for layer in self.layers]
@@ -94,7 +104,11 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Is
             ranks = f"each of {side.share} ranks" if side.share > 1 else "one rank"
             expected = f"{side.what} whose part on {ranks} divides by the FP8 block of {size}"
             hint = f"serve with fewer tensor parallel ranks, or more {cut.ep_option}"
-            yield Issue(expected, f"{side.what} = {side.size}, {side.size / side.share:g} a rank", hint)
+            finer = cut.by == "vllm" and not packed and side.is_finer(block, dims.hidden)
+            hint += "; vLLM 0.33 takes it, by finer blocks for Triton's kernels" if finer else ""
+            severity: Severity = "warning" if finer else "error"
+            actual = f"{side.what} = {side.size}, {side.size / side.share:g} a rank"
+            yield Issue(expected, actual, hint, severity=severity)
 
 
 def _block(quantization: Mapping[str, Any]) -> object:

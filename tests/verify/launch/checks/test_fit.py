@@ -117,6 +117,25 @@ def wide(text: str) -> str:
     return tp.replace("--sglang-ep-size 8", "")
 
 
+@pytest.mark.parametrize(
+    ("rank", "engine", "stated", "severity"),
+    [
+        # What vLLM 0.33's own function makes of them beside a hidden size of 2048: blocks of 64, of 32, none.
+        (192, "vllm", FP8, "warning"),
+        (96, "vllm", FP8, "warning"),
+        (176, "vllm", FP8, "error"),
+        (192, "vllm", PACKED, "error"),
+        (192, "sglang", FP8, "error"),
+    ],
+)
+def test_experts_that_vllm_033_splits_into_finer_blocks_are_a_warning(
+    rank: int, engine: Any, stated: Mapping[str, Any], severity: str, both: ModelDims
+) -> None:
+    dims = replace(both, dense_layers=(), expert_ffn=4 * rank)
+    issues = engine_fit(dims, {"quantization_config": stated}, Cut("", engine, 4, "", dense=4))
+    assert [one.severity for one in issues if "moe_intermediate_size" in one.expected] == [severity]
+
+
 def launched(folder: Path, quantization: Mapping[str, Any]) -> list[Finding]:
     """What CK722 finds of a launch whose engine serves a Qwen3 mixture of experts quantized so."""
     report = preflight(script=quantized_launch(folder, "qwen3_moe", quantization, wide))
