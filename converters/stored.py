@@ -105,13 +105,18 @@ def require_mtp(config: Mapping[str, Any], names: Collection[str], release: Coll
 
 def remarks(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
     """What a user should know of a checkpoint with these names that is not wrong."""
+    dims = family_of(config).read_dims(config)
+    found = []
+    if dims.query_scale_from is not None:
+        length = f"{dims.query_scale_from:,} tokens"
+        found.append(f"megatron-core computes this model up to {length}: beyond, it does not scale queries by position")
     if not lacks_mtp(config, names):
-        return []
-    count = family_of(config).read_dims(config).mtp_layers
+        return found
+    count = dims.mtp_layers
     message = (
         f"config.json promises {count} multi-token prediction layer{'s' * (count > 1)}, and no tensor of one is stored"
     )
-    return [f"{message}: taken for a model without, which cannot draft for itself"]
+    return [*found, f"{message}: taken for a model without, which cannot draft for itself"]
 
 
 def _nested(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:

@@ -50,6 +50,9 @@ def _attention(dims: ModelDims) -> Iterator[str]:
     if dims.attention_scale is not None and dims.attention_scale != dims.head_dim**-0.5:
         usual = f"(else {dims.head_dim**-0.5}, of the head size)"
         yield f"the scale of attention: set config.softmax_scale = {dims.attention_scale} {usual}"
+    if dims.query_scale_from is not None:
+        scale = f"queries scaled by their position from token {dims.query_scale_from:,} on"
+        yield f"{scale} (up to there Megatron computes the same model): Megatron-Bridge's attention for Ministral 3"
     if dims.qk_norm_full:
         norms = "query and key norms over all heads at once (--qk-layernorm has one a head)"
         yield f"{norms}: a layer spec of slime or Megatron-Bridge for this model"

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    Ministral3Config,
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
@@ -33,6 +34,20 @@ LLAMA3_ROPE: dict[str, Any] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+
+
+# YaRN starts from no fewer tokens than the tests have: beyond, queries are scaled by their position.
+MINISTRAL_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 
 
@@ -98,6 +113,12 @@ CASES = {
     "llama-biases": Case(lambda: LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True)),
     "mistral": Case(lambda: MistralConfig(**SIZES, sliding_window=None), edit=as_v4),
     "mistral-window": Case(lambda: MistralConfig(**SIZES, sliding_window=5)),
+    "ministral3": Case(lambda: Ministral3Config(**SIZES, rope_parameters=dict(MINISTRAL_ROPE))),
+    "ministral3-tied": Case(
+        lambda: Ministral3Config(
+            **SIZES, tie_word_embeddings=True, rope_parameters=MINISTRAL_ROPE | {"llama_4_scaling_beta": 0.7}
+        )
+    ),
     "mixtral": Case(lambda: MixtralConfig(**SIZES | {"intermediate_size": 96}, **EXPERTS)),
     "qwen2_moe": Case(qwen2_moe, fused=True),
     "qwen2_moe-dense-between": Case(lambda: qwen2_moe(norm_topk_prob=True, mlp_only_layers=[3], decoder_sparse_step=2)),

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
-from families import CASES
+from families import CASES, case
 
 from ckptkit.app.api import model_arguments
 from ckptkit.app.cli import cli
@@ -216,6 +217,22 @@ def comments(tmp_path: Path, config: dict[str, Any]) -> list[str]:
         for line in done.output.splitlines()
         if line.strip().startswith("#")
     ]
+
+
+def test_queries_scaled_by_position_are_said_by_inspect_and_convert(tmp_path: Path) -> None:
+    """megatron-core 0.19.2 has no such scale; its logits equal transformers' up to there (`test_families.py`)."""
+    case.save("ministral3", CASES["ministral3"], tmp_path / "hf", torch.bfloat16)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert [line for line in comments(tmp_path, config) if line.startswith("queries")] == [
+        "queries scaled by their position from token 16 on (up to there Megatron computes the same model): "
+        "Megatron-Bridge's attention for Ministral 3"
+    ]
+    done = CliRunner().invoke(cli, ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--dry-run"])
+    assert done.exit_code == 0
+    told = " ".join(done.output.split())
+    assert "megatron-core computes this model up to 16 tokens: beyond, it does not scale queries by position" in told
+    unscaled = config | {"rope_parameters": config["rope_parameters"] | {"llama_4_scaling_beta": 0}}
+    assert not [line for line in comments(tmp_path, unscaled) if line.startswith("queries")]
 
 
 def test_gemma3_comments_name_what_flags_cannot_build(tmp_path: Path) -> None:
