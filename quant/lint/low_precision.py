@@ -250,8 +250,13 @@ def leaves(names: Iterable[str], matrices: Iterable[Matrix]) -> frozenset[str]:
 
 
 def allowed(matrices: Iterable[Matrix], tree: ClassTree) -> list[Matrix]:
-    """The matrices with the reasons that hold for any format: draft layers and towers may be quantized in these."""
-    return [replace(matrix, reason=_reason(matrix, tree)) for matrix in matrices]
+    """The matrices with the reasons that hold for any format: draft layers and towers may be quantized in these.
+
+    A draft layer that SGLang calls as a layer of the model is left out with that one, or quantized.
+    """
+    return [
+        replace(matrix, reason=_reason(matrix, tree), sglang=matrix.sglang or matrix.sglang_own) for matrix in matrices
+    ]
 
 
 def _reason(matrix: Matrix, tree: ClassTree) -> str | None:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from quant.formats.groups import Refusal, Target, groups_of, refusals
-from quant.selection.matrices import Matrix
+from quant.selection.matrices import Matrix, parts_of
 from quant.selection.portable import Divergence, divergences, packed_by, quoted
 from quant.selection.published import severities
 from quant.selection.readers import RULES
@@ -90,7 +90,8 @@ class IgnoreList:
     def names_any(self, pattern: str) -> bool:
         """Whether an entry names something that is stored and no reader looks up, or a layer as an engine names it."""
         layers = (name for matrix in self.matrices for name in (matrix.sglang, matrix.vllm) if name)
-        return any(f".{pattern}." in f".{name}." for name in chain(self.leaves, layers))
+        parts = (part for layer in layers for part in (layer, *parts_of(layer)))
+        return any(f".{pattern}." in f".{name}." for name in chain(self.leaves, parts))
 
     @property
     def every_reader(self) -> tuple[str, ...]:

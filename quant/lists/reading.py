@@ -149,7 +149,7 @@ def _looked_up(reader: str, row: ListReader, matrix: Matrix, config: Mapping[str
         return _Layer(answer="keeps")
     if is_head and config.get("tie_word_embeddings"):
         return _Layer(answer="either")
-    layer = (matrix.sglang or matrix.sglang_own) if reader in SGLANG else matrix.vllm
+    layer = matrix.sglang if reader in SGLANG else matrix.vllm
     layer = matrix.module if is_head and layer is None else layer
     if layer is None:
         return _Layer(answer="keeps")

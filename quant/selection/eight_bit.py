@@ -16,7 +16,7 @@ from ckptkit.core.specs import TensorSpec, summarize
 from converters.hf_names import FUSED, LATENT_DOWN, tail
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
 from quant.selection.class_tree import class_tree
-from quant.selection.matrices import Matrix, fused_layer, matrices_of
+from quant.selection.matrices import Matrix, fused_layer, matrices_of, parts_of
 from quant.selection.readers import compressed_tensors
 from quant.selection.spelling import ignore_options
 from quant.selection.tree import ClassTree
@@ -152,7 +152,7 @@ def _left_out(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTre
         elsewhere = tree.reason_in_any_format(matrix.module) is not None
         for name in filter(None, (matrix.module, *((matrix.sglang, matrix.vllm) if elsewhere else ()))):
             block, experts, _ = name.partition(".experts.")
-            parts = _shards(name) if name != matrix.module else ()
+            parts = parts_of(name) if name != matrix.module else ()
             if quantized.isdisjoint((name, *parts)):  # SGLang calls MiMo's draft layer `self_attn.q_proj`
                 found |= {f"{block}.experts"} if experts else {name, *parts}
     return tuple(sorted(found))
@@ -176,9 +176,3 @@ def sharing_a_scale(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
         if projection in _JOINED:
             found.setdefault((parent, _JOINED[projection]), []).append(name)
     return tuple(tuple(several) for several in found.values() if len(several) > 1)
-
-
-def _shards(layer: str) -> list[str]:
-    """The parts of a fused layer by its name: some classes of an engine ask for these, others for the layer."""
-    parent, _, name = layer.rpartition(".")
-    return [f"{parent}.{shard}" for shard in FUSED.get(name, ())]

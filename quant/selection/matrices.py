@@ -150,6 +150,12 @@ def fused_layer(module: str, tree: ClassTree | None) -> str:
     return f"{parent}.{fused}"
 
 
+def parts_of(layer: str) -> tuple[str, ...]:
+    """The parts of a fused layer by its name: some classes of an engine ask for these, others for the layer."""
+    parent, _, name = layer.rpartition(".")
+    return tuple(f"{parent}.{shard}" for shard in FUSED.get(name, ()))
+
+
 def names_in_sglang(
     matrix: Matrix, ignore: Collection[str], packed_modules: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:

@@ -218,3 +218,50 @@ def fp8_for_nvfp4(path: Path) -> str:
 
 def scale_of_one_dimension_less(path: Path) -> str:
     return change(path, pick(path, "down_proj", "weight_scale"), lambda scale: scale[:, 0].contiguous())
+
+
+def unquantized(path: Path, found: list[str]) -> None:
+    """These FP8 weights become BF16 without a scale."""
+    plain = {name: torch.randn(tensor(path, name).shape, dtype=torch.bfloat16) / 50 for name in found}
+    replace(path, plain, [f"{name}_scale_inv" for name in found])
+
+
+def draft_layer_unlisted(path: Path) -> str:
+    """The draft layer is stored in BF16, and no list names it."""
+    found = [name for name in names(path, "layers.12.") if f"{name}_scale_inv" in names(path, "layers.12.")]
+    unquantized(path, found)
+    return found[-1]
+
+
+def layer_listed_under_a_wrapper(path: Path) -> str:
+    """Layer 1 is BF16, and listed by names of transformers' wrapper, which engines do not have."""
+    found = [name for name in names(path, "layers.1.") if name.endswith("_proj.weight")]
+    unquantized(path, found)
+    wrapped = (name.removesuffix(".weight").replace("model.", "model.language_model.", 1) for name in found)
+    quantization(path, ignored_layers=["lm_head", *wrapped])
+    return found[-1]
+
+
+def fnuz_bits(path: Path) -> str:
+    """Bits of float8_e4m3fnuz, which mean half of what they say, under scales twice as large."""
+    name = pick(path, "up_proj")
+    codes = tensor(path, name).view(torch.uint8).clone()
+    codes[codes == 0x80] = 0
+    replace(path, {name: codes.view(torch.float8_e4m3fn)})
+    return change(path, f"{name}_scale_inv", lambda scale: scale * 2).removesuffix("_scale_inv")
+
+
+def fnuz_dtype(path: Path) -> str:
+    return change(path, pick(path, "up_proj"), lambda codes: codes.view(torch.float8_e4m3fnuz))
+
+
+def size_in_rows(path: Path) -> str:
+    """total_size counts rows, as slime's converter does."""
+    total = sum(len(one) if one.dim() else 1 for one in models.tensors(path).values())
+    edit_json(path / "model.safetensors.index.json", lambda index: index["metadata"].update(total_size=total))
+    return "total_size"
+
+
+def pairs_as_f4(path: Path) -> str:
+    """Packed codes under safetensors' F4, which no reader of releases takes."""
+    return change(path, pick(path, "up_proj"), lambda codes: codes.view(torch.float4_e2m1fn_x2))

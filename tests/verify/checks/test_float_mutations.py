@@ -105,8 +105,14 @@ MUTATIONS = (
     Mutation(21, faults.second_config_of_32, "nvfp4-modelopt", "CK303", "differ in the group size", severity="warning"),
     Mutation(22, faults.packed_for_a_kernel, "fp8-ue8m0", "CK303", "int32"),
     Mutation(23, faults.multiplier_for_divisor, "nvfp4-compressed", "CK308", "far larger"),
+    Mutation(24, faults.layer_listed_under_a_wrapper, "fp8", "CK302", "would pack", models=("qwen2-untied",)),
+    Mutation(25, faults.draft_layer_unlisted, "fp8", "CK302", "would pack", models=MOE),
     Mutation(26, faults.global_scale_dropped, "nvfp4-compressed", "CK303", "without the tensor's scale"),
+    Mutation(27, faults.fnuz_bits, "fp8", "CK305", "further off", source=True),
+    Mutation(27, faults.fnuz_dtype, "fp8", "CK102", "has dtype 'F8_E4M3FNUZ'"),
     Mutation(28, faults.gate_and_up_interleaved, "nvfp4-modelopt", "CK305", "further off", source=True),
+    Mutation(29, faults.size_in_rows, "fp8", "CK106", "which is the number of rows", severity="warning"),
+    Mutation(30, faults.pairs_as_f4, "nvfp4-modelopt", "CK102", "has dtype 'F4'"),
     # Without a number of their own: an export of FP8 under NVFP4's config, and one that drops a dimension.
     Mutation(0, faults.fp8_for_nvfp4, "nvfp4-modelopt", "CK303", "float8_e4m3fn"),
     Mutation(0, faults.scale_of_one_dimension_less, "nvfp4-modelopt", "CK303", "by NVFP4"),
@@ -152,7 +158,7 @@ def test_mutation_is_found_and_its_twin_is_silent(
 
 
 def test_every_fault_has_a_number() -> None:
-    assert {mutation.number for mutation in MUTATIONS} >= {*range(1, 22)} - {19}
+    assert {mutation.number for mutation in MUTATIONS} >= {*range(1, 31)} - {19}
 
 
 def test_listed_scale_that_no_shard_holds_is_a_missing_name_alone(

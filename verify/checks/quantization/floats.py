@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG
 from ckptkit.formats.hf.side_files import quantization_of
+from converters.hf_names import FUSED
 from quant.formats.floats.layout import E4M3
 from quant.formats.floats.release import Floats, StoredWeight, wrong_scale
 from quant.formats.floats.table import modelopt_nvfp4
@@ -320,6 +321,8 @@ def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> 
         parent, _, projection = module.rpartition(".")
         if projection in fused_of:
             layers[parent, fused_of[projection]].append(module)
+    # A layer that is stored in one piece is alike in itself.
+    tally.compared(0, sum(module.rpartition(".")[2] in FUSED for module in formats))
     odd: dict[tuple[str, str], list[str]] = defaultdict(list)
     for modules in layers.values():
         found = {formats[module] for module in modules}
