@@ -131,6 +131,8 @@ def refusals(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Refusal]:
         yield from _undivided("num_key_value_heads", "query groups", dims.groups, "tp", tp)
     if dims.linear:
         yield from _undivided("linear_num_key_heads", "key heads of linear attention", dims.linear.key_heads, "tp", tp)
+    if dims.mamba:  # whose heads then divide too, since the groups divide them
+        yield from _undivided("n_groups", "groups of the Mamba mixers", dims.mamba.groups, "tp", tp)
     if dims.dense:
         yield from _undivided("intermediate_size", "rows of the dense MLP", dims.ffn, "tp", tp)
     if not dims.experts:

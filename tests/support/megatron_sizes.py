@@ -41,7 +41,7 @@ def _built(config: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
             expert_tensor_parallel_size=sizes.etp,
             create_gloo_process_groups=False,
         )
-        dims, build = dims_of(config), Build(sizes, torch.bfloat16)
+        dims, build = dims_of(config), Build(sizes, torch.bfloat16, hybrid=bool(dims_of(config).pattern))
         if dims.linear:
             # The witness hides the variant from the config, which has rules of its own for it.
             args = megatron_args(dims)

@@ -32,6 +32,7 @@ EXPERTS = models.configs()["qwen3_moe"].to_dict() | ONE_LAYER
 LINEAR = {"layer_types": ["linear_attention"], "num_nextn_predict_layers": 0}
 HYBRID = CASES_OF_FAMILIES["qwen3_next"].config().to_dict() | ONE_LAYER | LINEAR
 BIASED = CASES_OF_FAMILIES["gpt_oss"].config().to_dict() | ONE_LAYER | {"layer_types": ["full_attention"]}
+MIXERS = CASES_OF_FAMILIES["nemotron_h"].config().to_dict() | {"layers_block_type": ["mamba"]}
 
 # A config, parallel sizes, and what of the model Megatron refuses at these sizes.
 CASES: list[tuple[Mapping[str, Any], ParallelSizes, str | None]] = [
@@ -63,6 +64,8 @@ CASES: list[tuple[Mapping[str, Any], ParallelSizes, str | None]] = [
     (BIASED, ParallelSizes(tp=2, etp=2), "etp = 2"),
     (HYBRID | {"num_attention_heads": 8}, ParallelSizes(tp=4), None),
     (HYBRID | {"num_attention_heads": 8}, ParallelSizes(tp=8), "linear_num_key_heads = 4"),
+    (MIXERS | {"num_attention_heads": 8}, ParallelSizes(tp=4), None),
+    (MIXERS | {"num_attention_heads": 8}, ParallelSizes(tp=8), "n_groups = 4"),
 ]
 
 
