@@ -92,6 +92,8 @@ REFUSED = {
     "deepseek_v32": "the indexer of megatron-core 0.1[0-8]",
     "glm_moe_dsa": "the indexer of megatron-core 0.1[0-8]",
     "glm_moe_dsa-shared": "the indexer of megatron-core 0.1[0-8]",
+    "nemotron_h": r"the HybridModel of megatron-core 0\.16\S* has no several chunks",
+    "nemotron_h-latent": r"the HybridModel of megatron-core 0\.16\S* has no multi-token prediction layers",
 }
 
 
