@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from mutations.edits import edit_config, edit_json, names, replace, tensor
+from mutations.floats import exponents_unannounced
 from mutations.int4 import packed, unpack
 from support.floats import AMAX, SPELLINGS, exponents, modelopt_nvfp4, write
 from support.quantized import int4
@@ -195,7 +196,85 @@ def _without_the_global_scale(path: Path) -> None:
     replace(path, {name: tensor(path, name) * (2688 / AMAX) for name in names(path, ".experts.")})
 
 
+def _in(spelling: str) -> Change:
+    """The release as this spelling stores it."""
+    return lambda work: write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS[spelling])
+
+
+def _without(ending: str) -> Change:
+    """The scales of two experts are not stored."""
+    experts = [f"model.layers.5.mlp.experts.{expert}." for expert in (3, 9)]
+    return on_checkpoint(
+        lambda path: replace(path, {}, [name for name in names(path, ending) if name.startswith(tuple(experts))])
+    )
+
+
 REPORTS = (
+    Report(
+        "vllm#51946",
+        "2026-08",
+        "Exponents are read as numbers, 119 for 2^-8: here config.json does not say that the bytes are exponents.",
+        VERIFY,
+        "qwen2-untied/",
+        "CK303",
+        ("weight_scale_inv", "119.0"),
+        on_checkpoint(exponents_unannounced),
+        _in("fp8-ue8m0"),
+    ),
+    Report(
+        "vllm#51525",
+        "2026-08",
+        "NVFP4 experts that calibration did not reach have no input_scale; one GPU's kernel multiplies by memory that "
+        "nobody wrote, and answers nothing.",
+        VERIFY,
+        "qwen3_moe/hf",
+        "CK303",
+        ("model.layers.5.mlp.experts.{3,9}", "input_scale", "lack it"),
+        _without("input_scale"),
+        _nvfp4,
+    ),
+    Report(
+        "vllm#54444",
+        "2026-08",
+        "Scales of NVFP4 that are never loaded keep what memory held, here those of blocks.",
+        VERIFY,
+        "qwen3_moe/hf",
+        "CK303",
+        ("model.layers.5.mlp.experts.{3,9}", "NVFP4 weights without a scale"),
+        _without("weight_scale"),
+        _nvfp4,
+    ),
+    Report(
+        "vllm#52501",
+        "2026-08",
+        "The same of the scale of the whole tensor.",
+        VERIFY,
+        "qwen3_moe/hf",
+        "CK303",
+        ("model.layers.5.mlp.experts.{3,9}", "without the tensor's scale"),
+        _without("weight_scale_2"),
+        _nvfp4,
+    ),
+    Report(
+        "vllm#56770",
+        "2026-09",
+        "MXFP4 of weights alone is run with activations in 4 bits too, on one kind of GPU.",
+        VERIFY,
+        "qwen2-untied/",
+        prepare=_in("mxfp4-compressed"),
+        verdict="sound",
+        reason="config.json says that activations are not quantized; the engine chose a kernel that does",
+    ),
+    Report(
+        "vllm#46400",
+        "2026-06",
+        "FP8 that an engine makes while it runs differs from what is stored: three formulas of one scale.",
+        "ckptkit verify CKPT --source RELEASE",
+        "qwen2-untied/",
+        prepare=_fp8,
+        verdict="sound",
+        reason="each is within half a step; CK305 notes whose formula made a file, and `quantize --rounding` has all",
+    ),
     Report(
         "Model-Optimizer#2038",
         "2026-07",
