@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
@@ -49,6 +51,23 @@ MINISTRAL_ROPE: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+
+
+PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "image_size": 16,
+}
+
+
+def mistral3() -> PretrainedConfig:
+    text = Ministral3Config(**SIZES, rope_parameters=dict(MINISTRAL_ROPE)).to_dict()
+    return Mistral3Config(text_config=text, vision_config=dict(PIXTRAL), tie_word_embeddings=False)
 
 
 class Fp32RouterBias:
@@ -119,6 +138,7 @@ CASES = {
             **SIZES, tie_word_embeddings=True, rope_parameters=MINISTRAL_ROPE | {"llama_4_scaling_beta": 0.7}
         )
     ),
+    "mistral3": Case(mistral3, auto=AutoModelForImageTextToText),
     "mixtral": Case(lambda: MixtralConfig(**SIZES | {"intermediate_size": 96}, **EXPERTS)),
     "qwen2_moe": Case(qwen2_moe, fused=True),
     "qwen2_moe-dense-between": Case(lambda: qwen2_moe(norm_topk_prob=True, mlp_only_layers=[3], decoder_sparse_step=2)),
