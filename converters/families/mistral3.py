@@ -17,7 +17,7 @@ _TEXT = {"ministral3": ministral3.read_dims, "mistral": mistral.read_dims}
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of the language model of a mistral3 config. Source: transformers `Mistral3Config`, which ties by default."""
+    """Sizes of the language model. Source: transformers `Mistral3Config`, which ties by default."""
     text = config.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") not in _TEXT:
         raise CkptkitError(
@@ -37,6 +37,6 @@ FAMILIES = (
         ministral3.mappings,
         carried=("vision_tower.", "multi_modal_projector."),
         tie=TieFlag(absent=True),
-        release=None,  # which layers of the vision tower SGLang fuses and asks `ignore` about is not known here
+        release=None,  # no INT4: what SGLang fuses in the vision tower and asks `ignore` about is not listed
     ),
 )

@@ -70,6 +70,12 @@ def mistral3() -> PretrainedConfig:
     return Mistral3Config(text_config=text, vision_config=dict(PIXTRAL), tie_word_embeddings=False)
 
 
+def mistral_small() -> PretrainedConfig:
+    """As Mistral Small 3, but tied."""
+    text = MistralConfig(**SIZES, sliding_window=None).to_dict()
+    return Mistral3Config(text_config=text, vision_config=dict(PIXTRAL), tie_word_embeddings=True)
+
+
 class Fp32RouterBias:
     """Makes the router's selection bias float32, as Megatron and SGLang hold it. transformers would round it."""
 
@@ -139,6 +145,7 @@ CASES = {
         )
     ),
     "mistral3": Case(mistral3, auto=AutoModelForImageTextToText),
+    "mistral3-small-tied": Case(mistral_small, auto=AutoModelForImageTextToText),
     "mixtral": Case(lambda: MixtralConfig(**SIZES | {"intermediate_size": 96}, **EXPERTS)),
     "qwen2_moe": Case(qwen2_moe, fused=True),
     "qwen2_moe-dense-between": Case(lambda: qwen2_moe(norm_topk_prob=True, mlp_only_layers=[3], decoder_sparse_step=2)),
