@@ -29,7 +29,8 @@ python3 train.py --actor-num-nodes 32 --actor-num-gpus-per-node 8 --rollout-num-
 """
 _VERL = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml algorithm.adv_estimator=grpo \\
   actor_rollout_ref.model.path={hf} actor_rollout_ref.actor.use_kl_loss=True trainer.resume_mode=disable \\
-  {paths} actor_rollout_ref.rollout.name=sglang trainer.nnodes=32 trainer.n_gpus_per_node=8
+  {paths} actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.quantization=fp8 \\
+  trainer.nnodes=32 trainer.n_gpus_per_node=8
 """
 _VERL_MEGATRON = " ".join(
     f"actor_rollout_ref.{role}.megatron.{word}"

@@ -121,6 +121,11 @@ def gated_mlp_biases(at: NamePrefix, dims: ModelDims) -> tuple[ParamMapping, ...
     )
 
 
+def dense_model(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a model whose layers are attention and a gated MLP, and nothing else."""
+    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
+
+
 def moe_mlp(
     dims: ModelDims,
     shared: str = "",

@@ -109,12 +109,12 @@ class ModelDims:
     heads at once. `sandwich`: norms also after attention and MLP, which in Megatron are modules of the "layer" (slime's
     patch) or inside the "linear" before them (Megatron-Bridge). `activation`: silu, gelu_pytorch_tanh, or quick_geglu,
     which is x sigmoid(1.702 x) with gate and up clamped and 1 added to up, as GPT-OSS has it; or relu2, the squared
-    ReLU of an MLP without a gate. `attention_gate`: q_proj
-    also makes an output gate. `query_scale_from`: the first position whose
-    queries are scaled by it. `sinks`: a learned logit a head in the softmax. `mtp_layers`: multi-token prediction
-    layers after the last. `pattern`: one letter of Megatron's layer pattern a layer, where a layer is a mixer,
-    attention, an MLP or experts alone; `mtp_pattern`: the same of one multi-token prediction layer. `rotary`: attention
-    has rotary embedding. `expert_hidden`: the size that routed experts work in; None: the hidden size.
+    ReLU of an MLP without a gate. `attention_gate`: q_proj also makes an output gate. `query_scale_from`: from this
+    position on queries are multiplied by a factor that grows with their position. `sinks`: a learned logit a head in
+    the softmax. `mtp_layers`: multi-token prediction layers after the last. `pattern`: one letter of Megatron's layer
+    pattern a layer, where a layer is a mixer, attention, an MLP or experts alone; `mtp_pattern`: the same of one
+    multi-token prediction layer. `rotary`: attention has rotary embedding. `expert_hidden`: the size that routed
+    experts work in; None: the hidden size.
     """
 
     layers: int

@@ -42,6 +42,17 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
+def require_flags(config: Mapping[str, Any], model: str, only: Mapping[str, bool]) -> None:
+    """Raises CkptkitError for a switch of the config that is not what every release of this model has it be."""
+    for key, wanted in only.items():
+        if flag(config, key, wanted) != wanted:
+            raise CkptkitError(
+                f"config.json: {model} with {key} {str(not wanted).lower()} is not supported",
+                "no released model uses it",
+                code="unsupported",
+            )
+
+
 def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
     value = config.get(key)
     if value is None and default is _REQUIRED:

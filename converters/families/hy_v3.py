@@ -17,7 +17,7 @@ from converters.blocks.decoder import (
     multi_token_prediction,
 )
 from converters.config.dims import ModelDims, base_dims, first_layers
-from converters.config.values import flag, integer, number
+from converters.config.values import integer, number, require_flags
 from converters.family import EngineClass, FusedExperts, ModelFamily, Release
 from converters.rules import NamePrefix, ParamMapping
 
@@ -34,13 +34,7 @@ _ONLY = {
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a hy_v3 config. Source: transformers `HYV3Config`, `HYV3TopKRouter`, `HYV3MoE`."""
-    for key, only in _ONLY.items():
-        if flag(config, key, only) != only:
-            raise CkptkitError(
-                f"config.json: hy_v3 with {key} {str(not only).lower()} is not supported",
-                "no released model uses it",
-                code="unsupported",
-            )
+    require_flags(config, "hy_v3", _ONLY)
     ffn = integer(config, "moe_intermediate_size")
     if integer(config, "expert_hidden_dim", ffn) != ffn:
         raise CkptkitError(

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
+from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag
 from converters.family import ModelFamily
-from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -33,13 +32,8 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     return base_dims(config, qkv_bias=attention_bias, qk_norm=False, out_bias=attention_bias, mlp_bias=mlp_bias)
 
 
-def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a llama model."""
-    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
-
-
 FAMILIES = (
     ModelFamily(
-        ("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES
+        ("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, dense_model, carried_ends=ROTARY_FREQUENCIES
     ),
 )

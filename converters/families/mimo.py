@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import flag, integer, without_windows
+from converters.config.values import integer, require_flags, without_windows
 from converters.family import Draft, ModelFamily, Release
 from converters.ops.basic import SwapHalves
 from converters.rules import NamePrefix, ParamMapping
@@ -20,13 +19,7 @@ _ONLY = {"attention_bias": True, "use_mrope": False}
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a mimo config. Source: the published `MiMoConfig`, a `Qwen2Config` with `num_nextn_predict_layers`."""
     without_windows(config)
-    for key, only in _ONLY.items():
-        if flag(config, key, only) != only:
-            raise CkptkitError(
-                f"config.json: mimo with {key} {str(not only).lower()} is not supported",
-                "no released model uses it",
-                code="unsupported",
-            )
+    require_flags(config, "mimo", _ONLY)
     return base_dims(config, qkv_bias=True, qk_norm=False, mtp_layers=integer(config, "num_nextn_predict_layers", 0))
 
 

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import attention, dense_mlp, embeddings
+from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, number, rope_of
 from converters.family import ModelFamily
-from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -36,9 +35,4 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     )
 
 
-def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a ministral3 model."""
-    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
-
-
-FAMILIES = (ModelFamily(("ministral3",), ("Ministral3ForCausalLM",), read_dims, mappings),)
+FAMILIES = (ModelFamily(("ministral3",), ("Ministral3ForCausalLM",), read_dims, dense_model),)

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
+from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import window_of
 from converters.family import ModelFamily
-from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -29,9 +28,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     return replace(dims, window_layers=dims.all_layers) if dims.window else dims
 
 
-def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a mistral model."""
-    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
-
-
-FAMILIES = (ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, mappings, carried_ends=ROTARY_FREQUENCIES),)
+FAMILIES = (
+    ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, dense_model, carried_ends=ROTARY_FREQUENCIES),
+)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims
 from converters.config.tie import TieFlag
 from converters.config.values import flag
@@ -34,7 +35,7 @@ FAMILIES = (
         ("mistral3",),
         ("Mistral3ForConditionalGeneration",),
         read_dims,
-        ministral3.mappings,
+        dense_model,
         carried=("vision_tower.", "multi_modal_projector."),
         tie=TieFlag(absent=True),
         release=None,  # no INT4: what SGLang fuses in the vision tower and asks `ignore` about is not listed

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import attention, dense_mlp, embeddings
+from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import flag
+from converters.config.values import require_flags
 from converters.family import ModelFamily
-from converters.rules import ParamMapping
 
 # vLLM's class has these biases whatever the config says.
 _BIASES = {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
@@ -18,20 +16,9 @@ _BIASES = {"attention_bias": True, "attention_out_bias": False, "mlp_bias": Fals
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a seed_oss config. Source: transformers `SeedOssConfig`, `SeedOssAttention`."""
-    for key, only in _BIASES.items():
-        if flag(config, key, only) != only:
-            raise CkptkitError(
-                f"config.json: seed_oss with {key} {str(not only).lower()} is not supported",
-                "no released model uses it",
-                code="unsupported",
-            )
+    require_flags(config, "seed_oss", _BIASES)
     absent: dict[str, Any] = {"head_dim": 128, "rms_norm_eps": 1e-6}
     return base_dims({**absent, **config}, qkv_bias=True, qk_norm=False)
 
 
-def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a seed_oss model."""
-    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
-
-
-FAMILIES = (ModelFamily(("seed_oss",), ("SeedOssForCausalLM",), read_dims, mappings),)
+FAMILIES = (ModelFamily(("seed_oss",), ("SeedOssForCausalLM",), read_dims, dense_model),)

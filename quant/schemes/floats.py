@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
 _CT = "compressed-tensors"
-_UNQUANTIZED = (
-    "SGLang 0.5.16 builds Qwen2.5-VL and Qwen3-VL unquantized, since it renames quantized_layers of theirs, and the "
-    r"draft layers of Qwen3.5 (leave those out: --ignore 're:mtp\..*')"
+_NOT_LOADED = (
+    "SGLang 0.5.16 does not load Qwen2.5-VL and Qwen3-VL so, and builds the draft layers of Qwen3.5 unquantized (leave "
+    r"those out: --ignore 're:mtp\..*')"
 )
 
 
@@ -310,8 +310,8 @@ def _reader_notes(
         weights_only = "" if scheme.name == "mxfp4" else " without quantized activations"
         return [f"SGLang 0.5.16 does not read {scheme.title} of compressed-tensors{weights_only}; vLLM does"]
     if scheme.name == "nvfp4":
-        renamed = [_UNQUANTIZED] if class_tree(config).outside and "sglang" in readers else []
-        return [*renamed, *tiles.kernel_notes("NVFP4", chosen, config, scheme.kind.block[1], readers)]
+        unread = [_NOT_LOADED] if class_tree(config).outside and "sglang" in readers else []
+        return [*unread, *tiles.kernel_notes("NVFP4", chosen, config, scheme.kind.block[1], readers)]
     return []
 
 

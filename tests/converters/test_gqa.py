@@ -153,7 +153,7 @@ def test_sliding_window(name: str, window: Config, said: Config) -> None:
     assert {key: value for key, value in megatron_args(dims_of(config)).items() if "window" in key} == said
 
 
-@pytest.mark.parametrize("name", ["ministral", "ministral3", "mistral3", "mistral4"])
+@pytest.mark.parametrize("name", ["ministral", "mistral4"])
 def test_models_of_other_architecture_with_mistral_in_their_name_are_refused(name: str) -> None:
     with pytest.raises(CkptkitError, match=f"model_type '{name}' is not supported"):
         dims_of(config_of("mistral") | {"model_type": name})

@@ -100,7 +100,7 @@ def test_a_multimodal_config_must_have_its_language_part(name: str, change: Conf
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention_bias": True}, "qwen3_vl_moe with attention_bias is not supported"),
+        ({"attention_bias": True}, "qwen3_vl_moe with attention_bias true is not supported"),
         ({"norm_topk_prob": False}, "qwen3_vl_moe with norm_topk_prob false is not supported"),
     ],
 )

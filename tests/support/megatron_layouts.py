@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from verify.check import Tally
@@ -24,9 +24,9 @@ DENSE: dict[str, dict[str, Any]] = {
 EXPERTS = {"EP2": {"ep": 2}, "TP2 EP2": {"tp": 2, "ep": 2}, **DENSE}
 
 
-def two_of(number: int, experts: bool) -> Sequence[str]:
+def two_of(number: int, experts: bool, impossible: Collection[str] = ()) -> Sequence[str]:
     """Two different layouts for the test model of this number; all models together have all of them."""
-    names = list(EXPERTS if experts else DENSE)
+    names = [name for name in (EXPERTS if experts else DENSE) if name not in impossible]
     first, apart = number % len(names), 1 + number // len(names) % (len(names) - 1)
     return names[first], names[(first + apart) % len(names)]
 

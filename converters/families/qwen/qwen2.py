@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, embeddings
+from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import without_windows
 from converters.family import ModelFamily
-from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -18,17 +17,12 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     return base_dims(config, qkv_bias=True, qk_norm=False)
 
 
-def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a qwen2 model."""
-    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
-
-
 FAMILIES = (
     ModelFamily(
         ("qwen2",),
         ("Qwen2ForCausalLM",),
         read_dims,
-        mappings,
+        dense_model,
         carried_ends=ROTARY_FREQUENCIES,
     ),
 )

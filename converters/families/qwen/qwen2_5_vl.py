@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from converters.blocks.decoder import attention, dense_mlp, embeddings
+from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, flag, integer, rope_of, without_windows
 from converters.family import EngineClass, ModelFamily, Release
-from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -26,11 +25,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         text |= {"rope_parameters": {"rope_theta": rope["rope_theta"]}, "rope_scaling": None}
     text["tie_word_embeddings"] = flag(config, "tie_word_embeddings", False)
     return base_dims(text, qkv_bias=True, qk_norm=False, default_theta=1e6)
-
-
-def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of the language part."""
-    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
 def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:
@@ -48,7 +42,7 @@ FAMILIES = (
         ("qwen2_5_vl",),
         ("Qwen2_5_VLForConditionalGeneration",),
         read_dims,
-        mappings,
+        dense_model,
         carried=("visual.",),
         tie=TieFlag(older=("transformers 4",)),
         release=_RELEASE,

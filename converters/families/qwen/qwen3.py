@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import attention, dense_mlp, embeddings
+from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, without_windows
 from converters.family import ModelFamily
-from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -25,9 +24,4 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     return base_dims({**config, "head_dim": integer(config, "head_dim", 128)}, qkv_bias=False, qk_norm=True)
 
 
-def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a qwen3 model."""
-    return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
-
-
-FAMILIES = (ModelFamily(("qwen3",), ("Qwen3ForCausalLM",), read_dims, mappings),)
+FAMILIES = (ModelFamily(("qwen3",), ("Qwen3ForCausalLM",), read_dims, dense_model),)

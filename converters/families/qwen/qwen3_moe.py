@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims, layers_without_experts
-from converters.config.values import flag, integer, without_windows
+from converters.config.values import flag, integer, require_flags, without_windows
 from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release
 from converters.rules import ParamMapping
 
@@ -19,12 +18,7 @@ from converters.rules import ParamMapping
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a qwen3_moe config. Source: transformers `Qwen3MoeConfig`."""
     without_windows(config)
-    if flag(config, "attention_bias", False):
-        raise CkptkitError(
-            "config.json: qwen3_moe with attention_bias is not supported",
-            "no released model uses it",
-            code="unsupported",
-        )
+    require_flags(config, "qwen3_moe", {"attention_bias": False})
     return base_dims(
         config,
         qkv_bias=False,

@@ -15,7 +15,7 @@ from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.blocks.vision import qwen_vision
 from converters.config.dims import ModelDims, base_dims, layers_without_experts
 from converters.config.tie import TieFlag
-from converters.config.values import NESTED_ROOT, flag, integer, text_part
+from converters.config.values import NESTED_ROOT, flag, integer, require_flags, text_part
 from converters.family import EngineClass, FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
@@ -23,12 +23,7 @@ from converters.rules import ParamMapping
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a qwen3_vl or qwen3_vl_moe config. Source: transformers `Qwen3VLTextConfig`, `Qwen3VLMoeTextConfig`."""
     text, root = text_part(config)
-    if flag(text, "attention_bias", False):
-        raise CkptkitError(
-            f"config.json: {config['model_type']} with attention_bias is not supported",
-            "no released model uses it",
-            code="unsupported",
-        )
+    require_flags(text, config["model_type"], {"attention_bias": False})
     if not flag(text, "norm_topk_prob", True):
         raise CkptkitError(
             "config.json: qwen3_vl_moe with norm_topk_prob false is not supported",

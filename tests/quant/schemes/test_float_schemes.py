@@ -345,7 +345,9 @@ def test_sglang_loads_linear_attention_and_vision_towers_beside_fp8(name: str, t
     quantize(tmp_path / "plain", tmp_path / "out", FloatScheme("fp8-block"))
     report = verify(tmp_path / "out", source=tmp_path / "plain", against=frozenset({"sglang"}))
     assert [finding.code for finding in report.findings if finding.severity == "error"] == []
-    assert {"CK501", "CK502", "CK503", "CK505"} <= {check.code for check in report.checks if check.status == "passed"}
+    passed = {check.code for check in report.checks if check.status == "passed"}
+    assert {"CK501", "CK502", "CK503"} <= passed
+    assert ("CK505" in passed) == (name != "qwen2_5_vl")  # routers
 
 
 @pytest.mark.parametrize(

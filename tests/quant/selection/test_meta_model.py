@@ -342,6 +342,7 @@ SIZES = (
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
         "n_shared_experts",
+        "num_shared_experts",
         "n_routed_experts",
         "num_experts",
         "num_local_experts",

@@ -7,7 +7,6 @@ kernels. Works with the releases in `SGLANG.tested`. SGLang is imported inside t
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -134,11 +133,7 @@ def _attention_backend(model_path: Path) -> str:
 
     gpt-oss takes triton alone, Nemotron-H, whose first layer may have no attention, anything else.
     """
-    return (
-        "torch_native"
-        if json.loads((model_path / "config.json").read_text()).get("model_type") == "nemotron_h"
-        else "triton"
-    )
+    return "torch_native" if read_json(model_path / "config.json").get("model_type") == "nemotron_h" else "triton"
 
 
 def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> Any:

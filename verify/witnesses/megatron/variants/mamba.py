@@ -26,6 +26,7 @@ from torch.nn import functional
 from converters.config.dims import ModelDims
 from verify.witnesses.megatron.variants.gated_delta_net import NormedColumnParallelLinear
 from verify.witnesses.megatron.variants.variant import Variant
+from verify.witnesses.megatron.variants.zero_centered_norm import rms_norm
 
 _MIXER: Any = sys.modules[MambaMixer.__module__]
 _KERNELS = bool(_MIXER.HAVE_MAMBA_SSM) and torch.cuda.is_available()
@@ -45,9 +46,9 @@ class GatedNorm(torch.nn.Module):
     def forward(self, tensor: Tensor, gate: Tensor) -> Tensor:
         """Both [sequence, batch, features]."""
         gated = tensor.float() * functional.silu(gate.float())
-        wide = gated.reshape(*gated.shape[:-1], -1, self.group_size)
-        normed: Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed.flatten(-2) * self.weight.float()).type_as(tensor)
+        grouped = gated.reshape(*gated.shape[:-1], -1, self.group_size)
+        normed = rms_norm(grouped, self.weight.float().reshape(-1, self.group_size), self.eps)
+        return normed.flatten(-2).type_as(tensor)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """As Megatron's subclass of that norm has it: the weight is cut over tensor-parallel ranks."""
