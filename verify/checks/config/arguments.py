@@ -61,6 +61,7 @@ def differing(here: Args, there: Args) -> Iterator[tuple[str, str, str]]:
         always: True,
         not_latent: not BY_NAME["multi_latent_attention"].of_args(here),
         "experts": BY_NAME["num_experts"].of_args(here),
+        "rotary": BY_NAME["position_embedding_type"].of_args(here) != "none",
     }
     for row in ARGUMENTS:
         if row.name != "mtp_num_layers" and compared.get(row.scope):
