@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import time
 from pathlib import Path
 
 import pytest
@@ -128,21 +126,12 @@ def test_preflight_of_a_yaml_file_imports_no_torch_and_no_hydra(
     assert modules & (HEAVY | {"torch", "hydra", "omegaconf"}) == set()
 
 
-def test_preflight_of_a_script_imports_no_torch_and_takes_seconds(tmp_path: Path) -> None:
-    """DeepSeek V3, with 91,991 tensors. Processor time is counted, with room for a slow machine."""
+def test_preflight_of_a_script_imports_no_torch(tmp_path: Path) -> None:
+    """DeepSeek V3, with 91,991 tensors."""
     root = write_headers(tmp_path / "hf", "deepseek_v3")
-    script = str(write_launch(tmp_path, "deepseek_v3", root))
-    started = time.process_time() + children()
-    (modules,) = loaded(["preflight", script, "--json"])
-    assert time.process_time() + children() - started < 6
+    (modules,) = loaded(["preflight", str(write_launch(tmp_path, "deepseek_v3", root)), "--json"])
     assert {"verify.launch.shell.run", "verify.launch.checks.model"} <= modules
     assert modules & (HEAVY | {"torch"}) == set()
-
-
-def children() -> float:
-    """Seconds that processes started here have computed."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def test_inspect_imports_no_torch_for_megatrons_legacy_format(releases: PathOf, saved: Path) -> None:

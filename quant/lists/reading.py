@@ -59,7 +59,7 @@ def read_list(
         "own": frozenset(layer.name for layer in layers if layer.parts and not layer.experts),
     }
     check_lookups(entries, sum(map(len, kinds.values())))
-    by_part = {names: _by_part(names) for names in kinds.values()}
+    by_part = {names: _by_part(names) for names in kinds.values()} if entries else {}
     by_rule = (
         ("experts", row.experts, kinds["experts"]),
         ("part", row.part, kinds["part"]),

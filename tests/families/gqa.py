@@ -72,7 +72,7 @@ def mistral3() -> PretrainedConfig:
 
 def mistral_small() -> PretrainedConfig:
     """As Mistral Small 3, but tied."""
-    text = MistralConfig(**SIZES, sliding_window=None).to_dict()
+    text = MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=True).to_dict()
     return Mistral3Config(text_config=text, vision_config=dict(PIXTRAL), tie_word_embeddings=True)
 
 

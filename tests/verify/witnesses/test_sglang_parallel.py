@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from families import OF_A_KIND
 from support import models
 from support.check_examples import hold_example
+from support.nightly import collected, daily
 from support.sglang_families import CLEAN, COMPUTED, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
-from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, Case, run_cases
+from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, run_cases
+from support.sglang_runs import Case as Load
 from torch import Tensor
 
 from ckptkit.app.api import convert
@@ -37,14 +41,30 @@ BROKEN = {
     "glm_moe_dsa",
 }
 ALSO_BROKEN = [(sizes, name) for sizes, name in EVERY if name in BROKEN]
+DAILY = {*OF_A_KIND, *SOME}
 
+Case = tuple[EngineSizes, str]
 Runs = Mapping[EngineSizes, Mapping[str, LoadRun]]
 
 
+def of_a_kind(cases: list[Case]) -> list[Any]:
+    return daily(cases, [one for one in cases if one[1] in DAILY])
+
+
+def id_of(case: Case) -> str:
+    return f"{case[0]}-{case[1]}"
+
+
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wanted(request: pytest.FixtureRequest) -> set[Case]:
+    """What the tests that run ask for; all of them ask for the few that are cut."""
+    return collected(request, "case") | {(sizes, name) for sizes, name in PARAMS if name in SOME}
+
+
+@pytest.fixture(scope="module")
+def root(wanted: set[Case], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for name in CLEAN:
+    for name in {name for _, name in wanted}:
         models.save(name, root / name)
     return root
 
@@ -55,18 +75,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[EngineSizes, Pa
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, folders: Mapping[EngineSizes, Path]) -> Runs:
+def runs(root: Path, folders: Mapping[EngineSizes, Path], wanted: set[Case]) -> Runs:
     found = {}
-    for sizes, names in WANTED.items():
-        cases = {name: Case(root / name) for name in names} | {
-            f"{name} broken": Case(root / name, alter="lost_on_one_rank") for name in names if name in BROKEN
+    for sizes in WANTED:
+        names = [name for name in WANTED[sizes] if (sizes, name) in wanted]
+        cases = {name: Load(root / name) for name in names} | {
+            f"{name} broken": Load(root / name, alter="lost_on_one_rank") for name in names if name in BROKEN
         }
         found[sizes] = run_cases(cases, folders[sizes], sizes=sizes)
     return found
 
 
-@pytest.mark.parametrize(("sizes", "name"), EVERY, ids=str)
-def test_every_tensor_is_on_some_rank(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
+@pytest.mark.parametrize("case", of_a_kind(EVERY), ids=id_of)
+def test_every_tensor_is_on_some_rank(case: Case, root: Path, runs: Runs) -> None:
+    sizes, name = case
     report = runs[sizes][name].report
     assert report is not None, runs[sizes][name]
     assert (report.unwritten, report.dropped, report.differing, report.routers) == ((), (), (), ())
@@ -79,8 +101,9 @@ def test_every_tensor_is_on_some_rank(sizes: EngineSizes, name: str, root: Path,
     assert report.sizes == sizes
 
 
-@pytest.mark.parametrize(("sizes", "name"), ALSO_BROKEN, ids=str)
-def test_lost_and_exchanged_tensors_are_named_once(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
+@pytest.mark.parametrize("case", of_a_kind(ALSO_BROKEN), ids=id_of)
+def test_lost_and_exchanged_tensors_are_named_once(case: Case, root: Path, runs: Runs) -> None:
+    sizes, name = case
     report = runs[sizes][f"{name} broken"].report
     assert report is not None, runs[sizes][f"{name} broken"]
     tensors = models.tensors(root / name)
@@ -96,8 +119,9 @@ def test_lost_and_exchanged_tensors_are_named_once(sizes: EngineSizes, name: str
     assert of_expert <= ({"0", "1"} if sizes.ep == 2 else {None})
 
 
-@pytest.mark.parametrize(("sizes", "name"), [one for one in EVERY if one[1] in DRAFTS and one[1] in BROKEN], ids=str)
-def test_every_tensor_of_a_draft_layer_is_on_some_rank(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
+@pytest.mark.parametrize("case", of_a_kind([one for one in ALSO_BROKEN if one[1] in DRAFTS]), ids=id_of)
+def test_every_tensor_of_a_draft_layer_is_on_some_rank(case: Case, root: Path, runs: Runs) -> None:
+    sizes, name = case
     report, broken = runs[sizes][name].draft, runs[sizes][f"{name} broken"].draft
     assert report is not None, runs[sizes][name]
     assert broken is not None, runs[sizes][f"{name} broken"]
@@ -111,9 +135,10 @@ def test_every_tensor_of_a_draft_layer_is_on_some_rank(sizes: EngineSizes, name:
     assert sorted(one.tensor for one in broken.differing) == differing
 
 
-@pytest.mark.parametrize(("sizes", "name"), ALSO_BROKEN, ids=str)
-def test_what_one_rank_lacks_is_named_with_the_rank(sizes: EngineSizes, name: str, root: Path, runs: Runs) -> None:
+@pytest.mark.parametrize("case", of_a_kind(ALSO_BROKEN), ids=id_of)
+def test_what_one_rank_lacks_is_named_with_the_rank(case: Case, root: Path, runs: Runs) -> None:
     """A norm, and the queries, of which it has a slice unless each rank has the attention whole."""
+    sizes, name = case
     report = runs[sizes][f"{name} broken"].report
     assert report is not None
     tensors = models.tensors(root / name)
@@ -126,9 +151,10 @@ def test_what_one_rank_lacks_is_named_with_the_rank(sizes: EngineSizes, name: st
 
 
 @pytest.mark.parametrize(
-    ("sizes", "name"), [(sizes, name) for sizes, name in PARAMS if name in REFUSED_IN_PARALLEL.get(sizes, {})], ids=str
+    "case", of_a_kind([one for one in PARAMS if one[1] in REFUSED_IN_PARALLEL.get(one[0], {})]), ids=id_of
 )
-def test_what_sglang_cannot_share_out_is_quoted(sizes: EngineSizes, name: str, runs: Runs) -> None:
+def test_what_sglang_cannot_share_out_is_quoted(case: Case, runs: Runs) -> None:
+    sizes, name = case
     run = runs[sizes][name]
     assert run.report is None
     assert REFUSED_IN_PARALLEL[sizes][name] in str(run.crash)
