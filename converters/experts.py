@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
+_UNGATED = re.compile(r".*\.mixer\.experts\.(up|down)_proj")  # Nemotron-H
 _SINGLE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 def is_fused(names: Iterable[str]) -> bool:
     """Whether these HF names hold fused experts."""
-    return any(_FUSED.fullmatch(name) for name in names)
+    return any(_FUSED.fullmatch(name) or _UNGATED.fullmatch(name) for name in names)
 
 
 def only_fused(config: Mapping[str, Any]) -> bool:

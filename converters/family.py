@@ -26,7 +26,7 @@ class FusedExperts:
 
     By default a weight is [experts, rows, columns], the rows of gate above those of up. `transposed`: [experts,
     columns, rows]; `interleaved`: gate and up take turns, row by row. `always`: no reader knows these experts one by
-    one. `renamed`: a fused save calls the whole block otherwise than the release does, and is refused.
+    one. `renamed`: a fused save has other names than the release beside them too, and is refused.
     """
 
     transposed: bool = False

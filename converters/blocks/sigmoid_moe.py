@@ -76,3 +76,19 @@ def _groups(config: Mapping[str, Any]) -> dict[str, Any]:
             code="unsupported",
         )
     return {"router_groups": groups, "router_top_groups": top_groups}
+
+
+def dense_of_kinds(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The dense layers by `mlp_layer_types`, which transformers reads; None without that key.
+
+    Raises CkptkitError for a list of another length, and for other words.
+    """
+    kinds, layers = config.get("mlp_layer_types"), integer(config, "num_hidden_layers")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers or not {"dense", "sparse"}.issuperset(map(str, kinds)):
+        raise CkptkitError(
+            "config.json: mlp_layer_types does not say 'dense' or 'sparse' for every layer",
+            "compare it with the release",
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")

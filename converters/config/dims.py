@@ -113,8 +113,8 @@ class ModelDims:
     position on queries are multiplied by a factor that grows with their position. `sinks`: a learned logit a head in
     the softmax. `mtp_layers`: multi-token prediction layers after the last. `pattern`: one letter of Megatron's layer
     pattern a layer, where a layer is a mixer, attention, an MLP or experts alone; `mtp_pattern`: the same of one
-    multi-token prediction layer. `rotary`: attention has rotary embedding. `expert_hidden`: the size that routed
-    experts work in; None: the hidden size.
+    multi-token prediction layer. `rotary`: attention has rotary embedding, but in `nope_layers`. `expert_hidden`: the
+    size that routed experts work in; None: the hidden size.
     """
 
     layers: int
@@ -158,6 +158,7 @@ class ModelDims:
     mtp_pattern: str = ""
     mamba: Mamba | None = None
     rotary: bool = True
+    nope_layers: tuple[int, ...] = ()
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0

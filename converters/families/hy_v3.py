@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
 from converters.blocks.decoder import (
     appended_drafts,
     attention,
@@ -16,6 +15,7 @@ from converters.blocks.decoder import (
     mtp_copies,
     multi_token_prediction,
 )
+from converters.blocks.sigmoid_moe import dense_of_kinds
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer, number, require_flags
 from converters.family import EngineClass, FusedExperts, ModelFamily, Release
@@ -63,16 +63,8 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
     transformers reads `mlp_layer_types`, or takes the first layer; SGLang and vLLM read `first_k_dense_replace`.
     """
-    first, kinds = first_layers(config, "first_k_dense_replace", 1), config.get("mlp_layer_types")
-    if kinds is None:
-        kinds = ["dense"] + ["sparse"] * (integer(config, "num_hidden_layers") - 1)
-    layers = integer(config, "num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != layers or not {"dense", "sparse"}.issuperset(map(str, kinds)):
-        raise CkptkitError(
-            f"config.json: mlp_layer_types is {shortened(kinds)}, not a list of dense or sparse for {layers} layers",
-            "compare it with the release",
-        )
-    dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    first, kinds = first_layers(config, "first_k_dense_replace", 1), dense_of_kinds(config)
+    dense = (0,) if kinds is None else kinds
     if config.get("first_k_dense_replace") is not None and dense != first:
         raise CkptkitError(
             f"config.json: first_k_dense_replace says {len(first)} dense layers, mlp_layer_types {len(dense)}",

@@ -82,6 +82,19 @@ def windows(args: Args) -> Any:
     return (1,) * layers if freq is None else tuple(freq) if isinstance(freq, (list, tuple)) else freq
 
 
+def no_rope(args: Args) -> Any:
+    """1 for each layer without rotary embedding, else 0; None where all have it.
+
+    `no_rope_freq` is a number n (every n-th) or such a list.
+    """
+    layers, freq = args.get("num_layers"), args.get("no_rope_freq")
+    if isinstance(freq, int) and isinstance(layers, int) and freq > 0:
+        freq = [int((layer + 1) % freq == 0) for layer in range(layers)]
+    if not isinstance(freq, (list, tuple)):
+        return freq or None
+    return tuple(freq) if any(freq) else None
+
+
 def indexer_first(args: Args) -> Any:
     """The first layers with an indexer of their own, which matter only where not all layers have one."""
     every = get(args, "dsa_indexer_topk_freq", 1)

@@ -151,6 +151,9 @@ ARGUMENTS = (
     ),
     _window("window_size", "sizes", values.window_size, read=lambda args: tuple(args.get("window_size") or ()) or None),
     _window("window_attn_skip_freq", "frequency", values.window_layers, read=reading.windows),
+    _layer(
+        "no_rope_freq", "frequency", lambda dims: ones(dims, dims.nope_layers), when="nope_layers", read=reading.no_rope
+    ),
     _clamped("quick_geglu", bool, fixed(True)),
     _clamped("glu_linear_offset", float, fixed(1.0), 0.0),
     _clamped("activation_func_clamp_value", float, fixed(7.0)),

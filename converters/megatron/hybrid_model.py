@@ -33,6 +33,8 @@ _PAIRS = re.compile(rf"(?:[{re.escape(ATTENTION + LATENT + SPARSE + LINEAR)}][{D
 _NORMS_OF_SPARSE = re.compile(r"(self_attention\.)linear_(q|kv)_up_proj\.layer_norm_weight")
 # What the pattern says; the first are not given beside it.
 _INSTEAD = ("moe_layer_freq", "linear_attention_freq", "experimental_attention_variant")
+# Lists of one number a layer of attention.
+_LISTS = ("window_attn_skip_freq", "no_rope_freq")
 SAID_BY_THE_PATTERN = (*_INSTEAD, "num_layers", "mtp_num_layers")
 
 
@@ -150,9 +152,8 @@ def hybrid_args(args: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:
     refuse_gpt_only(dims)
     pattern = hybrid_pattern(dims)
     kept = {name: value for name, value in args.items() if name not in _INSTEAD}
-    windows = kept.get("window_attn_skip_freq")
     # One number a layer, of which only those of attention count.
-    twice = {"window_attn_skip_freq": [one for one in windows for _ in range(2)]} if isinstance(windows, list) else {}
+    twice = {name: [one for one in kept[name] for _ in range(2)] for name in _LISTS if isinstance(kept.get(name), list)}
     return {"hybrid_layer_pattern": pattern, **kept, **twice, "num_layers": hybrid_dims(dims).layers}
 
 
@@ -190,7 +191,5 @@ def as_gpt_args(args: Mapping[str, Any]) -> Mapping[str, Any]:
     if LINEAR in attention:
         found["linear_attention_freq"] = [int(one == LINEAR) for one in attention]
         found["experimental_attention_variant"] = "gated_delta_net"
-    windows = args.get("window_attn_skip_freq")
-    if isinstance(windows, (list, tuple)):
-        found["window_attn_skip_freq"] = list(windows[::2])
+    found |= {name: list(args[name][::2]) for name in _LISTS if isinstance(args.get(name), (list, tuple))}
     return {**args, **found, "mtp_num_layers": len(mtp) or args.get("mtp_num_layers")}

@@ -264,10 +264,18 @@ def test_minimax_tensors_of_multi_token_prediction_are_refused(tmp_path: Path) -
         to_megatron(HfCheckpoint(tmp_path / "with more"), "this release")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "minimax_m2"])
-def test_experts_under_names_that_only_transformers_v5_has_are_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("mixtral", "model.layers.0.mlp.experts.gate_up_proj"),
+        ("minimax_m2", "model.layers.0.mlp.experts.gate_up_proj"),
+        ("exaone_moe", "model.layers.2.mlp.experts.gate_up_proj"),
+        ("nemotron_h", "model.layers.3.mixer.experts.up_proj"),
+    ],
+)
+def test_experts_under_names_that_only_transformers_v5_has_are_refused(tmp_path: Path, name: str, fused: str) -> None:
     save(name, CASES[name], tmp_path / "v5", torch.bfloat16, fused=True)
-    assert "model.layers.0.mlp.experts.gate_up_proj" in HfCheckpoint(tmp_path / "v5").specs
+    assert fused in HfCheckpoint(tmp_path / "v5").specs
     with pytest.raises(CkptkitError, match=f"under transformers v5's own names for {name}") as error:
         convert(tmp_path / "v5", tmp_path / "megatron")
     assert "save_original_format=True" in str(error.value.hint)

@@ -40,7 +40,8 @@ def long(case: Case) -> Case:
     return replace(case, value=sharp)
 
 
-MODELS = {name: long(CASES[name]) for name in ("llama", "llama-tied", "mistral-window", "qwen2_moe", "minimax_m2")}
+SHARP = ("llama", "llama-tied", "mistral-window", "qwen2_moe", "minimax_m2", "exaone_moe-groups-tied")
+MODELS = {name: long(CASES[name]) for name in SHARP}
 MODELS["mixtral-window"] = long(
     Case(
         lambda: MixtralConfig(
@@ -80,6 +81,10 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "YaRN's range rounded": ("gpt_oss", {"rope_parameters": GPT_OSS_ROPE | {"truncate": True}}),
     "YaRN left out": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}),
     "windows in the other layers": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 6}),
+    "rotary embedding in the other layers": (
+        "exaone_moe-groups-tied",
+        {"layer_types": ["sliding_attention", "full_attention"] * 6},
+    ),
     "YaRN's magnitudes left out": (
         "gpt_oss-v4",
         {"rope_scaling": GPT_OSS_ROUNDED | {"mscale": None, "mscale_all_dim": None}},

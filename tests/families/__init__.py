@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from families import dsa, glm4_moe, gpt_oss, gqa, hy_v3, hybrid, mla, mtp, nemotron_h, qwen, sandwich
+from families import dsa, exaone_moe, glm4_moe, gpt_oss, gqa, hy_v3, hybrid, mla, mtp, nemotron_h, qwen, sandwich
 from families.case import Case
 
 CASES: dict[str, Case] = {
@@ -13,6 +13,7 @@ CASES: dict[str, Case] = {
     **mla.CASES,
     **dsa.CASES,
     **hy_v3.CASES,
+    **exaone_moe.CASES,
     **sandwich.CASES,
     **gpt_oss.CASES,
     **hybrid.CASES,

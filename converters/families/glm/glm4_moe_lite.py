@@ -8,7 +8,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import appended_drafts
 from converters.blocks.latent_attention import SGLANG_DENSE, read_mla
-from converters.blocks.sigmoid_moe import read_sigmoid_moe
+from converters.blocks.sigmoid_moe import dense_of_kinds, read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer
 from converters.families.deepseek import deepseek_v3
@@ -36,17 +36,8 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     transformers reads them from `mlp_layer_types` (by default only the first), SGLang from `first_k_dense_replace`.
     """
     first = first_layers(config, "first_k_dense_replace", 1)
-    kinds = config.get("mlp_layer_types")
-    if kinds is not None and not (
-        isinstance(kinds, list)
-        and len(kinds) == integer(config, "num_hidden_layers")
-        and set(kinds) <= {"dense", "sparse"}
-    ):
-        raise CkptkitError(
-            "config.json: mlp_layer_types does not say 'dense' or 'sparse' for every layer",
-            "compare it with the release",
-        )
-    dense = (0,) if kinds is None else tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    kinds = dense_of_kinds(config)
+    dense = (0,) if kinds is None else kinds
     if dense != first and config.get("first_k_dense_replace") is not None:
         raise CkptkitError(
             f"config.json: first_k_dense_replace says {len(first)} dense layers, "

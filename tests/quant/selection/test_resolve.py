@@ -35,6 +35,7 @@ DENSE = (ATTENTION, MLP)
 PACKED = {
     "deepseek_v3": (MLP, EXPERTS),
     "deepseek_v32": (MLP, EXPERTS),
+    "exaone_moe": (ATTENTION, MLP, EXPERTS, SHARED),
     "glm4": (ATTENTION, r"mlp\.(gate_up|down)_proj"),
     "phi3": (r"self_attn\.(qkv|o)_proj", r"mlp\.(gate_up|down)_proj"),
     "glm4_moe": (ATTENTION, MLP, EXPERTS, SHARED),

@@ -162,6 +162,7 @@ DRAFTS = {
     "glm4_moe_lite": ("glm4_moe_lite_nextn", "Glm4MoeLiteForCausalLMNextN"),
     "deepseek_v3": ("deepseek_nextn", "DeepseekV3ForCausalLMNextN"),
     "hy_v3": ("hunyuan_v3_nextn", "HYV3ForCausalLMNextN"),
+    "exaone_moe": ("exaone_moe_mtp", "ExaoneMoEForCausalLMMTP"),
     "mimo": ("mimo_mtp", "MiMoMTP"),
     "qwen3_5": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
     "qwen3_5_moe": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
@@ -212,6 +213,7 @@ EXPERTS_IN = {
     "glm4_moe_lite": "glm4_moe_lite",
     "gpt_oss": "gpt_oss",
     "hy_v3": "hunyuan_v3",
+    "exaone_moe": "exaone_moe",
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa"), "deepseek_v2"),
 }
 

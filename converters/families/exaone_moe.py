@@ -1,0 +1,108 @@
+"""K-EXAONE: three of four layers have a sliding window, and the others no rotary embedding.
+
+First layer dense, sigmoid router with an fp32 selection bias beside it, a shared expert. The multi-token prediction
+layer is dense: no released megatron-core builds such a one behind layers with experts, so it is carried along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count, moe_mlp
+from converters.blocks.sigmoid_moe import dense_of_kinds, read_sigmoid_moe
+from converters.config.dims import ModelDims, base_dims, first_layers
+from converters.config.values import integer, sliding_layers, window_of
+from converters.family import Draft, EngineClass, FusedExperts, ModelFamily, Release
+from converters.rules import ParamMapping
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of an exaone_moe config. Source: transformers `ExaoneMoeConfig`, `ExaoneMoeAttention`."""
+    sliding, window = _sliding_layers(config), window_of(config)
+    counts = {"n_routed_experts": integer(config, "num_experts")}
+    counts |= {"n_shared_experts": integer(config, "num_shared_experts", 1)}
+    return base_dims(
+        {"rms_norm_eps": 1e-5, **config},
+        qkv_bias=False,
+        qk_norm=True,
+        window=window,
+        window_layers=sliding if window else (),
+        nope_layers=tuple(layer for layer in range(integer(config, "num_hidden_layers")) if layer not in sliding),
+        dense_layers=_dense_layers(config),
+        **read_sigmoid_moe({**config, **counts}, absent={"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1}),
+    )
+
+
+def _sliding_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers with a sliding window, which are those with rotary embedding.
+
+    Raises CkptkitError for a config without such layers, and for what only later releases have.
+    """
+    if config.get("layer_types") is None:
+        raise CkptkitError("config.json has no 'layer_types'", "an exaone_moe config must state it")
+    layers, found = integer(config, "num_hidden_layers"), sliding_layers(config, 4)
+    if config.get("sliding_window") is None or not found:
+        raise CkptkitError(
+            "config.json: exaone_moe without layers with a sliding window is not supported",
+            "transformers then leaves rotary embedding out of every layer, SGLang out of none",
+            code="unsupported",
+        )
+    windows = [config["sliding_window"] if layer in found else 0 for layer in range(layers)]
+    if config.get("sliding_windows", windows) != windows or any(config.get("swiglu_limits") or ()):
+        key = "swiglu_limits" if any(config.get("swiglu_limits") or ()) else "sliding_windows"
+        raise CkptkitError(
+            f"config.json: exaone_moe with {key} {shortened(config[key])} is not supported",
+            "Megatron has one window and one limit for all layers",
+            code="unsupported",
+        )
+    return found
+
+
+def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The dense layers.
+
+    transformers reads `mlp_layer_types`, or else `first_k_dense_replace`; SGLang and vLLM read `is_moe_layer`.
+    """
+    layers, kinds, routed = integer(config, "num_hidden_layers"), dense_of_kinds(config), config.get("is_moe_layer")
+    dense = first_layers(config, "first_k_dense_replace", 1) if kinds is None else kinds
+    if routed is not None and routed != [layer not in dense for layer in range(layers)]:
+        raise CkptkitError(
+            f"config.json: is_moe_layer is {shortened(routed)}, but layers {list(dense)} of {layers} are dense",
+            "SGLang and vLLM read the first, transformers mlp_layer_types or first_k_dense_replace; make them agree",
+        )
+    return dense
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of an exaone_moe model."""
+    experts = moe_mlp(dims, "shared_experts", bias="e_score_correction_bias")
+    return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *experts)
+
+
+def _engine_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    dense = _dense_layers(text)
+    return {"is_moe_layer": [layer not in dense for layer in range(integer(text, "num_hidden_layers"))]}
+
+
+def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    # SGLang builds it under the names of the model's own first layer.
+    draft = Draft("mtp.", None, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc", vllm_joint=True, sglang_own="model.")
+    return (draft,) if layer_count(text, "num_nextn_predict_layers") else ()
+
+
+FAMILIES = (
+    ModelFamily(
+        ("exaone_moe",),
+        # The releases' spelling, which SGLang has, and that of transformers.
+        ("ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM"),
+        read_dims,
+        mappings,
+        carried=("mtp.",),
+        fused=FusedExperts(renamed=True),
+        release=Release(drafts=_drafts, classes={"Router": "ExaoneMoeTopkRouter"}),
+        engines={"sglang": EngineClass(layer_id_since=(0, 5, 23), keys=_engine_keys)},
+    ),
+)
