@@ -55,7 +55,6 @@ CASES = {
         added=draft,
         edit=as_released,
         auto=Fp32RouterBias,
-        witness="transformers; the MTP layer is carried",
     ),
     "exaone_moe-groups-tied": Case(
         lambda: config(n_group=4, topk_group=1, num_experts_per_tok=2, tie_word_embeddings=True, sliding_window=600),
