@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
 from mutations.edits import INDEX
+from mutations.trained import add_optimizer
 from quant.formats.scheme import QuantScheme
 
 # Tied with biases, untied, softmax router, sigmoid router (fp32 bias) and MTP, latent attention with MTP, multimodal.
@@ -28,6 +29,7 @@ MODELS = {
 _FUSED = ("qwen3_moe", "glm4_moe")
 _ONLY_HF = ("kimi_k25",)
 _HYBRID = ("glm4_moe",)
+_TRAINED = ("qwen3_moe",)
 # Groups of 32 do not divide the heads of the latent attention here; Kimi K2's INT4 release leaves attention out too.
 _IGNORE = {"deepseek_v3": (r"re:.*\.self_attn\..*",)}
 _SPECIAL = ("<pad>", "<bos>", "<unk>", "<eos>")
@@ -37,10 +39,11 @@ _TOKENS = 340  # fewer than the 352 rows of the embedding, as in most releases
 def labels(kinds: Sequence[str]) -> list[str]:
     """`MODEL/KIND` of each checkpoint of these kinds.
 
-    `hf`, `fused` (experts in one tensor), `int4`, `megatron`, and `hybrid` (Megatron's HybridModel).
+    `hf`, `fused` (experts in one tensor), `int4`, `megatron`, `hybrid` (Megatron's HybridModel), and `trained` (with
+    the state of an optimizer).
     """
     pairs = [(model, kind) for model in MODELS for kind in kinds if kind == "hf" or model not in _ONLY_HF]
-    only = {"fused": _FUSED, "hybrid": _HYBRID}
+    only = {"fused": _FUSED, "hybrid": _HYBRID, "trained": _TRAINED}
     return [f"{model}/{kind}" for model, kind in pairs if model in only.get(kind, (model,))]
 
 
@@ -95,6 +98,8 @@ class Starts:
             quantize(self.source(model), path, QuantScheme(32, "qmax7", _IGNORE.get(model, ())))
         else:
             convert(self.source(model), path, dialect="hybrid" if kind == "hybrid" else None)
+            if kind == "trained":
+                add_optimizer(path)
 
 
 def _digest(tensor: Tensor) -> str:

@@ -11,7 +11,7 @@ from mutations import MUTATIONS
 from mutations.running import Run, clean, name_of, one_each, run, runs
 from mutations.starts import Starts, labels
 
-KINDS = ("megatron", "hybrid")
+KINDS = ("megatron", "hybrid", "trained")
 RUNS = runs(MUTATIONS, KINDS)
 
 

@@ -25,25 +25,35 @@ def _cpu_for_cuda() -> Any:
 
 
 def optimizer_state(ddp: Any, sharded: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
-    """What `sharded_state_dict` gives of the optimizer of a wrapped chunk, after a step with gradients of zero.
+    """What `sharded_state_dict` gives of the optimizer of a wrapped chunk, after a step too small to show in bfloat16.
 
     `sharded` is that of the chunk itself: it must hold the parameters that the optimizer has.
     """
     optimizer = made(ddp)
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in one.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.0, 0.0
             for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.rand_like(parameter) + 1
         one.optimizer.step()
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                # Half of the distance between two numbers of bfloat16 is 2**-9 of the larger one, or more.
+                parameter.data.mul_(1 + torch.rand_like(parameter) * 2**-10)
     with _cpu_for_cuda():
         return optimizer.sharded_state_dict(sharded, metadata=dict(metadata))
 
 
-def wrapped(chunk: Any) -> Any:
-    """The chunk in Megatron's data parallel wrapper, which moves its parameters into buffers."""
+def wrapped(chunk: Any, bucket_size: int | None = None) -> Any:
+    """The chunk in Megatron's data parallel wrapper, which moves its parameters into buffers.
+
+    `bucket_size`: elements of one of several buckets, as a run has them whose gradients are reduced while it computes.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=bucket_size is not None, bucket_size=bucket_size
+    )
     return DistributedDataParallel(chunk.config, config, chunk)
 
 

@@ -31,8 +31,8 @@ class Save:
 
     `stacked` makes the model homogeneous, so that Megatron stacks all layers of a key; `singleton` asks for a key for
     each expert; `release` saves into `release/`; `legacy` saves one file a rank. `optimizer`: the format in which
-    megatron-core's own distributed optimizer saves its state; without it a first moment of zeros stands for that.
-    `hybrid`: as a HybridModel, which `source` then holds.
+    megatron-core's own distributed optimizer saves its state, in buckets of `bucket_size` elements where that is given;
+    without it a first moment of zeros stands for that. `hybrid`: as a HybridModel, which `source` then holds.
     """
 
     config: Mapping[str, Any]
@@ -44,6 +44,7 @@ class Save:
     release: bool = False
     legacy: bool = False
     optimizer: str | None = None
+    bucket_size: int | None = None
     hybrid: bool = False
 
 
@@ -60,6 +61,10 @@ SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, optimizer by bucket": ("qwen2-untied", {"sizes": ParallelSizes(tp=2), "optimizer": "dp_reshardable"}),
     "experts, optimizer by bucket": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "dp_reshardable"}),
     "experts, optimizer by parameter": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "fully_reshardable"}),
+    "dense, optimizer of several buckets": (
+        "qwen2-untied",
+        {"sizes": ParallelSizes(), "optimizer": "fully_reshardable", "bucket_size": 300_000},
+    ),
     "hybrid, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "hybrid": True}),
     "hybrid, tied and uneven": ("qwen2-tied", {"sizes": ParallelSizes(pp=2, last=7), "hybrid": True}),
     "hybrid, mixers": ("nemotron_h", {"sizes": ParallelSizes(tp=2, pp=2, ep=2, last=6), "hybrid": True}),
@@ -198,7 +203,7 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
     metadata: dict[str, Any] = {"singleton_local_shards": save.singleton}
     if save.optimizer:
         metadata |= {"distrib_optim_sharding_type": save.optimizer, "chained_optim_avoid_prefix": True}
-        wrappers = [wrapped(chunk) for chunk in chunks]
+        wrappers = [wrapped(chunk, save.bucket_size) for chunk in chunks]
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = {

@@ -241,7 +241,7 @@ def _to_compare(after: np.ndarray[Any, np.dtype[np.int64]]) -> Iterator[tuple[An
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """A stored tensor, the indices of its leading axes that select a global one, and the chunks that hold this."""
 
     stored: StoredTensor
@@ -320,9 +320,9 @@ class TorchDistCheckpoint:
                     "the save is incomplete; loading it would leave garbage there",
                 )
 
-    def _name_once(self) -> dict[str, tuple[_Part, ...]]:
+    def _name_once(self) -> dict[str, tuple[Part, ...]]:
         """Every global tensor by name. Raises CkptkitError when two keys hold the same one, e.g. stacked and not."""
-        named: dict[str, tuple[_Part, ...]] = {}
+        named: dict[str, tuple[Part, ...]] = {}
         for name, parts in self._name_all():
             if len(named) >= _MAX_NAMES:
                 raise DamagedError(f"{self.path} claims to hold more than {_MAX_NAMES} tensors", _DAMAGED)
@@ -334,9 +334,9 @@ class TorchDistCheckpoint:
             named[name] = parts
         return named
 
-    def _name_all(self) -> Iterator[tuple[str, tuple[_Part, ...]]]:
+    def _name_all(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
         """Every global tensor with its parts: one, or several where Megatron saved its rows apart."""
-        apart: dict[tuple[str, tuple[str, ...]], dict[str, _Part]] = {}
+        apart: dict[tuple[str, tuple[str, ...]], dict[str, Part]] = {}
         for name, part in self._name_parts():
             if whole := whole_of(name):
                 apart.setdefault(whole, {})[name.removeprefix(whole[0])] = part
@@ -349,14 +349,14 @@ class TorchDistCheckpoint:
                 )
             yield name, tuple(parts[suffix] for suffix in suffixes)
 
-    def _name_parts(self) -> Iterator[tuple[str, _Part]]:
+    def _name_parts(self) -> Iterator[tuple[str, Part]]:
         weights = {key: stored for key, stored in self.metadata.tensors.items() if not NOT_WEIGHTS.fullmatch(key)}
         for key, stored in weights.items():
             name = engine_name(key, weights)
             if name != key and name in weights:
                 self._check_alias(stored, weights[name])
                 continue
-            yield from _unstack(name, stored)
+            yield from parts_of(name, stored)
 
     def _check_alias(self, stored: StoredTensor, alias: StoredTensor) -> None:
         if [chunk.blob for chunk in stored.chunks] != [chunk.blob for chunk in alias.chunks]:
@@ -458,7 +458,7 @@ class TorchDistCheckpoint:
     def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
         return {name: self._read(self._logical[name], reader) for name in names}
 
-    def _read(self, parts: Sequence[_Part], reader: Reader | None) -> Tensor:
+    def _read(self, parts: Sequence[Part], reader: Reader | None) -> Tensor:
         if len(parts) == 1:
             return parts[0].read(reader)
         import torch
@@ -474,7 +474,7 @@ def _mapping(blob: Blob) -> Mapping[str, Any]:
     return content
 
 
-def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
+def parts_of(key: str, stored: StoredTensor) -> Iterator[tuple[str, Part]]:
     """Every global tensor that a key holds: one a layer where layers are stacked, one an expert where experts are."""
     stacked, routed = _STACKED.fullmatch(key) is not None, _EXPERTS.fullmatch(key) is not None
     depth = stacked + routed
@@ -504,4 +504,4 @@ def _unstack(key: str, stored: StoredTensor) -> Iterator[tuple[str, _Part]]:
     before, *between = template.split("\0")
     for index in chunks:
         name = before + "".join([f"{number}{text}" for number, text in zip(index, between, strict=True)])
-        yield name, _Part(stored, index, tuple(chunks[index]))
+        yield name, Part(stored, index, tuple(chunks[index]))

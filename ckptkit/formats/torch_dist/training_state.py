@@ -1,24 +1,19 @@
 """What a training run saved beside the weights: optimizer, random states, scheduler. From headers alone.
 
-Source of the keys: megatron-core `optimizer/distrib_optimizer.py` (`sharded_state_dict`), `optimizer/optimizer.py`
-(`ChainedOptimizer`), and Megatron-LM `training/checkpointing.py`.
+Source of the keys: as of `optimizer.py`, and Megatron-LM `training/checkpointing.py`.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.core.dtypes import ITEMSIZE
+from ckptkit.formats.torch_dist.optimizer import BUCKET, OPTIMIZER, STATE, WHOLE
 from ckptkit.formats.torch_dist.reader import StoredMetadata
 
-_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.(.+)")
-_BUCKET = re.compile(r"distributed\.dp_group_idx_\d+\.gbuf_idx_\d+\.dtype_.+\.bucket_idx_\d+\.(.+)")
-_WHOLE = re.compile(r"distributed\.dp_group_idx_\d+\.param_state(/.*)?")
-_STATE = re.compile(r"state\.([a-z0-9_]+)\.(.+)")
 _OTHERS = {"rng_state": "random states", "rerun_state_machine": "rerun state machine"}
 # Formats that name state by parameter look alike on disk; content_metadata tells them apart.
 _BY_PARAMETER = "by parameter"
@@ -28,8 +23,9 @@ LEFT_OUT = "convert leaves it out"
 def training_state(metadata: StoredMetadata, common: Mapping[str, Any]) -> dict[str, Any]:
     """What lies beside the weights, with sizes in bytes; empty where it is weights alone.
 
-    `optimizer`: bytes of each kind of state (`exp_avg`), of experts apart where that is known, how many optimizers are
-    chained, and the format, by Megatron's name where `content_metadata` says it. `scheduler`: its values.
+    `optimizer`: bytes of each kind of state (`exp_avg`), of how many parameters it is (in buckets with their padding),
+    bytes of experts apart where that is known, how many optimizers are chained, and the format, by Megatron's name
+    where `content_metadata` says it. `scheduler`: its values.
     """
     found: dict[str, Any] = {}
     if optimizer := _optimizer(metadata, common):
@@ -45,21 +41,23 @@ def training_state(metadata: StoredMetadata, common: Mapping[str, Any]) -> dict[
 
 
 def _optimizer(metadata: StoredMetadata, common: Mapping[str, Any]) -> dict[str, Any]:
-    kinds: Counter[str] = Counter()
+    kinds, parameters = Counter[str](), Counter[str]()
     experts, chained, formats = 0, set(), set()
-    for key, nbytes in _sizes(metadata):
-        if not (match := _OPTIMIZER.fullmatch(key)):
+    for key, nbytes, elements in _sizes(metadata):
+        if not (match := OPTIMIZER.fullmatch(key)):
             continue
         chained.add(match[1])
         kind, layout = _kind(match[2])
         formats |= {layout} if layout else set()
         kinds[kind] += nbytes
+        parameters[kind] += elements
         experts += nbytes if ".experts.experts." in key else 0
     if not kinds:
         return {}
     stored = common.get("content_metadata")
     name = stored.get("distrib_optim_sharding_type") if isinstance(stored, Mapping) else None
     facts: dict[str, Any] = {"bytes": sum(kinds.values()), "state": dict(sorted(kinds.items()))}
+    facts["parameters"] = {kind: count for kind, count in sorted(parameters.items()) if count}
     facts["format"] = name if isinstance(name, str) else ", ".join(sorted(formats)) or "unknown"
     if experts:
         facts["bytes of experts"] = experts
@@ -68,21 +66,22 @@ def _optimizer(metadata: StoredMetadata, common: Mapping[str, Any]) -> dict[str,
     return facts
 
 
-def _sizes(metadata: StoredMetadata) -> Iterator[tuple[str, int]]:
-    """Bytes of every tensor as its chunks hold it, and of every object."""
+def _sizes(metadata: StoredMetadata) -> Iterator[tuple[str, int, int]]:
+    """Bytes and elements of every tensor as its chunks hold it, and bytes of every object."""
     for key, stored in metadata.tensors.items():
-        yield key, sum(math.prod(chunk.sizes) for chunk in stored.chunks) * ITEMSIZE[stored.dtype]
+        elements = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+        yield key, elements * ITEMSIZE[stored.dtype], elements
     for key, blob in metadata.objects.items():
-        yield key, blob.length
+        yield key, blob.length, 0
 
 
 def _kind(rest: str) -> tuple[str, str | None]:
     """What state a key of an optimizer is of, and the format that names it so; None where that does not tell."""
-    if match := _STATE.fullmatch(rest):
+    if match := STATE.fullmatch(rest):
         return match[1], _BY_PARAMETER
-    if match := _BUCKET.fullmatch(rest):
-        return match[1], "dp_reshardable"
-    if _WHOLE.fullmatch(rest):
+    if match := BUCKET.fullmatch(rest):
+        return match[2], "dp_reshardable"
+    if WHOLE.fullmatch(rest):
         return "param_state", "dp_zero_gather_scatter"
     return "settings", None
 
@@ -93,7 +92,8 @@ def described(state: Mapping[str, Any]) -> str | None:
         return None
     parts = []
     if optimizer := state.get("optimizer"):
-        kinds = ", ".join(f"{kind} {nbytes}" for kind, nbytes in optimizer["state"].items())
+        of = {kind: f" of {count} parameters" for kind, count in optimizer["parameters"].items()}
+        kinds = ", ".join(f"{kind} {nbytes}{of.get(kind, '')}" for kind, nbytes in optimizer["state"].items())
         parts.append(f"optimizer ({optimizer['format']}) {optimizer['bytes']} bytes: {kinds}")
     parts += [f"{name} {one['bytes']} bytes" for name, one in state.items() if name not in ("optimizer", "scheduler")]
     parts += ["scheduler"] if "scheduler" in state else []

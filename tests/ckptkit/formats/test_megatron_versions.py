@@ -191,7 +191,12 @@ def test_common_state_and_training_state_come_back(unpacked: Callable[[str], Pat
         assert (state["random_rng_state"][0], state["np_rng_state"][0]) == (3, "MT19937")
     found = training_state(checkpoint.metadata, common)
     # One first moment of 16 float32 numbers.
-    assert found["optimizer"] == {"bytes": 64, "state": {"exp_avg": 64}, "format": "dp_reshardable"}
+    assert found["optimizer"] == {
+        "bytes": 64,
+        "state": {"exp_avg": 64},
+        "parameters": {"exp_avg": 16},
+        "format": "dp_reshardable",
+    }
     assert found["random states"]["objects"] == 2
     assert found["scheduler"] == {"num_steps": 7, "lr_decay_style": "cosine"}
 

@@ -183,6 +183,7 @@ def test_inspect_says_what_a_distributed_optimizer_saved(saved: Path, releases: 
         "fully_reshardable",
         {"exp_avg", "exp_avg_sq", "param"},
     )
+    assert len(set(by_parameter["parameters"].values())) == 1  # type: ignore[attr-defined]
     # 10 layers of 12 experts, each 3 matrices of 96 x 128, three numbers of 4 bytes for a parameter.
     assert by_parameter["bytes of experts"] == 10 * 12 * 3 * 96 * 128 * 3 * 4
 

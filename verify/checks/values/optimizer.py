@@ -1,0 +1,112 @@
+"""CK213 and CK214: what the optimizer state that a training run saved holds. It is read once, streamed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptkit.formats.torch_dist.optimizer import MASTERS
+from verify.check import Tally, check
+from verify.checks.headers.optimizer import AS_OBJECTS, SAVED_AGAIN, no_optimizer
+from verify.checks.values.values import counted
+from verify.evidence.folding import group_by_pattern
+from verify.evidence.optimizer import OptimizerValues, optimizer_values, without_master
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.report import Severity
+from verify.skip import Inapplicable
+
+# Arguments with which weights are kept in fewer bits than they are saved in, so that they are no rounded masters.
+_FEWER_BITS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
+_SQUARES = "exp_avg_sq"
+_UNREAD = "no optimizer state can be read (CK213)"
+
+
+@check(
+    "CK213",
+    "optimizer state can be read, is finite and is not zero",
+    stage="values",
+    needs=("sound headers",),
+    rationale="One NaN in a moment makes the weight NaN at the next step. Moments of zero are those of an optimizer "
+    "that was made anew, whose first steps are as large as the learning rate allows.",
+    fix="Take the last sound checkpoint of the run, or resume without the optimizer (--no-load-optim).",
+    unless=no_optimizer,
+)
+def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Of every tensor of state; this pass also feeds CK214. Second moments are not negative."""
+    values = _values(subject)
+    for one in values.stats.values():
+        tally.compared(one.nbytes)
+    for reason in dict.fromkeys(values.unreadable.values()):
+        names = [name for name, found in values.unreadable.items() if found == reason]
+        yield Issue("bytes that can be read", reason, "copy the file again", names, subject.path, together=True)
+    wrong = [name for name, one in values.stats.items() if not one.finite]
+    yield Issue("finite values", "NaN or infinity", SAVED_AGAIN, wrong, subject.path)
+    wrong = [name for name, one in values.stats.items() if one.kind == _SQUARES and one.low < 0]
+    yield Issue("squares, not negative", "negative numbers", SAVED_AGAIN, wrong, subject.path)
+    for names, severity in _zero(values, subject.megatron_files.opened.common):
+        hint = (
+            "the optimizer was made anew before the save, or never made a step"
+            if severity == "error"
+            else "right where no gradient has reached it, as an expert without tokens"
+        )
+        yield Issue("moments of a trained parameter", "all zero", hint, names, subject.path, severity=severity)
+
+
+def _zero(values: OptimizerValues, common: Mapping[str, Any]) -> Iterator[tuple[list[str], Severity]]:
+    """Moments of nothing but zeros: a kind as a whole is an error, some parameters alone a warning."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name, one in values.stats.items():
+        if one.kind not in MASTERS:
+            kinds[one.kind].append(name)
+    for names in kinds.values():
+        zero = [name for name in names if values.stats[name].low == values.stats[name].high == 0]
+        whole = len(zero) == len(names)
+        if zero and not (whole and common.get("iteration") == 0):
+            yield zero, "error" if whole else "warning"
+
+
+def _values(subject: Subject) -> OptimizerValues:
+    values = subject.once(optimizer_values)
+    if not values.stats and not values.unreadable:
+        raise Inapplicable(AS_OBJECTS)
+    return values
+
+
+@check(
+    "CK214",
+    "master weights round to the stored weights",
+    stage="values",
+    needs=("sound headers",),
+    rationale="A step is made on float32 master weights, and the weights are those rounded. Masters of another step or "
+    "of another parameter replace the weights at the first step after a resume.",
+    fix="Take another checkpoint of the run. To go on from the weights of this one, resume with --no-load-optim: "
+    "Megatron then makes master weights of them.",
+    unless=no_optimizer,
+)
+def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Each float32 master weight, rounded to the dtype of its weight, is that weight.
+
+    Buckets of a distributed optimizer hold masters without names: there no number may occur more often among the
+    weights than among the rounded masters.
+    """
+    values = _values(subject)
+    args = subject.megatron_files.args
+    if stated := [name for name in _FEWER_BITS if args.get(name)]:
+        raise Inapplicable(f"the run kept weights in fewer bits ({stated[0]}), so they are no rounded master weights")
+    if not values.compared and not values.weights:
+        raise Inapplicable("no float32 master weights of 16-bit weights are stored")
+    counted(tally, values.compared or values.weights, _UNREAD)
+    expected = "master weights that round to the stored weights"
+    unlike = {name: found for name, found in values.compared.items() if found[0]}
+    hint = "weights and optimizer are of different steps, or were mixed up in the save"
+    for names in group_by_pattern(unlike):
+        share = sum(unlike[name][0] for name in names) / sum(unlike[name][1] for name in names)
+        yield Issue(expected, f"{share:.2%} of the elements differ", hint, names, subject.path)
+    for dtype, weights in values.weights.items():
+        total = int(weights.counts.sum())
+        if missing := without_master(values, dtype):
+            actual = f"{missing} of {total} {dtype} weights have no master weight that rounds to them"
+            frozen = f"{hint}; or the run does not train all of them"
+            yield Issue(expected, actual, frozen, file=subject.path)

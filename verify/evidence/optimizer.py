@@ -1,0 +1,249 @@
+"""Reads the optimizer state of a Megatron checkpoint once, tensor by tensor, and compares master weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptkit.core.dtypes import ITEMSIZE
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.progress import progress
+from ckptkit.formats.torch_dist.optimizer import (
+    MASTERS,
+    Bucket,
+    OptimizerState,
+    is_padding,
+    optimizer_state,
+    unflattened,
+)
+from ckptkit.formats.torch_dist.reader import Chunk, Part, StoredTensor, parts_of
+from verify.evidence.extremes import as_integers, digest_of, extremes, same_bytes
+from verify.evidence.reading import read_values, threads
+from verify.evidence.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PIECE = 1 << 22  # elements that are looked at at a time
+_ROUNDED = ("bfloat16", "float16")  # of weights, whose master weights are float32
+
+
+def state_of(subject: Subject) -> OptimizerState:
+    """The optimizer state beside the weights. Raises CkptkitError where `.metadata` cannot be read."""
+    return optimizer_state(subject.megatron_files.metadata)
+
+
+@dataclass(frozen=True)
+class StateStats:
+    """What one tensor of state holds, or a bucket."""
+
+    kind: str
+    nbytes: int
+    finite: bool
+    low: float
+    high: float
+
+    def joined(self, other: StateStats) -> StateStats:
+        """The same of both."""
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        return StateStats(self.kind, self.nbytes + other.nbytes, self.finite and other.finite, low, high)
+
+
+class Histogram:
+    """How often each number of a 16-bit dtype occurs."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.counts = torch.zeros(1 << 16, dtype=torch.int64)
+        self._lock = threading.Lock()
+
+    def add(self, bits: Tensor) -> None:
+        """Counts a tensor of int16, the bits of numbers."""
+        import torch
+
+        found = torch.bincount(bits.reshape(-1).to(torch.int64) & 0xFFFF, minlength=1 << 16)
+        with self._lock:
+            self.counts += found
+
+
+@dataclass
+class OptimizerValues:
+    """The outcome of the pass, by the name of each tensor of state: `optimizer.state.exp_avg.NAME`."""
+
+    stats: dict[str, StateStats] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)  # and why
+    compared: dict[str, tuple[int, int]] = field(default_factory=dict)  # masters: elements unlike the weight's, of all
+    # Of buckets, which have no names, by dtype of the weights: how often numbers occur in weights, and nearest to
+    # masters (to the even and to the larger one where two are as near).
+    weights: dict[str, Histogram] = field(default_factory=dict)
+    masters: dict[str, tuple[Histogram, Histogram]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, name: str, found: StateStats) -> None:
+        """Takes in a tensor, or a part of a bucket."""
+        with self._lock:
+            self.stats[name] = self.stats[name].joined(found) if name in self.stats else found
+
+
+_Task = Callable[[OptimizerValues], int]
+
+
+def optimizer_values(subject: Subject) -> OptimizerValues:
+    """Reads everything once. The weights beside master weights are read only where their digests are not known yet."""
+    state, values = subject.once(state_of), OptimizerValues()
+    known = {name: one.digest for name, one in subject.once(read_values).stats.items()}
+    tasks = [*_by_weight(state, known), *_by_bucket(state)]
+    largest = max((nbytes for nbytes, _ in tasks), default=0)
+    for dtype in _rounded(state.buckets):
+        values.weights[dtype], values.masters[dtype] = Histogram(), (Histogram(), Histogram())
+    with progress("reading optimizer state", sum(nbytes for nbytes, _ in tasks)) as advance, threads(largest) as pool:
+        for nbytes in pool.map(lambda task: task[1](values), tasks):
+            advance(nbytes)
+    return values
+
+
+def _by_weight(state: OptimizerState, known: Mapping[str, bytes]) -> Iterator[tuple[int, _Task]]:
+    """A task for each tensor of state, with its bytes."""
+    for key, kinds in state.by_weight.items():
+        weights = dict(parts_of(key, state.weights[key]))
+        for kind, stored in kinds.items():
+            prefix = stored.key.removesuffix(key)
+            for name, part in parts_of(key, stored):
+                weight = weights.get(name) if kind in MASTERS and _is_rounded(state.weights[key], stored) else None
+                nbytes = sum(_bytes(chunk, stored.dtype) for chunk in part.chunks)
+                yield nbytes, partial(_look, prefix + name, kind, part, weight, known.get(name))
+
+
+def _is_rounded(weight: StoredTensor, master: StoredTensor) -> bool:
+    return weight.dtype in _ROUNDED and master.dtype == "float32"
+
+
+def _look(name: str, kind: str, part: Part, weight: Part | None, digest: bytes | None, values: OptimizerValues) -> int:
+    """Measures one tensor of state. Returns its bytes."""
+    try:
+        tensor = part.read(None)
+        values.add(name, _measured(kind, tensor))
+        if weight is not None:
+            tensor = tensor if tensor.shape == weight.shape else unflattened(tensor, weight.shape)
+            values.compared[name] = (_unlike(tensor, weight, digest), tensor.numel())
+    except CkptkitError as error:
+        values.unreadable[name] = error.message
+        return 0
+    return tensor.nbytes
+
+
+def _by_bucket(state: OptimizerState) -> Iterator[tuple[int, _Task]]:
+    """A task for each chunk of a bucket; where master weights are among them, for each weight too."""
+    for bucket in state.buckets:
+        for kind, stored in bucket.kinds.items():
+            for chunk in stored.chunks:
+                yield _bytes(chunk, stored.dtype), partial(_look_at_chunk, bucket, kind, stored, chunk)
+    rounded = _rounded(state.buckets)
+    for key, stored in state.weights.items():
+        if stored.dtype in rounded:
+            for _, part in parts_of(key, stored):
+                nbytes = sum(_bytes(chunk, stored.dtype) for chunk in part.chunks)
+                yield nbytes, partial(_count, key, part)
+
+
+def _rounded(buckets: Sequence[Bucket]) -> set[str]:
+    """Dtypes of weights whose float32 master weights lie in buckets."""
+    return {
+        bucket.dtype
+        for bucket in buckets
+        for kind, stored in bucket.kinds.items()
+        if kind in MASTERS and bucket.dtype in _ROUNDED and stored.dtype == "float32"
+    }
+
+
+def _bytes(chunk: Chunk, dtype: str) -> int:
+    elements = 1
+    for size in chunk.sizes:
+        elements *= size
+    return elements * ITEMSIZE[dtype]
+
+
+def _look_at_chunk(bucket: Bucket, kind: str, stored: StoredTensor, chunk: Chunk, values: OptimizerValues) -> int:
+    import torch
+
+    try:
+        tensor = chunk.blob.tensor(stored.dtype, chunk.sizes)
+    except CkptkitError as error:
+        values.unreadable[stored.key] = error.message
+        return 0
+    if not is_padding(chunk.offsets[0], tensor.numel()):
+        values.add(stored.key, _measured(kind, tensor))
+    if kind in MASTERS and bucket.dtype in _ROUNDED and stored.dtype == "float32":
+        even, up = values.masters[bucket.dtype]
+        for piece in torch.split(tensor, _PIECE):
+            even.add(_nearest(piece, bucket.dtype))
+            up.add(_nearest_up(piece) if bucket.dtype == "bfloat16" else _nearest(piece, bucket.dtype))
+    return tensor.nbytes
+
+
+def _count(key: str, part: Part, values: OptimizerValues) -> int:
+    import torch
+
+    try:
+        tensor = part.read(None)
+    except CkptkitError as error:
+        values.unreadable[key] = error.message
+        return 0
+    for piece in torch.split(tensor.reshape(-1), _PIECE):
+        values.weights[part.stored.dtype].add(as_integers(piece))
+    return tensor.nbytes
+
+
+def _measured(kind: str, tensor: Tensor) -> StateStats:
+    found = extremes(tensor.reshape(-1))
+    return StateStats(kind, found.nbytes, found.finite, found.low, found.high)
+
+
+def _nearest(master: Tensor, dtype: str) -> Tensor:
+    """The bits of the nearest 16-bit numbers; of two as near the even one."""
+    import torch
+
+    return as_integers(master.to(getattr(torch, dtype)))
+
+
+def _nearest_up(master: Tensor) -> Tensor:
+    """The bits of the nearest bfloat16 numbers; of two as near the larger one.
+
+    So does Transformer Engine's optimizer where it keeps of a master weight only what the weight lacks
+    (`store_param_remainders`).
+    """
+    import torch
+
+    return ((as_integers(master) + 0x8000) >> 16).to(torch.int16)
+
+
+def _unlike(master: Tensor, part: Part, digest: bytes | None) -> int:
+    """How many elements of a weight are not the nearest to their master weights. `digest`: of the weight, if known."""
+    import torch
+
+    dtype = part.stored.dtype
+    rounded = master.to(getattr(torch, dtype)).contiguous()
+    if digest is not None and digest_of(rounded) == digest:
+        return 0
+    weight = part.read(None).contiguous()
+    if same_bytes(rounded, weight):
+        return 0
+    wrong = as_integers(rounded) != as_integers(weight)
+    if dtype == "bfloat16":
+        wrong &= _nearest_up(master) != as_integers(weight)
+    return int(wrong.sum())
+
+
+def without_master(values: OptimizerValues, dtype: str) -> int:
+    """How many weights of this dtype are nearest to no master weight of a bucket, each counted once.
+
+    As many as there are fewer masters than weights do not count: the run does not train those.
+    """
+    weights = values.weights[dtype].counts
+    fewer = max(0, int(weights.sum() - values.masters[dtype][0].counts.sum()))
+    missing = min(int((weights - masters.counts).clamp(min=0).sum()) for masters in values.masters[dtype])
+    return missing if missing > fewer else 0
