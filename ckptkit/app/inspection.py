@@ -25,6 +25,7 @@ from ckptkit.storage.url import is_url, place
 from converters.megatron.arguments import megatron_args
 from converters.megatron.hybrid_model import is_hybrid, stored_pattern
 from converters.megatron.legacy import LegacyCheckpoint
+from converters.megatron.run_config import stored_args
 from converters.megatron.unsaid import UNSAID, unsaid
 from converters.open import open_checkpoint
 from converters.planner import HYBRID, MCORE, dims_of
@@ -89,7 +90,8 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         if isinstance(checkpoint, TorchDistCheckpoint):
             state = training_state(checkpoint.metadata, checkpoint.common)
             facts["training state"] = {"summary": described(state), **state} if state else None
-        facts["args"] = _selected(checkpoint.args, lambda value: isinstance(value, (int, float, str, list)))
+        args = stored_args(location.path, checkpoint.args)
+        facts["args"] = _selected(args, lambda value: isinstance(value, (int, float, str, list)))
     facts["names"] = _folded(specs)
     return facts
 
@@ -98,7 +100,7 @@ def _model_class(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> str:
     """The class of Megatron whose names the tensors have, and of a HybridModel the stored layer pattern."""
     if not is_hybrid(checkpoint.specs):
         return "GPTModel"
-    pattern = stored_pattern(checkpoint.args) or "not stored"
+    pattern = stored_pattern(stored_args(checkpoint.path, checkpoint.args)) or "not stored"
     return f"HybridModel, layer pattern {pattern if len(pattern) <= _LONGEST_PATTERN else shortened(pattern)}"
 
 

@@ -16,6 +16,7 @@ from ckptkit.formats.torch_dist.reader import StoredMetadata, TorchDistCheckpoin
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.storage.directory import Directory
 from converters.megatron.hybrid_model import is_hybrid
+from converters.megatron.run_config import args_file, stored_args
 
 
 class LenientTorchDist(TorchDistCheckpoint):
@@ -75,16 +76,24 @@ class MegatronFiles:
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
-        """The stored training arguments; empty when there are none. Raises CkptkitError when they cannot be read."""
+        """The stored training arguments, of Megatron-LM or as a run's YAML comes to; empty when there are none.
+
+        Raises CkptkitError when they cannot be read.
+        """
         args = self.opened.common.get("args")
         if args is None:
-            return {}
+            return stored_args(self.weights, {})
         if not hasattr(args, "__dict__"):
             raise CkptkitError(
                 f"{self.weights}: the stored training arguments are {type(args).__name__}, not a namespace",
                 "convert it again",
             )
         return dict(vars(args))
+
+    @property
+    def args_file(self) -> Path:
+        """The file that the training arguments stand in. Raises as `opened`."""
+        return args_file(self.weights, self.opened.common.get("args") is not None)
 
     @cached_property
     def blobs(self) -> Mapping[Path, Mapping[tuple[int, int], tuple[str, ...]]]:

@@ -60,7 +60,7 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
     unless=only("megatron", "an HF directory stores no training arguments"),
 )
 def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`args` in common.pt against the HF config, field by field, with Megatron's defaults for absent ones."""
+    """`args` in common.pt, or run_config.yaml, against the HF config, with Megatron's defaults for absent ones."""
     config = require_config(subject)
     try:
         args = subject.megatron_files.args
@@ -72,7 +72,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     dims = dims_of(require_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
     for _ in range(compared(dims)):
         tally.compared(0)
-    where = str(subject.megatron_files.weights / "common.pt")
+    where = str(subject.megatron_files.args_file)
     for name, expected, actual in mismatches(dims, args):
         yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint_of(name), file=where)
 

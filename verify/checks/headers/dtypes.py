@@ -120,7 +120,7 @@ def _trained_dtype(subject: Subject, stored: str) -> Iterator[Issue]:
     except CkptkitError:
         return  # CK111 says why they cannot be read
     if isinstance(stated, Dtype) and stated.name != stored:
-        where = subject.megatron_files.weights / "common.pt"
+        where = subject.megatron_files.args_file
         hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
         yield Issue(
             f"params_dtype {stored}, as most weights are",

@@ -1,0 +1,107 @@
+"""Training arguments of a run that stored its settings as YAML beside the weights: Megatron-Bridge's run_config.yaml.
+
+Source: Megatron-Bridge `training/checkpointing.py`, `models/gpt_provider.py` and `models/gpt/model_config.py`. The
+names in `_target_` are compared as text, and nothing is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core import yaml_text
+from ckptkit.core.errors import DamagedError
+from ckptkit.formats.torch_save.records import Dtype
+from ckptkit.storage.regular import read_regular
+from converters.megatron.argument import Args
+from converters.megatron.argument_reading import get
+from converters.megatron.argument_table import ARGUMENTS
+
+RUN_CONFIG = "run_config.yaml"
+# Their names in a config, where those are others; a row of the table has those of TransformerConfig.
+_NAMES = {
+    "use_rope_scaling": "rope_scaling",
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
+# Without latent attention, whose config has them by their own names.
+_YARN = {"rotary_scaling_factor": "yarn_rotary_scaling_factor", "mscale": "yarn_mscale"} | {
+    "mscale_all_dim": "yarn_mscale_all_dim"
+}
+_OF_RUN = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+
+
+def stored_args(weights: Path, args: Args) -> Args:
+    """`args`, Megatron-LM's own; where there are none, those that the run's settings in YAML come to.
+
+    Raises DamagedError for a file that cannot be read.
+    """
+    file = weights / RUN_CONFIG
+    return args if args or not file.is_file() else args_of(model_settings(file))
+
+
+def args_file(weights: Path, own: bool) -> Path:
+    """The file that `stored_args` are from; `own`: Megatron-LM's are there."""
+    file = weights / RUN_CONFIG
+    return file if not own and file.is_file() else weights / "common.pt"
+
+
+def model_settings(file: Path) -> Mapping[str, Any]:
+    """The settings of the model in a run's YAML file, those of its layers among them. Raises DamagedError."""
+    hint = "copy it from the run again"
+    try:
+        content = yaml_text.values(yaml_text.parse(read_regular(file, yaml_text.MAX_BYTES).decode()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{file} cannot be read: {error}", hint) from error
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict):
+        raise DamagedError(f"{file} has no settings of a model", hint)
+    # Since 2026 those of the layers are a part of their own.
+    layers = model.get("transformer")
+    return {**model, **layers} if isinstance(layers, dict) else model
+
+
+def args_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's arguments for a model with these settings of TransformerConfig and of a provider of GPTModel."""
+    latent = "kv_lora_rank" in settings
+    names = {row.name: row.config or row.name for row in ARGUMENTS} | _NAMES | ({} if latent else _YARN)
+    found = {name: settings[config] for name, config in names.items() if config in settings}
+    found |= {name: settings[name] for name in _OF_RUN if name in settings}
+    activation, gated = _named(settings.get("activation_func")), get(settings, "gated_linear_unit", False)
+    heads = settings.get("num_attention_heads")
+    return found | {
+        "swiglu": gated and activation in ("silu", "swish"),
+        "squared_relu": activation == "squared_relu",
+        "quick_geglu": gated and activation == "quick_gelu",
+        "untie_embeddings_and_output_weights": not get(settings, "share_embeddings_and_output_weights", True),
+        "group_query_attention": get(settings, "num_query_groups", heads) != heads,
+        "vocab_size": None,
+        "padded_vocab_size": _padded(settings),
+        "params_dtype": Dtype(dtype) if (dtype := _named(settings.get("params_dtype"))) else None,
+    }
+
+
+def _named(value: object) -> str | None:
+    """The last part of what a value names: `silu`, of `_target_: torch.nn.functional.silu` or as it is."""
+    name = value.get("_target_") if isinstance(value, dict) else value
+    return name.rpartition(".")[2] if isinstance(name, str) else None
+
+
+def _padded(settings: Mapping[str, Any]) -> int | None:
+    """Rows of the vocabulary: padded for tensor parallel ranks where the provider is told to."""
+    rows, multiple = settings.get("vocab_size"), get(settings, "make_vocab_size_divisible_by", 128)
+    ranks = get(settings, "tensor_model_parallel_size", 1)
+    if not (isinstance(rows, int) and isinstance(multiple, int) and isinstance(ranks, int)) or multiple * ranks < 1:
+        return None
+    return -(-rows // (multiple * ranks)) * multiple * ranks if settings.get("should_pad_vocab") else rows

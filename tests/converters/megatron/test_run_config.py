@@ -1,0 +1,94 @@
+"""run_config.yaml of Megatron-Bridge gives the arguments that Megatron-LM's own namespace gives otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import CASES
+from mutations.edits import edit_common
+from support.fixture_types import CopyOf, PathOf
+from support.installed import require_megatron
+from support.processes import run_module
+
+from ckptkit.app.inspection import inspect
+from ckptkit.core.errors import CkptkitError
+from converters.megatron.run_config import RUN_CONFIG, args_of, model_settings
+from converters.planner import dims_of
+from verify.checks.config.arguments import mismatches
+from verify.run import verify
+
+# Models of GPTModel whose settings differ in kind: dense and not, latent attention, sinks, YaRN, linear attention.
+MODELS = ("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe-mtp", "deepseek_v3", "gpt_oss", "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with MODEL.yaml of each model."""
+    require_megatron()
+    folder = tmp_path_factory.mktemp("run_configs")
+    run_module("support.run_configs", folder, *MODELS)
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_arguments_are_those_of_the_model_that_was_built(name: str, written: Path) -> None:
+    found = args_of(model_settings(written / f"{name}.yaml"))
+    assert list(mismatches(dims_of(CASES[name].config().to_dict()), found)) == []
+    assert found["padded_vocab_size"] % 256 == 0
+    assert found["tensor_model_parallel_size"] == 2
+
+
+@pytest.fixture
+def bridge(written: Path, converted: PathOf, copy_of: CopyOf) -> Path:
+    """A checkpoint as Megatron-Bridge leaves it: no arguments of Megatron-LM, and run_config.yaml in the iteration."""
+    root = copy_of(converted("qwen3_moe"))
+    edit_common(root, lambda common: common.pop("args"))
+    (root / "release" / RUN_CONFIG).write_text((written / "qwen3_moe.yaml").read_text())
+    return root
+
+
+def test_inspect_and_verify_read_it(bridge: Path, converted: PathOf) -> None:
+    args, own = inspect(bridge)["args"], inspect(converted("qwen3_moe"))["args"]
+    same = ("num_layers", "hidden_size", "num_query_groups", "num_experts", "moe_router_topk", "rotary_base", "swiglu")
+    assert {name: args[name] for name in same} == {name: own[name] for name in same}
+    report = verify(bridge)
+    assert report.findings == []
+    assert {one.code: one.status for one in report.checks}["CK701"] == "passed"
+
+
+def test_a_setting_of_another_model_is_named_with_its_file(bridge: Path) -> None:
+    file = bridge / "release" / RUN_CONFIG
+    before = file.read_text()
+    topk = args_of(model_settings(file))["moe_router_topk"]
+    file.write_text(before.replace(f"moe_router_topk: {topk}", "moe_router_topk: 7"))
+    assert file.read_text() != before
+    (finding,) = verify(bridge).findings
+    assert (finding.code, finding.actual, finding.file) == ("CK701", "moe_router_topk = 7", str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("model: [1, 2", "line|expected|parsing"),
+        ("train: {}", "has no settings of a model"),
+        ("model: {a: 1, a: 2}", "stands twice"),
+        ("a: &a [1]\nmodel: " + "[" * 70 + "]" * 70, "more than 64 levels"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / RUN_CONFIG
+    file.write_text(text)
+    with pytest.raises(CkptkitError, match=why):
+        model_settings(file)
+
+
+def test_nothing_that_the_file_names_is_run(tmp_path: Path) -> None:
+    file = tmp_path / RUN_CONFIG
+    file.write_text(
+        "model:\n  num_layers: !!python/object/apply:os.abort []\n  params_dtype: {_target_: torch.float16}"
+    )
+    found = args_of(model_settings(file))
+    assert found["num_layers"] == []
+    assert found["params_dtype"].name == str(torch.float16).removeprefix("torch.")
