@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core import yaml_text
 from ckptkit.core.errors import DamagedError
+from ckptkit.formats import yaml_text
 from ckptkit.formats.torch_save.records import Dtype
 from ckptkit.storage.regular import read_regular
 from converters.megatron.argument import Args

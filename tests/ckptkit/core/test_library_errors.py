@@ -121,19 +121,19 @@ def test_long_text_takes_no_time(part: str) -> None:
 
 # Where an exception's own text is shown all the same: what raises there is ckptkit's own, or says one line of its own.
 ONE_LINE = {
-    "ckptkit/core/yaml_text.py": "PyYAML, whose lines are joined",
     "ckptkit/formats/hf/reader.py": "json",
     "ckptkit/formats/hf/shard.py": "json",
     "ckptkit/formats/torch_dist/reader.py": "the restricted unpickler",
     "ckptkit/formats/torch_save/blob.py": "the restricted unpickler",
-    "converters/megatron/run_config.py": "`core/yaml_text.py`",
+    "ckptkit/formats/yaml_text.py": "PyYAML, whose lines are joined",
+    "converters/megatron/run_config.py": "`formats/yaml_text.py`",
     "quant/patterns/entries.py": "re",
     "verify/evidence/expected.py": "int and float",
     "verify/launch/python/expressions.py": "Python's operators",
     "verify/launch/python/launcher.py": "Python's parser",
     "verify/launch/python/model_args.py": "Python's parser",
     "verify/launch/settings/config.py": "arithmetic",
-    "verify/launch/settings/yaml_tree.py": "`core/yaml_text.py`",
+    "verify/launch/settings/yaml_tree.py": "`formats/yaml_text.py`",
 }
 OF_THE_SYSTEM = ("OSError", "BaseException")  # one line each
 

@@ -10,4 +10,5 @@ MAY_IMPORT = (
     "verify.evidence",
     "verify.issue",
     "verify.report",
+    "verify.skip",
 )

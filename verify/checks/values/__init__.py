@@ -2,6 +2,7 @@
 
 MAY_IMPORT = (
     "ckptkit.core",
+    "ckptkit.formats",
     "ckptkit.transfer",
     "converters",
     "quant",

@@ -3,4 +3,4 @@
 Nothing is run, no stack is imported, and what cannot be resolved stays unresolved.
 """
 
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "verify.launch")
+MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "verify.launch")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
-from ckptkit.core import yaml_text
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.yaml_text import MAX_BYTES
+from ckptkit.formats import yaml_text
+from ckptkit.formats.yaml_text import MAX_BYTES
 from ckptkit.storage.regular import read_regular
 from verify.launch.words import Word
 
