@@ -21,11 +21,16 @@ ROTARY_FREQUENCIES = (".self_attn.rotary_emb.inv_freq",)
 
 
 def embeddings(
-    dims: ModelDims, *, embed_copies: tuple[str, ...] = (), head_copies: tuple[str, ...] = ()
+    dims: ModelDims,
+    *,
+    name: str = "embed_tokens",
+    embed_copies: tuple[str, ...] = (),
+    head_copies: tuple[str, ...] = (),
 ) -> tuple[ParamMapping, ...]:
     """Token embedding, final norm, and the output layer unless it is tied to the embedding.
 
-    The copies name further tensors that a release may repeat embedding and output layer under.
+    `name` is the HF module of the embedding. The copies name further tensors that a release may repeat embedding and
+    output layer under.
     """
     table = (dims.vocab, dims.hidden)
     # Some releases of tied models ship the output layer all the same.
@@ -33,7 +38,7 @@ def embeddings(
     return (
         ParamMapping(
             "embedding.word_embeddings.weight",
-            {dims.root + "embed_tokens.weight": table},
+            {f"{dims.root}{name}.weight": table},
             Copy(0),
             vocab=True,
             copies=embed_copies,

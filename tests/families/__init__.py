@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from families import dsa, exaone_moe, glm4_moe, gpt_oss, gqa, hy_v3, hybrid, mla, mtp, nemotron_h, qwen, sandwich
+from families import (
+    bailing_moe,
+    dsa,
+    exaone_moe,
+    glm4_moe,
+    gpt_oss,
+    gqa,
+    hy_v3,
+    hybrid,
+    mla,
+    mtp,
+    nemotron_h,
+    qwen,
+    sandwich,
+)
 from families.case import Case
 
 CASES: dict[str, Case] = {
@@ -14,6 +28,7 @@ CASES: dict[str, Case] = {
     **dsa.CASES,
     **hy_v3.CASES,
     **exaone_moe.CASES,
+    **bailing_moe.CASES,
     **sandwich.CASES,
     **gpt_oss.CASES,
     **hybrid.CASES,

@@ -53,6 +53,7 @@ class Case:
     `prefix` stands before transformers' names in the release, as in a multimodal one.
     `stored`: a tensor as it lies in the release.
     `renamed`: names that transformers saves otherwise than the release has them, with the release's.
+    `whole`: the tensors of the release, from all that transformers saves, where they are not the same one by one.
     `packed`: patterns of what is INT4 inside a decoder layer, for a new family that is not plainly dense.
     `since` and `before`: the first megatron-core (major, minor) that can compute the model, with the witness's changes,
     and the first that no longer can.
@@ -71,6 +72,7 @@ class Case:
     prefix: str = ""
     stored: Callable[[str, Tensor], Tensor] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    whole: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     since: tuple[int, int] = (0, 0)
     before: tuple[int, int] | None = None
     packed: tuple[str, ...] = ()
@@ -96,6 +98,8 @@ def save(
     model.save_pretrained(path, max_shard_size=shard_size, save_original_format=not fused)
     if case.stored:
         _restore(path, case, case.stored)
+    if case.whole:
+        _regroup(path, case.whole)
     added = case.added(model, dtype)
     if added:
         _add(path, added, case.prefix)
@@ -121,6 +125,20 @@ def _restore(path: Path, case: Case, stored: Callable[[str, Tensor], Tensor]) ->
         names = {case.renamed.get(key, key): file for key, file in read["weight_map"].items()}
         read |= {"weight_map": dict(sorted(names.items())), "metadata": read["metadata"] | {"total_size": total}}
         index.write_text(json.dumps(read, indent=2, sort_keys=True) + "\n")
+
+
+def _regroup(path: Path, whole: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+    """Every tensor as the release has them, in as many shards as before."""
+    files = sorted(path.glob("model*.safetensors"))
+    content = whole({key: tensor for file in files for key, tensor in load_file(file).items()})
+    names = sorted(content)
+    weight_map = {name: files[place * len(files) // len(names)].name for place, name in enumerate(names)}
+    for file in files:
+        shard = {name: content[name].contiguous() for name, stored in weight_map.items() if stored == file.name}
+        save_file(shard, file, metadata={"format": "pt"})
+    total = sum(tensor.nbytes for tensor in content.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _add(path: Path, added: Mapping[str, Tensor], prefix: str) -> None:

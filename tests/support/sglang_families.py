@@ -13,6 +13,8 @@ from verify.witnesses.loading.job import EngineSizes
 SAID = {
     "mimo": "does not recognize this architecture",  # its config class comes with the release, as code
     "mimo-tied-two-layers": "does not recognize this architecture",
+    "bailing_moe": "does not recognize this architecture",  # as MiMo's
+    "bailing_moe_v2-tied": "does not recognize this architecture",
     "kimi_k25": "'KimiK25VisionConfig' object has no attribute 'vt_hidden_size'",  # only a stub of a vision tower
     "deepseek_v32": "Found no NVIDIA driver",
     "glm_moe_dsa": "Found no NVIDIA driver",

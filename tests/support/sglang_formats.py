@@ -17,7 +17,9 @@ EXPERTS = r"re:.*\.mlp\.shared_expert\..*"  # 72 inputs in two test models, whic
 INT4 = {
     name: {"group_size": 32, "ignore": (EXPERTS,) if name.startswith(("qwen3_next", "qwen3_5_moe")) else ()}
     for name in CLEAN
-    if not name.startswith(("gpt_oss", "mistral3", "nemotron_h"))  # whose Linear layers are not known one by one
+    if not name.startswith(
+        ("bailing_moe", "gpt_oss", "mistral3", "nemotron_h")
+    )  # whose Linear layers are not known one by one
 }
 CHANNEL = ("qwen2-untied", "qwen3_moe", "deepseek_v3", "glm4_moe")
 # GLM's shared expert is kept among the routed ones if it is packed, and SGLang takes no zero points of it there.

@@ -11,6 +11,8 @@ NEWER = (release() or ()) >= (0, 33)  # 0.33, not 0.26
 SAID = {
     "mimo": "Transformers does not recognize this architecture",  # its config class comes with the release, as code
     "mimo-tied-two-layers": "Transformers does not recognize this architecture",
+    "bailing_moe": "Transformers does not recognize this architecture",  # as MiMo's
+    "bailing_moe_v2-tied": "Transformers does not recognize this architecture",
     "kimi_k25": "Tried to load weights of size torch.Size([64])to a parameter of size",  # a stub of a vision tower
     "gemma3": "There is no module or parameter named 'vision_tower.embeddings'",  # transformers 5 names it so
     "qwen3_vl_moe": "'Qwen3VLMoeTextConfig' object has no attribute 'norm_topk_prob'",  # releases have it

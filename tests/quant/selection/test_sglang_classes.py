@@ -151,7 +151,7 @@ def test_entries_as_the_class_rewrites_them(model_type: str) -> None:
 
 
 def test_every_model_that_is_converted_is_known() -> None:
-    assert CLASSES.keys() == FAMILIES.keys() - {"gpt_oss", "mistral3", "nemotron_h"}
+    assert CLASSES.keys() == FAMILIES.keys() - {"bailing_moe", "bailing_moe_v2", "gpt_oss", "mistral3", "nemotron_h"}
     assert {config(case)["model_type"] for case in BUILT} | DECLARED.keys() | BY_TRANSFORMERS == CLASSES.keys()
     assert len(BUILT) >= 18
 
@@ -214,6 +214,7 @@ EXPERTS_IN = {
     "gpt_oss": "gpt_oss",
     "hy_v3": "hunyuan_v3",
     "exaone_moe": "exaone_moe",
+    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "bailing_moe"),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa"), "deepseek_v2"),
 }
 

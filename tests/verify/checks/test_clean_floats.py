@@ -48,7 +48,8 @@ WRITTEN = {
 }
 # gpt-oss's experts are one tensor a layer, which no reader of these schemes knows.
 REFUSED = dict.fromkeys(("gpt_oss", "gpt_oss-v4"), "its experts are one tensor a layer")
-REFUSED |= dict.fromkeys(("nemotron_h", "nemotron_h-latent"), "which of its tensors are Linear layers is not known")
+UNKNOWN = ("nemotron_h", "nemotron_h-latent", "bailing_moe", "bailing_moe_v2-tied")
+REFUSED |= dict.fromkeys(UNKNOWN, "which of its tensors are Linear layers is not known")
 DAILY = {("mimo", "fp8-block"), ("deepseek_v32", "mxfp8"), ("qwen2-untied", "mxfp4"), ("gpt_oss", "fp8-block")}
 PAIRS = [
     pytest.param(model, name, marks=() if (model, name) in DAILY else pytest.mark.nightly)
