@@ -89,11 +89,17 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 @pytest.fixture(scope="module")
-def proofs(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def proofs(worker: Worker, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """By name: Megatron's answer, and the logits to compare with (the model's, and those of its first MTP layer)."""
+    made_wrong = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if getattr(item, "originalname", "") == "test_wrong_mapping_changes_the_logits"
+    }
 
     @cache
-    def prove(name: str, enough: float = 10 * TOLERANCE) -> tuple[Answer, Tensor, Tensor | None]:
+    def prove(name: str, enough: float | None = None) -> tuple[Answer, Tensor, Tensor | None]:
+        enough = 10 * TOLERANCE if enough is None and name in made_wrong else enough
         root, case = tmp_path_factory.mktemp(name), CASES[name]
         if (found := tuple(map(int, version("megatron-core").split(".")[:2]))) < case.since:
             pytest.skip(f"megatron-core {found} has no modules for this model, {case.since} has")
@@ -137,7 +143,7 @@ def test_megatrons_mtp_layer_computes_the_logits_of_the_reference(proofs: Any, n
     assert far(answer.mtp, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", daily(CASES, DAILY))
+@pytest.mark.parametrize("name", daily(CASES, OF_A_KIND))
 def test_wrong_mapping_changes_the_logits(proofs: Any, name: str) -> None:
     """A change smaller than ten times the tolerance would let a wrong mapping pass for a right one."""
     answer, _, _ = proofs(name)
