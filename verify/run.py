@@ -11,7 +11,7 @@ from typing import Unpack
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.detect import TRACKER, is_legacy, locate, refuse_other_format, refuse_url, tracked
+from ckptkit.formats.detect import TRACKER, is_legacy, is_nemo, iteration_of, locate, refuse_other_format, refuse_url
 from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from verify.check import NOT_APPLICABLE, Skip, all_checks, choose, looked_at, run_checks
@@ -107,7 +107,7 @@ def _refuse_other_formats(subject: Subject) -> None:
     path = subject.path
     weights = path
     with suppress(CkptkitError):
-        weights = tracked(path) if (path / TRACKER).exists() else path
+        weights = iteration_of(path)
     if is_legacy(weights):
         hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
         raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot look into", hint)
@@ -142,5 +142,5 @@ def _config_home(here: Subject) -> Path | None:
     there = locate(source)
     if here.is_hf:
         return path if there.is_megatron and not (there.root / "hf" / "config.json").exists() else None
-    root = path if (path / TRACKER).exists() else path.parent
+    root = path if (path / TRACKER).exists() or is_nemo(path) else path.parent
     return None if (root / "hf" / "config.json").exists() or there.is_megatron else source

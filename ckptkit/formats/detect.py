@@ -15,6 +15,7 @@ from ckptkit.storage.regular import read_regular
 MANIFEST = "ckptkit.json"
 SIGNATURE_ENDING = ".sig"
 TRACKER = "latest_checkpointed_iteration.txt"
+_BACKEND = "metadata.json"
 _MAX_TRACKER = 256  # bytes
 _MAX_DIGITS = 18  # of an iteration
 ITERATION = re.compile(r"iter_\d{7}")
@@ -155,8 +156,8 @@ def locate(path: str | Path | Directory) -> Location:
         raise CkptkitError(
             f"{given} is a file, not a checkpoint directory", "give the directory that holds config.json or .metadata"
         )
-    if (root / TRACKER).exists():
-        return Location("megatron", tracked(root), root)
+    if (root / TRACKER).exists() or is_nemo(root):
+        return Location("megatron", iteration_of(root), root)
     is_hf = (root / "config.json").exists()
     if root.name == "original" and (root.parent / "config.json").exists():
         raise CkptkitError(
@@ -195,6 +196,30 @@ def is_legacy(path: Path) -> bool:
         and not (path / ".metadata").exists()
         and any(LEGACY_RANK.fullmatch(entry.name) for entry in path.iterdir())
     )
+
+
+def is_nemo(root: Path) -> bool:
+    """Whether this is a checkpoint of NeMo 2: Megatron's weights and what made them, in a folder each."""
+    return (root / "context").is_dir() and any((root / "weights" / name).exists() for name in (".metadata", _BACKEND))
+
+
+def iteration_of(root: Path) -> Path:
+    """The directory with the weights of a Megatron root, or of an iteration, which is itself.
+
+    Raises CkptkitError as `tracked`, and UnsupportedError for NeMo's weights in another format than torch_dist.
+    """
+    if (root / TRACKER).exists():
+        return tracked(root)
+    if not is_nemo(root):
+        return root
+    if not (root / "weights" / ".metadata").exists():
+        hint = (
+            "load it with the NeMo that wrote it and save it as torch_dist (zarr was its format before 2.1), or export"
+        )
+        raise UnsupportedError(
+            f"{root} is a checkpoint of NeMo 2 whose weights are not in torch_dist", f"{hint} it to HF"
+        )
+    return root / "weights"
 
 
 def tracked(root: Path) -> Path:

@@ -1,7 +1,7 @@
-"""Training arguments of a run that stored its settings as YAML beside the weights: Megatron-Bridge's run_config.yaml.
+"""Training arguments of a run that stored its settings as YAML beside the weights: Megatron-Bridge and NeMo 2.
 
-Source: Megatron-Bridge `training/checkpointing.py`, `models/gpt_provider.py` and `models/gpt/model_config.py`. The
-names in `_target_` are compared as text, and nothing is imported.
+Source: Megatron-Bridge `training/checkpointing.py`, `models/gpt_provider.py` and `models/gpt/model_config.py`; NeMo
+`lightning/io/pl.py`. The names in `_target_` are compared as text, and nothing is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from converters.megatron.argument import Args
 from converters.megatron.argument_reading import get
 from converters.megatron.argument_table import ARGUMENTS
 
-RUN_CONFIG = "run_config.yaml"
+RUN_CONFIG, NEMO_MODEL = "run_config.yaml", "model.yaml"
+# What a config has that says all of its settings. Another is one of a class whose own settings are not known here.
+_WHOLE = {"num_layers", "normalization", "layernorm_epsilon", "gated_linear_unit"}
 # Their names in a config, where those are others; a row of the table has those of TransformerConfig.
 _NAMES = {
     "use_rope_scaling": "rope_scaling",
@@ -47,14 +49,21 @@ def stored_args(weights: Path, args: Args) -> Args:
 
     Raises DamagedError for a file that cannot be read.
     """
-    file = weights / RUN_CONFIG
-    return args if args or not file.is_file() else args_of(model_settings(file))
+    if args or (file := _settings_file(weights)) is None:
+        return args
+    settings = model_settings(file)
+    return args_of(settings) if _WHOLE.issubset(settings) else {}
 
 
 def args_file(weights: Path, own: bool) -> Path:
     """The file that `stored_args` are from; `own`: Megatron-LM's are there."""
-    file = weights / RUN_CONFIG
-    return file if not own and file.is_file() else weights / "common.pt"
+    file = None if own else _settings_file(weights)
+    return file or weights / "common.pt"
+
+
+def _settings_file(weights: Path) -> Path | None:
+    candidates = (weights / RUN_CONFIG, weights.parent / "context" / NEMO_MODEL)
+    return next((file for file in candidates if file.is_file()), None)
 
 
 def model_settings(file: Path) -> Mapping[str, Any]:
@@ -64,7 +73,8 @@ def model_settings(file: Path) -> Mapping[str, Any]:
         content = yaml_text.values(yaml_text.parse(read_regular(file, yaml_text.MAX_BYTES).decode()))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{file} cannot be read: {error}", hint) from error
-    model = content.get("model") if isinstance(content, dict) else None
+    key = "config" if file.name == NEMO_MODEL else "model"
+    model = content.get(key) if isinstance(content, dict) else None
     if not isinstance(model, dict):
         raise DamagedError(f"{file} has no settings of a model", hint)
     # Since 2026 those of the layers are a part of their own.

@@ -33,6 +33,7 @@ class Save:
     each expert; `release` saves into `release/`; `legacy` saves one file a rank. `optimizer`: the format in which
     megatron-core's own distributed optimizer saves its state, in buckets of `bucket_size` elements where that is given;
     without it a first moment of zeros stands for that. `hybrid`: as a HybridModel, which `source` then holds.
+    `prefix`: of every key of the model, as a wrapper adds it.
     """
 
     config: Mapping[str, Any]
@@ -46,6 +47,7 @@ class Save:
     optimizer: str | None = None
     bucket_size: int | None = None
     hybrid: bool = False
+    prefix: str = ""
 
 
 # What the tests read: a release of `models.configs()`, and how it is saved. All of it takes four ranks.
@@ -65,6 +67,7 @@ SAVES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2-untied",
         {"sizes": ParallelSizes(), "optimizer": "fully_reshardable", "bucket_size": 300_000},
     ),
+    "under NeMo's wrapper": ("qwen2-untied", {"sizes": ParallelSizes(tp=2), "prefix": "module."}),
     "hybrid, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "hybrid": True}),
     "hybrid, tied and uneven": ("qwen2-tied", {"sizes": ParallelSizes(pp=2, last=7), "hybrid": True}),
     "hybrid, mixers": ("nemotron_h", {"sizes": ParallelSizes(tp=2, pp=2, ep=2, last=6), "hybrid": True}),
@@ -207,7 +210,7 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = {
-        name: chunk.sharded_state_dict(metadata={**metadata, "dp_cp_group": group})
+        name: chunk.sharded_state_dict(prefix=save.prefix, metadata={**metadata, "dp_cp_group": group})
         for name, chunk in _named(chunks).items()
     }
     state |= model

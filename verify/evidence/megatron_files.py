@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from ckptkit.formats.detect import TRACKER, tracked
+from ckptkit.formats.detect import iteration_of
 from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
 from ckptkit.formats.torch_dist.reader import StoredMetadata, TorchDistCheckpoint, read_metadata
 from ckptkit.formats.torch_save.blob import Blob
@@ -39,7 +39,7 @@ class MegatronFiles:
     @cached_property
     def weights(self) -> Path:
         """The directory with the weights. Raises CkptkitError when the tracker names none that exists."""
-        return tracked(self.root) if (self.root / TRACKER).exists() else self.root
+        return iteration_of(self.root)
 
     @cached_property
     def metadata(self) -> StoredMetadata:

@@ -53,6 +53,8 @@ _DAMAGED = f"no model has so many: {_COPY}"
 NOT_WEIGHTS = re.compile(
     r"(?:chained_\d+\.)?optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*"
 )
+_WRAPPED = re.compile(r"module\.(?:decoder|embedding|mtp|output_layer)\.")
+_WRAPPER = re.compile(r"^((?:chained_\d+\.)?optimizer\.state\.[a-z0-9_]+\.)?module\.")
 _STACKED = re.compile(r"(decoder\.layers)\.(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"(.*\.experts\.experts)\.(?!\d+\.)(.+)")
 
@@ -81,13 +83,15 @@ class StoredMetadata:
     """`.metadata` as data: tensors and the blobs of byte objects, by key.
 
     `names`: every class and function that the pickle names (`module.name`). `by_torch`: whether torch's own planner
-    wrote it, which notes how names are nested.
+    wrote it, which notes how names are nested. `wrapped`: whether all weights stand under `module.`, NeMo's wrapper of
+    Megatron's model, which these keys are without.
     """
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, Blob]
     names: frozenset[str] = frozenset()
     by_torch: bool = False
+    wrapped: bool = False
 
     @property
     def keys(self) -> list[str]:
@@ -123,11 +127,15 @@ def _read_metadata(path: Path, file: Path) -> StoredMetadata:
     objects = {
         key: storage.blob(key, None) for key, entry in entries.items() if entry.kind.endswith(".BytesStorageMetadata")
     }
+    tensors = {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects}
+    by_torch = bool(getattr(content, "planner_data", None))
+    weights = [key for key in tensors if not NOT_WEIGHTS.fullmatch(key)]
+    if not weights or not all(map(_WRAPPED.match, weights)):
+        return StoredMetadata(tensors, objects, names, by_torch)
+    plain = {_WRAPPER.sub(r"\1", key): one for key, one in tensors.items()}
+    tensors = {key: StoredTensor(key, one.shape, one.dtype, one.chunks) for key, one in plain.items()}
     return StoredMetadata(
-        {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects},
-        objects,
-        names,
-        bool(getattr(content, "planner_data", None)),
+        tensors, {_WRAPPER.sub(r"\1", key): one for key, one in objects.items()}, names, by_torch, True
     )
 
 

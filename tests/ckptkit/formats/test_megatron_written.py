@@ -5,6 +5,7 @@ megatron-core up to 0.18 writes `common.pt`, from 0.19 a `common_state` object: 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,6 +138,16 @@ def test_what_training_saves_beside_the_weights_is_left_out(saved: Path, label: 
     assert "rng_state/shard_0.1_1.4" in objects
     assert "rerun_state_machine_state/shard_3_4" in objects
     assert not [name for name in checkpoint.specs if "optimizer" in name or "state" in name]
+
+
+def test_keys_under_a_wrapper_are_read_without_it(saved: Path) -> None:
+    root = saved / "under NeMo's wrapper"
+    raw = pickle.loads((root / "iter_0000010" / ".metadata").read_bytes()).state_dict_metadata
+    assert "module.decoder.layers.mlp.linear_fc1.weight" in raw
+    assert "optimizer.state.exp_avg.module.decoder.layers.mlp.linear_fc1.weight" in raw
+    stored = opened(root).metadata
+    assert stored.wrapped
+    assert {key.replace("module.", "") for key in raw} == set(stored.keys)
 
 
 def test_every_save_is_let_through_to_megatrons_own_unpickling(saved: Path) -> None:

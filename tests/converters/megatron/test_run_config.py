@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from families import CASES
 from mutations.edits import edit_common
+from support import models
 from support.fixture_types import CopyOf, PathOf
 from support.installed import require_megatron
 from support.processes import run_module
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
-from ckptkit.core.errors import CkptkitError
-from converters.megatron.run_config import RUN_CONFIG, args_of, model_settings
+from ckptkit.core.errors import CkptkitError, UnsupportedError
+from converters.megatron.run_config import NEMO_MODEL, RUN_CONFIG, args_of, model_settings
 from converters.planner import dims_of
 from verify.checks.config.arguments import mismatches
 from verify.run import verify
@@ -66,6 +70,64 @@ def test_a_setting_of_another_model_is_named_with_its_file(bridge: Path) -> None
     assert file.read_text() != before
     (finding,) = verify(bridge).findings
     assert (finding.code, finding.actual, finding.file) == ("CK701", "moe_router_topk = 7", str(file))
+
+
+@pytest.fixture
+def nemo(written: Path, converted: PathOf, copy_of: CopyOf) -> Path:
+    """A checkpoint as NeMo 2 leaves it: weights/ under the wrapper's name, and what made them in context/."""
+    root = copy_of(converted("qwen3_moe"))
+    edit_common(root, lambda common: common.pop("args"))
+    models.edit_metadata(root / "release", under_a_wrapper)
+    (root / "release").rename(root / "weights")
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    (root / "context").mkdir()
+    settings = yaml.safe_load((written / "qwen3_moe.yaml").read_text())["model"]
+    content = {"_target_": "nemo.collections.llm.gpt.model.qwen3.Qwen3Model", "config": settings}
+    (root / "context" / NEMO_MODEL).write_text(yaml.safe_dump(content))
+    return root
+
+
+def under_a_wrapper(content: Metadata) -> None:
+    content.state_dict_metadata = {f"module.{key}": one for key, one in content.state_dict_metadata.items()}
+    content.storage_data = {
+        MetadataIndex(f"module.{at.fqn}", at.offset, at.index): info for at, info in content.storage_data.items()
+    }
+
+
+def test_a_checkpoint_of_nemo_is_read_and_exported(
+    nemo: Path, converted: PathOf, releases: PathOf, tmp_path: Path
+) -> None:
+    facts = inspect(nemo)
+    assert (facts["iteration"], facts["args"]["num_experts"]) == ("weights", 12)
+    assert facts["names"] == inspect(converted("qwen3_moe"))["names"]
+    report = verify(nemo, source=releases("qwen3_moe"))
+    assert report.findings == []
+    assert {one.code: one.status for one in report.checks}["CK701"] == "passed"
+    convert(nemo, tmp_path / "back")
+    before, after = models.tensors(releases("qwen3_moe")), models.tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_settings_that_leave_some_to_a_class_are_not_compared(nemo: Path) -> None:
+    file = nemo / "context" / NEMO_MODEL
+    file.write_text("config: {_target_: nemo.collections.llm.gpt.model.llama.Llama3Config8B, num_layers: 7}")
+    assert inspect(nemo)["args"] == {}
+    assert verify(nemo).findings == []
+
+
+def test_megatron_is_not_asked_for_keys_that_it_does_not_look_for(nemo: Path) -> None:
+    require_megatron()
+    report = verify(nemo, against=frozenset({"megatron"}))
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert "Megatron-LM finds no key of NeMo's" in report.reasons[0]
+
+
+def test_nemo_weights_in_zarr_are_refused_with_the_way_out(nemo: Path) -> None:
+    (nemo / "weights" / ".metadata").unlink()
+    for verb in (inspect, verify):
+        with pytest.raises(UnsupportedError, match="is a checkpoint of NeMo 2 whose weights are not in torch_dist"):
+            verb(nemo)
 
 
 @pytest.mark.parametrize(

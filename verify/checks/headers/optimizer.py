@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.optimizer import MASTERS, OptimizerState, is_flattened
 from verify.check import Tally, check
+from verify.checks.headers.files import names_of
 from verify.evidence.optimizer import state_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -42,6 +43,7 @@ def no_optimizer(subject: Subject) -> str | None:
 )
 def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each weight has a master weight and moments of its shape, where others have them; each bucket has all kinds."""
+    names_of(subject)
     state = subject.once(state_of)
     if state.opaque and not (state.by_weight or state.buckets):
         raise Inapplicable(AS_OBJECTS)
