@@ -16,7 +16,7 @@ MAX_SIZE = 1 << 31  # of any size
 _LAYERS = ("num_hidden_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers", "depth")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _PARTS = ("text_config", "vision_config")
-_OBJECTS = (*_PARTS, "rope_parameters", "rope_scaling")
+_OBJECTS = (*_PARTS, "thinker_config", "rope_parameters", "rope_scaling")
 _LISTS = (
     "layer_types",
     "mlp_layer_types",
@@ -40,11 +40,13 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The config and the parts for language and vision, each with what stands before its keys."""
-    yield "", config
-    for key in _PARTS:
-        part = config.get(key)
-        if isinstance(part, Mapping):
-            yield f"{key}.", part
+    thinker = config.get("thinker_config")
+    for where, holder in (("", config), ("thinker_config.", thinker if isinstance(thinker, Mapping) else {})):
+        yield where, holder
+        for key in _PARTS:
+            part = holder.get(key)
+            if isinstance(part, Mapping):
+                yield f"{where}{key}.", part
 
 
 def _check_kinds(where: str, part: Mapping[str, Any]) -> None:

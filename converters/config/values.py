@@ -84,6 +84,17 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     return {**text, "model_type": config.get("model_type"), "tie_word_embeddings": tied}, NESTED_ROOT
 
 
+def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of the language model: its `text_config`, of the thinker where it has one, or the config.
+
+    Checks nothing, so that it can be asked of any config.
+    """
+    thinker = config.get("thinker_config")
+    inner = thinker if isinstance(thinker, Mapping) else config
+    text = inner.get("text_config")
+    return text if isinstance(text, Mapping) and text else config
+
+
 def window_of(config: Mapping[str, Any], absent: int | None = None) -> int | None:
     """How many tokens attention sees, the query's own among them (`sliding_window`); None where that is all of them.
 

@@ -15,6 +15,7 @@ from families import (
     mtp,
     nemotron_h,
     qwen,
+    qwen3_omni,
     sandwich,
 )
 from families.case import Case
@@ -28,6 +29,7 @@ CASES: dict[str, Case] = {
     **dsa.CASES,
     **hy_v3.CASES,
     **exaone_moe.CASES,
+    **qwen3_omni.CASES,
     **bailing_moe.CASES,
     **sandwich.CASES,
     **gpt_oss.CASES,

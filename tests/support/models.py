@@ -17,6 +17,9 @@ from ckptkit.core.specs import TensorSpec
 
 NAMES = ("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe")
 
+# How names begin of what an engine's class of the model leaves aside: for a draft class, or for speech.
+UNREAD = ("mtp.", "talker.", "code2wav.")
+
 
 def configs() -> dict[str, PretrainedConfig]:
     """The models that tests of everything but families start from: dense and MoE, tied and untied."""

@@ -15,6 +15,7 @@ SAID = {
     "mimo-tied-two-layers": "does not recognize this architecture",
     "bailing_moe": "does not recognize this architecture",  # as MiMo's
     "bailing_moe_v2-tied": "does not recognize this architecture",
+    "qwen3_omni_moe_thinker": "Unrecognized configuration class",
     "kimi_k25": "'KimiK25VisionConfig' object has no attribute 'vt_hidden_size'",  # only a stub of a vision tower
     "deepseek_v32": "Found no NVIDIA driver",
     "glm_moe_dsa": "Found no NVIDIA driver",

@@ -18,7 +18,7 @@ INT4 = {
     name: {"group_size": 32, "ignore": (EXPERTS,) if name.startswith(("qwen3_next", "qwen3_5_moe")) else ()}
     for name in CLEAN
     if not name.startswith(
-        ("bailing_moe", "gpt_oss", "mistral3", "nemotron_h")
+        ("bailing_moe", "gpt_oss", "mistral3", "nemotron_h", "qwen3_omni")
     )  # whose Linear layers are not known one by one
 }
 CHANNEL = ("qwen2-untied", "qwen3_moe", "deepseek_v3", "glm4_moe")

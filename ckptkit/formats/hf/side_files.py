@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +108,17 @@ def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, Te
     removed.
     """
     before = read_json(target / "config.json")
-    after = without_quantization(before)
+    after = without_quantization(deepcopy(before))
     method = quantization_of(config).get("quant_method") if isinstance(quantization_of(config), Mapping) else None
     if method != "modelopt":
         (target / MODELOPT_CONFIG).unlink(missing_ok=True)
     if is_quantized(config):
         after["quantization_config"] = quantization_of(config)
     if dtype := main_dtype(specs):
-        places = [holder for holder in (after, after.get("text_config")) if isinstance(holder, dict)]
-        stated = [(holder, key) for holder in places for key in ("dtype", "torch_dtype") if key in holder]
+        inner = [thinker] if isinstance(thinker := after.get("thinker_config"), dict) else []
+        places = [place for holder in (after, *inner) for place in (holder, holder.get("text_config"))]
+        holders = [place for place in places if isinstance(place, dict)]
+        stated = [(one, key) for one in holders for key in ("dtype", "torch_dtype") if one.get(key) is not None]
         for holder, key in stated or [(after, "dtype")]:
             holder[key] = dtype
     if after != before:

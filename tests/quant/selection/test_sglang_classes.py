@@ -36,6 +36,8 @@ DECLARED = {
 }
 # Models without a class of their own, which SGLang runs as transformers builds them.
 BY_TRANSFORMERS = {"seed_oss"}
+WITHOUT_INT4 = {"bailing_moe", "bailing_moe_v2", "gpt_oss", "mistral3", "nemotron_h"}
+WITHOUT_INT4 |= {"qwen3_omni_moe", "qwen3_omni_moe_thinker"}
 # SGLang without remote code knows the classes of these, but not the config.
 KNOWN_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
@@ -151,7 +153,7 @@ def test_entries_as_the_class_rewrites_them(model_type: str) -> None:
 
 
 def test_every_model_that_is_converted_is_known() -> None:
-    assert CLASSES.keys() == FAMILIES.keys() - {"bailing_moe", "bailing_moe_v2", "gpt_oss", "mistral3", "nemotron_h"}
+    assert CLASSES.keys() == FAMILIES.keys() - WITHOUT_INT4
     assert {config(case)["model_type"] for case in BUILT} | DECLARED.keys() | BY_TRANSFORMERS == CLASSES.keys()
     assert len(BUILT) >= 18
 
@@ -215,6 +217,7 @@ EXPERTS_IN = {
     "hy_v3": "hunyuan_v3",
     "exaone_moe": "exaone_moe",
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "bailing_moe"),
+    **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), "qwen3_moe"),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa"), "deepseek_v2"),
 }
 

@@ -48,7 +48,14 @@ WRITTEN = {
 }
 # gpt-oss's experts are one tensor a layer, which no reader of these schemes knows.
 REFUSED = dict.fromkeys(("gpt_oss", "gpt_oss-v4"), "its experts are one tensor a layer")
-UNKNOWN = ("nemotron_h", "nemotron_h-latent", "bailing_moe", "bailing_moe_v2-tied")
+UNKNOWN = (
+    "nemotron_h",
+    "nemotron_h-latent",
+    "bailing_moe",
+    "bailing_moe_v2-tied",
+    "qwen3_omni_moe",
+    "qwen3_omni_moe_thinker",
+)
 REFUSED |= dict.fromkeys(UNKNOWN, "which of its tensors are Linear layers is not known")
 DAILY = {("mimo", "fp8-block"), ("deepseek_v32", "mxfp8"), ("qwen2-untied", "mxfp4"), ("gpt_oss", "fp8-block")}
 PAIRS = [

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from converters.config.values import language_part
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from quant.selection.spelling import spell
 from verify.checks.config.engine_keys import in_words
@@ -115,7 +116,7 @@ def why_no_scale(engine: EngineFacts, name: str, report: LoadReport) -> str:
 
 def _why_no_dense_layer(seen: Observation, model: str, config: Mapping[str, Any]) -> str | None:
     """The hint for a dense MLP where the engine's class builds experts all the same."""
-    config = config.get("text_config") or config
+    config = language_part(config)
     layer = LAYER.match(seen.tensor)
     if not layer or ".mlp." not in seen.tensor or "elements were written" in seen.what:
         return None

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
+from converters.config.values import language_part
 from verify.check import Tally, Unable, check
 from verify.checks.witnesses.engine import FURTHEST
 from verify.evidence.expected import config_of
@@ -126,7 +127,7 @@ def _described(recording: Recording) -> list[str]:
 
 def _vocabulary(subject: Subject) -> int:
     config = config_of(subject)
-    return int((config.get("text_config") or config)["vocab_size"])
+    return int(language_part(config)["vocab_size"])
 
 
 def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from converters.config.values import language_part
 from verify.check import Skip, Tally, check
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
@@ -50,7 +51,7 @@ def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
             file=root,
         )
     config = engine_config(root)
-    vocabulary = (config.get("text_config") or config).get("vocab_size")
+    vocabulary = language_part(config).get("vocab_size")
     for word in ids:
         known = word.text.isdecimal() and (not isinstance(vocabulary, int) or int(word.text) < vocabulary)
         if not known:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from converters.config.values import language_part
 from verify.evidence.plausible.profile import profile_of
 from verify.evidence.plausible.siblings import UNTRAINED, structure
 from verify.skip import Unable
@@ -43,7 +44,7 @@ def texts_of(tokenizer: Any | None, config: Mapping[str, Any]) -> Ids:
     """
     if tokenizer is None:
         raise Unable("there is no tokenizer.json, so no text can be given to the model: take it from the release")
-    text_config = config.get("text_config") or config
+    text_config = language_part(config)
     plain = [list(tokenizer.encode(text)) for text in TEXTS]
     begin = text_config.get("bos_token_id", config.get("bos_token_id"))
     found = plain + [ids if begin in ids[:1] or not isinstance(begin, int) else [begin, *ids] for ids in plain]

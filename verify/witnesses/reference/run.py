@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import size
+from converters.config.values import language_part
 from converters.planner import expected_hf
 from converters.registry import family_of
 from verify.evidence.expected import config_of, is_quantized
@@ -87,7 +88,7 @@ def prompts_of(config: Mapping[str, Any], with_long: bool) -> list[list[int]]:
 
     Tokens that the config names (end, padding, images) are left out. Raises CkptkitError without a vocabulary size.
     """
-    text = config.get("text_config") or config
+    text = language_part(config)
     if not isinstance(vocabulary := text.get("vocab_size"), int):
         raise CkptkitError("config.json has no vocab_size", "take it from the release")
     special = {one for part in (config, text) for key, value in part.items() if "token" in key for one in _ids(value)}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import words_of
+from converters.config.values import language_part
 from verify.evidence.side_files import TOKENIZER
 from verify.skip import Unable
 from verify.witnesses.reference.job import Continuation
@@ -97,6 +98,6 @@ def openings_of(tokenizer: Any | None, config: Mapping[str, Any], prompts: Seque
     if tokenizer is None:
         return list(prompts[: len(OPENINGS)])
     found = [tokenizer.encode(text) for text in OPENINGS]
-    vocabulary = (config.get("text_config") or config)["vocab_size"]
+    vocabulary = language_part(config)["vocab_size"]
     fits = all(ids and max(ids) < vocabulary for ids in found)
     return found if fits else list(prompts[: len(OPENINGS)])

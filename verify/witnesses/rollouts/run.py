@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from converters.config.values import language_part
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
@@ -50,7 +51,7 @@ def parts_of(subject: Subject) -> Sequence[Part]:
     """
     recording = subject.once(recording_of)
     config = config_of(subject)
-    text = config.get("text_config") or config
+    text = language_part(config)
     longest = min(_MAX_TOKENS, int(text.get("max_position_embeddings") or _MAX_TOKENS))
     found = [_part(one, longest, subject.options.rollout_temperature) for one in recording.samples]
     usable = [part for part in found if any(part.mask) and part.recorded]

@@ -11,6 +11,7 @@ from ckptkit.core.installation import package_release
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
+from converters.config.values import language_part
 from converters.planner import dims_of
 from converters.registry import family_of
 from quant.formats.part_names import PACKED
@@ -106,7 +107,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
 
 def _routed_layers(config: Mapping[str, Any]) -> int:
     """The layers of a model with experts whose choices SGLang gives; 0 where it gives none."""
-    counted = "num_experts_per_tok" in (config.get("text_config") or config)
+    counted = "num_experts_per_tok" in language_part(config)
     dims = dims_of(config)
     return dims.layers if dims.experts and counted and no_choices(config) is None else 0
 
