@@ -6,6 +6,7 @@ witnesses.reference` and what starts a witness.
 MAY_IMPORT = (
     "ckptkit.core",
     "ckptkit.formats",
+    "converters.config",
     "verify.evidence",
     "verify.skip",
     "verify.witnesses.loading",
