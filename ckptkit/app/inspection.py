@@ -18,7 +18,7 @@ from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
 from ckptkit.formats.hf.remote import config_at, opened
 from ckptkit.formats.hf.side_files import is_quantized
-from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.formats.torch_dist.reader import Layout, TorchDistCheckpoint
 from ckptkit.formats.torch_dist.training_state import described, training_state
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.url import is_url, place
@@ -32,6 +32,11 @@ from converters.planner import HYBRID, MCORE, dims_of
 from converters.stored import as_stored
 
 _LONGEST_PATTERN = 2000  # letters; a model of a hundred layers has 200
+_LAYOUTS: dict[Layout, str] = {
+    "torch_dist": "Megatron torch_dist",
+    "NeMo": "Megatron torch_dist, of NeMo 2",
+    "fsdp_dtensor": "Megatron fsdp_dtensor",
+}
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -88,6 +93,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         if isinstance(checkpoint, LegacyCheckpoint):
             facts["ranks"] = f"{len(checkpoint.files.ranks)} files of {checkpoint.files.sizes}"
         if isinstance(checkpoint, TorchDistCheckpoint):
+            facts["format"] = _LAYOUTS[checkpoint.metadata.layout]
             state = training_state(checkpoint.metadata, checkpoint.common)
             facts["training state"] = {"summary": described(state), **state} if state else None
         args = stored_args(location.path, checkpoint.args)

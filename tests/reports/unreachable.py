@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from argparse import Namespace
+import shutil
 from pathlib import Path
 
 import torch
 from mutations.edits import edit_config, names, replace, tensor
+from support.fsdp_saves import save_fsdp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint import save as dcp_save
 
 from reports.files import number_files
 from reports.report import Change, Report
@@ -50,21 +48,10 @@ GPTQ = _quantized(
 
 def _fsdp(work: Path) -> None:
     """What Megatron-FSDP leaves: torch's own save, without metadata.json and common.pt."""
-    weights = {
-        "module.embedding.word_embeddings.weight": torch.ones(8, 4),
-        "module.decoder.layers.0.mlp.linear_fc1.weight_w": torch.ones(8, 4),
-    }
-    content = {
-        "args": Namespace(num_layers=1, hidden_size=4),
-        "checkpoint_version": 3.0,
-        "iteration": 5,
-        "model": weights,
-        "rng_state": {"(0, 0)": [{"random_rng_state": (3, (1, 2), None)}]},
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp_save(content, storage_writer=FileSystemWriter(work / "CKPT" / "iter_0000005"), no_dist=True)
-    (work / "CKPT" / "latest_checkpointed_iteration.txt").write_text("5")
+    save_fsdp(work / "CKPT" / "release", work / "saved")
+    shutil.move(work / "CKPT" / "hf", work / "saved" / "hf")
+    shutil.rmtree(work / "CKPT")
+    (work / "saved").rename(work / "CKPT")
 
 
 def _unknown(work: Path) -> None:
@@ -87,11 +74,11 @@ REPORTS = (
         "Megatron-Bridge#1211",
         "2025-11",
         "A checkpoint of Megatron-FSDP (fsdp_dtensor) cannot be exported by what reads torch_dist.",
-        VERIFY,
-        names=("fsdp_dtensor",),
+        "ckptkit verify CKPT --source RELEASE",
+        "qwen3_moe/megatron",
         prepare=_fsdp,
-        verdict="named",
-        reason="fsdp_dtensor is not read",
+        verdict="sound",
+        reason="ckptkit reads it and exports it to HF",
     ),
     Report(
         "vllm#57108",

@@ -13,7 +13,10 @@ _OF_MEGATRON = re.compile(r"(?:^|\.)(?:(?:decoder|encoder|mtp)\.layers\.|embeddi
 _ARGUMENTS = {"args", "checkpoint_version"}
 # Megatron-FSDP keeps its wrapper's name before those of the model, and random states by pipeline and tensor rank.
 _OF_MEGATRON_FSDP = re.compile(r"model\d*\.module\.|rng_state\.\(")
-_EXPORT = "export it to HF from the run that wrote it (Megatron-Bridge: AutoBridge.save_hf_pretrained)"
+_EXPORT = (
+    "save it with --ckpt-format torch_dist from a run without FSDP, or export it to HF from the run that wrote it "
+    "(Megatron-Bridge: AutoBridge.save_hf_pretrained)"
+)
 _KEEP = "keep this directory: ckptkit has not looked at what is in it"
 
 
@@ -21,7 +24,8 @@ def refuse_plain_dcp(path: Path, keys: Collection[str], by_torch: bool) -> None:
     """Raises UnsupportedError, naming the format, where `path` is a DCP checkpoint and none of torch_dist.
 
     It may be sound. `keys` are those of its `.metadata`, and `by_torch` whether that says how names are nested. One of
-    torch_dist whose metadata.json and common state were lost is left to those who ask for them.
+    torch_dist whose metadata.json and common state were lost is left to those who ask for them. Megatron-FSDP's of a
+    model in one piece is read (`fsdp_dtensor.py`), and has the keys of torch_dist by now.
 
     Source: Megatron-LM `training/checkpointing.py` (`save_checkpoint`, `generate_state_dict`): for `fsdp_dtensor` and
     `torch_dcp` it calls torch's `save`, which writes neither file and, unlike Megatron's planner, how names are nested.
@@ -45,7 +49,7 @@ def _named(keys: Collection[str]) -> tuple[str, str]:
         )
     if any(map(_OF_MEGATRON_FSDP.match, keys)):
         return (
-            "a checkpoint of Megatron-FSDP (--ckpt-format fsdp_dtensor)",
+            "a checkpoint of Megatron-FSDP in pipeline chunks (--ckpt-format fsdp_dtensor)",
             f"Megatron-LM loads it with --use-megatron-fsdp; for anything else {_EXPORT}",
         )
     return (

@@ -2,7 +2,7 @@
 
 Understands what this project and megatron-core write: one key per layer or all layers stacked, experts on an axis or
 one key each, gate and up together or apart, any grid of chunks, and `common.pt` (megatron-core up to 0.18) or a
-`common_state` object (from 0.19).
+`common_state` object (from 0.19). And Megatron-FSDP's `fsdp_dtensor`, in the same kind of files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MAX_AXES, TensorSpec
 from ckptkit.formats.megatron_config import config_in, hf_home
+from ckptkit.formats.torch_dist.fsdp_dtensor import COMMON, is_fsdp_dtensor, torch_dist_key
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
 from ckptkit.formats.torch_save import unpickle
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+Layout = Literal["torch_dist", "NeMo", "fsdp_dtensor"]
 _MAX_BYTES = 1 << 60  # of a file or an axis: what is larger is a mistake, and no offset that the kernel takes
 _MAX_NAMES = 500_000  # global tensors of one key or in all: a model of 10^12 parameters has 10^5
 _MAX_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of one key by layer and expert
@@ -83,15 +85,15 @@ class StoredMetadata:
     """`.metadata` as data: tensors and the blobs of byte objects, by key.
 
     `names`: every class and function that the pickle names (`module.name`). `by_torch`: whether torch's own planner
-    wrote it, which notes how names are nested. `wrapped`: whether all weights stand under `module.`, NeMo's wrapper of
-    Megatron's model, which these keys are without.
+    wrote it, which notes how names are nested. `layout`: how the keys were written; these are those of torch_dist. NeMo
+    has all of them under `module.`, its wrapper of Megatron's model.
     """
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, Blob]
     names: frozenset[str] = frozenset()
     by_torch: bool = False
-    wrapped: bool = False
+    layout: Layout = "torch_dist"
 
     @property
     def keys(self) -> list[str]:
@@ -130,13 +132,18 @@ def _read_metadata(path: Path, file: Path) -> StoredMetadata:
     tensors = {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects}
     by_torch = bool(getattr(content, "planner_data", None))
     weights = [key for key in tensors if not NOT_WEIGHTS.fullmatch(key)]
+    if by_torch and is_fsdp_dtensor(entries):
+        named = {torch_dist_key(key): one for key, one in tensors.items()}
+        return StoredMetadata(_renamed(named), objects, names, layout="fsdp_dtensor")
     if not weights or not all(map(_WRAPPED.match, weights)):
         return StoredMetadata(tensors, objects, names, by_torch)
-    plain = {_WRAPPER.sub(r"\1", key): one for key, one in tensors.items()}
-    tensors = {key: StoredTensor(key, one.shape, one.dtype, one.chunks) for key, one in plain.items()}
-    return StoredMetadata(
-        tensors, {_WRAPPER.sub(r"\1", key): one for key, one in objects.items()}, names, by_torch, True
-    )
+    named = {_WRAPPER.sub(r"\1", key): one for key, one in tensors.items()}
+    objects = {_WRAPPER.sub(r"\1", key): one for key, one in objects.items()}
+    return StoredMetadata(_renamed(named), objects, names, by_torch, "NeMo")
+
+
+def _renamed(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    return {key: StoredTensor(key, one.shape, one.dtype, one.chunks) for key, one in tensors.items()}
 
 
 def _shapes(sizes: Sequence[Any]) -> Sequence[Shape | None]:
@@ -411,6 +418,8 @@ class TorchDistCheckpoint:
         for key, blob in self.metadata.objects.items():
             if key.startswith("common_state/"):
                 return _mapping(blob)
+        if self.metadata.layout == "fsdp_dtensor":
+            return {key: blob.object() for key, blob in self.metadata.objects.items() if key in COMMON}
         raise MissingError(
             f"{self.path} has neither common.pt nor a common_state object",
             "the save was cut short; Megatron cannot load it",

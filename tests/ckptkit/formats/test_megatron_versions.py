@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
+from ckptkit.formats.torch_dist.optimizer import optimizer_state
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.training_state import training_state
 from ckptkit.formats.torch_save.records import Dtype, Record
@@ -199,6 +200,22 @@ def test_common_state_and_training_state_come_back(unpacked: Callable[[str], Pat
     }
     assert found["random states"]["objects"] == 2
     assert found["scheduler"] == {"num_steps": 7, "lr_decay_style": "cosine"}
+
+
+def test_what_megatrons_own_converter_makes_for_fsdp_comes_back_too(tmp_path: Path) -> None:
+    """`megatron_fsdp/make.py` ran Megatron-LM's converter on the checkpoint of 0.16.1."""
+    with tarfile.open(ARCHIVES.parent / "megatron_fsdp" / "0.19.2.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    checkpoint = TorchDistCheckpoint(tmp_path)
+    assert checkpoint.metadata.layout == "fsdp_dtensor"
+    assert {name: (spec.shape, spec.dtype) for name, spec in checkpoint.specs.items()} == {
+        name: (shape, "bfloat16") for name, (shape, _, _) in WEIGHTS.items()
+    }
+    for name, tensor in checkpoint.read(list(WEIGHTS)).items():
+        assert torch.equal(tensor, expected(*WEIGHTS[name])), name
+    common = checkpoint.common
+    assert (common["iteration"], common["checkpoint_version"], checkpoint.args["num_layers"]) == (7, 3.0, 2)
+    assert optimizer_state(checkpoint.metadata).by_weight.keys() == {"decoder.final_layernorm.weight"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

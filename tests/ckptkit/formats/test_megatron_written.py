@@ -146,7 +146,7 @@ def test_keys_under_a_wrapper_are_read_without_it(saved: Path) -> None:
     assert "module.decoder.layers.mlp.linear_fc1.weight" in raw
     assert "optimizer.state.exp_avg.module.decoder.layers.mlp.linear_fc1.weight" in raw
     stored = opened(root).metadata
-    assert stored.wrapped
+    assert stored.layout == "NeMo"
     assert {key.replace("module.", "") for key in raw} == set(stored.keys)
 
 

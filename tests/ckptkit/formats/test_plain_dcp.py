@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 HF = {"model.embed_tokens.weight": torch.ones(8, 4), "model.layers.0.mlp.up_proj.weight": torch.ones(8, 4)}
 
 
-def of_megatron_lm(prefix: str, rng_state: object) -> dict[str, Any]:
+def of_megatron_lm(prefix: str, rng_state: object, model: str = "model") -> dict[str, Any]:
     """As Megatron-LM's `generate_state_dict` puts it together, with what `preprocess_fsdp_dtensor_state_dict` makes.
 
     Written by hand from that source: Megatron-FSDP runs on GPUs only.
@@ -39,7 +39,7 @@ def of_megatron_lm(prefix: str, rng_state: object) -> dict[str, Any]:
         "args": Namespace(num_layers=1, hidden_size=4),
         "checkpoint_version": 3.0,
         "iteration": 5,
-        "model": weights,
+        model: weights,
         "optimizer": {"state": {name: {"exp_avg": tensor} for name, tensor in weights.items()}},
         "opt_param_scheduler": {"max_lr": 1e-6},
         "rng_state": rng_state,
@@ -48,9 +48,9 @@ def of_megatron_lm(prefix: str, rng_state: object) -> dict[str, Any]:
 
 # What is saved, and what it must be called.
 SAVED: dict[str, tuple[dict[str, Any], str]] = {
-    "fsdp_dtensor": (
-        of_megatron_lm("module.", {"(0, 0)": [{"random_rng_state": (3, (1, 2), None)}]}),
-        "is a checkpoint of Megatron-FSDP (--ckpt-format fsdp_dtensor)",
+    "fsdp_dtensor in pipeline chunks": (
+        of_megatron_lm("module.", {"(0, 0)": [{"random_rng_state": (3, (1, 2), None)}]}, "model0"),
+        "is a checkpoint of Megatron-FSDP in pipeline chunks (--ckpt-format fsdp_dtensor)",
     ),
     "torch_dcp": (
         of_megatron_lm("", [{"random_rng_state": (3, (1, 2), None)}]),

@@ -32,6 +32,17 @@ _LINEAR = re.compile(
 _SHARD = re.compile(r"(.+)\._extra_state/shard_([\d.]+)_([\d.]+)")
 
 
+def only_torch_dist(subject: Subject) -> str | None:
+    """For checks of what Megatron-FSDP's checkpoints have no counterpart of."""
+    if (reason := only_megatron(subject)) is not None:
+        return reason
+    try:
+        fsdp = subject.megatron_files.metadata.layout == "fsdp_dtensor"
+    except CkptkitError:  # CK111 says why it cannot be read
+        return None
+    return "Megatron-FSDP names modules as they are and stores no extra states" if fsdp else None
+
+
 def _weights(subject: Subject) -> list[str]:
     """Keys of the weights. Raises Skip where `.metadata` cannot be read or holds none, which CK111 reports."""
     names_of(subject)
@@ -141,7 +152,7 @@ def _numbers(
     rationale="Megatron asks for keys by content_metadata. Under another layout it finds none of them; slime's patch "
     "then starts from random weights.",
     fix="Convert or save again; do not copy common.pt from another save.",
-    unless=only_megatron,
+    unless=only_torch_dist,
 )
 def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """One layout in all keys, and the one of `content_metadata`: layers stacked or apart, experts and gate and up too.
@@ -215,7 +226,7 @@ def _uneven_args(args: Any) -> bool:
     stage="headers",
     rationale="Megatron asks for one of every linear layer, also in BF16, and by default stops where one is missing.",
     fix="Convert again with ckptkit, which writes them, or save again; slime's patched Megatron loads without them.",
-    unless=only_megatron,
+    unless=only_torch_dist,
 )
 def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """An `_extra_state` for every linear layer that Megatron gives one, with all its shards (layers, experts)."""

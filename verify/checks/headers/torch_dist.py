@@ -63,7 +63,8 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
         return
     files.readable  # noqa: B018 - raises for a format that is not torch_dist
-    yield from _backend(weights)
+    if files.metadata.layout != "fsdp_dtensor":
+        yield from _backend(weights)
     try:
         files.args  # noqa: B018 - a cached property that raises
     except CkptkitError as error:

@@ -224,8 +224,8 @@ def _with_missing(reports: Sequence[RankReport], subject: Subject) -> list[RankR
 def _check_release(subject: Subject) -> None:
     """Raises Unable for tensors or a model that the installed megatron-core does not take."""
     dialect = dialect_of(config_of(subject), subject.checkpoint.specs)
-    if subject.megatron_files.metadata.wrapped:
-        raise Unable("Megatron-LM finds no key of NeMo's, which begin with `module.`: convert it to HF and verify that")
+    if (layout := subject.megatron_files.metadata.layout) != "torch_dist":
+        raise Unable(f"keys are those of {layout}, not of torch_dist: convert it to HF, then that to Megatron")
     if dialect not in (MCORE, HYBRID):
         raise Unable(f"these tensors are named for {dialect}'s own modules, which are not part of megatron-core")
     dims, found = dims_of(config_of(subject)), str(interpreter_of(subject).release("megatron-core"))
