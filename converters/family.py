@@ -201,6 +201,18 @@ class EngineClass:
         return pattern
 
 
+@dataclass(frozen=True)
+class Unwitnessed:
+    """Why no released megatron-core computes a family's models.
+
+    `reason`: what it lacks, as a clause. `names`: whose Megatron names the rules have; None: nobody's, and then the
+    rules have HF's in their place, which are never written.
+    """
+
+    reason: str
+    names: str | None
+
+
 _PLAIN_CLASS = EngineClass()
 QKV_GATE_UP = ("qkv_proj", "gate_up_proj")
 
@@ -226,6 +238,8 @@ class ModelFamily:
     `reference`: what to set in transformers' config of a model, so that it computes what engines and Megatron do.
     `unlike_transformers`: why transformers, as installed, computes another model from a config, for prompts of so many
     tokens; None where it does not.
+    `unwitnessed`: why no released megatron-core computes its models; None where one does. Megatron's names are then
+    read and written for those alone who ask for it.
     """
 
     model_types: tuple[str, ...]
@@ -242,6 +256,7 @@ class ModelFamily:
     engines: Mapping[str, EngineClass] = field(default_factory=dict)
     reference: Mapping[str, Any] = field(default_factory=dict)
     unlike_transformers: Callable[[Mapping[str, Any], int], str | None] = lambda config, tokens: None
+    unwitnessed: Unwitnessed | None = None
 
     def engine(self, name: str) -> EngineClass:
         """Its class in an engine."""

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError, UsageError
 from ckptkit.core.printable import shortened
 from converters import families
 from converters.config.bounds import check_config
@@ -70,6 +70,31 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
         )
     _check_architectures(config.get("architectures"), FAMILIES[model_type], model_type)
     return FAMILIES[model_type]
+
+
+def unwitnessed(config: Mapping[str, Any]) -> str | None:
+    """That no released Megatron has loaded this kind of model, and why; None where one has. Raises as `family_of`."""
+    found = family_of(config).unwitnessed
+    return None if found is None else f"no released Megatron has loaded {config['model_type']}: {found.reason}"
+
+
+def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:
+    """Refuses to convert what no released Megatron loads, unless it was asked for and has names in some Megatron.
+
+    Raises UnsupportedError for that, UsageError where it was asked for without need, and as `family_of`.
+    """
+    family, message = family_of(config).unwitnessed, unwitnessed(config)
+    if family is None or message is None:
+        if asked:
+            message = f"--unwitnessed: released Megatron loads {config['model_type']}"
+            raise UsageError(message, "leave it out")
+    elif family.names is None:
+        raise UnsupportedError(
+            f"{message}; no public Megatron has settled names for it, and none are invented here",
+            "inspect, verify, lint and quantize take the HF checkpoint",
+        )
+    elif not asked:
+        raise UnsupportedError(message, f"--unwitnessed converts by the names of {family.names}, at your own risk")
 
 
 def _check_architectures(stated: Any, family: ModelFamily, model_type: str) -> None:

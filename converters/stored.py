@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.values import NESTED_ROOT
-from converters.registry import FAMILIES, family_of
+from converters.registry import FAMILIES, family_of, unwitnessed
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -106,7 +106,7 @@ def require_mtp(config: Mapping[str, Any], names: Collection[str], release: Coll
 def remarks(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
     """What a user should know of a checkpoint with these names that is not wrong."""
     dims = family_of(config).read_dims(config)
-    found = []
+    found = [message] if (message := unwitnessed(config)) else []
     if dims.query_scale_from is not None:
         length = f"{dims.query_scale_from:,} tokens"
         found.append(f"megatron-core computes this model up to {length}: beyond, it does not scale queries by position")

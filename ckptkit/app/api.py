@@ -49,7 +49,7 @@ def quantize(src: str | Path, dst: str | Path, scheme: Scheme, **options: Unpack
 
     A quantized source is dequantized first. What a source in the same scheme has packed is packed again, less what the
     scheme ignores, and keeps its scales where they still give its weights and the scheme has the same groups.
-    `options` and errors are those of `convert`, less `hf`, `dtype` and `dialect`.
+    `options` and errors are those of `convert`, less `hf`, `dtype`, `dialect` and `unwitnessed`.
     """
     return run(run_options("quantize", src, dst, scheme, **options))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, fold
 from ckptkit.core.unused import refuse_hf
@@ -29,6 +30,7 @@ from converters.megatron.run_config import stored_args
 from converters.megatron.unsaid import UNSAID, unsaid
 from converters.open import open_checkpoint
 from converters.planner import HYBRID, MCORE, dims_of
+from converters.registry import FAMILIES, unwitnessed
 from converters.stored import as_stored
 
 _LONGEST_PATTERN = 2000  # letters; a model of a hundred layers has 200
@@ -98,6 +100,9 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
             facts["training state"] = {"summary": described(state), **state} if state else None
         args = stored_args(location.path, checkpoint.args)
         facts["args"] = _selected(args, lambda value: isinstance(value, (int, float, str, list)))
+    # Of any other config too, of which nothing is known.
+    if checkpoint.config.get("model_type") in FAMILIES and (message := unwitnessed(checkpoint.config)):
+        facts["unwitnessed"] = message
     facts["names"] = _folded(specs)
     return facts
 
@@ -119,6 +124,8 @@ def _quantization(checkpoint: HfCheckpoint) -> str | None:
 
 
 def _arguments(config: Mapping[str, Any], dialect: str = MCORE) -> dict[str, Any]:
+    if (message := unwitnessed(config)) is not None:
+        raise UnsupportedError(f"config.json: {message}", "so Megatron has no arguments for it")
     dims = dims_of(config)
     lines = unsaid(dims)
     if dialect == HYBRID or dims.pattern:

@@ -33,6 +33,7 @@ from converters.passthrough import (
     require_towers,
 )
 from converters.planner import HYBRID, MCORE, dims_of, own_dialect, to_hf, to_megatron
+from converters.registry import check_unwitnessed
 from converters.stored import remarks, require_mtp
 from verify.evidence.plain import plain
 
@@ -118,6 +119,7 @@ def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
 
 def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) -> ConversionPlan:
     """What Megatron's files hold of an HF checkpoint."""
+    check_unwitnessed(source.config, options.unwitnessed)
     dialect = options.dialect or own_dialect(source.config)
     if dialect != HYBRID:
         refuse_hybrid_only(dims_of(source.config))
@@ -142,6 +144,7 @@ def _dtype_args(view: Checkpoint) -> dict[str, Any]:
 
 def _to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = open_megatron(location, here[options.hf] if options.hf else None)
+    check_unwitnessed(source.config, options.unwitnessed)
     if has_weights(source.hf_path) and not only_passthrough(reference := plain(source.hf)):
         layout: Layout | None = _layout(reference, options)
     else:

@@ -43,6 +43,7 @@ class RunOptions:
     dialect: how Megatron's tensors are named: "mcore" (None means this) as megatron-core's GPTModel does, "slime" as
         slime's modules do, "hybrid" as megatron-core's HybridModel does. That of a source follows from its names. A
         Megatron source is converted to another dialect where this is given, else to HF.
+    unwitnessed: convert a kind of model that no released Megatron has loaded.
     scheme: how weights are quantized; None: they are not.
     preset: "rl" packs only what SGLang and vLLM can be updated with: routed experts, as slime's training rounds them.
         None: all that may be packed.
@@ -64,6 +65,7 @@ class RunOptions:
     hf: str | None = None
     dtype: str = "auto"
     dialect: str | None = None
+    unwitnessed: bool = False
     scheme: Scheme | None = None
     like: str | None = None
     preset: Literal["rl"] | None = None
@@ -133,6 +135,7 @@ class RunOptions:
         for name in ("hf", "dtype", "dialect", "like", "preset", "tp", "max_shard_size"):
             if self._is_given(name):
                 words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+        words += ["--unwitnessed"] if self.unwitnessed else []
         if self._is_given("readers"):
             words += [word for reader in self.readers for word in ("--reader", reader)]
         if self.scheme is not None:
@@ -156,6 +159,7 @@ class GivenOptions(TypedDict, total=False):
     hf: str | Path | None
     dtype: str
     dialect: str | None
+    unwitnessed: bool
     like: str | Path | None
     preset: Literal["rl"] | None
     readers: Sequence[str] | None

@@ -89,6 +89,19 @@ def attention(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMappi
     return tuple(rules)
 
 
+def full_qk_norms(dims: ModelDims, norm: str = "{}_layernorm", axis: int | None = 0) -> tuple[ParamMapping, ...]:
+    """Norms of queries and keys over all heads at once, called `norm` and cut along `axis` over ranks."""
+    at, heads = decoder(dims, dims.all_layers), {"q": dims.heads, "k": dims.groups}
+    return tuple(
+        at.rule(
+            f"self_attention.{norm.format(x)}.weight",
+            {f"self_attn.{x}_norm.weight": (count * dims.head_dim,)},
+            Copy(axis),
+        )
+        for x, count in heads.items()
+    )
+
+
 def gated_mlp(
     at: NamePrefix, megatron: str, hf: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATE_UP_DOWN
 ) -> tuple[ParamMapping, ...]:

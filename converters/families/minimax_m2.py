@@ -15,12 +15,11 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.blocks.decoder import W1_W3_W2, attention, embeddings, moe_mlp
+from converters.blocks.decoder import W1_W3_W2, attention, embeddings, full_qk_norms, moe_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, number, rope_of
 from converters.family import QKV_GATE_UP, EngineClass, FusedExperts, ModelFamily, Release
-from converters.ops.basic import Copy
-from converters.rules import ParamMapping, decoder
+from converters.rules import ParamMapping
 
 # What every release says, and the only thing that the rules and Megatron's arguments below stand for.
 _FIXED = {
@@ -85,15 +84,7 @@ def _rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
 
 def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMapping, ...]:
     """All rules of a minimax_m2 model, with q/k norms called `norm` and cut along `axis` over tensor-parallel ranks."""
-    at, heads = decoder(dims, dims.all_layers), {"q": dims.heads, "k": dims.groups}
-    norms = [
-        at.rule(
-            f"self_attention.{norm.format(x)}.weight",
-            {f"self_attn.{x}_norm.weight": (count * dims.head_dim,)},
-            Copy(axis),
-        )
-        for x, count in heads.items()
-    ]
+    norms = full_qk_norms(dims, norm, axis)
     experts = moe_mlp(dims, block="block_sparse_moe.", bias="e_score_correction_bias", names=W1_W3_W2)
     return (*embeddings(dims), *attention(dims), *norms, *experts)
 

@@ -17,6 +17,7 @@ from families import (
     qwen,
     qwen3_omni,
     sandwich,
+    unwitnessed,
 )
 from families.case import Case
 
@@ -36,6 +37,9 @@ CASES: dict[str, Case] = {
     **hybrid.CASES,
     **nemotron_h.CASES,
 }
+# Those that no released Megatron loads, and all whose HF checkpoints are read, written and quantized.
+UNWITNESSED = unwitnessed.CASES
+HF_CASES = CASES | UNWITNESSED
 # One of each kind: what repeats the same code over all models runs on these in `make test`, on the others nightly.
 OF_A_KIND = (
     *("qwen2-tied", "qwen3_moe", "glm4_moe-mtp", "mimo", "llama-biases", "mixtral", "qwen2_moe", "minimax_m2"),

@@ -11,7 +11,7 @@ from typing import Any
 from converters.megatron.hybrid_model import gpt_only
 from converters.planner import dims_of
 from converters.registry import FAMILIES
-from families import CASES
+from families import HF_CASES
 from families.case import Case
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
@@ -35,7 +35,7 @@ def config_of(case: Case) -> dict[str, Any]:
 def rows() -> Iterator[tuple[str, ...]]:
     """One row a `model_type` of the registry, in the order of the columns."""
     by_type: dict[str, dict[str, Case]] = {}
-    for name, case in CASES.items():
+    for name, case in HF_CASES.items():
         by_type.setdefault(config_of(case)["model_type"], {})[name] = case
     for model_type, family in sorted(FAMILIES.items()):
         cases = by_type[model_type]
@@ -44,13 +44,18 @@ def rows() -> Iterator[tuple[str, ...]]:
         sizes = [dims_of(config_of(case)) for case in cases.values()]
         hybrid, alone = any(not list(gpt_only(one)) for one in sizes), any(one.pattern for one in sizes)
         module = family.read_dims.__module__
+        dialects = ", ".join([*([] if alone else ["mcore"]), *family.dialects, *(["hybrid"] if hybrid else [])])
+        if family.unwitnessed is not None:
+            witnesses = {f"nothing: {family.unwitnessed.reason}": None}
+            names = family.unwitnessed.names
+            dialects = f"`--unwitnessed`: {names}'s names" if names else "none: no names are settled"
         yield (
             f"`{model_type}`",
             f"[{Path(sys.modules[module].__file__ or '').name}](../{module.replace('.', '/')}.py)",
             ", ".join(cases),
             "; ".join(witnesses),
             "; ".join(dict.fromkeys(case.mtp_witness for case in cases.values() if case.mtp)) if mtp else "",
-            ", ".join([*([] if alone else ["mcore"]), *family.dialects, *(["hybrid"] if hybrid else [])]),
+            dialects,
             ", ".join([f"`{prefix}*`" for prefix in family.carried] + [f"`*{end}`" for end in family.carried_ends]),
         )
 

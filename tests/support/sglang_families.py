@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from families import CASES
+from families import HF_CASES
 
 from support.installed import release
 from verify.witnesses.loading.job import EngineSizes
@@ -69,4 +69,4 @@ EXPERT_OF_DRAFT = re.compile(r"(model\.layers\.12\.mlp|mtp\.layers\.0\.mlp|mtp\.
 COMPUTED = dict.fromkeys(
     ("nemotron_h", "nemotron_h-latent"), tuple(f"model.layers.{layer}.mixer.A" for layer in (0, 4, 8, 12))
 )
-CLEAN = [name for name in CASES if name not in SAID and name not in LEFT_OUT]
+CLEAN = [name for name in HF_CASES if name not in SAID and name not in LEFT_OUT]

@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     type=click.Choice(["mcore", "slime", "hybrid"]),
     help="Names of Megatron's tensors: GPTModel's (mcore, the default), with slime's modules, or HybridModel's.",
 )
+@click.option(
+    "--unwitnessed",
+    is_flag=True,
+    help="Convert a kind of model that no released Megatron has loaded, by names read in another stack's source.",
+)
 @click.option("--quantize", "quantization", type=click.Choice(NAMES), help="Megatron -> quantized HF in one pass.")
 @common.quantizing
 @common.writing

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import CASES
+from families import HF_CASES
 from families.table import config_of
 
 from ckptkit.core.errors import CkptkitError
@@ -20,7 +20,7 @@ from quant.selection.meta_tree import meta_tree
 from quant.selection.tree import ClassTree
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = {name: config_of(case) for name, case in CASES.items()}
+CONFIGS = {name: config_of(case) for name, case in HF_CASES.items()}
 PACKABLE = [name for name, config in CONFIGS.items() if FAMILIES[config["model_type"]].release]
 
 

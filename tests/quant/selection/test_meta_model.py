@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 import transformers
-from families import CASES
+from families import HF_CASES
 from huggingface_hub import constants
 from support import published
 from torch import nn
@@ -81,7 +81,7 @@ def tree_of(config: Mapping[str, Any]) -> ClassTree:
 
 def content(name: str) -> dict[str, Any]:
     """config.json of a test model, with every key that transformers writes, as its release has it."""
-    one = CASES[name]
+    one = HF_CASES[name]
     written = one.config().to_dict()
     return one.edit(written)
 
@@ -95,7 +95,7 @@ def parameters(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-NAMES = sorted(name for name, one in CASES.items() if one.config().model_type in RELEASES)
+NAMES = sorted(name for name, one in HF_CASES.items() if one.config().model_type in RELEASES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from families import CASES
+from families import HF_CASES
 from families.table import config_of
 from support.installed import release
 from support.published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
@@ -24,7 +24,7 @@ from quant.selection.readers import ALL_READERS, RULES
 from quant.selection.tiles import check_tiles, unrunnable
 
 INT4_CASES = [
-    name for name in CASES if not name.startswith(("bailing_moe", "gpt_oss", "mistral3", "nemotron_h", "qwen3_omni"))
+    name for name in HF_CASES if not name.startswith(("bailing_moe", "gpt_oss", "mistral3", "nemotron_h", "qwen3_omni"))
 ]
 ATTENTION = r"self_attn\.[qkvo]_proj"
 MLP = r"mlp\.(gate|up|down)_proj"
@@ -47,6 +47,7 @@ PACKED = {
     "kimi_k2": (MLP, EXPERTS),
     "kimi_k25": (MLP, EXPERTS),
     "minimax_m2": (ATTENTION, SPARSE),
+    "olmoe": (ATTENTION, EXPERTS),
     "mixtral": (ATTENTION, SPARSE),
     "qwen2_moe": (ATTENTION, MLP, EXPERTS, SHARED),
     "qwen3_5_moe": (ATTENTION, EXPERTS, SHARED),
@@ -67,11 +68,11 @@ def scheme(*ignore: str, group_size: int | None = 32) -> QuantScheme:
 @pytest.mark.parametrize("case", INT4_CASES)
 def test_what_is_packed_in_every_model(case: str) -> None:
     """On the names and shapes that the converter expects of the release, which know nothing of classes."""
-    config = config_of(CASES[case])
+    config = config_of(HF_CASES[case])
     specs = {name: TensorSpec(name, tuple(shape), "bfloat16") for name, shape in expected_hf(config).items()}
     verdicts = resolve(specs, config, QuantScheme(None, "qmax7", default_ignore(config)))
     model_type = config["model_type"]
-    patterns = CASES[case].packed or PACKED.get(model_type, DENSE)
+    patterns = HF_CASES[case].packed or PACKED.get(model_type, DENSE)
     layers = (config.get("text_config") or config)["num_hidden_layers"]
     wanted = re.compile(rf"{re.escape(ROOT.get(model_type, 'model.'))}layers\.(\d+)\.({'|'.join(patterns)})\.weight")
     expected = {name for name in specs if (match := wanted.fullmatch(name)) and int(match[1]) < layers}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import CASES
+from families import HF_CASES
 from families.table import config_of
 from support import sglang_layers
 from support.installed import release
@@ -43,13 +43,13 @@ KNOWN_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
 
 def config(case: str) -> dict[str, Any]:
-    return config_of(CASES[case])
+    return config_of(HF_CASES[case])
 
 
 def _built() -> dict[str, str]:
     """The first test model of each other type, with the class that SGLang builds for it without a GPU."""
     found: dict[str, str] = {}
-    for case in CASES:
+    for case in HF_CASES:
         model_type = config(case)["model_type"]
         if model_type in CLASSES.keys() - DECLARED.keys() - BY_TRANSFORMERS:
             found.setdefault(model_type, case)
@@ -183,7 +183,9 @@ def test_what_a_draft_class_declares(model_type: str) -> None:
     own = CLASSES[model_type].packed_modules
     if "fused_qkv_a_proj_with_mqa" in own:
         declared |= {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}  # by the model, loaded first
-    case = next(case for case in CASES if config(case)["model_type"] == model_type and class_tree(config(case)).drafts)
+    case = next(
+        case for case in HF_CASES if config(case)["model_type"] == model_type and class_tree(config(case)).drafts
+    )
     (draft, *_) = class_tree(config(case)).drafts
     # SGLang 0.5.23 declares Qwen3.5's, of which a list that is right for 0.5.16 says nothing wrong.
     assert declared == (own if draft.unfuses or release("sglang") >= (0, 5, 23) else {})
@@ -215,6 +217,7 @@ EXPERTS_IN = {
     "glm4_moe_lite": "glm4_moe_lite",
     "gpt_oss": "gpt_oss",
     "hy_v3": "hunyuan_v3",
+    "olmoe": "olmoe",
     "exaone_moe": "exaone_moe",
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "bailing_moe"),
     **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), "qwen3_moe"),
@@ -231,5 +234,5 @@ def test_choices_of_experts_are_recorded_where_the_router_knows_its_layer(model_
 
 
 def test_every_family_with_experts_is_known() -> None:
-    with_experts = {config(case)["model_type"] for case in CASES if dims_of(config(case)).experts} - {"nemotron_h"}
+    with_experts = {config(case)["model_type"] for case in HF_CASES if dims_of(config(case)).experts} - {"nemotron_h"}
     assert with_experts <= EXPERTS_IN.keys()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import CASES, OF_A_KIND
+from families import HF_CASES, OF_A_KIND
 from support import models
 from support.nightly import collected, daily
 from support.sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, LEFT_OUT, OF_DRAFT, SAID
@@ -98,7 +98,7 @@ def test_lost_and_exchanged_tensors_are_named(
     assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT.search(one)}
 
 
-@pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if CASES[name].mtp]))
+@pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if HF_CASES[name].mtp]))
 def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(
     name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
@@ -129,7 +129,7 @@ def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(
     assert any(param.endswith(("input_layernorm.weight", "layers.0.norm.weight")) for param in params), params
 
 
-@pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if not CASES[name].mtp]))
+@pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if not HF_CASES[name].mtp]))
 def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, LoadRun]) -> None:
     assert (runs[name].draft, runs[name].draft_error) == (None, None)
 

@@ -23,6 +23,7 @@ from converters.config.dims import ModelDims
 from converters.megatron.hybrid_model import hybrid_dims, needs_release
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
 from converters.planner import HYBRID, MCORE, dialect_of, dims_of, to_megatron
+from converters.registry import unwitnessed
 from verify.evidence.expected import config_of
 from verify.skip import Unable
 from verify.witnesses.megatron.concurrency import bytes_a_rank, fits_together, ranks_at_once
@@ -77,6 +78,8 @@ def sizes_of(subject: Subject) -> ParallelSizes:
         raise Unable("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
     if not _has(subject, "megatron") or not _has(subject, "megatron.core"):
         raise Unable("megatron-core is not installed: pip install megatron-core")
+    if (message := unwitnessed(config_of(subject))) is not None:
+        raise Unable(message)
     dims = dims_of(config_of(subject))
     if dims.qk_norm_full and subject.tp > dims.groups:
         raise Unable(

@@ -1,0 +1,162 @@
+"""Families that no released Megatron loads: their HF side is whole, and Megatron's names are there for the asking."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import UNWITNESSED
+from families.case import save, tokens
+from families.table import config_of
+from families.worker import Worker
+from support import models
+from support.fixture_types import PathOf
+from support.installed import require_megatron
+
+from ckptkit.app.api import convert, inspect, model_arguments, quantize
+from ckptkit.app.cli import main
+from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.formats.hf.reader import HfCheckpoint
+from converters.planner import dims_of, expected_hf
+from converters.registry import FAMILIES
+from quant.formats.scheme import QuantScheme
+from verify.run import verify
+
+TOLERANCE = 1e-4
+NAMED = [name for name, case in UNWITNESSED.items() if FAMILIES[config_of(case)["model_type"]].unwitnessed.names]
+UNNAMED = [name for name in UNWITNESSED if name not in NAMED]
+
+
+@pytest.fixture(scope="module", params=UNWITNESSED)
+def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The test model as transformers saves it, read only."""
+    root = tmp_path_factory.mktemp("release") / request.param
+    save(request.param, UNWITNESSED[request.param], root, torch.bfloat16)
+    yield root
+    shutil.rmtree(root)
+
+
+def test_names_and_shapes_are_those_that_transformers_saves(release: Path) -> None:
+    specs = HfCheckpoint(release).specs
+    assert {name: spec.shape for name, spec in specs.items()} == expected_hf(HfCheckpoint(release).config)
+
+
+def test_inspect_and_the_report_say_that_no_released_megatron_has_loaded_it(release: Path) -> None:
+    words = f"no released Megatron has loaded {json.loads((release / 'config.json').read_text())['model_type']}: "
+    assert inspect(release)["unwitnessed"].startswith(words)
+    report = verify(release)
+    assert (report.status, report.findings) == ("passed", [])
+    assert [note for note in report.facts["notes"] if words in note]
+    with pytest.raises(UnsupportedError, match=words):
+        model_arguments(release)
+
+
+def test_faults_are_found_beside_the_source(release: Path, tmp_path: Path) -> None:
+    """A clean copy, one without a norm, one with two layers exchanged, and one in which a bit of a matrix differs."""
+    norm = "model.layers.5.self_attn.q_norm.weight"
+    matrices = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (3, 4)]
+    tensors = models.tensors(release)
+    flipped = tensors[matrices[0]].clone()
+    flipped.view(torch.int16)[2, 1] ^= 1
+    exchanged = dict(zip(matrices, (tensors[matrices[1]], tensors[matrices[0]]), strict=True))
+    for label, changes, expected in (
+        ("clean", {}, set()),
+        ("lost", {norm: None}, {"CK104"}),
+        ("exchanged", exchanged, {"CK202"}),
+        ("flipped", {matrices[0]: flipped}, {"CK202"}),
+    ):
+        shutil.copytree(release, tmp_path / label)
+        for name, tensor in changes.items():
+            models.edit(tmp_path / label, name, tensor)
+        codes = {finding.code for finding in verify(tmp_path / label, source=release).findings}
+        assert (expected <= codes, bool(codes)) == (True, label != "clean"), label
+
+
+@pytest.mark.nightly
+def test_int4_is_read_as_every_reader_reads_it(release: Path, tmp_path: Path) -> None:
+    quantize(release, tmp_path / "int4", QuantScheme(None, "qmax7"))
+    report = verify(tmp_path / "int4", source=release)
+    assert (report.status, report.findings) == ("passed", [])
+
+
+def test_megatrons_names_are_refused_unless_asked_for(
+    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hint = "next: --unwitnessed converts by the names of" if release.name in NAMED else "settled names"
+    monkeypatch.setattr(sys, "argv", ["ckptkit", "convert", str(release), str(tmp_path / "megatron")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    stderr = capfd.readouterr().err
+    assert (ended.value.code, "no released Megatron has loaded" in stderr, hint in stderr) == (2, True, True)
+    assert not (tmp_path / "megatron").exists()
+    if release.name in UNNAMED:
+        with pytest.raises(UnsupportedError, match="no public Megatron has settled names for it"):
+            convert(release, tmp_path / "megatron", unwitnessed=True)
+        return
+    done = convert(release, tmp_path / "megatron", unwitnessed=True)
+    assert [note for note in done.notes if note.startswith("no released Megatron has loaded")]
+    with pytest.raises(UnsupportedError, match="no released Megatron has loaded"):
+        convert(tmp_path / "megatron", tmp_path / "back")
+    convert(tmp_path / "megatron", tmp_path / "back", unwitnessed=True)
+    for file in release.glob("*.safetensors"):
+        assert filecmp.cmp(file, tmp_path / "back" / file.name, shallow=False), file
+    assert verify(tmp_path / "megatron", source=release).findings == []
+    asked = verify(tmp_path / "megatron", source=release, against=frozenset({"megatron"}))
+    (reason,) = {check.reason for check in asked.checks if check.code == "CK401"}
+    assert (asked.status, str(reason).startswith("no released Megatron has loaded")) == ("inconclusive", True)
+
+
+def test_what_megatron_loads_needs_no_asking(releases: PathOf, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--unwitnessed: released Megatron loads qwen3_moe"):
+        convert(releases("qwen3_moe"), tmp_path / "megatron", unwitnessed=True)
+    assert "unwitnessed" not in inspect(releases("qwen3_moe"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "olmoe with clip_qkv 8.0 is not supported"),
+        ("olmoe", {"num_key_value_heads": 2}, "olmoe with num_key_value_heads 2 is not supported"),
+        ("olmoe", {"rms_norm_eps": 1e-6}, "olmoe with rms_norm_eps 1e-06 is not supported"),
+        ("olmoe", {"norm_topk_prob": True}, "olmoe with norm_topk_prob true is not supported"),
+    ],
+)
+def test_a_config_that_readers_read_differently_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    config = config_of(UNWITNESSED[name])
+    dims_of(config)
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(config | changes)
+
+
+@pytest.mark.nightly
+def test_megatrons_own_norms_are_not_olmoes_and_megatron_bridges_are(tmp_path: Path) -> None:
+    """Released megatron-core refuses them; with norms over all heads it computes transformers' logits."""
+    require_megatron()
+    model, _ = save("olmoe", UNWITNESSED["olmoe"], tmp_path / "hf", torch.float32)
+    convert(tmp_path / "hf", tmp_path / "megatron", unwitnessed=True)
+    worker = Worker(tmp_path)
+    config: dict[str, Any] = json.loads((tmp_path / "hf" / "config.json").read_text())
+    with torch.no_grad():
+        expected = model(tokens()).logits
+    try:
+        answer = worker.ask(tmp_path / "hf", tmp_path / "megatron", tokens(), 10 * TOLERANCE)
+        # The model that differs from it in the width of these norms alone.
+        like = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+        sizes = {"head_dim": config["hidden_size"] // 8, "moe_intermediate_size": config["intermediate_size"]}
+        for place in ("hf", "megatron/hf"):
+            (tmp_path / place / "config.json").write_text(json.dumps(config | like | sizes))
+        with pytest.raises(RuntimeError, match=r"q_layernorm"):
+            worker.ask(tmp_path / "hf", tmp_path / "megatron", tokens(), None)
+    finally:
+        worker.stop()
+    assert float((answer.logits - expected).abs().max() / expected.abs().max()) < TOLERANCE
+    assert {label: change for label, change in answer.mutated.items() if not change > 10 * TOLERANCE} == {}
+    assert math.isfinite(sum(answer.mutated.values()))
