@@ -7,8 +7,6 @@ MAY_IMPORT = (
     "ckptkit.core",
     "converters.blocks",
     "converters.config",
-    "converters.families.deepseek",
     "converters.family",
-    "converters.ops",
     "converters.rules",
 )
