@@ -43,9 +43,11 @@ def convert(
     return run(run_options("convert", src, dst, quantize, **options))
 
 
-def quantize(src: str | Path, dst: str | Path, scheme: Scheme, **options: Unpack[GivenOptions]) -> ConversionResult:
+def quantize(
+    src: str | Path, dst: str | Path, scheme: Scheme | None, **options: Unpack[GivenOptions]
+) -> ConversionResult:
     """Quantizes an HF directory, one tensor an expert. `ckptkit.int4_scheme` makes a scheme of INT4 W4A16,
-    `ckptkit.FloatScheme` is one of FP8, MXFP4 and NVFP4.
+    `ckptkit.FloatScheme` is one of FP8, MXFP4 and NVFP4; None: a quantized source is dequantized, and no more.
 
     A quantized source is dequantized first. What a source in the same scheme has packed is packed again, less what the
     scheme ignores, and keeps its scales where they still give its weights and the scheme has the same groups.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.allocator import gc_paused
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UsageError
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
@@ -172,9 +173,10 @@ def _quantize(location: Location, options: RunOptions, here: Sources) -> Convers
     source = plain(location.directory)
     view: Checkpoint = source
     layout = _cut(source, options) if options.max_shard_size else _layout(source, options)
-    if is_fused(source.specs):
-        if options.scheme is not None:
-            _require_separate_experts(source.config, options.scheme)
+    if options.scheme is None and isinstance(source, HfCheckpoint):
+        raise UsageError(f"{options.src} is not quantized: there is nothing to dequantize", "use it as it is")
+    if options.scheme is not None and is_fused(source.specs):
+        _require_separate_experts(source.config, options.scheme)
         view = View(source, unfuse(source.specs, source.config, options.src))
         layout = _cut(view, options)
     before = source.source if isinstance(source, View) else None

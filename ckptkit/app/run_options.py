@@ -18,7 +18,7 @@ from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, place
 from ckptkit.transfer.copy import IN_FLIGHT
 from converters.planner import DIALECTS
-from quant.schemes.registry import DEFAULT
+from quant.schemes.registry import DEFAULT, UNQUANTIZED
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class RunOptions:
         slime's modules do, "hybrid" as megatron-core's HybridModel does. That of a source follows from its names. A
         Megatron source is converted to another dialect where this is given, else to HF.
     unwitnessed: convert a kind of model that no released Megatron has loaded.
-    scheme: how weights are quantized; None: they are not.
+    scheme: how weights are quantized; None: they are not, and a quantized source is dequantized.
     preset: "rl" packs only what SGLang and vLLM can be updated with: routed experts, as slime's training rounds them.
         None: all that may be packed.
     readers: those of `quant.selection.readers.READERS` who must agree on what is packed.
@@ -142,6 +142,8 @@ class RunOptions:
             spelled = "--quantize" if self.verb == "convert" else "--scheme"
             words += [spelled, self.scheme.name] if self.verb == "convert" or self.scheme.name != DEFAULT else []
             words += self.scheme.command_line()
+        elif self.verb == "quantize":
+            words += ["--scheme", UNQUANTIZED]
         return words
 
     def identity(self, sources: Sources) -> dict[str, Any]:

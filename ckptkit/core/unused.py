@@ -18,7 +18,7 @@ def refuse_quantizing_options(given: Sequence[str]) -> None:
     )
     if "--tp" in given:
         hint += "; what is converted to Megatron is not cut, and loads at any parallel size"
-    raise UsageError(f"{', '.join(given)} is about quantized weights, and has no effect without --quantize", hint)
+    raise UsageError(f"{', '.join(given)} is about quantized weights, and has no effect where none are written", hint)
 
 
 def refuse_hf(hf: str | Path | None, path: str | Path) -> None:

@@ -23,6 +23,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
     }
 )
 NAMES = tuple(_MODULES)
+UNQUANTIZED = "none"  # of `ckptkit quantize`: no scheme, so that a quantized source is dequantized
 # Command line options, by their parameters' names, that only the schemes of one module have.
 _OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -33,8 +34,9 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def options_of_others(name: str) -> tuple[str, ...]:
-    """The options that have no effect on the scheme called `name`."""
-    return tuple(option for module, own in _OPTIONS.items() if module != _MODULES[name] for option in own)
+    """The options that have no effect on the scheme called `name`, or with none."""
+    others = tuple(option for module, own in _OPTIONS.items() if module != _MODULES.get(name) for option in own)
+    return (*others, "ignore") if name == UNQUANTIZED else others
 
 
 def scheme_module(name: str) -> SchemeModule:

@@ -16,7 +16,7 @@ from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.storage.url import is_url
-from quant.schemes.registry import DEFAULT, NAMES, options_of_others, scheme_module
+from quant.schemes.registry import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
 
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
@@ -72,17 +72,17 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     "--scheme",
     default=DEFAULT,
     show_default=True,
-    type=click.Choice(NAMES),
+    type=click.Choice((*NAMES, UNQUANTIZED)),
     help="w4a16: INT4 in groups (compressed-tensors pack-quantized); fp8-block: FP8 in blocks of 128 x 128; "
     "fp8-channel: FP8 with a scale a row; mxfp8: FP8 with a power of two for 32 neighbours; mxfp4: E2M1 (4 bits) with "
     "one (compressed-tensors mxfp4-pack-quantized); nvfp4: E2M1 with an FP8 scale for 16 neighbours and one for the "
-    "layer, weights alone.",
+    "layer, weights alone; none: a quantized release dequantized, to BF16 or the dtype of INT4's scales.",
 )
 @common.quantizing
 @common.writing
 @common.as_json
 def quantize(src: str | Path, dst: str | Path, scheme: str, as_json: bool, **options: Any) -> None:
-    """Quantize the HF checkpoint SRC to DST: to INT4 W4A16, or to what --scheme names.
+    """Quantize the HF checkpoint SRC to DST: to INT4 W4A16, or to what --scheme names. --scheme none dequantizes it.
 
     Each may be at a URL: s3://, gs://, hf://. A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one
     keeps its scales where they still give its weights.
@@ -94,7 +94,7 @@ def quantize(src: str | Path, dst: str | Path, scheme: str, as_json: bool, **opt
     _run(run_options("quantize", src, dst, chosen, **options), as_json)
 
 
-def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) -> Scheme:
+def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) -> Scheme | None:
     """Takes the options of all schemes out. Options not given default to those of the checkpoint at `reference`.
 
     Raises click.UsageError for options of another scheme.
@@ -105,7 +105,7 @@ def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) ->
             spelled = f"--{option.replace('_', '-')}"
             raise click.UsageError(f"{spelled}: no effect with the scheme {name}; leave it out", context)
         options.pop(option)
-    return scheme_module(name).from_options(name, options, reference)
+    return None if name == UNQUANTIZED else scheme_module(name).from_options(name, options, reference)
 
 
 def _run(options: RunOptions, as_json: bool) -> None:

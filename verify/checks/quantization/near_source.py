@@ -79,7 +79,8 @@ def _inexact(rounding: Mapping[str, FloatRounding], subject: Subject) -> Iterato
         count, zeros = sum(one.changed for one in several), sum(one.zeroed for one in several)
         yield Issue(
             "the numbers of the MXFP4 source, which FP8 with powers of two as scales can hold",
-            f"not lossless: {count} of {sum(one.numel for one in several)} elements are rounded, {zeros} of them to 0",
+            f"not lossless: {count} of {sum(one.numel for one in several)} elements are rounded, {zeros} of them to 0; "
+            f"the first of {names[0]}, {several[0].first}",
             "exponents within a block spread by more than 14: dequantize to BF16 or quantize to mxfp8, which are exact",
             names=names,
             file=subject.path,

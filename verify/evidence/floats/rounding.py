@@ -72,6 +72,7 @@ class FloatRounding:
     rows: str  # rows with wrong elements; empty where that is every row
     changed: int = 0  # elements of FP8 by powers of two that are not exactly those of an MXFP4 source
     zeroed: int = 0  # of these, those that became zero
+    first: str = ""  # where the first of these is, what it was and what it is
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,8 @@ def _rounding(
     code, scale, original = codes.read(names), scales.read(names), source.read(names)
     found = {name: float_rounding(code[name], scale[name], original[name], grids[name]) for name in names}
     for name in narrow.intersection(names):
-        changed, zeroed = _changed(code[name].float(), scale[name].float(), original[name])
-        found[name] = replace(found[name], changed=changed, zeroed=zeroed)
+        changed, zeroed, first = _changed(code[name].float(), scale[name].float(), original[name])
+        found[name] = replace(found[name], changed=changed, zeroed=zeroed, first=first)
     return found
 
 
@@ -247,15 +248,21 @@ def float_rounding(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatG
     return FloatRounding(wrong, codes.numel(), times, named)
 
 
-def _changed(codes: Tensor, scales: Tensor, original: Tensor) -> tuple[int, int]:
-    """Elements that are not exactly the source's, and of these the zeros; none where scales are no powers of two."""
+def _changed(codes: Tensor, scales: Tensor, original: Tensor) -> tuple[int, int, str]:
+    """Elements that are not exactly the source's, of these the zeros, and the first; none without powers of two."""
     import torch
 
     mantissa, _ = torch.frexp(scales)
     if not bool((mantissa == 0.5).all()):
-        return 0, 0
-    unequal = codes * scales != original.float()
-    return int(unequal.sum()), int((unequal & (codes == 0)).sum())
+        return 0, 0, ""
+    stored, wanted = codes * scales, original.float()
+    unequal = stored != wanted
+    count = int(unequal.sum())
+    if not count:
+        return 0, 0, ""
+    row, column = unequal.nonzero()[0].tolist()
+    first = f"[{row}, {column}] was {wanted[row, column]:g} and is {stored[row, column]:g}"
+    return count, int((unequal & (codes == 0)).sum()), first
 
 
 def _errors(codes: Tensor, scales: Tensor, original: Tensor, grid: FloatGrid, lost: float) -> tuple[Tensor, Tensor]:
