@@ -59,7 +59,8 @@ def require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
         raise CkptkitError(
             f"{scheme.title} {config['model_type']} is not supported: its experts are one tensor a layer, "
             "and no reader knows them one by one",
-            "serve it as it is, or in the format of its release",
+            "engines load experts with biases in MXFP4 and BF16 (SGLang's FP8 in blocks has biases too, but 128 does "
+            "not divide gpt-oss's 2880 features): serve the release, or dequantize it with --scheme none",
             code="unsupported",
         )
 

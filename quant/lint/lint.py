@@ -15,10 +15,11 @@ from ckptkit.core.specs import fold
 from ckptkit.formats.detect import refuse_url
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import quantization_of
+from quant.lint.finding import LintFinding
 from quant.lint.low_precision import LowPrecisionList
 from quant.lint.opening import open_subject
 from quant.lint.rewrite import rewrite, write_list
-from quant.lint.rules import LintFinding, examine, idle
+from quant.lint.rules import examine, idle
 from quant.lint.subject import IgnoreList
 from quant.selection.spelling import entries_for
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
 
-from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.formats.floats.table import quantized_in
 from quant.formats.groups import Refusal
 from quant.formats.modelopt import differing_configs
 from quant.lint.subject import IgnoreList, Severity
@@ -19,22 +16,16 @@ from quant.lists.reading import Known, read_list, unreadable
 from quant.lists.table import (
     ENGINES,
     KEYS,
-    LISTS,
     NAMED,
     NAMES,
     ListReader,
     Method,
     readers_of_method,
 )
-from quant.patterns.entries import check_entries
 from quant.selection.matrices import Matrix, fused_layer
 from quant.selection.portable import Divergence, divergences, quoted
-from quant.selection.readers import LIST_READERS, TRAINERS, readers_of
+from quant.selection.readers import LIST_READERS, TRAINERS
 from quant.selection.reading import Answer, Reading
-from quant.selection.tree import ClassTree
-
-# Linear layers that every engine holds unquantized, whatever the list.
-_NEVER = (".indexer.weights_proj",)
 
 # The keys that every reader of a method finds between them, other methods' is `ignore`.
 WRITTEN: Mapping[str, tuple[str, ...]] = {
@@ -219,96 +210,5 @@ class LowPrecisionList(IgnoreList):
         return "because no entry covers it"
 
 
-def method_of(content: Mapping[str, Any], where: object) -> Method:
-    """The method of a quantization_config whose list is read here.
-
-    Raises CkptkitError for any other, compressed-tensors' included.
-    """
-    algo = str(content.get("quant_algo") or "").upper()
-    method = str(content.get("quant_method", "modelopt" if algo else None))
-    if method.startswith("modelopt") and algo:
-        method = f"modelopt {'fp4' if 'NVFP4' in algo else 'mxfp8' if 'MXFP8' in algo else 'fp8'}"
-    if method not in get_args(Method):
-        known = sorted({one.partition(" ")[0] for row in LISTS for one in row.methods})
-        raise CkptkitError(
-            f"{where} has no quantization_config of compressed-tensors, {', '.join(known[:-1])} or {known[-1]}",
-            "lint looks at quantized checkpoints and their lists of unquantized modules",
-        )
-    found: Method = method  # type: ignore[assignment]
-    return found
-
-
 def _by_number(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else -1, part) for part in name.split(".")]
-
-
-def leaves(names: Iterable[str], matrices: Iterable[Matrix]) -> frozenset[str]:
-    """Stored tensors other than the matrices, by name and by module: norms, biases, and what hangs on a matrix."""
-    judged = {matrix.tensor for matrix in matrices}
-    rest = [name for name in names if name not in judged]
-    return frozenset([*rest, *(name.rpartition(".")[0] for name in rest)])
-
-
-def allowed(matrices: Iterable[Matrix], tree: ClassTree) -> list[Matrix]:
-    """The matrices with the reasons that hold for any format: draft layers and towers may be quantized in these.
-
-    A draft layer that SGLang calls as a layer of the model is left out with that one, or quantized.
-    """
-    return [
-        replace(matrix, reason=_reason(matrix, tree), sglang=matrix.sglang or matrix.sglang_own) for matrix in matrices
-    ]
-
-
-def _reason(matrix: Matrix, tree: ClassTree) -> str | None:
-    if matrix.module.endswith(_NEVER):
-        return "engines hold it unquantized"
-    return matrix.reason if matrix.module in tree.others or matrix.module in tree.gates else None
-
-
-def wanted_readers(method: str, readers: Sequence[str] | None) -> tuple[str, ...]:
-    """The readers to check: those asked for, or all. Raises CkptkitError as `readers_of`, or where none is left."""
-    known = readers_of_method(method)
-    if readers is None:
-        return tuple(known)
-    wanted = {one for name in readers for one in LIST_READERS.get(name, ())} & known.keys()
-    if not wanted:
-        if unknown := [name for name in readers if name not in LIST_READERS]:
-            readers_of(unknown)
-        raise CkptkitError(
-            f"--reader {' '.join(readers)} reads no list of {method} checkpoints",
-            f"choose from {', '.join(name for name, several in LIST_READERS.items() if known.keys() & set(several))}",
-        )
-    return tuple(reader for reader in known if reader in wanted)
-
-
-def open_list(
-    config: Mapping[str, Any],
-    matrices: Sequence[Matrix],
-    tree: ClassTree,
-    names: Sequence[str],
-    asked: Sequence[str] | None,
-    path: Path,
-) -> LowPrecisionList:
-    """Reads the lists of a config, of whatever key, beside the matrices of its model. `names`: of stored tensors."""
-    content, where = quantization_of(config), path / "config.json"
-    method = method_of(content, where)
-    lists = [content[key] for key in KEYS[method] if isinstance(content.get(key), list)]
-    ignore = tuple(dict.fromkeys(str(entry) for several in lists for entry in several))
-    check_entries(ignore, f"{where}: {KEYS[method][0]}")
-    stored = frozenset(quantized_in(names))
-    layers = content.get("quantized_layers")
-    return LowPrecisionList(
-        config,
-        ignore,
-        (),
-        tree,
-        matrices,
-        stored or None,
-        wanted_readers(method, asked),
-        None if asked is None else tuple(asked),
-        bool(names),
-        leaves=leaves(names, matrices),
-        path=path,
-        method=method,
-        per_layer=frozenset(layers) if isinstance(layers, Mapping) else None,
-    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import SINGLE, read_json, shard_names
@@ -18,13 +19,17 @@ from quant.formats.groups import Group, Kind, Target, groups_of, targets_of
 from quant.formats.modelopt import flattened
 from quant.formats.part_names import SCALE, packed_in
 from quant.formats.scheme import listed
-from quant.lint.low_precision import allowed, leaves, method_of, open_list
+from quant.lint.low_precision import LowPrecisionList
 from quant.lint.subject import IgnoreList
+from quant.lists.table import KEYS, LISTS, Method, readers_of_method
 from quant.patterns.entries import check_entries
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, fused_experts, matrices_named
-from quant.selection.readers import ALL_READERS, readers_of
+from quant.selection.readers import ALL_READERS, LIST_READERS, readers_of
 from quant.selection.tree import ClassTree
+
+# Linear layers that every engine holds unquantized, whatever the list.
+_NEVER = (".indexer.weights_proj",)
 
 _NOTHING_KNOWN = ClassTree(frozenset(), "lm_head", frozenset(), frozenset(), {}, whole=False)
 
@@ -41,10 +46,10 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
     content = quantization_of(config)
     if isinstance(content, Mapping) and content.get("quant_method") == "compressed-tensors":
         return _compressed_tensors(path, config, content, readers)
-    method_of(content if isinstance(content, Mapping) else {}, file)
+    _method_of(content if isinstance(content, Mapping) else {}, file)
     stored, source = _stored_names(path)
     config, tree, _, matrices = _model(config, stored, any_format=True)
-    return open_list(config, matrices, tree, stored, readers, path), source
+    return _open_list(config, matrices, tree, stored, readers, path), source
 
 
 def _compressed_tensors(
@@ -76,7 +81,7 @@ def _compressed_tensors(
         None if readers is None else tuple(readers),
         bool(stored),
         frozenset(name.removesuffix(SCALE) for name in names if name.endswith(SCALE)) - packed,
-        frozenset() if int4 else leaves(stored, matrices),
+        frozenset() if int4 else _leaves(stored, matrices),
     ), source
 
 
@@ -96,7 +101,7 @@ def _model(
     drafts = () if any_format else _draft_modules(tree)
     names = stored or [f"{module}.weight" for module in [*tree.others, *sorted(tree.linears), *drafts]]
     matrices = [*matrices_named(names, tree, config), *fused_experts(names, tree, config)]
-    return config, tree, names, allowed(matrices, tree) if any_format else matrices
+    return config, tree, names, _allowed(matrices, tree) if any_format else matrices
 
 
 def _bits(group: Group) -> object:
@@ -134,3 +139,94 @@ def _draft_modules(tree: ClassTree) -> Iterator[str]:
     for draft in tree.drafts:
         yield draft.joint
         yield from (draft.layer + tail.replace("#", "0") for tail in sorted(tree.last_tails))
+
+
+def _method_of(content: Mapping[str, Any], where: object) -> Method:
+    """The method of a quantization_config whose list is read here.
+
+    Raises CkptkitError for any other, compressed-tensors' included.
+    """
+    algo = str(content.get("quant_algo") or "").upper()
+    method = str(content.get("quant_method", "modelopt" if algo else None))
+    if method.startswith("modelopt") and algo:
+        method = f"modelopt {'fp4' if 'NVFP4' in algo else 'mxfp8' if 'MXFP8' in algo else 'fp8'}"
+    if method not in get_args(Method):
+        known = sorted({one.partition(" ")[0] for row in LISTS for one in row.methods})
+        raise CkptkitError(
+            f"{where} has no quantization_config of compressed-tensors, {', '.join(known[:-1])} or {known[-1]}",
+            "lint looks at quantized checkpoints and their lists of unquantized modules",
+        )
+    found: Method = method  # type: ignore[assignment]
+    return found
+
+
+def _leaves(names: Iterable[str], matrices: Iterable[Matrix]) -> frozenset[str]:
+    """Stored tensors other than the matrices, by name and by module: norms, biases, and what hangs on a matrix."""
+    judged = {matrix.tensor for matrix in matrices}
+    rest = [name for name in names if name not in judged]
+    return frozenset([*rest, *(name.rpartition(".")[0] for name in rest)])
+
+
+def _allowed(matrices: Iterable[Matrix], tree: ClassTree) -> list[Matrix]:
+    """The matrices with the reasons that hold for any format: draft layers and towers may be quantized in these.
+
+    A draft layer that SGLang calls as a layer of the model is left out with that one, or quantized.
+    """
+    return [
+        replace(matrix, reason=_reason(matrix, tree), sglang=matrix.sglang or matrix.sglang_own) for matrix in matrices
+    ]
+
+
+def _reason(matrix: Matrix, tree: ClassTree) -> str | None:
+    if matrix.module.endswith(_NEVER):
+        return "engines hold it unquantized"
+    return matrix.reason if matrix.module in tree.others or matrix.module in tree.gates else None
+
+
+def _wanted_readers(method: str, readers: Sequence[str] | None) -> tuple[str, ...]:
+    """The readers to check: those asked for, or all. Raises CkptkitError as `readers_of`, or where none is left."""
+    known = readers_of_method(method)
+    if readers is None:
+        return tuple(known)
+    wanted = {one for name in readers for one in LIST_READERS.get(name, ())} & known.keys()
+    if not wanted:
+        if unknown := [name for name in readers if name not in LIST_READERS]:
+            readers_of(unknown)
+        raise CkptkitError(
+            f"--reader {' '.join(readers)} reads no list of {method} checkpoints",
+            f"choose from {', '.join(name for name, several in LIST_READERS.items() if known.keys() & set(several))}",
+        )
+    return tuple(reader for reader in known if reader in wanted)
+
+
+def _open_list(
+    config: Mapping[str, Any],
+    matrices: Sequence[Matrix],
+    tree: ClassTree,
+    names: Sequence[str],
+    asked: Sequence[str] | None,
+    path: Path,
+) -> LowPrecisionList:
+    """Reads the lists of a config, of whatever key, beside the matrices of its model. `names`: of stored tensors."""
+    content, where = quantization_of(config), path / "config.json"
+    method = _method_of(content, where)
+    lists = [content[key] for key in KEYS[method] if isinstance(content.get(key), list)]
+    ignore = tuple(dict.fromkeys(str(entry) for several in lists for entry in several))
+    check_entries(ignore, f"{where}: {KEYS[method][0]}")
+    stored = frozenset(quantized_in(names))
+    layers = content.get("quantized_layers")
+    return LowPrecisionList(
+        config,
+        ignore,
+        (),
+        tree,
+        matrices,
+        stored or None,
+        _wanted_readers(method, asked),
+        None if asked is None else tuple(asked),
+        bool(names),
+        leaves=_leaves(names, matrices),
+        path=path,
+        method=method,
+        per_layer=frozenset(layers) if isinstance(layers, Mapping) else None,
+    )

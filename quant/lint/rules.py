@@ -1,37 +1,20 @@
-"""The lint rules for an `ignore` list, and the findings that they report."""
+"""The lint rules for an `ignore` list."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from ckptkit.core.specs import fold
-from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import IN_LAYER, layer_of, tail
-from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
+from quant.lint.beside_lists import fusion, groups, indexer_key, kv_cache, not_known
+from quant.lint.finding import ORDER, LintFinding, finding
 from quant.lint.subject import IgnoreList, Severity
 from quant.patterns.entries import matcher
 from quant.selection.portable import OTHER_FORMAT, quoted
 from quant.selection.readers import TRAINERS, VLLM
-
-ORDER: tuple[Severity, ...] = ("error", "warning", "note")
-
-
-@dataclass(frozen=True)
-class LintFinding:
-    """One thing that is wrong with an `ignore` list."""
-
-    kind: str
-    severity: Severity
-    message: str
-    hint: str
-    pattern: str | None = None  # the entry; None: no entry covers the tensors
-    tensors: tuple[str, ...] = ()  # folded names
-    count: int = 0  # of tensors
-    readers: tuple[str, ...] = ()  # those concerned
 
 
 def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
@@ -43,24 +26,13 @@ def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
         *_forbidden(subject),
         *(_overreach(subject) if subject.base == "compressed-tensors" else ()),
         *_unused(subject),
-        *_groups(subject),
-        *_fusion(subject),
-        *_kv_cache(subject),
-        *_not_known(subject),
+        *indexer_key(subject),
+        *groups(subject),
+        *fusion(subject),
+        *kv_cache(subject),
+        *not_known(subject),
     ]
-    return tuple(sorted(found, key=lambda finding: ORDER.index(finding.severity)))
-
-
-def _finding(
-    kind: str,
-    severity: Severity,
-    message: str,
-    hint: str,
-    tensors: Sequence[str],
-    readers: Iterable[str] = (),
-    pattern: str | None = None,
-) -> LintFinding:
-    return LintFinding(kind, severity, message, hint, pattern, tuple(fold(tensors)), len(tensors), tuple(readers))
+    return tuple(sorted(found, key=lambda one: ORDER.index(one.severity)))
 
 
 def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
@@ -69,7 +41,7 @@ def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
         who = [reader for reader in refusal.readers if reader in subject.readers]
         if who:
             severity = min((subject.severities[reader] for reader in who), key=ORDER.index)
-            yield _finding("refused", severity, refusal.what, refusal.hint, [], who)
+            yield finding("refused", severity, refusal.what, refusal.hint, [], who)
 
 
 _WORDS = {
@@ -108,7 +80,7 @@ def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
             f"; it must not be: {reason}" if reason else ""
         )
         other = all(tensor.removesuffix(".weight") in subject.others for tensor in tensors)
-        yield _finding(
+        yield finding(
             "exposed" if reason else "disagreement",
             severity,
             message,
@@ -142,7 +114,7 @@ def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
             "engines hold q, k, v or gate, up or the experts of a layer in one"
         )
         names = [subject.matrices[index].tensor for index in mixed]
-        yield _finding(
+        yield finding(
             "partly ignored",
             "error",
             message,
@@ -159,7 +131,7 @@ def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:
         if packs and matrix.reason:
             reasons.setdefault(matrix.reason, []).append(matrix.module + PACKED if subject.is_int4 else matrix.tensor)
     for reason, tensors in reasons.items():
-        yield _finding(
+        yield finding(
             "packed",
             "error",
             f"packed, and must not be: {reason}",
@@ -169,7 +141,6 @@ def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:
         )
 
 
-_KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale")
 _NUMBERED = re.compile(r"layers\\?\.(\d+)")
 
 
@@ -194,7 +165,7 @@ def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
                 "`(\\.|$)` after a layer's number, `(\\.weight)?$` after a module's name"
             )
             message = f"'{pattern}' also covers what it does not name"
-            yield _finding("over-match", "warning", message, hint, list(swallowed), who, pattern)
+            yield finding("over-match", "warning", message, hint, list(swallowed), who, pattern)
 
 
 def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
@@ -235,10 +206,10 @@ def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
         if subject.whole:
             hint = "remove it, or correct it: whole module names, or `re:` and a regex that matches from the start"
             message = f"'{pattern}' covers nothing for any reader"
-            yield _finding("unused", "warning", message, hint, [], subject.every_reader, pattern)
+            yield finding("unused", "warning", message, hint, [], subject.every_reader, pattern)
         else:
             hint = "put the release's model.safetensors.index.json beside config.json, which names all of them"
-            yield _finding(
+            yield finding(
                 "not judged",
                 "note",
                 f"'{pattern}' covers no module that config.json alone tells of, which is not all",
@@ -254,7 +225,7 @@ def _unused_of_any_format(subject: IgnoreList) -> Iterator[LintFinding]:
     unused = [pattern for pattern in idle(subject) if not subject.names_any(pattern)]
     if unused and subject.indexed and subject.matrices:
         message = f"{len(unused)} entries name nothing that is stored, such as '{unused[0]}'"
-        yield _finding("unused", "note", message, "correct them if they were meant for something that is", [])
+        yield finding("unused", "note", message, "correct them if they were meant for something that is", [])
 
 
 def idle(subject: IgnoreList) -> list[str]:
@@ -265,63 +236,3 @@ def idle(subject: IgnoreList) -> list[str]:
         if not any(reading.covers[pattern] for reading in subject.readings.values())
     )
     return [pattern for pattern in unread if pattern != subject.tree.head and not subject.spelled(pattern)]
-
-
-def _groups(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds several config_groups, of which slime reads only group_0."""
-    groups = quantization_of(subject.config).get("config_groups") or {}
-    if len(groups) > 1 and "slime" in subject.readers and subject.is_int4:
-        message = f"{len(groups)} config_groups; slime reads group_0 alone and packs everything by it"
-        yield _finding(
-            "groups",
-            "warning",
-            message,
-            "give all packed layers one group, or do not quantize updates with slime",
-            [],
-            ("slime",),
-        )
-
-
-def _fusion(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds unpacked shared experts that SGLang would join with packed routed experts (GLM-4.5)."""
-    family = FAMILIES.get(str(subject.config.get("model_type")))
-    if not subject.is_int4 or family is None or not family.engine("sglang").joins_shared_expert:
-        return
-    both = [
-        (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if matrix.reason is None
-    ]
-    shared = [matrix.tensor for matrix, packs in both if ".shared_experts." in matrix.module and not packs]
-    if shared and any(packs for matrix, packs in both if matrix.expert):
-        message = (
-            "unpacked, beside packed routed experts; "
-            "SGLang joins the two on CUDA unless started with an option against it, and then drops it silently"
-        )
-        yield _finding(
-            "shared expert",
-            "note",
-            message,
-            "start SGLang with --disable-shared-experts-fusion",
-            shared,
-            ("SGLang 0.5.16",),
-        )
-
-
-def _kv_cache(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds a quantized cache of keys and values without scales in the files."""
-    content = quantization_of(subject.config)
-    stated = content.get("kv_cache_scheme") or content.get("kv_cache_quant_algo")
-    if stated and subject.leaves and not any(name.endswith(_KV_SCALES) for name in subject.leaves):
-        message = (
-            "the cache of keys and values is stated to be quantized, and no scale of it is stored: engines take 1.0"
-        )
-        yield _finding("cache scales", "note", message, "set kv_cache_scheme to null unless 1.0 is meant", [])
-
-
-def _not_known(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds a model whose modules are not known, so that its entries are judged by themselves alone."""
-    if not subject.matrices:
-        model = subject.config.get("model_type")
-        message = (
-            f"which tensors of model_type {model!r} are Linear layers is not known: entries are not held against them"
-        )
-        yield _finding("not judged", "note", message, "`ckptkit inspect` says how its tensors are stored", [])

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckptkit.core.findings_text import Entry, TextReport, lay_out, plain
 from ckptkit.core.specs import fold
+from quant.lint.finding import LintFinding
 from quant.lint.lint import LintReport
-from quant.lint.rules import LintFinding
 
 _COPIED = 40  # entries of a list shown one by one
 _SHOWN = 4  # folded tensors in a line

@@ -31,17 +31,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_BYTES = 1 << 60  # of a tensor; what is larger is a mistake
+# Dtypes that safetensors has and no reader of checkpoints takes: what to do about a file with one.
+_UNREAD = {
+    "F4": "no release has weights so, and engines read pairs of 4-bit numbers as U8: export them as bytes",
+    **dict.fromkeys(
+        ("F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+        "FP8 of AMD's MI300, whose bytes mean half as much as F8_E4M3's: export the release's own FP8, which engines "
+        "turn into it there",
+    ),
+}
 _LFS = b"version "  # a pointer of Git LFS begins with this
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What should be in a file, what is, and the tensor that it concerns; None: the file."""
+    """What should be in a file, what is, and the tensor that it concerns; None: the file.
+
+    `hint`: the next move, where it is another than to copy the file again.
+    """
 
     expected: str
     actual: str
     name: str | None = None
+    hint: str | None = None
 
     def __str__(self) -> str:
         return f"{f'{self.name}: ' if self.name else ''}{self.actual} (expected {self.expected})"
@@ -68,7 +81,7 @@ class Shard:
         """This shard. Raises CkptkitError for the first of its faults."""
         if self.faults:
             what = f"{self.remote or self.path} is not a whole safetensors file: {self.faults[0]}"
-            raise DamagedError(what, "copy or download it again")
+            raise DamagedError(what, self.faults[0].hint or "copy or download it again")
         return self
 
     def read(self, name: str, reader: Reader | None = None) -> Tensor:
@@ -225,7 +238,8 @@ def _entry(name: str, entry: Any) -> _Span | Fault:
         return Fault(expected, f"its header entry for {name} is not valid: {shortened(entry)}", name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_OF_CODE:
-        return Fault(expected, f"{name} has dtype {shortened(dtype)}, which ckptkit does not know", name)
+        actual = f"{name} has dtype {shortened(dtype)}, which ckptkit does not know"
+        return Fault(expected, actual, name, _UNREAD.get(str(dtype)))
     for values in (shape, offsets):
         if not isinstance(values, list) or not {int}.issuperset(map(type, values)):
             actual = f"its header entry for {name} has {shortened(values)} where whole numbers must be"

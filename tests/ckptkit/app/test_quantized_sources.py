@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from support import models, quantized
+from families import case
+from mutations.edits import replace, tensor
+from support import floats, models, quantized
 from support.fixture_types import PathOf
+from support.sglang_sizes import widened
 
 from ckptkit.app.api import convert, inspect, quantize
 from ckptkit.app.cli import cli
@@ -19,9 +23,11 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import write_config
 from quant.formats.scheme import QuantScheme, read_scheme
+from quant.schemes.floats import FloatScheme
 from verify.run import verify
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [100, 60]}
+EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"
 WORDS = "FP8 (float8_e4m3fn, one scale for each block of 100 x 60)"
 
 
@@ -125,3 +131,74 @@ def test_a_config_with_a_model_inside(tmp_path: Path) -> None:
         "model_type": "x",
         "text_config": {"hidden_size": 4, "torch_dtype": "bfloat16"},
     }
+
+
+def gpt_oss_in_mxfp4(releases: PathOf, target: Path) -> dict[str, torch.Tensor]:
+    """Writes gpt-oss as OpenAI does. Returns what it means, by a formula of its own."""
+    return quantized.write(
+        releases("gpt_oss"),
+        target,
+        lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj")),
+        quantized.mxfp4,
+        lambda config: config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}},
+    )
+
+
+def test_gpt_oss_in_mxfp4_becomes_bf16_exactly_and_no_other_format(releases: PathOf, tmp_path: Path) -> None:
+    meant = gpt_oss_in_mxfp4(releases, tmp_path / "mxfp4")
+    printed = run("quantize", tmp_path / "mxfp4", tmp_path / "bf16", "--scheme", "none")
+    assert ", dequantized from MXFP4 (4-bit floats, one power of two for each 32 weights)\n" in printed
+    found = models.tensors(tmp_path / "bf16")
+    assert found.keys() == meant.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in meant.items())
+    assert "quantization_config" not in json.loads((tmp_path / "bf16/config.json").read_text())
+    command = json.loads((tmp_path / "bf16/ckptkit.json").read_text())["command"]
+    assert command[-2:] == ["--scheme", "none"]
+    report = verify(tmp_path / "bf16", source=tmp_path / "mxfp4")
+    assert [str(finding) for finding in report.findings] == []
+    assert {check.code: check.tensors_compared for check in report.checks}["CK202"] >= len(meant)
+    for scheme in (FloatScheme("fp8-block", "deepgemm"), FloatScheme("mxfp8"), QuantScheme(32, "qmax7")):
+        with pytest.raises(CkptkitError, match="gpt_oss is not supported: its experts are one tensor a layer") as error:
+            quantize(tmp_path / "mxfp4", tmp_path / "other", scheme)
+        assert "--scheme none" in str(error.value.hint)
+        assert "2880 features" in str(error.value.hint)
+
+
+@pytest.mark.nightly
+def test_compressed_tensors_mxfp4_becomes_bf16_exactly_and_fp8_with_every_rounded_element_counted(
+    tmp_path: Path,
+) -> None:
+    """As Kimi K3 stores it. FP8 by powers of two holds these weights but for what `verify` counts; BF16 all."""
+    case.save("deepseek_v3", widened("deepseek_v3"), tmp_path / "plain", torch.bfloat16)
+    source = floats.write(tmp_path / "plain", tmp_path / "mxfp4", floats.SPELLINGS["mxfp4-compressed"])
+    quantize(source, tmp_path / "bf16", None)
+    report = verify(tmp_path / "bf16", source=source)
+    assert [str(finding) for finding in report.findings] == []
+    codes, powers = (tensor(source, f"{EXPERT}_{part}") for part in ("packed", "scale"))
+    numbers = quantized.E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
+    exact = torch.ldexp(numbers.double(), powers.int().repeat_interleave(32, 1) - 127)
+    assert torch.equal(models.tensors(tmp_path / "bf16")[EXPERT].double(), exact)
+    quantize(source, tmp_path / "fp8", FloatScheme("fp8-block", "deepgemm"))
+    report = verify(tmp_path / "fp8", source=source)
+    assert [str(finding) for finding in report.findings if finding.severity == "error"] == []
+    assert {check.code: check.tensors_compared for check in report.checks}["CK305"] > 300
+    # Random weights spread over few exponents, which the scale of a block reaches; `spread` goes beyond.
+    assert [finding for finding in report.findings if finding.code == "CK305"] == []
+    spread = tensor(source, f"{EXPERT}_scale")
+    spread[0, 0] = int(spread.max()) - 20
+    replace(source, {f"{EXPERT}_scale": spread})
+    quantize(source, tmp_path / "fp8", FloatScheme("fp8-block", "deepgemm"), overwrite=True)
+    (finding,) = [one for one in verify(tmp_path / "fp8", source=source).findings if one.code == "CK305"]
+    assert (finding.tensor, finding.severity) == (EXPERT, "warning")
+    assert f"the first of {EXPERT}, [0, 0] was " in finding.actual
+    with pytest.raises(CkptkitError, match=re.escape(f"{EXPERT}: ") + ".* weights are not exact"):
+        quantize(source, tmp_path / "exact", FloatScheme("fp8-block", "deepgemm", exact=True))
+
+
+def test_nothing_to_dequantize_is_refused(releases: PathOf, fp8: Path, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="is not quantized: there is nothing to dequantize"):
+        quantize(releases("qwen2-tied"), tmp_path / "out", None)
+    for words in (["--group-size", "32"], ["--rounding", "slime"], ["--ignore", "lm_head"], ["--tp", "2"]):
+        done = CliRunner().invoke(cli, ["quantize", str(fp8), str(tmp_path / "out"), "--scheme", "none", *words])
+        assert (done.exit_code, words[0] in done.output) == (2, True)
+    assert list(tmp_path.iterdir()) == []

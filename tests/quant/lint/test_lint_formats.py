@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import CASES
+from families.table import config_of
 from support import floats
 from support.fixture_types import PathOf
 from support.published import EXPERTS, GLM, LAYERS, QWEN
@@ -260,3 +262,36 @@ def test_names_of_another_format_are_refused_for_a_reader_that_has_none(tmp_path
     path = write(tmp_path, GLM, {"quant_method": "quark", "exclude": []})
     with pytest.raises(CkptkitError, match="reads no list of quark checkpoints"):
         lint(path, readers=["slime"])
+
+
+CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    },
+    "ignore": ["lm_head"],
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "scale", "readers"),
+    [
+        (FP8, "weight_scale_inv", ()),
+        ({**FP8, "weight_block_size": None}, "weight_scale", SGLANG),
+        (MXFP8, "weight_scale_inv", SGLANG),
+        (CHANNEL, "weight_scale", SGLANG),
+        (NVFP4, "weight_scale", SGLANG),
+    ],
+)
+def test_an_indexers_key_weight_in_what_sglang_does_not_dequantize_is_an_error(
+    content: Mapping[str, Any], scale: str, readers: tuple[str, ...], tmp_path: Path
+) -> None:
+    """SGLang joins it to weights in BF16. The twin is FP8 in blocks, which it dequantizes; vLLM is not asked."""
+    key = "model.layers.0.self_attn.indexer.wk"
+    path = write(tmp_path, config_of(CASES["deepseek_v32"]), content, [f"{key}.weight", f"{key}.{scale}"])
+    several = [one for one in lint(path, readers=["sglang"]).findings if one.kind == "packed"]
+    assert [(one.severity, one.tensors, one.readers) for one in several] == (
+        [("error", (f"{key}.weight",), readers)] if readers else []
+    )
+    assert [one for one in lint(path, readers=["vllm"]).findings if one.kind == "packed"] == []

@@ -6,6 +6,9 @@ The numbers count the faults that such files are known to have. 2 and 15, 16 are
 
 from __future__ import annotations
 
+import inspect
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from mutations import floats as faults
-from mutations.edits import edit_config, edit_json, names, replace
+from mutations.edits import edit_config, edit_json, names, replace, tensor
 from support import floats, quantized
 from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.installed import release
 
 from verify.report import Finding
 from verify.run import verify
@@ -109,10 +113,10 @@ MUTATIONS = (
     Mutation(25, faults.draft_layer_unlisted, "fp8", "CK302", "would pack", models=MOE),
     Mutation(26, faults.global_scale_dropped, "nvfp4-compressed", "CK303", "without the tensor's scale"),
     Mutation(27, faults.fnuz_bits, "fp8", "CK305", "further off", source=True),
-    Mutation(27, faults.fnuz_dtype, "fp8", "CK102", "has dtype 'F8_E4M3FNUZ'"),
+    Mutation(27, faults.fnuz_dtype, "fp8", "CK102", "FP8 of AMD's MI300"),
     Mutation(28, faults.gate_and_up_interleaved, "nvfp4-modelopt", "CK305", "further off", source=True),
     Mutation(29, faults.size_in_rows, "fp8", "CK106", "which is the number of rows", severity="warning"),
-    Mutation(30, faults.pairs_as_f4, "nvfp4-modelopt", "CK102", "has dtype 'F4'"),
+    Mutation(30, faults.pairs_as_f4, "nvfp4-modelopt", "CK102", "export them as bytes"),
     # Without a number of their own: an export of FP8 under NVFP4's config, and one that drops a dimension.
     Mutation(0, faults.fp8_for_nvfp4, "nvfp4-modelopt", "CK303", "float8_e4m3fn"),
     Mutation(0, faults.scale_of_one_dimension_less, "nvfp4-modelopt", "CK303", "by NVFP4"),
@@ -169,24 +173,65 @@ def test_listed_scale_that_no_shard_holds_is_a_missing_name_alone(
     assert [said(finding) for finding in alone("CK303", path)[1]] == []
 
 
-@pytest.mark.parametrize(
-    ("readers", "severity"),
-    [(None, "warning"), (("sglang",), "warning"), (("vllm",), "error"), (("slime", "vllm"), "error")],
-)
-def test_nvfp4_without_any_scale_of_activations_is_an_error_for_readers_that_leave_it_unwritten(
-    readers: tuple[str, ...] | None,
-    severity: str,
-    stored: Callable[[str, str], Path],
-    copy_of: CopyOf,
-    alone: RunAlone,
+@pytest.mark.parametrize("readers", [None, ("sglang",), ("slime", "vllm")])
+def test_nvfp4_without_any_scale_of_activations_is_an_error_whoever_reads(
+    readers: tuple[str, ...] | None, stored: Callable[[str, str], Path], copy_of: CopyOf, alone: RunAlone
 ) -> None:
     path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
+    assert alone("CK303", path, readers=readers)[1] == []
     replace(path, {}, names(path, "input_scale"))
     findings = alone("CK303", path, readers=readers)[1]
-    assert {finding.severity for finding in findings} == {severity}
-    assert all(finding.actual == "none is stored" for finding in findings)
+    assert {(finding.actual, finding.severity) for finding in findings} == {("none is stored", "error")}
     edit_json(path / "hf_quant_config.json", lambda content: content["quantization"].update(WEIGHTS_ONLY))
     assert alone("CK303", path, readers=readers)[1] == []
+
+
+@pytest.mark.sglang
+def test_sglang_allocates_the_scale_of_activations_without_a_value() -> None:
+    """Why it is an error: SGLang 0.5.16 writes no number there; 0.5.23 begins with 1.0."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4LinearMethod
+    source = inspect.getsource(ModelOptFp4LinearMethod.create_weights)
+    made = re.search(r"input_scale = _make_per_tensor_scale_parameter\((.*?)\n        \)", source, re.DOTALL)
+    assert made is not None
+    assert ("fill_value=1.0" in made[1]) == (release("sglang") >= (0, 5, 23))
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(("exponent", "kept"), [(-14, 0.5), (-16, 0.0)])
+def test_sglangs_own_cast_of_mxfp4_to_fp8_rounds_what_blocks_do_not_reach(exponent: int, kept: float) -> None:
+    """Why fault 19 is a warning: a reader does the same, silently."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.layers.quantization.fp8 import cast_e2m1fn_to_e4m3fn
+
+        codes = torch.zeros(128, 64, dtype=torch.int8)
+        codes[0, 0], codes[1, 0] = 7, 1  # 6 and 0.5
+        powers = torch.full((128, 4), 127, dtype=torch.uint8)
+        powers[1, 0] = 127 + exponent
+        made, scale = cast_e2m1fn_to_e4m3fn(codes, powers.view(torch.float8_e8m0fnu))
+    assert made[0, 0].float() * scale[0, 0].float() == 6
+    assert made[1, 0].float() * scale[0, 0].float() == kept * 2.0**exponent
+
+
+def test_a_layer_cast_to_bf16_in_an_fp8_model_is_the_lists_fault(
+    stored: Callable[[str, str], Path], copy_of: CopyOf, alone: RunAlone
+) -> None:
+    """CK107 lets any layer be left out of FP8; CK302 says who would build it in FP8, until the list has it."""
+    path = copy_of(stored("qwen3_moe", "fp8"))
+    modules = [name.removesuffix(".weight_scale_inv") for name in names(path, "layers.5.self_attn") if "_inv" in name]
+    assert len(modules) == 4
+    plain = {f"{module}.weight": tensor(path, f"{module}.weight").to(torch.bfloat16) for module in modules}
+    replace(path, plain, [f"{module}.weight_scale_inv" for module in modules])
+    assert alone("CK107", path)[1] == []
+    findings = alone("CK302", path)[1]
+    assert {finding.severity for finding in findings} == {"error"}
+    assert any("SGLang 0.5.16 would pack model.layers.5.self_attn" in finding.actual for finding in findings)
+    assert all("name the whole module under `" in finding.hint for finding in findings)
+    key = "ignored_layers"
+    edit_json(path / "config.json", lambda config: config["quantization_config"].setdefault(key, []).extend(modules))
+    assert alone("CK302", path)[1] == []
 
 
 def test_scales_of_activations_that_are_all_one_are_a_warning(

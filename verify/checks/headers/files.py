@@ -116,7 +116,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
             if fault.name is None:
                 whole[fault.expected, fault.actual].append(file)
             else:
-                yield Issue(fault.expected, fault.actual, _AGAIN, (fault.name,), shard.path)
+                yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, (fault.name,), shard.path)
         if not shard.faults and not files.specs:
             whole["tensors", "none in its header"].append(file)
     for (expected, actual), found in whole.items():

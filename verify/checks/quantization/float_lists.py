@@ -39,5 +39,6 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for reader in dict.fromkeys(one.reader for one in differing):
         own = [one for one in differing if one.reader == reader]
         patterns = tuple(dict.fromkeys(pattern for one in own for pattern in one.patterns))
-        hint = found.next_move([reader], patterns[:3], next(iter(patterns), None))
+        unlisted = next((one.tensor.removesuffix(".weight") for one in own if one.answer == "packs"), None)
+        hint = found.next_move([reader], patterns[:3], next(iter(patterns), unlisted))
         yield Issue(expected, "; ".join(described(own)), hint, file=where)

@@ -13,7 +13,6 @@ from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
 from quant.formats.floats.layout import E4M3
 from quant.formats.floats.release import Floats, StoredWeight, wrong_scale
-from quant.formats.floats.table import modelopt_nvfp4
 from quant.formats.modelopt import differing_configs
 from quant.formats.part_names import INT4_ENDINGS
 from verify.check import Tally
@@ -24,7 +23,6 @@ from verify.evidence.floats.stored import FloatScales, always_full, float_scales
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.report import Severity
 
 _AGAIN = "quantize again from the release, or copy the file again if the release is sound"
 _PLAIN = (*COMPUTED, "float64", "int64", "int32", "bool")
@@ -176,37 +174,26 @@ def _scale_hint(stored: StoredWeight, subject: Subject) -> str:
 def _missing_inputs(subject: Subject, weights: list[StoredWeight], listed: Collection[str]) -> Iterator[Issue]:
     """Weights without the scale of their activations, where the format has one.
 
-    SGLang 0.5.23 begins ModelOpt's NVFP4 with scales of 1.0; SGLang 0.5.16 and vLLM do not write them, and kernels of
-    weights alone do not read them. Source: `modelopt_quant.py` and `modelopt.py`.
+    An error whoever reads: SGLang 0.5.16 and vLLM allocate ModelOpt's for NVFP4 without a value. SGLang 0.5.23 begins
+    with 1.0, and kernels of weights alone do not read them. Source: `modelopt_quant.py` and `modelopt.py`.
     """
     needing = [stored for stored in weights if stored.layout.needs_input and stored.inputs]
     lacking = [stored for stored in needing if not any(name in listed for name in stored.inputs)]
     if not lacking:
         return
-    ending, is_nvfp4 = lacking[0].inputs[0].rpartition(".")[2], short(lacking[0]) == "NVFP4"
+    ending = lacking[0].inputs[0].rpartition(".")[2]
     some = f"{len(lacking)} of {len(needing)} such weights lack it" if len(lacking) < len(needing) else "none is stored"
-    hint = f"vLLM then reads memory that nobody wrote: {_AGAIN}"
-    severity: Severity = "error"
-    if is_nvfp4 and lacking[0].layout == modelopt_nvfp4() and len(lacking) == len(needing) and not _for_vllm(subject):
-        severity = "warning"
-        hint = "SGLang 0.5.23 takes 1.0 for all; SGLang 0.5.16 and vLLM read memory that nobody wrote, but where a "
-        hint += f"kernel of weights alone serves them (Marlin): {_AGAIN}"
-    if is_nvfp4:
-        hint += "; for weights alone, state quant_algo W4A16_NVFP4, or in compressed-tensors' config no activations"
+    hint = f"SGLang 0.5.16 and vLLM then read memory that nobody wrote: {_AGAIN}"
+    if short(lacking[0]) == "NVFP4":
+        hint += "; SGLang 0.5.23 takes 1.0, and Marlin's kernels need none; for weights alone, state quant_algo "
+        hint += "W4A16_NVFP4, or in compressed-tensors' config no activations"
     yield Issue(
         f"{ending} beside every weight of a format that quantizes activations",
         some,
         hint,
         names=[stored.codes.name for stored in lacking],
         file=subject.path,
-        severity=severity,
     )
-
-
-def _for_vllm(subject: Subject) -> bool:
-    """Whether vLLM is to read the checkpoint: it is named, asked, or serves the launch."""
-    named = "vllm" in (*(subject.readers or ()), *subject.against)
-    return named or (subject.arguments is not None and subject.arguments.server == "vllm")
 
 
 def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:

@@ -90,19 +90,23 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Is
     if not isinstance(quantization, Mapping):
         return
     packed = quantization.get("quant_method") == "compressed-tensors"
-    block = _packed_block(quantization) if packed else _block(quantization)
+    form, block = ("FP8", _packed_block(quantization)) if packed else _block(quantization, cut)
     if not isinstance(block, list) or len(block) != 2 or any(type(side) is not int or side < 1 for side in block):
         return
     keys = ("ignore",) if packed else ("modules_to_not_convert", "ignored_layers")
+    keys = ("ignore", "exclude_modules") if form == "NVFP4" else keys
     names = [name for key in keys for name in _listed(quantization.get(key))]
+    layers = quantization.get("quantized_layers")
     found = set[str]()
     for side in _sides(dims, cut, strict=packed):
         size = block[side.columns]
         kept = side.ignored(names) if packed else side.plain(names)
-        if side.layers and side.what not in found and side.broken_by(size) and not kept:
+        if form == "NVFP4":  # neither engine looks at the experts'
+            kept |= side.module == "mlp.experts" or (isinstance(layers, Mapping) and not side.plain(list(layers)))
+        if side.layers and size > 1 and side.what not in found and side.broken_by(size) and not kept:
             found.add(side.what)
             ranks = f"each of {side.share} ranks" if side.share > 1 else "one rank"
-            expected = f"{side.what} whose part on {ranks} divides by the FP8 block of {size}"
+            expected = f"{side.what} whose part on {ranks} divides by the {form} block of {size}"
             hint = f"serve with fewer tensor parallel ranks, or more {cut.ep_option}"
             finer = cut.by == "vllm" and not packed and side.is_finer(block, dims.hidden)
             hint += "; vLLM 0.33 takes it, by finer blocks for Triton's kernels" if finer else ""
@@ -111,9 +115,25 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Is
             yield Issue(expected, actual, hint, severity=severity)
 
 
-def _block(quantization: Mapping[str, Any]) -> object:
-    """The rows and columns of a block of `quant_method` fp8; None of another method."""
-    return quantization.get("weight_block_size") if quantization.get("quant_method") == "fp8" else None
+def _block(quantization: Mapping[str, Any], cut: Cut) -> tuple[str, object]:
+    """A format that the engine refuses to cut through, and the rows and columns of its block; None of any other.
+
+    Of MXFP8 SGLang 0.5.16 asks as of FP8 (`Fp8Config.from_config`). Of ModelOpt's NVFP4 it refuses inputs of a linear
+    layer that 16 does not divide (`ModelOptFp4LinearMethod.create_weights`), as vLLM's class of that name does, which
+    was read and not run.
+    """
+    method, algorithm = quantization.get("quant_method"), str(quantization.get("quant_algo")).upper()
+    if method == "mxfp8":
+        return "MXFP8", [1, 32] if cut.by == "sglang" else None
+    if method == "modelopt" and ("NVFP4" in algorithm or _all_nvfp4(quantization.get("quantized_layers"))):
+        return "NVFP4", [1, 16]
+    return "FP8", quantization.get("weight_block_size") if method == "fp8" else None
+
+
+def _all_nvfp4(layers: object) -> bool:
+    """Whether modules are quantized one by one, and all to NVFP4."""
+    several = list(layers.values()) if isinstance(layers, Mapping) else []
+    return bool(several) and all(isinstance(one, Mapping) and "NVFP4" in str(one.get("quant_algo")) for one in several)
 
 
 def _packed_block(quantization: Mapping[str, Any]) -> object:

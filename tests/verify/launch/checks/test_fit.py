@@ -67,17 +67,16 @@ def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims, stated: Mappi
         given = replace(base, mla=Mla(64, *parts))
     cut = Cut("", engine, case["ranks"], "", attention=case["attention"], dense=case["ranks"])
     issues = engine_fit(replace(given, **dims), {"quantization_config": stated}, cut)
-    return [issue.expected for issue in issues if "FP8 block" in issue.expected]
+    return [issue.expected for issue in issues if " block of " in issue.expected]
 
 
 def of_engine(
-    cases: Sequence[Mapping[str, Any]], engine: str, program: Path | str, root: Path, packed: bool
+    cases: Sequence[Mapping[str, Any]], engine: str, program: Path | str, root: Path, form: str
 ) -> list[list[str]]:
     """What the engine's own layers refuse of them."""
     file = root / "cases.json"
     file.write_text(json.dumps(cases))
-    more = ["packed"] if packed else []
-    ended_well = run_logged(root / "log", "support.fp8_cuts", engine, file, *more, program=program)
+    ended_well = run_logged(root / "log", "support.fp8_cuts", engine, file, *form.split(), program=program)
     assert ended_well, (root / "log").read_text()[-3000:]
     found: list[list[str]] = json.loads(file.read_text())
     return found
@@ -99,16 +98,60 @@ ENGINES = [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm"
 def test_what_is_refused_of_a_cut_is_what_the_layers_of_the_engine_refuse(
     stated: Mapping[str, Any], engine: str, both: ModelDims, tmp_path: Path
 ) -> None:
-    cases, packed = drawn(engine), stated is PACKED
+    cases, form = drawn(engine), "packed" if stated is PACKED else ""
     seen = set[str]()
-    for case, refused in zip(cases, of_engine(cases, engine, python_of(engine, {}), tmp_path, packed), strict=True):
+    for case, refused in zip(cases, of_engine(cases, engine, python_of(engine, {}), tmp_path, form), strict=True):
         findings = of_ours(case, engine, both, stated)
         names = [next(layers for words, layers in WORDS.items() if words in one) for one in findings]
         assert all(layers & set(refused) for layers in names), (case, findings, refused)
         assert set(refused) <= set().union(*names), (case, findings, refused)
         seen |= set(refused)
     expected = {"down_proj", "q_b_proj", "kv_b_proj", "o_proj", "experts"}
-    assert seen == expected | ({"gate_up_proj", "qkv_proj"} if engine == "sglang" or packed else set())
+    assert seen == expected | ({"gate_up_proj", "qkv_proj"} if engine == "sglang" or form else set())
+
+
+MXFP8 = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+NARROW = {
+    "heads": {"heads": 4, "groups": 4, "head_dim": 40, "ffn": 4 * 64, "expert_ffn": 4 * 64},
+    "dense": {"heads": 4, "groups": 4, "head_dim": 64, "ffn": 4 * 72, "expert_ffn": 4 * 64},
+    "experts": {"heads": 4, "groups": 4, "head_dim": 64, "ffn": 4 * 64, "expert_ffn": 4 * 48},
+    "none": {"heads": 4, "groups": 4, "head_dim": 64, "ffn": 4 * 64, "expert_ffn": 4 * 64},
+}
+
+
+@pytest.mark.sglang
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("stated", "form", "expected"),
+    [
+        (MXFP8, "mxfp8", [{"o_proj"}, {"down_proj"}, {"experts"}, set()]),
+        (NVFP4, "nvfp4", [{"o_proj"}, {"down_proj"}, set(), set()]),
+    ],
+    ids=["mxfp8", "nvfp4"],
+)
+def test_cuts_through_groups_of_mxfp8_and_nvfp4_are_those_that_sglang_refuses(
+    stated: Mapping[str, Any], form: str, expected: list[set[str]], both: ModelDims, tmp_path: Path
+) -> None:
+    """Of 4 ranks each has 40, 72, 48 or 64 inputs, which groups of 32, of 16 or all divide."""
+    cases = [{"ranks": 4, "attention": 4, "dims": dims} for dims in NARROW.values()]
+    refused = of_engine(cases, "sglang", python_of("sglang", {}), tmp_path, form)
+    assert [set(names) for names in refused] == expected
+    ours = [of_ours(case, "sglang", both, stated) for case in cases]
+    assert [bool(findings) for findings in ours] == [bool(names) for names in expected]
+    assert all(f"{form.upper()} block of " in one for findings in ours for one in findings)
+
+
+def test_layers_that_modelopt_leaves_out_are_not_held_against_groups(both: ModelDims) -> None:
+    case = {"ranks": 4, "attention": 4, "dims": NARROW["dense"]}
+    down = {"model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4"}}
+    other = {"model.layers.0.self_attn.o_proj": {"quant_algo": "NVFP4"}}
+    assert of_ours(case, "vllm", both, NVFP4) != []
+    assert of_ours(case, "vllm", both, {**NVFP4, "ignore": ["model.layers.0.mlp"]}) == []
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    assert of_ours(case, "vllm", both, {**mixed, "quantized_layers": down}) != []
+    assert of_ours(case, "vllm", both, {**mixed, "quantized_layers": other}) == []
+    assert of_ours({**case, "dims": NARROW["heads"]}, "vllm", both, MXFP8) == []
 
 
 def wide(text: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.check_examples import hold_example
 from support.launch_scripts import quantized_launch
 from support.processes import run_logged
@@ -97,6 +98,27 @@ def test_sglang_stops_at_an_option_that_contradicts_the_checkpoint(
         stops = pytest.raises(ValueError, match="does not match") if severity == "error" else nullcontext()
         with stops:
             config._verify_quantization()
+
+
+@pytest.mark.sglang
+def test_sglangs_fp8_parameter_refuses_bf16_only_where_columns_are_cut() -> None:
+    """Why BF16 sent to an engine in FP8 is an error: it stops there, and elsewhere takes weights for codes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.layers.parameter import ModelWeightParameter
+
+        sent = torch.full((4, 4), 0.02, dtype=torch.bfloat16)
+
+        def parameter() -> Any:
+            codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
+            return ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=lambda *given: None)
+
+        with pytest.raises(ValueError, match="Downcasting not allowed"):
+            parameter().load_column_parallel_weight(sent, tp_rank=0)
+        for weight in (sent.to(torch.float8_e4m3fn), sent):
+            found = parameter()
+            found.load_row_parallel_weight(weight, tp_rank=0)
+            assert torch.equal(found.data.float(), sent.to(torch.float8_e4m3fn).float())
 
 
 def test_example_of_the_site_is_what_is_found(tmp_path: Path) -> None:
