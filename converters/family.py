@@ -45,7 +45,8 @@ class Draft:
 
     `unfuses`: whether SGLang's draft class takes fused layers apart as the model's own class does, before it looks at
     `ignore`. `vllm`: how the names begin in vLLM; None: as in the release. `vllm_joint`: whether vLLM asks about
-    `joint` too. `sglang_own`: how they begin in SGLang where these are names of the model's own layers too.
+    `joint` too. `sglang_own`: how they begin in SGLang where these are names of the model's own layers too. `dense`:
+    whether it is like the model's first layer, which is dense, and not like the last.
 
     Source: `sglang/srt/models/*_{nextn,mtp}.py` of SGLang 0.5.16, and vLLM's `models/*_mtp.py`; read and not run.
     """
@@ -59,6 +60,7 @@ class Draft:
     vllm: str | None = None
     vllm_joint: bool = False
     sglang_own: str | None = None
+    dense: bool = False
 
 
 Keys = Callable[[Mapping[str, Any]], Mapping[str, Any]]

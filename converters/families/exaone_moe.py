@@ -89,7 +89,8 @@ def _engine_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
     # SGLang builds it under the names of the model's own first layer.
-    draft = Draft("mtp.", None, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc", vllm_joint=True, sglang_own="model.")
+    root, joint, own = "mtp.layers.0.", "mtp.fc", "model."
+    draft = Draft("mtp.", None, r"re:mtp\..*", root, joint, vllm_joint=True, sglang_own=own, dense=True)
     return (draft,) if layer_count(text, "num_nextn_predict_layers") else ()
 
 

@@ -135,10 +135,10 @@ def _stored_names(path: Path) -> tuple[list[str], str]:
 
 
 def _draft_modules(tree: ClassTree) -> Iterator[str]:
-    """Yields the modules of draft layers: the one that joins their inputs, and the same as in the last layer."""
+    """Yields the modules of draft layers: the one that joins their inputs, and those of the layer that each is like."""
     for draft in tree.drafts:
         yield draft.joint
-        yield from (draft.layer + tail.replace("#", "0") for tail in sorted(tree.last_tails))
+        yield from (draft.layer + tail.replace("#", "0") for tail in sorted(tree.tails_of(draft)))
 
 
 def _method_of(content: Mapping[str, Any], where: object) -> Method:

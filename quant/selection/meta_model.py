@@ -55,7 +55,7 @@ _LANGUAGE: Mapping[str, Kind] = MappingProxyType(
         "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
         "index_head_dim index_n_heads index_topk index_topk_freq index_skip_topk_offset "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
-        "full_attention_interval sliding_window_pattern",
+        "full_attention_interval",
     )
     | {"mlp_only_layers": _SIZES, "hidden_act": _ACTIVATIONS, "hidden_activation": _ACTIVATIONS}
     | {"layer_types": list(_ATTENTION), "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]}

@@ -41,12 +41,11 @@ class ClassTree:
         """Names of Linear layers inside a decoder layer, with expert numbers left out."""
         return frozenset(tail(name) for name in self.linears - self.gates)
 
-    @cached_property
-    def last_tails(self) -> frozenset[str]:
-        """As `tails`, and modules of other classes, of the last decoder layer alone."""
+    def tails_of(self, draft: Draft) -> frozenset[str]:
+        """As `tails`, and modules of other classes, of the one decoder layer that a draft layer is like."""
         layers = {name: layer_of(name) or 0 for name in [*self.linears, *self.others] if layer_of(name) is not None}
-        last = max(layers.values(), default=0)
-        return frozenset(tail(name) for name, layer in layers.items() if layer == last)
+        like = 0 if draft.dense else max(layers.values(), default=0)
+        return frozenset(tail(name) for name, layer in layers.items() if layer == like)
 
     def reason_to_keep(self, module: str) -> str | None:
         """Why this module is never INT4; None when it may be."""

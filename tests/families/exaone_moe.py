@@ -35,6 +35,7 @@ def as_released(content: dict[str, Any]) -> dict[str, Any]:
         "is_moe_layer": [kind == "sparse" for kind in content["mlp_layer_types"]],
         "num_nextn_predict_layers": 1,
         "scoring_func": "sigmoid",
+        "sliding_window_pattern": "LLLG",
         "topk_method": "noaux_tc",
     }
 

@@ -69,18 +69,7 @@ PACKABLE = {model_type for model_type, family in FAMILIES.items() if family.rele
 WITH_DRAFTS = [name for name, one in CASES.items() if one.edit(one.config().to_dict())["model_type"] in PACKABLE]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(
-                name == "exaone_moe", reason="lint takes its dense draft layer for one with experts", strict=True
-            ),
-        )
-        for name in WITH_DRAFTS
-    ],
-)
+@pytest.mark.parametrize("name", WITH_DRAFTS)
 def test_every_draft_module_by_config_alone_is_in_the_release(tmp_path: Path, name: str) -> None:
     """Test models are saved as releases are, draft layers under the published names; expert 0 stands for all."""
     case.save(name, CASES[name], tmp_path / "release", torch.bfloat16)

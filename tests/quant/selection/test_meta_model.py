@@ -374,7 +374,6 @@ SIZES = (
         "linear_num_value_heads",
         "full_attention_interval",
     ),
-    *("sliding_window_pattern",),
 )
 VISION_SIZES = (
     *(
