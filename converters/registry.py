@@ -90,7 +90,7 @@ def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:
             raise UsageError(message, "leave it out")
     elif family.names is None:
         raise UnsupportedError(
-            f"{message}; no public Megatron has settled names for it, and none are invented here",
+            f"{message}; its names are not settled upstream, and none are invented here",
             "inspect, verify, lint and quantize take the HF checkpoint",
         )
     elif not asked:

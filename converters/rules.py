@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -84,6 +84,13 @@ class NamePrefix:
         """The rule between names of this place."""
         names = {self.hf + name: shape for name, shape in hf.items()}
         return ParamMapping(self.megatron + megatron, names, op or Copy(), self.layers, fp32, upcast=upcast, kind=kind)
+
+
+def unnamed(rules: Iterable[ParamMapping]) -> tuple[ParamMapping, ...]:
+    """The HF tensors of these rules under HF's names on both sides, for models that have no settled Megatron names."""
+    return tuple(
+        replace(rule, megatron=name, hf={name: shape}, op=Copy()) for rule in rules for name, shape in rule.hf.items()
+    )
 
 
 def decoder(dims: ModelDims, layers: Sequence[int]) -> NamePrefix:

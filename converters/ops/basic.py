@@ -53,6 +53,21 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class OneRow:
+    """A vector that HF keeps as the only row of a matrix, whole on every rank."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return tensor.reshape(-1)
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.reshape(1, -1),)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return tensor
+
+
+@dataclass(frozen=True)
 class SwapHalves:
     """A matrix [rows, 2 x columns] over two input vectors that Megatron takes in the other order.
 

@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_inspect_and_the_report_say_that_no_released_megatron_has_loaded_it(rele
 
 def test_faults_are_found_beside_the_source(release: Path, tmp_path: Path) -> None:
     """A clean copy, one without a norm, one with two layers exchanged, and one in which a bit of a matrix differs."""
-    norm = "model.layers.5.self_attn.q_norm.weight"
+    norm = "model.layers.5.post_attention_layernorm.weight"
     matrices = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (3, 4)]
     tensors = models.tensors(release)
     flipped = tensors[matrices[0]].clone()
@@ -90,7 +91,11 @@ def test_int4_is_read_as_every_reader_reads_it(release: Path, tmp_path: Path) ->
 def test_megatrons_names_are_refused_unless_asked_for(
     release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    hint = "next: --unwitnessed converts by the names of" if release.name in NAMED else "settled names"
+    hint = (
+        "next: --unwitnessed converts by the names of"
+        if release.name in NAMED
+        else "its names are not settled upstream"
+    )
     monkeypatch.setattr(sys, "argv", ["ckptkit", "convert", str(release), str(tmp_path / "megatron")])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -98,7 +103,7 @@ def test_megatrons_names_are_refused_unless_asked_for(
     assert (ended.value.code, "no released Megatron has loaded" in stderr, hint in stderr) == (2, True, True)
     assert not (tmp_path / "megatron").exists()
     if release.name in UNNAMED:
-        with pytest.raises(UnsupportedError, match="no public Megatron has settled names for it"):
+        with pytest.raises(UnsupportedError, match="its names are not settled upstream"):
             convert(release, tmp_path / "megatron", unwitnessed=True)
         return
     done = convert(release, tmp_path / "megatron", unwitnessed=True)
@@ -126,6 +131,12 @@ def test_what_megatron_loads_needs_no_asking(releases: PathOf, tmp_path: Path) -
         ("olmoe", {"clip_qkv": 8.0}, "olmoe with clip_qkv 8.0 is not supported"),
         ("olmoe", {"num_key_value_heads": 2}, "olmoe with num_key_value_heads 2 is not supported"),
         ("olmoe", {"rms_norm_eps": 1e-6}, "olmoe with rms_norm_eps 1e-06 is not supported"),
+        ("olmo3", {"head_dim": 32}, "olmo3 with head_dim 32 is not supported"),
+        ("olmo3", {"attention_bias": True}, "olmo3 with attention_bias true is not supported"),
+        ("olmo3", {"layer_types": ["full_attention"] * 11}, "layer_types is .*, not a list of"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "ernie4_5_moe with moe_layer_interval 2 is not supported"),
+        ("ernie4_5_moe", {"use_bias": True}, "ernie4_5_moe with use_bias true is not supported"),
+        ("ernie4_5_moe", {"moe_num_experts": [64, 64]}, "moe_num_experts is .*, not a whole number"),
         ("olmoe", {"norm_topk_prob": True}, "olmoe with norm_topk_prob true is not supported"),
     ],
 )
@@ -134,6 +145,25 @@ def test_a_config_that_readers_read_differently_is_refused(name: str, changes: d
     dims_of(config)
     with pytest.raises(CkptkitError, match=message):
         dims_of(config | changes)
+
+
+def test_dense_layers_of_ernie_stand_before_and_behind_those_with_experts() -> None:
+    config = config_of(UNWITNESSED["ernie4_5_moe"])
+    assert dims_of(config).dense == (0, 1)
+    assert dims_of(config | {"moe_layer_end_index": 9}).dense == (0, 1, 10, 11)
+    assert dims_of(config | {"moe_layer_end_index": -1, "moe_layer_start_index": None}).dense == (0,)
+
+
+def test_the_draft_layer_of_ernie_is_carried_along(tmp_path: Path) -> None:
+    added = {"model.mtp_emb_norm.0.weight": torch.randn(128, dtype=torch.bfloat16)}
+    with_draft = replace(UNWITNESSED["ernie4_5_moe"], added=lambda model, dtype: added)
+    save("ernie4_5_moe", with_draft, tmp_path / "release", torch.bfloat16)
+    assert verify(tmp_path / "release").findings == []
+    convert(tmp_path / "release", tmp_path / "megatron", unwitnessed=True)
+    convert(tmp_path / "megatron", tmp_path / "back", unwitnessed=True)
+    assert verify(tmp_path / "back", source=tmp_path / "release").findings == []
+    (name,) = added
+    assert models.tensors(tmp_path / "back")[name].equal(added[name])
 
 
 @pytest.mark.nightly

@@ -20,6 +20,9 @@ SAID = {
     "deepseek_v32": "Found no NVIDIA driver",
     "glm_moe_dsa": "Found no NVIDIA driver",
     "glm_moe_dsa-shared": "Found no NVIDIA driver",
+    # Its config class takes neither spelling of rotary settings as transformers 5 wants them.
+    "olmo3": "KeyError: 'rope_theta' (at sglang/srt/models/olmo2.py",
+    "olmo3-tied-window-everywhere": "'NoneType' object is not subscriptable (at sglang/srt/models/olmo2.py",
     "gemma3": "KeyError: 'vision_tower.embeddings.patch_embedding.weight'",  # transformers 5 names it so, no release
 }
 if release("sglang") < (0, 5, 23):

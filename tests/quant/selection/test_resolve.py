@@ -47,6 +47,7 @@ PACKED = {
     "kimi_k2": (MLP, EXPERTS),
     "kimi_k25": (MLP, EXPERTS),
     "minimax_m2": (ATTENTION, SPARSE),
+    "ernie4_5_moe": (ATTENTION, MLP, EXPERTS, SHARED),
     "olmoe": (ATTENTION, EXPERTS),
     "mixtral": (ATTENTION, SPARSE),
     "qwen2_moe": (ATTENTION, MLP, EXPERTS, SHARED),

@@ -218,6 +218,7 @@ EXPERTS_IN = {
     "gpt_oss": "gpt_oss",
     "hy_v3": "hunyuan_v3",
     "olmoe": "olmoe",
+    "ernie4_5_moe": "ernie4",
     "exaone_moe": "exaone_moe",
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "bailing_moe"),
     **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), "qwen3_moe"),
