@@ -52,6 +52,7 @@ _LANGUAGE: Mapping[str, Kind] = MappingProxyType(
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
         "n_routed_experts num_experts num_local_experts num_experts_per_tok n_shared_experts num_shared_experts "
         "moe_intermediate_size shared_expert_intermediate_size first_k_dense_replace decoder_sparse_step "
+        "moe_num_experts moe_k moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval "
         "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
         "index_head_dim index_n_heads index_topk index_topk_freq index_skip_topk_offset "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "

@@ -1,6 +1,7 @@
 """OLMo 3: norms after attention and MLP alone, q/k norms over all heads at once, three of four layers with a window.
 
-Neither megatron-core nor Megatron-Bridge builds such layers or has names for them, so the rules have HF's on both sides.
+Neither megatron-core nor Megatron-Bridge builds such layers or has names for them, so the rules have HF's on both
+sides.
 """
 
 from __future__ import annotations
