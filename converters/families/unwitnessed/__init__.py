@@ -8,5 +8,6 @@ MAY_IMPORT = (
     "converters.blocks",
     "converters.config",
     "converters.family",
+    "converters.ops",
     "converters.rules",
 )

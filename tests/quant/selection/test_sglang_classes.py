@@ -38,6 +38,8 @@ DECLARED = {
 BY_TRANSFORMERS = {"seed_oss"}
 WITHOUT_INT4 = {"bailing_moe", "bailing_moe_v2", "gpt_oss", "mistral3", "nemotron_h"}
 WITHOUT_INT4 |= {"qwen3_omni_moe", "qwen3_omni_moe_thinker"}
+# Models that it does not build from any config that transformers 5 takes (docs/mappings.md).
+NOT_BUILT = {"olmo3"}
 # SGLang without remote code knows the classes of these, but not the config.
 KNOWN_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
@@ -51,7 +53,7 @@ def _built() -> dict[str, str]:
     found: dict[str, str] = {}
     for case in HF_CASES:
         model_type = config(case)["model_type"]
-        if model_type in CLASSES.keys() - DECLARED.keys() - BY_TRANSFORMERS:
+        if model_type in CLASSES.keys() - DECLARED.keys() - BY_TRANSFORMERS - NOT_BUILT:
             found.setdefault(model_type, case)
     return {case: FAMILIES[model_type].architectures[0] for model_type, case in found.items()}
 
