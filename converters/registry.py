@@ -73,9 +73,12 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
 
 
 def unwitnessed(config: Mapping[str, Any]) -> str | None:
-    """That no released Megatron has loaded this kind of model, and why; None where one has. Raises as `family_of`."""
-    found = family_of(config).unwitnessed
-    return None if found is None else f"no released Megatron has loaded {config['model_type']}: {found.reason}"
+    """That no released Megatron has loaded this kind of model, and why; None where one has, or it is not known."""
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or family.unwitnessed is None:
+        return None
+    return f"no released Megatron has loaded {model_type}: {family.unwitnessed.reason}"
 
 
 def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:

@@ -30,7 +30,7 @@ from converters.megatron.run_config import stored_args
 from converters.megatron.unsaid import UNSAID, unsaid
 from converters.open import open_checkpoint
 from converters.planner import HYBRID, MCORE, dims_of
-from converters.registry import FAMILIES, unwitnessed
+from converters.registry import unwitnessed
 from converters.stored import as_stored
 
 _LONGEST_PATTERN = 2000  # letters; a model of a hundred layers has 200
@@ -100,8 +100,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
             facts["training state"] = {"summary": described(state), **state} if state else None
         args = stored_args(location.path, checkpoint.args)
         facts["args"] = _selected(args, lambda value: isinstance(value, (int, float, str, list)))
-    # Of any other config too, of which nothing is known.
-    if checkpoint.config.get("model_type") in FAMILIES and (message := unwitnessed(checkpoint.config)):
+    if message := unwitnessed(checkpoint.config):
         facts["unwitnessed"] = message
     facts["names"] = _folded(specs)
     return facts

@@ -374,6 +374,8 @@ SIZES = (
         "linear_num_value_heads",
         "full_attention_interval",
     ),
+    *("moe_num_experts", "moe_k", "moe_num_shared_experts"),
+    *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
 )
 VISION_SIZES = (
     *(

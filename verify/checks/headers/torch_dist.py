@@ -63,14 +63,17 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
         return
     files.readable  # noqa: B018 - raises for a format that is not torch_dist
-    if files.metadata.layout != "fsdp_dtensor":
-        yield from _backend(weights)
+    layout, damage = None, None
     try:
+        layout = files.metadata.layout
         files.args  # noqa: B018 - a cached property that raises
     except CkptkitError as error:
-        yield Issue(
-            "readable .metadata and common state", error.message, error.hint or "convert or copy it again", file=weights
-        )
+        damage = error
+    if layout != "fsdp_dtensor":
+        yield from _backend(weights)
+    if damage is not None:
+        hint = damage.hint or "convert or copy it again"
+        yield Issue("readable .metadata and common state", damage.message, hint, file=weights)
         return
     if not files.opened.specs:
         inside = summarize(files.metadata.keys)
