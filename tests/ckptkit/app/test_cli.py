@@ -136,7 +136,8 @@ def test_existing_destination_is_kept(releases: PathOf, tmp_path: Path, ckptkit:
     assert (tmp_path / "out/release/.metadata").exists()
 
 
-@pytest.mark.parametrize("direction", ["to Megatron", pytest.param("to HF", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
 def test_full_disk_ends_the_run_and_leaves_nothing(
     releases: PathOf, converted: PathOf, tmp_path: Path, direction: str
 ) -> None:
@@ -159,7 +160,8 @@ def assert_kept_or_gone(folder: Path, stderr: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-@pytest.mark.parametrize("direction", ["to Megatron", pytest.param("to HF", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
 def test_full_file_system_keeps_finished_files(
     releases: PathOf, converted: PathOf, tmp_path: Path, direction: str
 ) -> None:
