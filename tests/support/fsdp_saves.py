@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,14 +27,18 @@ def _module_names(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"module.{name}_w": gate.clone(), f"module.{name}_v": up.clone()}
 
 
-def save_fsdp(source: Path, root: Path) -> None:
-    """Saves what `source` (`release/`) holds into `root`, with moments of every parameter and the stored arguments."""
+def save_fsdp(source: Path, root: Path, also: Mapping[str, Tensor] | None = None) -> None:
+    """Saves what `source` (`release/`) holds into `root`, with moments of every parameter and the stored arguments.
+
+    `also`: more tensors of the model, by names of modules.
+    """
     weights = TorchDistCheckpoint(source)
     model = {
         key: one
         for name, tensor in weights.read(list(weights.specs)).items()
         for key, one in _module_names(name, tensor).items()
     }
+    model |= also or {}
     moments = {
         f"module.module.{name}": {kind: torch.rand(tensor.shape) + 1 for kind in ("exp_avg", "exp_avg_sq")}
         for name, tensor in model.items()

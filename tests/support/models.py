@@ -17,8 +17,8 @@ from ckptkit.core.specs import TensorSpec
 
 NAMES = ("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe")
 
-# How names begin of what an engine's class of the model leaves aside: for a draft class, or for speech.
-UNREAD = ("mtp.", "talker.", "code2wav.")
+# How names begin of what an engine's class of a model leaves aside, and no draft class of `DRAFTS` takes.
+UNREAD = {"exaone_moe": ("mtp.",), "qwen3_omni_moe": ("talker.", "code2wav.")}
 
 
 def configs() -> dict[str, PretrainedConfig]:

@@ -11,7 +11,7 @@ import itertools
 import math
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -133,17 +133,25 @@ def _read_metadata(path: Path, file: Path) -> StoredMetadata:
     by_torch = bool(getattr(content, "planner_data", None))
     weights = [key for key in tensors if not NOT_WEIGHTS.fullmatch(key)]
     if by_torch and is_fsdp_dtensor(entries):
-        named = {torch_dist_key(key): one for key, one in tensors.items()}
-        return StoredMetadata(_renamed(named), objects, names, layout="fsdp_dtensor")
+        return StoredMetadata(_renamed(path, tensors, torch_dist_key), objects, names, layout="fsdp_dtensor")
     if not weights or not all(map(_WRAPPED.match, weights)):
         return StoredMetadata(tensors, objects, names, by_torch)
-    named = {_WRAPPER.sub(r"\1", key): one for key, one in tensors.items()}
-    objects = {_WRAPPER.sub(r"\1", key): one for key, one in objects.items()}
-    return StoredMetadata(_renamed(named), objects, names, by_torch, "NeMo")
+    objects = {_unwrapped(key): one for key, one in objects.items()}
+    return StoredMetadata(_renamed(path, tensors, _unwrapped), objects, names, by_torch, "NeMo")
 
 
-def _renamed(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    return {key: StoredTensor(key, one.shape, one.dtype, one.chunks) for key, one in tensors.items()}
+def _unwrapped(key: str) -> str:
+    return _WRAPPER.sub(r"\1", key)
+
+
+def _renamed(path: Path, tensors: Mapping[str, StoredTensor], name: Callable[[str], str]) -> dict[str, StoredTensor]:
+    """The tensors under other keys. Raises DamagedError where two get the same one."""
+    found: dict[str, StoredTensor] = {}
+    for key, one in tensors.items():
+        if (new := name(key)) in found:
+            raise DamagedError(f"{path} holds {shortened(new)} twice, once as {shortened(key)}", "save it again")
+        found[new] = StoredTensor(new, one.shape, one.dtype, one.chunks)
+    return found
 
 
 def _shapes(sizes: Sequence[Any]) -> Sequence[Shape | None]:

@@ -12,7 +12,9 @@ from support.fsdp_saves import save_fsdp
 
 from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
+from ckptkit.core.errors import DamagedError
 from ckptkit.formats.torch_dist.fsdp_dtensor import torch_dist_key
+from ckptkit.formats.torch_dist.reader import read_metadata
 from verify.run import verify
 
 
@@ -36,6 +38,14 @@ def test_it_is_read_verified_and_exported_bit_for_bit(saved: Path, releases: Pat
     before, after = models.tensors(release), models.tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_tensor_under_two_spellings_is_damage(converted: PathOf, tmp_path: Path) -> None:
+    """Expert 3 as grouped experts name it, and as experts one by one do."""
+    twice = "decoder.layers.5.mlp.experts.local_experts.3.linear_fc2.weight"
+    save_fsdp(converted("glm4_moe") / "release", tmp_path / "saved", {f"module.{twice}": torch.zeros(2, 3)})
+    with pytest.raises(DamagedError, match=r"holds 'decoder\.layers\.5\.mlp\.experts\.experts\.3\.\S+' twice"):
+        read_metadata(tmp_path / "saved" / "iter_0000005")
 
 
 LAYER, MTP, STATE = "decoder.layers.1.", "mtp.layers.0.", "optimizer.state."
