@@ -21,9 +21,10 @@ from converters.registry import family_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
+_BLOCK = r"(.*\.(?:mlp|layers\.\d+)\.experts)"  # Gemma 4 has them beside the MLP
+_FUSED = re.compile(_BLOCK + r"\.(gate_up|down)_proj(_bias)?")
 _UNGATED = re.compile(r".*\.mixer\.experts\.(up|down)_proj")  # Nemotron-H
-_SINGLE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_SINGLE = re.compile(_BLOCK + r"\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 def is_fused(names: Iterable[str]) -> bool:

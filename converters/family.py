@@ -173,6 +173,8 @@ class EngineClass:
     # The release from which its routers know their layer (`layer_id` of `TopK`). Before, an engine that is asked for
     # the experts of each token ends.
     layer_id_since: tuple[int, ...] = ()
+    # It refuses a checkpoint without the tensors that no reader uses (`ModelFamily.with_unused`).
+    wants_unused: bool = False
     # What it reads of the language model's config and transformers 5 does not write, with the values of the model that
     # transformers runs. Without them it stops, or builds another model.
     keys: Keys = _ALL_WRITTEN
@@ -232,6 +234,7 @@ class ModelFamily:
     `carried_ends`: the same for endings of names (values that every reader computes for itself, in releases that have
     them). `fused`: what its fused experts look like.
     `tie`: where its readers look for the tie flag of a multimodal config.
+    `with_unused`: a config whose rules have also the tensors that only some releases store, since no reader uses them.
     `language_models`: the `model_type`s of a language model alone that may be stored under the names of the multimodal
     model, with the `model_type` of that.
 
@@ -253,6 +256,7 @@ class ModelFamily:
     carried_ends: tuple[str, ...] = ()
     fused: FusedExperts = FusedExperts()
     tie: TieFlag = _TIED_AT_THE_TOP
+    with_unused: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     language_models: Mapping[str, str] = field(default_factory=dict)
     release: Release | None = Release()
     engines: Mapping[str, EngineClass] = field(default_factory=dict)

@@ -26,10 +26,13 @@ def as_stored(config: Mapping[str, Any], names: Collection[str], release: Collec
     """The config of the model as these tensors hold it. `names` are HF's, or Megatron's with HF names as in `release`.
 
     Drops multi-token prediction layers from the config when no tensor of one is stored: pruned or requantized releases
-    leave them out and keep config.json. Otherwise as `as_spelled`. Raises CkptkitError as `family_of` and
+    leave them out and keep config.json. Keeps those that no reader uses in the
+    config where any is stored. Otherwise as `as_spelled`. Raises CkptkitError as `family_of` and
     `ModelFamily.read_dims`.
     """
     config = as_spelled(config, chain(names, release))
+    if any(name in names for name in unused_names(config)):
+        config = family_of(config).with_unused(config)
     return _without_mtp(config) if lacks_mtp(config, names) else config
 
 
@@ -41,6 +44,24 @@ def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, 
     whole = family_of(config).language_models.get(config["model_type"])
     return (
         _nested(config, whole) if whole is not None and any(name.startswith(NESTED_ROOT) for name in names) else config
+    )
+
+
+def unused_names(config: Mapping[str, Any]) -> frozenset[str]:
+    """Names of tensors that some releases of the model store and no reader uses; none where this config has them.
+
+    Raises CkptkitError as `family_of` and `ModelFamily.read_dims`.
+    """
+    family = family_of(config)
+    whole = family.with_unused(config)
+    return frozenset[str]() if whole is config else _promised(whole) - _promised(config)
+
+
+def _promised(config: Mapping[str, Any]) -> frozenset[str]:
+    family = family_of(config)
+    dims = family.read_dims(config)
+    return frozenset(
+        name for rule in family.mappings(dims) for one in rule.hf for name in rule.names_of(one, dims.experts)
     )
 
 

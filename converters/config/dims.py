@@ -100,6 +100,47 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Softmax attention of some layers: heads of queries, groups of keys and values, their size, and the layers.
+
+    `values`: v_proj is stored; without it, values are the keys before their norm.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    layers: tuple[int, ...]
+    values: bool = True
+
+    def __post_init__(self) -> None:
+        _positive(heads=self.heads, groups=self.groups, head_dim=self.head_dim)
+        _grouped(self.heads, self.groups)
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """Layers that attend to the keys and values of an earlier layer.
+
+    `stored`: keys and values of their own are stored, and used by nobody. `wide`: their MLP is twice as wide.
+    """
+
+    layers: tuple[int, ...] = ()
+    stored: bool = False
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """A second embedding, of which each layer gets `size` features of its own."""
+
+    vocab: int
+    size: int
+
+    def __post_init__(self) -> None:
+        _positive(vocab_size_per_layer_input=self.vocab, hidden_size_per_layer_input=self.size)
+
+
+@dataclass(frozen=True)
 class ModelDims:
     """What a rule or a Megatron model needs to know of an HF config. Sizes are in elements; 0 experts means dense.
 
@@ -114,7 +155,7 @@ class ModelDims:
     the softmax. `mtp_layers`: multi-token prediction layers after the last. `pattern`: one letter of Megatron's layer
     pattern a layer, where a layer is a mixer, attention, an MLP or experts alone; `mtp_pattern`: the same of one
     multi-token prediction layer. `rotary`: attention has rotary embedding, but in `nope_layers`. `expert_hidden`: the
-    size that routed experts work in; None: the hidden size.
+    size that routed experts work in; None: the hidden size. `other_attention`: layers whose attention has other sizes.
     """
 
     layers: int
@@ -173,6 +214,9 @@ class ModelDims:
     router_groups: int | None = None
     router_top_groups: int | None = None
     router_normalize: bool = True
+    other_attention: Attention | None = None
+    shared_keys: SharedKeys = SharedKeys()
+    layer_input: LayerInput | None = None
 
     def __post_init__(self) -> None:
         _positive(
@@ -202,10 +246,7 @@ class ModelDims:
             raise CkptkitError(
                 f"config.json: the shared expert has {self.shared_ffn} features", "compare it with the release"
             )
-        if self.heads % self.groups:
-            raise CkptkitError(
-                f"config.json: {self.heads} attention heads do not divide into {self.groups} key-value heads"
-            )
+        _grouped(self.heads, self.groups)
         if set(self.dense_layers) - set(range(self.layers)):
             raise CkptkitError(f"config.json: {len(self.dense_layers)} dense layers of {self.layers} layers")
 
@@ -238,9 +279,22 @@ class ModelDims:
         return tuple(layer for layer in self.all_layers if layer not in linear)
 
     @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Softmax attention by its sizes, that of most layers first."""
+        other = self.other_attention
+        left = set(other.layers) if other else set()
+        plain = tuple(layer for layer in self.softmax_layers if layer not in left)
+        return (Attention(self.heads, self.groups, self.head_dim, plain), *((other,) if other else ()))
+
+    @property
     def mixers(self) -> tuple[int, ...]:
         """Layers with a Mamba mixer."""
         return places(self.pattern, MIXER)
+
+
+def _grouped(heads: int, groups: int) -> None:
+    if heads % groups:
+        raise CkptkitError(f"config.json: {heads} attention heads do not divide into {groups} key-value heads")
 
 
 def _positive(**sizes: float) -> None:

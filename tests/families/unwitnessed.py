@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import Ernie4_5_MoeConfig, Olmo3Config, OlmoeConfig
 
+from families import gemma4
 from families.case import SIZES, Case
 from families.gqa import as_v4
 
@@ -45,4 +46,5 @@ CASES = {
         ),
         fused=True,
     ),
+    **gemma4.CASES,
 }

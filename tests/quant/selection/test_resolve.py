@@ -24,7 +24,9 @@ from quant.selection.readers import ALL_READERS, RULES
 from quant.selection.tiles import check_tiles, unrunnable
 
 INT4_CASES = [
-    name for name in HF_CASES if not name.startswith(("bailing_moe", "gpt_oss", "mistral3", "nemotron_h", "qwen3_omni"))
+    name
+    for name in HF_CASES
+    if not name.startswith(("bailing_moe", "gemma4", "gpt_oss", "mistral3", "nemotron_h", "qwen3_omni"))
 ]
 ATTENTION = r"self_attn\.[qkvo]_proj"
 MLP = r"mlp\.(gate|up|down)_proj"

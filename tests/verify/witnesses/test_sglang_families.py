@@ -63,6 +63,7 @@ def test_every_tensor_is_where_sglang_keeps_it(
     tensors = models.tensors(Path(cases[name].checkpoint))
     unread = models.UNREAD.get(name, ())
     left = {one for one in tensors if one in report.draft or one.startswith(unread) or "rotary_emb.inv_freq" in one}
+    left |= {one for one, tensor in tensors.items() if not tensor.dim()}  # bounds in Gemma 4's audio tower
     assert report.loaded_names == len(tensors)
     assert report.bytes == sum(tensor.nbytes for one, tensor in tensors.items() if one not in left)
 

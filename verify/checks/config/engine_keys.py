@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from converters.config.values import language_part
 from converters.registry import family_of
 from verify.check import Skip, Tally, check
 from verify.evidence.expected import stated_config_of
@@ -20,7 +21,7 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
     Raises CkptkitError as `family_of`, and where the values that they follow from are not there.
     """
     family = family_of(config)
-    text = family.release.text(config) if family.release else config
+    text = language_part(config)
     place = "" if text is config else "text_config."
     keys = family.engine("sglang").keys({**text, "model_type": config["model_type"]})
     lacking = {f"{place}{key}": value for key, value in keys.items() if text.get(key) is None}

@@ -118,7 +118,7 @@ def _no_text_config(subject: Subject) -> str | None:
 def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
     """Where readers look for the tie flag of a multimodal config that is known; None for any other."""
     family = FAMILIES.get(str(config.get("model_type")))
-    nested = family is not None and family.release is not None and family.release.nested
+    nested = family is not None and (family.release is None or family.release.nested)
     return family.tie if family is not None and nested and isinstance(config.get("text_config"), Mapping) else None
 
 

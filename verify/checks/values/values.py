@@ -3,6 +3,7 @@
 What may legally be constant, so that a fresh or tiny model raises no false alarm:
 - norm weights: all ones is how training starts, so any constant but zero is a warning only where it is not one;
 - biases and the router's selection bias: all zero is how training starts, so it is a warning, never an error;
+- a single number: any but zero;
 - matrices: never. Initialization is random, and nothing makes a trained matrix constant, so it is an error.
 Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron), and normal in the vocabulary's
 matrices.
@@ -10,6 +11,7 @@ matrices.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Sized
@@ -111,8 +113,10 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
     config = usable_config(subject) or {}
     for name, stats in values.items():
-        if stats.low > 0 and is_cache_scale(name, config):
-            continue  # one number
+        spec = subject.specs.get(name)  # None of an expert that is stored with the others
+        one_number = is_cache_scale(name, config) or (spec is not None and math.prod(spec.shape) == 1)
+        if stats.low != 0 and one_number:
+            continue
         if (verdict := _constant(name, stats)) is not None:
             verdicts[verdict].append(name)
     for (severity, actual), found in verdicts.items():

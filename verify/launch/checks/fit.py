@@ -23,11 +23,13 @@ from verify.report import Severity
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
     """What of a model an engine cannot share out. vLLM pads and replicates all but heads and FP8 blocks by itself."""
     hint, attention = f"choose another {cut.where}", cut.attention or cut.ranks
-    if dims.heads % attention:
-        yield Issue(f"num_attention_heads that divides over {attention} ranks", f"{dims.heads}", hint)
-    elif not dims.mla and dims.groups % attention and attention % dims.groups:
-        expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
-        yield Issue(expected, f"{dims.groups}", hint)
+    for heads, groups in dict.fromkeys((one.heads, one.groups) for one in dims.attentions):
+        if heads % attention:
+            yield Issue(f"num_attention_heads that divides over {attention} ranks", f"{heads}", hint)
+            break
+        if not dims.mla and groups % attention and attention % groups:
+            expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
+            yield Issue(expected, f"{groups}", hint)
     yield from _blocks(dims, config, cut)
     if cut.by == "vllm":
         return
@@ -179,7 +181,7 @@ def _sides(dims: ModelDims, cut: Cut, *, strict: bool) -> Iterator[_Side]:
 
 def _attention(dims: ModelDims, ranks: int, merged: bool, whole: bool) -> Iterator[_Side]:
     """`whole`: what these ranks cut is looked at, where they are several."""
-    layers, whole = dims.softmax_layers, whole and ranks > 1
+    whole = whole and ranks > 1
     if dims.mla:
         mla, heads = dims.mla, f"num_attention_heads {dims.heads} x"
         query = f"{heads} (qk_nope_head_dim {mla.nope} + qk_rope_head_dim {mla.rope})"
@@ -194,16 +196,17 @@ def _attention(dims: ModelDims, ranks: int, merged: bool, whole: bool) -> Iterat
             (f"{heads} v_head_dim {mla.value}", dims.heads * mla.value, "o_proj", True),
         ]
         for what, size, name, columns in sides if whole else ():
-            yield _Side(what, size, ranks, layers, f"self_attn.{name}", columns)
+            yield _Side(what, size, ranks, dims.softmax_layers, f"self_attn.{name}", columns)
         return
-    name = f"num_attention_heads {dims.heads} x head_dim {dims.head_dim}"
-    rows = _Side(name, dims.heads * dims.head_dim, ranks, layers, "self_attn.q_proj")
-    if merged:
-        yield replace(rows, size=rows.size * (1 + dims.attention_gate))
-        name, share = f"num_key_value_heads {dims.groups} x head_dim {dims.head_dim}", min(ranks, dims.groups)
-        yield _Side(name, dims.groups * dims.head_dim, share, layers, "self_attn.k_proj")
-    if whole:
-        yield replace(rows, module="self_attn.o_proj", columns=True)
+    for one in dims.attentions:
+        name = f"num_attention_heads {one.heads} x head_dim {one.head_dim}"
+        rows = _Side(name, one.heads * one.head_dim, ranks, one.layers, "self_attn.q_proj")
+        if merged:
+            yield replace(rows, size=rows.size * (1 + dims.attention_gate))
+            name, share = f"num_key_value_heads {one.groups} x head_dim {one.head_dim}", min(ranks, one.groups)
+            yield _Side(name, one.groups * one.head_dim, share, one.layers, "self_attn.k_proj")
+        if whole:
+            yield replace(rows, module="self_attn.o_proj", columns=True)
 
 
 def sequence_fit(dims: ModelDims, ranks: int, where: str) -> Iterator[Issue]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from converters.hf_names import LATENT_DOWN
 from converters.planner import expected_hf
 from converters.registry import family_of
+from converters.stored import unused_names
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
 from verify.witnesses.loading.bits import difference, poisoned
 from verify.witnesses.loading.computed import computed_of, is_computed
@@ -165,6 +166,11 @@ class Loaded:
                 if piece.param in masks and piece.surviving is None:
                     piece.into.of(masks[piece.param])[...] = False
         places = {name: place for name in self.promised() if (place := self.place(name)) is not None}
+        lacking = {param for name, (param, _) in places.items() if name not in self.sizes}
+        wanted = family_of(self.config).engine(self.engine.PACKAGE).wants_unused
+        for name in () if wanted else unused_names(self.config):
+            if (place := self.place(name)) is not None and place[0] in masks.keys() - lacking:
+                masks[place[0]][...] = False
         for name, (param, region) in places.items():
             if param not in masks or not (count := int(region.of(masks[param]).sum())):
                 continue

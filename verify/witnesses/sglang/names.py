@@ -17,6 +17,8 @@ _G_IDX = re.compile(r".+\.experts\.w(?:13|2)_(?:weight_g_idx|g_idx_sort_indices)
 _SWIZZLED = re.compile(r".+\.experts\.w(?:13|2)_blockscale_swizzled")
 # Scales of a key-value cache in FP8, which only few checkpoints have; else what they are made with is meant.
 _CACHE_SCALE = re.compile(r".+\.[kv]_scale")
+# Of Gemma 4's vision tower, which has none in any release; SGLang makes it 1.
+_SCALAR_OF_VISION = re.compile(r"vision_tower\.encoder\.layers\.\d+\.layer_scalar")
 
 
 def fuses_shared(names: Iterable[str]) -> bool:
@@ -30,7 +32,7 @@ def fuses_shared(names: Iterable[str]) -> bool:
 
 def has_default(param: str) -> bool:
     """Whether SGLang makes this parameter with a value that stands unless a checkpoint gives another."""
-    return _CACHE_SCALE.fullmatch(param) is not None
+    return any(pattern.fullmatch(param) for pattern in (_CACHE_SCALE, _SCALAR_OF_VISION))
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:

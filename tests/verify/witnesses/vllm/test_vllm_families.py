@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from families import CASES
+from families import HF_CASES
 from support import models
 from support.sglang_families import EXPERT, EXPERT_OF_DRAFT, OF_DRAFT
 from support.sglang_runs import LOST, LOST_OF_DRAFT, Case
-from support.vllm_families import CLEAN, DRAFTS, LEFT_OUT, SAID
+from support.vllm_families import CLEAN, DRAFTS, LEFT_OUT, SAID, WANTED
 from support.vllm_runs import run_cases
 
 from verify.witnesses.loading.run import LoadRun
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for name in CASES:
+    for name in HF_CASES:
         models.save(name, root / name)
     return root
 
@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     broken = {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in CLEAN}
-    return run_cases({name: Case(root / name) for name in CASES} | broken, tmp_path_factory.mktemp("runs"))
+    return run_cases({name: Case(root / name) for name in HF_CASES} | broken, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", CLEAN)
@@ -52,6 +52,15 @@ def test_what_vllms_class_leaves_out_is_named(name: str, runs: Mapping[str, Load
     seen = {one.tensor: one.what for one in report.dropped}
     assert seen["model.layers.0.self_attn.k_proj.weight"] == "only 3072 of its 8192 elements were written"
     assert (len(report.dropped), report.differing) == (LEFT_OUT[name], ())
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_tensors_that_nobody_uses_and_vllm_wants_are_named(name: str, runs: Mapping[str, LoadRun]) -> None:
+    report = runs[name].report
+    assert report is not None, runs[name]
+    assert (report.dropped, report.differing) == ((), ())
+    params = {one.param.removeprefix("language_model.model.") for one in report.unwritten}
+    assert params == {f"{param}.weight" for param in WANTED[name]}
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -87,6 +96,6 @@ def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Pat
     assert {one.tensor for one in broken.differing} == {one for one in tensors if EXPERT_OF_DRAFT.fullmatch(one)}
 
 
-@pytest.mark.parametrize("name", [name for name in CLEAN if not CASES[name].mtp])
+@pytest.mark.parametrize("name", [name for name in CLEAN if not HF_CASES[name].mtp])
 def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, LoadRun]) -> None:
     assert (runs[name].draft, runs[name].draft_error) == (None, None)

@@ -1,0 +1,201 @@
+"""Gemma 4: the spellings of its configs, the keys that nobody uses, and the scalars of its layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import UNWITNESSED
+from families.case import save
+from families.table import config_of
+from safetensors.torch import load_file, save_file
+from support import models
+from support.fixture_types import CopyOf, PathOf
+
+from ckptkit.core.errors import CkptkitError
+from converters.planner import dims_of, expected_hf
+from converters.stored import as_stored
+from verify.checks.config.engine_keys import keys_of
+from verify.launch.checks.fit import engine_fit
+from verify.launch.stacks.sizes import Cut
+from verify.report import Report
+from verify.run import verify
+
+ROOT = "model.language_model.layers."
+
+
+def nested(name: str = "gemma4", **changes: Any) -> dict[str, Any]:
+    """config.json of a test model, with changes in its text_config; None leaves a key out."""
+    config = config_of(UNWITNESSED[name])
+    text = config["text_config"] | changes
+    return config | {"text_config": {key: value for key, value in text.items() if value != "left out"}}
+
+
+def rope(**full: Any) -> dict[str, Any]:
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default"}}
+
+
+def by_layer(**sizes: int) -> dict[str, Any]:
+    """The sizes of full layers as transformers writes them from 5.15 on."""
+    flat = {"global_head_dim": "left out", "num_global_key_value_heads": "left out"}
+    return flat | {"per_layer_config": {layer: dict(sizes) for layer in ("05", "11")}}
+
+
+def codes(report: Report) -> list[str]:
+    return [finding.code for finding in report.findings]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma4", {"attention_bias": True}, "gemma4 with attention_bias True is not supported"),
+        ("gemma4", {"hidden_activation": "silu"}, "gemma4 with hidden_activation 'silu' is not supported"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "with use_bidirectional_attention 'all' is not supported"),
+        ("gemma4", {"num_global_key_value_heads": None}, "no 'num_global_key_value_heads'"),
+        ("gemma4", {"final_logit_softcapping": 0}, "final_logit_softcapping is 0, not a positive number"),
+        ("gemma4", {"layer_types": ["sliding_attention"] * 12}, "a sliding window in the last layer"),
+        ("gemma4", {"top_k_experts": 13}, "13 experts a token out of 12"),
+        ("gemma4", {"expert_intermediate_size": 80}, "expert_intermediate_size 80 is not supported"),
+        ("gemma4", {"rope_parameters": {"rope_theta": 1e4}}, "they must be under full_attention and sliding_attention"),
+        ("gemma4", {"rope_parameters": rope(rope_type="yarn")}, "full_attention of the releases is"),
+        ("gemma4", {"rope_parameters": rope(rope_type="proportional")}, "turns 0.25 of it"),
+        ("gemma4", by_layer(head_dim=48, num_attention_heads=5), "per_layer_config .* is not supported"),
+        ("gemma4", {"per_layer_config": {"05": {"head_dim": 48}}}, "per_layer_config .* is not supported"),
+        ("gemma4", {"per_layer_config": [48]}, "per_layer_config .* is not supported"),
+        (
+            "gemma4",
+            by_layer(head_dim=48) | {"global_head_dim": 64},
+            "global_head_dim is 64 but per_layer_config says 48",
+        ),
+        ("gemma4-small", {"num_global_key_value_heads": 1}, "num_global_key_value_heads 1 is not supported"),
+        ("gemma4-small", {"num_kv_shared_layers": 12}, "num_kv_shared_layers is 12 of 12 layers"),
+        ("gemma4-small", {"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7 of 12 layers"),
+        ("gemma4_unified", {"enable_moe_block": True}, "model_type 'gemma4_unified' is not supported"),
+    ],
+)
+def test_a_config_that_readers_read_differently_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    dims_of(nested(name))
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(nested(name, **changes))
+
+
+def test_sizes_of_full_layers_are_read_under_both_spellings() -> None:
+    flat, written = nested(), nested(**by_layer(head_dim=48, num_key_value_heads=1))
+    assert expected_hf(written) == expected_hf(flat)
+    assert keys_of(flat)[0] == {}
+    needed = {"text_config.global_head_dim": 48, "text_config.num_global_key_value_heads": 1}
+    assert keys_of(written) == (needed, needed)
+
+
+def test_shapes_of_both_kinds_of_layers_by_hand() -> None:
+    """26B-A4B, from its sizes: heads of 256 and of 512, keys for values in the full layers."""
+    sizes = {
+        "hidden_size": 2816,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 2,
+    }
+    shapes, parts = expected_hf(nested(**sizes)), ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert {name: shapes[f"{ROOT}4.self_attn.{name}.weight"] for name in parts} == {
+        "q_proj": (4096, 2816),
+        "k_proj": (2048, 2816),
+        "v_proj": (2048, 2816),
+        "o_proj": (2816, 4096),
+    }
+    assert {
+        name: shapes.get(f"{ROOT}5.self_attn.{name}.weight") for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+    } == {
+        "q_proj": (8192, 2816),
+        "k_proj": (1024, 2816),
+        "v_proj": None,
+        "o_proj": (2816, 8192),
+    }
+
+
+def test_what_a_config_without_them_means() -> None:
+    """The defaults of transformers' class: heads of 512 in full layers, and embeddings of 256 for each layer."""
+    absent = dict.fromkeys(("global_head_dim", "hidden_size_per_layer_input", "rope_parameters"), "left out")
+    dims = dims_of(nested("gemma4-small", **absent))
+    assert (dims.rope_theta, dims.local_rope_theta) == (1e6, 1e4)
+    assert dims.other_attention is not None
+    assert dims.layer_input is not None
+    assert (dims.other_attention.head_dim, dims.layer_input.size) == (512, 256)
+
+
+@pytest.fixture(scope="module")
+def small(releases: PathOf) -> Mapping[str, Path]:
+    return {name: releases(f"gemma4-small{name}") for name in ("", "-as-released")}
+
+
+def test_keys_that_nobody_uses_are_stored_or_not(small: Mapping[str, Path]) -> None:
+    """As released, 15 tensors more than transformers saves, and both without a finding."""
+    names = {name: models.tensors(path).keys() for name, path in small.items()}
+    config = nested("gemma4-small")
+    more = names["-as-released"] - names[""]
+    assert more == expected_hf(as_stored(config, names["-as-released"])).keys() - expected_hf(config).keys()
+    assert len(more) == 15
+    assert {name: codes(verify(path)) for name, path in small.items()} == {"": [], "-as-released": []}
+
+
+@pytest.mark.parametrize("leaf", ["k_proj", "v_proj", "k_norm"])
+def test_some_of_the_keys_that_nobody_uses_are_not_all(leaf: str, small: Mapping[str, Path], copy_of: CopyOf) -> None:
+    path, name = copy_of(small["-as-released"]), f"{ROOT}9.self_attn.{leaf}.weight"
+    models.edit(path, name, None)
+    assert "CK104" in codes(verify(path))
+
+
+def test_values_of_a_layer_that_has_none_are_not_promised(releases: PathOf, copy_of: CopyOf) -> None:
+    """A v_proj beside keys that are the values too is read by nobody."""
+    path = copy_of(releases("gemma4"))
+    tensors = models.tensors(path)
+    name = f"{ROOT}5.self_attn.v_proj.weight"
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    beside = name.replace("v_proj", "k_proj")
+    file = path / content["weight_map"][beside]
+    save_file(load_file(file) | {name: tensors[beside].clone()}, file, metadata={"format": "pt"})
+    content["weight_map"][name] = file.name
+    index.write_text(json.dumps(content))
+    assert (verify(path).findings[0].code, verify(path).findings[0].tensor) == ("CK104", name)
+
+
+def test_a_scalar_of_a_layer_comes_through_untouched_and_is_not_zero(releases: PathOf, copy_of: CopyOf) -> None:
+    source, name = releases("gemma4_text"), "model.layers.3.layer_scalar"
+    path = copy_of(source)
+    assert codes(verify(path, source=source)) == []
+    models.edit(path, name, models.tensors(path)[name] * 1.01)
+    assert codes(verify(path, source=source)) == ["CK202"]
+    models.edit(path, name, torch.zeros(1, dtype=torch.bfloat16))
+    assert codes(verify(path)) == ["CK205"]
+
+
+def test_keys_that_transformers_leaves_out_of_a_unified_model_are_named(tmp_path: Path) -> None:
+    """SGLang's default is an embedding of 256 for each layer."""
+    as_saved = replace(UNWITNESSED["gemma4_unified"], edit=lambda config: config)
+    save("gemma4_unified", as_saved, tmp_path / "release", torch.bfloat16)
+    report = verify(tmp_path / "release")
+    assert codes(report) == ["CK731"]
+    assert '"text_config.hidden_size_per_layer_input": 0' in str(report.findings[0].expected)
+
+
+def test_tie_flags_that_sglang_reads_elsewhere_are_compared(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("gemma4"))
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = False
+    (path / "config.json").write_text(json.dumps(config))
+    assert "CK705" in codes(verify(path))
+
+
+def test_blocks_of_fp8_are_held_against_both_sizes_of_heads() -> None:
+    """Full layers have 1 key head of 48 rows here, the others 2 of 32."""
+    config = nested() | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}}
+    found = [issue.expected for issue in engine_fit(dims_of(config), config, Cut("rollout", "sglang", 1, "--tp"))]
+    assert any("num_key_value_heads 1 x head_dim 48" in text for text in found)
+    assert not any("num_key_value_heads 2 x head_dim 32" in text for text in found)
