@@ -91,7 +91,7 @@ class Release:
     None where they are not known. `published_ignore`: lists of released INT4 checkpoints.
 
     The rest says how transformers spells the same: `model_type` of its class for the language model (empty: the
-    family's own), `moe` and `experts`: the release's names for the block with the experts and for an expert's gate, up
+    one that its config names), `moe` and `experts`: the release's names for the block with the experts and for an expert's gate, up
     and down projection, `classes`: transformers' classes of modules that are not Linear, by their kind in
     `ParamMapping`, `modules`: other parts of its names, with the release's.
     """

@@ -87,7 +87,8 @@ def is_known(model_type: Any) -> bool:
 
 def text_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel:
     """The language model alone. Raises CkptkitError naming the key by which it cannot be built."""
-    return _build(config, release.model_type or config["model_type"], _language(release, config))
+    model_type = release.model_type or str(release.text(config).get("model_type"))
+    return _build(config, model_type, _language(release, config))
 
 
 def whole_model(release: Release, config: Mapping[str, Any]) -> PreTrainedModel | None:

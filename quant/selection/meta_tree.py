@@ -60,7 +60,7 @@ def _linears_outside(outside: tuple[str, ...], whole: nn.Module) -> set[str]:
     found: set[str] = set()
     for name, module in whole.named_modules():
         if isinstance(module, nn.Linear) and not name.startswith("language_model."):
-            spellings = {name, re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", name)}
+            spellings = {name, re.sub(r"^vision_tower\.(?=encoder\.|head\.)", "vision_tower.vision_model.", name)}
             found |= {f"model.{one}" for one in spellings} | {one for one in spellings if one.startswith(outside)}
     return found
 

@@ -109,7 +109,7 @@ def test_language_model_from_sizes_has_the_parameters_of_the_whole_config(name: 
         key: value for key, value in names.text(config).items() if key not in ("model_type", "quantization_config")
     }
     with torch.device("meta"):
-        expected = AutoModel.from_config(AutoConfig.for_model(names.model_type or config["model_type"], **fields))
+        expected = AutoModel.from_config(AutoConfig.for_model(names.model_type or names.text(config)["model_type"], **fields))
     assert matrices(text_model(names, config)) == matrices(expected)
 
 

@@ -55,8 +55,6 @@ UNKNOWN = (
     "bailing_moe_v2-tied",
     "qwen3_omni_moe",
     "qwen3_omni_moe_thinker",
-    "mistral3",
-    "mistral3-small-tied",
 )
 REFUSED |= dict.fromkeys(UNKNOWN, "which of its tensors are Linear layers is not known")
 DAILY = {("mimo", "fp8-block"), ("deepseek_v32", "mxfp8"), ("qwen2-untied", "mxfp4"), ("gpt_oss", "fp8-block")}
