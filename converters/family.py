@@ -91,9 +91,9 @@ class Release:
     None where they are not known. `published_ignore`: lists of released INT4 checkpoints.
 
     The rest says how transformers spells the same: `model_type` of its class for the language model (empty: the
-    one that its config names), `moe` and `experts`: the release's names for the block with the experts and for an expert's gate, up
-    and down projection, `classes`: transformers' classes of modules that are not Linear, by their kind in
-    `ParamMapping`, `modules`: other parts of its names, with the release's.
+    one that its config names), `moe` and `experts`: the release's names for the block with the experts and for an
+    expert's gate (where it has one), up and down projection, `classes`: transformers' classes of modules that are not
+    Linear, by their kind in `ParamMapping`, `modules`: other parts of its names, with the release's.
     """
 
     root: str = "model."
@@ -105,7 +105,7 @@ class Release:
     published_ignore: tuple[frozenset[str], ...] = ()
     model_type: str = ""
     moe: str = "mlp"
-    experts: tuple[str, str, str] = GATE_UP_DOWN
+    experts: tuple[str, ...] = GATE_UP_DOWN
     classes: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
 
@@ -168,6 +168,8 @@ class EngineClass:
     dense: tuple[Dense, ...] = ()
     # On CUDA it makes the shared expert one of the routed ones, unless started with an option against it.
     joins_shared_expert: bool = False
+    # Whether it loads `weight_scale_inv` of FP8 in blocks. Classes of releases in FP8 by tensor take it for one scale.
+    fp8_blocks: bool = True
     # Its routers are quantized where `ignore` does not name them.
     packs_routers: bool = False
     # The release from which its routers know their layer (`layer_id` of `TopK`). Before, an engine that is asked for

@@ -12,7 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag
-from converters.family import ModelFamily
+from converters.family import EngineClass, ModelFamily
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -34,6 +34,11 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 FAMILIES = (
     ModelFamily(
-        ("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, dense_model, carried_ends=ROTARY_FREQUENCIES
+        ("llama",),
+        ("LlamaForCausalLM", "LLaMAForCausalLM"),
+        read_dims,
+        dense_model,
+        carried_ends=ROTARY_FREQUENCIES,
+        engines={"sglang": EngineClass(fp8_blocks=False)},
     ),
 )

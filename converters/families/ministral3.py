@@ -13,7 +13,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, number, rope_of
-from converters.family import ModelFamily
+from converters.family import EngineClass, ModelFamily
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -35,4 +35,12 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     )
 
 
-FAMILIES = (ModelFamily(("ministral3",), ("Ministral3ForCausalLM",), read_dims, dense_model),)
+FAMILIES = (
+    ModelFamily(
+        ("ministral3",),
+        ("Ministral3ForCausalLM",),
+        read_dims,
+        dense_model,
+        engines={"sglang": EngineClass(fp8_blocks=False)},
+    ),
+)

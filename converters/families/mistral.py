@@ -13,7 +13,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import window_of
-from converters.family import ModelFamily
+from converters.family import EngineClass, ModelFamily
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -29,5 +29,12 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 FAMILIES = (
-    ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, dense_model, carried_ends=ROTARY_FREQUENCIES),
+    ModelFamily(
+        ("mistral",),
+        ("MistralForCausalLM",),
+        read_dims,
+        dense_model,
+        carried_ends=ROTARY_FREQUENCIES,
+        engines={"sglang": EngineClass(fp8_blocks=False)},
+    ),
 )

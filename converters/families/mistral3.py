@@ -53,6 +53,11 @@ FAMILIES = (
         carried=("vision_tower.", "multi_modal_projector."),
         tie=TieFlag(absent=True),
         release=Release(_ROOT, "language_model.lm_head", nested=True, linears_outside=_linears_outside),
-        engines={"sglang": EngineClass(root=(_ROOT, "model."), outside=((".attention.o_proj", ".attention.proj"),))},
+        engines={
+            "sglang": EngineClass(
+                root=(_ROOT, "model."), outside=((".attention.o_proj", ".attention.proj"),), fp8_blocks=False
+            ),
+            "vllm": EngineClass(fp8_blocks=False),
+        },
     ),
 )

@@ -18,7 +18,7 @@ from converters.blocks.single import layers_of_one_block, read_pattern
 from converters.config.dims import ModelDims, base_dims
 from converters.config.pattern import EXPERTS, MIXER, Mamba
 from converters.config.values import integer, number
-from converters.family import EngineClass, FusedExperts, ModelFamily
+from converters.family import Draft, EngineClass, FusedExperts, ModelFamily, Release
 from converters.ops.basic import Copy
 from converters.rules import ParamMapping
 
@@ -39,6 +39,8 @@ _FIXED: Mapping[str, Any] = {
 _EPSILON = 1e-5
 _NO_LIMIT = 1e30  # of the time step, which is about 1
 _CHUNK = 128  # tokens that transformers' mixer computes together, in the releases
+_UP_DOWN = ("up_proj", "down_proj")
+_ENGINE_ROOT = ("backbone.", "model.")
 _MTP = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
 
 
@@ -142,6 +144,14 @@ def _either(config: Mapping[str, Any], one: str, other: str, default: int) -> in
     return stated.pop() if stated else default
 
 
+def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """Every layer of the multi-token prediction layers, which the release numbers through."""
+    count = integer(text, "num_nextn_predict_layers", 0)
+    layers = count * len(read_pattern(text, *_MTP, absent="*E")) if count else 0
+    prefixes = [f"mtp.layers.{layer}." for layer in range(layers)]
+    return tuple(Draft(one, one, r"re:mtp\..*", one, f"{one}eh_proj", vllm_joint=True) for one in prefixes)
+
+
 def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """SGLang's config class knows the groups of mixers under another name, and takes 8 where that is absent."""
     mamba = read_dims(config).mamba
@@ -191,10 +201,12 @@ FAMILIES = (
         read_dims,
         mappings,
         fused=FusedExperts(renamed=True),
-        release=None,
+        release=Release(
+            "backbone.", moe="mixer", experts=_UP_DOWN, drafts=_drafts, classes={"Router": "NemotronHTopkRouter"}
+        ),
         # Its kernels come from a hub, and without them it keeps time steps from falling below `time_step_min`.
         reference={"use_mamba_kernels": False, "time_step_min": 1e-30, "chunk_size": _CHUNK},
         unlike_transformers=_unlike_transformers,
-        engines={"sglang": EngineClass(("qkv_proj",), keys=_sglang_keys)},
+        engines={"sglang": EngineClass(("qkv_proj",), root=_ENGINE_ROOT, entries=(_ENGINE_ROOT,), keys=_sglang_keys)},
     ),
 )

@@ -10,7 +10,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import embeddings
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import rope_of, window_of
-from converters.family import ModelFamily
+from converters.family import EngineClass, ModelFamily
 from converters.ops.basic import Copy, GateUpInOne, QkvInOne
 from converters.rules import ParamMapping, decoder
 
@@ -48,4 +48,12 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     )
 
 
-FAMILIES = (ModelFamily(("phi3",), ("Phi3ForCausalLM",), read_dims, mappings),)
+FAMILIES = (
+    ModelFamily(
+        ("phi3",),
+        ("Phi3ForCausalLM",),
+        read_dims,
+        mappings,
+        engines={"sglang": EngineClass(fp8_blocks=False)},
+    ),
+)

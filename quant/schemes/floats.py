@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
+from converters.registry import family_of
 from converters.stored import as_stored
 from quant.formats.floats.layout import Layout
 from quant.formats.floats.table import compressed_nvfp4, modelopt_nvfp4, mxfp4
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
 _CT = "compressed-tensors"
+# Engines build it of five parts. Blocks must divide each, and one is a number a head.
+_MIXER = ".mixer.in_proj"
+_ENGINES = {"sglang": "SGLang 0.5.16", "vllm": "vLLM 0.26"}
 _NOT_LOADED = (
     "SGLang 0.5.16 does not load Qwen2.5-VL and Qwen3-VL so, and builds the draft layers of Qwen3.5 unquantized (leave "
     r"those out: --ignore 're:mtp\..*')"
@@ -61,6 +65,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
             ("online", "slime", "slime-cuda", "transformers", "deepgemm", _CT),
             (128, 128),
             "online",
+            kept=(_MIXER,),
         ),
         "fp8-channel": _Kind("FP8 in rows", (1, None), ("slime", "slime-cuda", _CT), (16, 16)),
         "mxfp8": _Kind("MXFP8", (1, 32), ("modelopt",), (1, 32), "modelopt"),
@@ -77,8 +82,9 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
             ("modelopt", _CT),
             (16, 16),
             layouts=(modelopt_nvfp4(static=False), compressed_nvfp4(static=False)),
-            # SGLang computes with halves of the first by itself, and reads four scales of the second, but fills one.
-            kept=(".kv_b_proj", ".in_proj_qkvz"),
+            # SGLang computes with halves of the first by itself. It has a scale for each part of the others, and fills
+            # one.
+            kept=(".kv_b_proj", ".in_proj_qkvz", _MIXER),
         ),
     }
 )
@@ -305,14 +311,26 @@ def _kept(scheme: FloatScheme) -> tuple[str, ...]:
 def _reader_notes(
     scheme: FloatScheme, chosen: Sequence[TensorSpec], config: Mapping[str, Any], readers: Sequence[str]
 ) -> Sequence[str]:
-    """What SGLang does not load or run of it, where it is a reader."""
+    """What engines among the readers do not load or run of it."""
+    by_vllm = scheme.name == "mxfp4" or (scheme.name == "fp8-block" and scheme.formula != _CT)
+    notes = tiles.ungated_notes(scheme.title, chosen, config, readers, ("sglang", "vllm") if by_vllm else ("sglang",))
     if scheme.layout is not None and scheme.formula == _CT and "sglang" in readers:
         weights_only = "" if scheme.name == "mxfp4" else " without quantized activations"
-        return [f"SGLang 0.5.16 does not read {scheme.title} of compressed-tensors{weights_only}; vLLM does"]
+        return [f"SGLang 0.5.16 does not read {scheme.title} of compressed-tensors{weights_only}; vLLM does", *notes]
     if scheme.name == "nvfp4":
         unread = [_NOT_LOADED] if class_tree(config).outside and "sglang" in readers else []
         return [*unread, *tiles.kernel_notes("NVFP4", chosen, config, scheme.kind.block[1], readers)]
-    return []
+    engines = [words for name, words in _ENGINES.items() if name in readers and not _loads_blocks(config, name)]
+    if scheme.name in ("fp8-block", "mxfp8") and scheme.formula != _CT and engines:
+        notes += (
+            f"{' and '.join(engines)}: this model's class takes weight_scale_inv for one scale of a whole tensor, and "
+            f"loads none of {scheme.title}; use --scheme fp8-channel or fp8-block with --rounding compressed-tensors",
+        )
+    return notes
+
+
+def _loads_blocks(config: Mapping[str, Any], engine: str) -> bool:
+    return family_of(config).engine(engine).fp8_blocks
 
 
 def quantize_sample(weight: Tensor, scheme: FloatScheme) -> None:

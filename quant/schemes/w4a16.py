@@ -158,6 +158,7 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     if special and family_of(config).engine("sglang").joins_shared_expert:
         _check_joined([spec.name for spec in chosen if ".shared_experts." in spec.name])
     notes = tiles.kernel_notes("INT4", chosen, config, whole.group_size, request.readers)
+    notes += tiles.ungated_notes("INT4", chosen, config, request.readers)
     before = stored_scheme(reference.config) if reference is not None else None
     if before is None or not before.fits(whole):
         return PackedWeights(whole, names, request.device, sglang_experts=special, notes=notes)

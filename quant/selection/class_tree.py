@@ -14,7 +14,7 @@ from converters.config.bounds import check_config
 from converters.family import ModelFamily, Release
 from converters.hf_names import layer_of
 from converters.registry import FAMILIES
-from quant.selection.tree import ClassTree
+from quant.selection.tree import ClassTree, is_beside
 
 
 def class_tree(config: Mapping[str, Any]) -> ClassTree:
@@ -67,7 +67,7 @@ def family_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]
     return ClassTree(
         frozenset(linears | {release.head}),
         release.head,
-        frozenset(name for name in linears if name.rpartition(".")[0] in blocks),
+        frozenset(name for name in linears if is_beside(blocks, name)),
         experts,
         dict(sorted(others.items(), key=lambda item: -1 if (layer := layer_of(item[0])) is None else layer)),
         release.drafts(release.text(config), release.root),

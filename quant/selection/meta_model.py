@@ -29,7 +29,7 @@ _SIZE, _SIZES, _SWITCH = (
     "true or false",
 )
 _MAX_SIZE = 2**31
-_ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish")
+_ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu", "swish")
 _ATTENTION = (
     "full_attention",
     "sliding_attention",
@@ -38,6 +38,8 @@ _ATTENTION = (
     "deepseek_sparse_attention",
     "indexed_attention",
 )
+_INDEXERS = {"F": "full", "S": "shared"}  # indexers of their own, by the letter of a pattern
+_BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # kinds of layers, the same
 # What the values of a key must be: one of the three kinds above, a word of these, or (`list`) a list of such words.
 Kind = str | tuple[str, ...] | list[str]
 
@@ -56,10 +58,17 @@ _LANGUAGE: Mapping[str, Kind] = MappingProxyType(
         "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
         "index_head_dim index_n_heads index_topk index_topk_freq index_skip_topk_offset "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
-        "full_attention_interval",
+        "full_attention_interval "
+        "mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel chunk_size "
+        "moe_shared_expert_intermediate_size moe_latent_size",
     )
     | {"mlp_only_layers": _SIZES, "hidden_act": _ACTIVATIONS, "hidden_activation": _ACTIVATIONS}
-    | {"layer_types": list(_ATTENTION), "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]}
+    | {"mlp_hidden_act": _ACTIVATIONS, "layers_block_type": list(_BLOCKS.values())}
+    | {
+        "layer_types": list(_ATTENTION),
+        "mlp_layer_types": ["dense", "sparse"],
+        "indexer_types": list(_INDEXERS.values()),
+    }
 )
 _VISION: Mapping[str, Kind] = MappingProxyType(
     _each(
@@ -110,9 +119,12 @@ def _language(release: Release, config: Mapping[str, Any]) -> dict[str, Any]:
     text, where = release.text(config), "text_config." if release.nested else ""
     fields = _checked(text, _LANGUAGE, config, where)
     if (pattern := text.get("index_topk_pattern")) is not None and fields.get("indexer_types") is None:
-        fields["indexer_types"] = _indexers(pattern, config, where)
-    # The default of some classes lies outside a small vocabulary.
-    return fields | {"pad_token_id": None}
+        fields["indexer_types"] = _words(pattern, _INDEXERS, "indexer_types", f"{where}index_topk_pattern", config)
+    if (pattern := text.get("hybrid_override_pattern")) is not None and fields.get("layers_block_type") is None:
+        key = f"{where}hybrid_override_pattern"
+        fields["layers_block_type"] = _words(pattern, _BLOCKS, "layers_block_type", key, config)
+    # The default of some classes lies outside a small vocabulary, and a mixer would ask a hub for kernels.
+    return fields | {"pad_token_id": None, "use_mamba_kernels": False}
 
 
 def _checked(
@@ -149,12 +161,11 @@ def _describe(kind: Kind) -> str:
     return ("a list of " if isinstance(kind, list) else "one of ") + ", ".join(kind)
 
 
-def _indexers(pattern: Any, config: Mapping[str, Any], where: str) -> list[str]:
-    """Which layers have an indexer of their own, of a word like FSSF or the list that `indexer_types` has."""
-    words = {"F": "full", "S": "shared"}
+def _words(pattern: Any, words: Mapping[str, str], key: str, where: str, config: Mapping[str, Any]) -> list[str]:
+    """The value of `key` that a word of one letter a layer stands for, or the list that it is already."""
     kinds = [words.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else pattern
-    if not _fits(kinds, _LANGUAGE["indexer_types"]):
-        raise _refused(config, f"{where}index_topk_pattern is {pattern!r:.80}, not a word of F and S")
+    if not _fits(kinds, _LANGUAGE[key]):
+        raise _refused(config, f"{where} is {pattern!r:.80}, not a word of {' and '.join(words)}")
     return list(kinds)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from converters.family import ModelFamily, Release
 from quant.selection.meta_model import text_model, whole_model
-from quant.selection.tree import ClassTree
+from quant.selection.tree import ClassTree, is_beside
 
 
 def meta_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]) -> ClassTree:
@@ -41,7 +41,7 @@ def meta_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]) 
     return ClassTree(
         frozenset(linears | experts | {release.head}),
         release.head,
-        frozenset(name for name in linears if name.rpartition(".")[0] in blocks),
+        frozenset(name for name in linears if is_beside(blocks, name)),
         experts,
         others,
         release.drafts(release.text(config), release.root),
@@ -66,8 +66,8 @@ def _linears_outside(outside: tuple[str, ...], whole: nn.Module) -> set[str]:
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    parameters = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    return all(isinstance(parameter, torch.Tensor) and parameter.ndim == 3 for parameter in parameters)
+    parameters = [getattr(module, name, None) for name in ("gate_up_proj", "up_proj", "down_proj")]
+    return sum(isinstance(parameter, torch.Tensor) and parameter.ndim == 3 for parameter in parameters) == 2
 
 
 def _each(prefix: str, module: nn.Module, projections: tuple[str, ...]) -> Iterator[str]:

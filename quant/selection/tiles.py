@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
+from converters.hf_names import GATE_UP_DOWN
 from quant.selection.class_tree import class_tree, release_of
 from quant.selection.matrices import fused_layer
 from quant.selection.spelling import ignore_options
@@ -25,6 +26,10 @@ _TILES = ((128, 64), (64, 128))  # rows and columns of which a layer must be mad
 _EXPERT_ROWS, _EXPERT_COLUMNS = 128, 64  # a tile of fused experts
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2")
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+_WANTING_A_GATE = {
+    "sglang": "SGLang 0.5.16 does not load them",
+    "vllm": "vLLM 0.26 leaves half of their memory as it was",
+}
 _SIZES = (64, 32, 16, 8, 4, 2, 1)
 
 
@@ -74,6 +79,27 @@ def kernel_notes(
         return ()
     hint, details = fault
     return (f"no {what} kernel of SGLang runs {'; '.join(details)}: an engine would end at its first prompt; {hint}",)
+
+
+def ungated_notes(
+    what: str,
+    chosen: Sequence[TensorSpec],
+    config: Mapping[str, Any],
+    readers: Collection[str],
+    wanting: Collection[str] = ("sglang",),
+) -> tuple[str, ...]:
+    """Experts without a gate, in a format for which engines among `readers` want one. `wanting`: those engines.
+
+    Where they make room for both, SGLang 0.5.16 ends as it cuts up's part out of the tensor, and vLLM 0.26 goes on.
+    Run: `verify --against-sglang` and `--against-vllm` of nemotron_h in every scheme.
+    """
+    found = [words for engine, words in _WANTING_A_GATE.items() if engine in wanting and engine in readers]
+    if not found or len(release_of(config).experts) == len(GATE_UP_DOWN):
+        return ()
+    tree = class_tree(config)
+    if not any(spec.name.removesuffix(".weight") in tree.experts for spec in chosen):
+        return ()
+    return (f"experts without a gate in {what}: {', '.join(found)}; --ignore 're:.*\\.experts\\..*' leaves them out",)
 
 
 def _kernel_fault(specs: Sequence[TensorSpec], expert: bool, group_size: int | None) -> str | None:

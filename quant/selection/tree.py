@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +11,12 @@ from converters.family import Dense, Draft
 from converters.hf_names import layer_of, tail
 
 DRAFT_LAYER = "draft layer"  # why a module of one is never INT4
+
+
+def is_beside(blocks: Collection[str], linear: str) -> bool:
+    """Whether a Linear in one of these blocks of experts chooses or weighs them, and does not make their inputs."""
+    block, _, name = linear.rpartition(".")
+    return block in blocks and not name.endswith("_proj")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from families import HF_CASES
+
 from ckptkit.app.api import quantize
+from converters.registry import FAMILIES
 from quant.schemes.w4a16 import int4_scheme
 from support import models
 from support.quantized import fp8_blocks, small_groups_allowed, write
@@ -18,15 +21,20 @@ INT4 = {
     name: {"group_size": 32, "ignore": (EXPERTS,) if name.startswith(("qwen3_next", "qwen3_5_moe")) else ()}
     for name in CLEAN
     if not name.startswith(
-        ("bailing_moe", "gpt_oss", "mistral3", "nemotron_h", "qwen3_omni")
-    )  # whose Linear layers are not known one by one
+        ("bailing_moe", "gpt_oss", "nemotron_h", "qwen3_omni")
+    )  # whose Linear layers are not known one by one, or whose experts SGLang does not load
 }
 CHANNEL = ("qwen2-untied", "qwen3_moe", "deepseek_v3", "glm4_moe")
 # GLM's shared expert is kept among the routed ones if it is packed, and SGLang takes no zero points of it there.
 SHARED = r"re:.*\.mlp\.shared_experts\..*"
 ZERO_POINTS = {"qwen2-tied": (), "qwen3_moe": (), "deepseek_v3": (), "minimax_m2": (), "glm4_moe": (SHARED,)}
 FP8 = ("qwen2-tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2", "glm4", "gemma3_text")
-NOT_IN_FP8 = ("llama", "mistral")
+# Mistral 3 has a tower too, whose class loads its scales.
+NOT_IN_FP8 = [
+    name
+    for name in CLEAN
+    if not FAMILIES[HF_CASES[name].config().model_type].engine("sglang").fp8_blocks and not name.startswith("mistral3")
+]
 LINEAR = re.compile(r".*layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight")
 
 

@@ -31,6 +31,14 @@ LATENT = {
     "qk_head_dim": 128,
     "v_head_dim": 64,
 }
+MIXERS = {
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 24,
+    "n_groups": 8,
+    "ssm_state_size": 16,
+    "moe_shared_expert_intermediate_size": 128,
+    "moe_latent_size": 128,
+}
 # Hidden size divided by heads, which these classes or their config files take for a head's size.
 HEADS_OF_16 = {"num_attention_heads": 8, "num_key_value_heads": 8}
 HEADS_OF_64 = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
@@ -48,6 +56,8 @@ OWN: Mapping[str, Mapping[str, int]] = {
     "qwen2_5_vl-tied-as-released": HEADS_OF_16,
     # In these classes it is the size of an expert.
     "minimax_m2": ATTENTION | {"intermediate_size": 256},
+    "nemotron_h": ATTENTION | MIXERS,
+    "nemotron_h-latent": ATTENTION | MIXERS,
     "gpt_oss": ATTENTION | {"intermediate_size": 256},
     "gpt_oss-v4": ATTENTION | {"intermediate_size": 256},
 }

@@ -229,6 +229,34 @@ def test_what_blocks_do_not_divide_stays_with_all_that_engines_join_to_it(
     assert "blocks of 128 rows do not divide what engines join to one layer: model.layers.{0..6}" in result.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("model", "scheme", "words"),
+    [
+        ("llama", FloatScheme("fp8-block"), ["SGLang 0.5.16: this model's class takes weight_scale_inv for one scale"]),
+        ("llama", FloatScheme("fp8-block", "compressed-tensors"), []),
+        ("llama", FloatScheme("fp8-channel"), []),
+        ("mistral3", FloatScheme("fp8-block"), ["SGLang 0.5.16 and vLLM 0.26: this model's class takes"]),
+        (
+            "nemotron_h",
+            FloatScheme("fp8-block"),
+            ["does not load them, vLLM 0.26 leaves half of their memory as it was"],
+        ),
+        ("nemotron_h", FloatScheme("fp8-channel"), ["experts without a gate in FP8 in rows: SGLang 0.5.16 does not"]),
+        ("nemotron_h", FloatScheme("fp8-channel", ignore=(r"re:.*\.experts\..*",)), []),
+    ],
+    ids=str,
+)
+def test_notes_say_what_engines_would_not_load(
+    model: str, scheme: FloatScheme, words: list[str], tmp_path: Path
+) -> None:
+    """What `verify --against-sglang` and `--against-vllm` found of each, in the versions that the notes name."""
+    case.save(model, widened(model), tmp_path / "plain", torch.bfloat16)
+    notes = quantize(tmp_path / "plain", tmp_path / "out", scheme, readers=("sglang", "vllm")).notes
+    notes = [note for note in notes if "megatron-core" not in note]
+    assert len(notes) == len(words), notes
+    assert all(one in note for one, note in zip(words, notes, strict=True)), notes
+
+
 def test_exact_refuses_what_would_change_and_takes_what_would_not(plain: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match=r"weights are not exact: \[0, \d+\] is .* and would be "):
         quantize(plain("dense"), tmp_path / "out", FloatScheme("mxfp8", exact=True))

@@ -109,7 +109,9 @@ def test_language_model_from_sizes_has_the_parameters_of_the_whole_config(name: 
         key: value for key, value in names.text(config).items() if key not in ("model_type", "quantization_config")
     }
     with torch.device("meta"):
-        expected = AutoModel.from_config(AutoConfig.for_model(names.model_type or names.text(config)["model_type"], **fields))
+        expected = AutoModel.from_config(
+            AutoConfig.for_model(names.model_type or names.text(config)["model_type"], **fields)
+        )
     assert matrices(text_model(names, config)) == matrices(expected)
 
 
@@ -376,6 +378,8 @@ SIZES = (
     ),
     *("moe_num_experts", "moe_k", "moe_num_shared_experts"),
     *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "chunk_size"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size"),
 )
 VISION_SIZES = (
     *(
@@ -405,6 +409,9 @@ WORDS = (
     "indexer_types",
     "index_topk_pattern",
     "mlp_only_layers",
+    "mlp_hidden_act",
+    "layers_block_type",
+    "hybrid_override_pattern",
 )
 VISION_WORDS = ("hidden_act", "deepstack_visual_indexes", "vision_use_head")
 OVERRIDING = ("per_layer_config",)

@@ -16,18 +16,14 @@ from support.published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from converters.planner import expected_hf
+from converters.planner import dims_of, expected_hf
 from quant.formats.scheme import QuantScheme
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import Verdict, default_ignore, resolve
 from quant.selection.readers import ALL_READERS, RULES
 from quant.selection.tiles import check_tiles, unrunnable
 
-INT4_CASES = [
-    name
-    for name in HF_CASES
-    if not name.startswith(("bailing_moe", "gemma4", "gpt_oss", "mistral3", "nemotron_h", "qwen3_omni"))
-]
+INT4_CASES = [name for name in HF_CASES if not name.startswith(("bailing_moe", "gemma4", "gpt_oss", "qwen3_omni"))]
 ATTENTION = r"self_attn\.[qkvo]_proj"
 MLP = r"mlp\.(gate|up|down)_proj"
 EXPERTS = r"mlp\.experts\.\d+\.(gate|up|down)_proj"
@@ -52,6 +48,10 @@ PACKED = {
     "ernie4_5_moe": (ATTENTION, MLP, EXPERTS, SHARED),
     "olmoe": (ATTENTION, EXPERTS),
     "mixtral": (ATTENTION, SPARSE),
+    "nemotron_h": (
+        r"mixer\.(in|out|[qkvo]|up|down|fc[12]_latent)_proj",
+        r"mixer\.(experts\.\d+|shared_experts)\.(up|down)_proj",
+    ),
     "qwen2_moe": (ATTENTION, MLP, EXPERTS, SHARED),
     "qwen3_5_moe": (ATTENTION, EXPERTS, SHARED),
     "qwen3_5_moe_text": (ATTENTION, EXPERTS, SHARED),
@@ -59,7 +59,8 @@ PACKED = {
     "qwen3_next": (ATTENTION, EXPERTS, SHARED),
     "qwen3_vl_moe": (ATTENTION, EXPERTS),
 }
-ROOT = {"gemma3": "language_model.model.", "kimi_k25": "language_model.model."} | dict.fromkeys(
+NESTED = "language_model.model."
+ROOT = {"gemma3": NESTED, "kimi_k25": NESTED, "mistral3": NESTED, "nemotron_h": "backbone."} | dict.fromkeys(
     ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), "model.language_model."
 )
 
@@ -76,7 +77,7 @@ def test_what_is_packed_in_every_model(case: str) -> None:
     verdicts = resolve(specs, config, QuantScheme(None, "qmax7", default_ignore(config)))
     model_type = config["model_type"]
     patterns = HF_CASES[case].packed or PACKED.get(model_type, DENSE)
-    layers = (config.get("text_config") or config)["num_hidden_layers"]
+    layers = dims_of(config).layers
     wanted = re.compile(rf"{re.escape(ROOT.get(model_type, 'model.'))}layers\.(\d+)\.({'|'.join(patterns)})\.weight")
     expected = {name for name in specs if (match := wanted.fullmatch(name)) and int(match[1]) < layers}
     assert expected

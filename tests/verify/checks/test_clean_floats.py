@@ -49,8 +49,6 @@ WRITTEN = {
 # gpt-oss's experts are one tensor a layer, which no reader of these schemes knows.
 REFUSED = dict.fromkeys(("gpt_oss", "gpt_oss-v4"), "its experts are one tensor a layer")
 UNKNOWN = (
-    "nemotron_h",
-    "nemotron_h-latent",
     "bailing_moe",
     "bailing_moe_v2-tied",
     "qwen3_omni_moe",

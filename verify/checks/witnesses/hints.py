@@ -104,8 +104,8 @@ def why_no_scale(engine: EngineFacts, name: str, report: LoadReport) -> str:
     """The hint for scales of FP8 blocks: the engine's class loads none at all, or not those of this module."""
     if not any(one.endswith(f".{WEIGHT_SCALE_INV}") for one in report.equal):
         return (
-            f"{engine.label}'s {report.model} loads no scales of FP8 blocks, so it cannot serve the model in FP8: "
-            "dequantize it"
+            f"{engine.label}'s {report.model} loads no scales of FP8 blocks under this name: dequantize it, or "
+            "quantize the plain release with `ckptkit quantize --scheme fp8-channel`"
         )
     module = name.rpartition(".")[0]
     return (
