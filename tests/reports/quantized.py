@@ -20,6 +20,7 @@ from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.dequantize import dequantized
 from quant.formats.scheme import QuantScheme
+from quant.schemes.floats import FloatScheme
 from reports.files import number_files, on_checkpoint
 from reports.report import SOURCE, Change, Report
 
@@ -201,6 +202,25 @@ def _in(spelling: str) -> Change:
     return lambda work: write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS[spelling])
 
 
+def _from_mxfp4(exponent: int) -> Change:
+    """MXFP4 with values in one block that are so far apart, and what FP8 with powers of two makes of it."""
+
+    def make(work: Path) -> None:
+        name, release, made = "model.layers.5.mlp.experts.7.up_proj.weight", work / "PLAIN", work / "CKPT"
+        if not release.exists():
+            (work / SOURCE).rename(release)
+        for old in (work / SOURCE, made):
+            shutil.rmtree(old, ignore_errors=True)
+        source = write(release.resolve(), work / SOURCE, SPELLINGS["mxfp4-quark"])
+        codes, scale = tensor(source, name), tensor(source, f"{name}_scale")
+        codes[:32, :16], scale[:32, 0] = 0, 122
+        codes[0, 0], codes[1, 0], scale[1, 0] = 6, 1, 122 + exponent
+        replace(source, {name: codes, f"{name}_scale": scale})
+        quantize(source, made, FloatScheme("fp8-block", "deepgemm"))
+
+    return make
+
+
 def _without(ending: str) -> Change:
     """The scales of two experts are not stored."""
     experts = [f"model.layers.5.mlp.experts.{expert}." for expert in (3, 9)]
@@ -274,6 +294,18 @@ REPORTS = (
         prepare=_fp8,
         verdict="sound",
         reason="each is within half a step; CK305 notes whose formula made a file, and `quantize --rounding` has all",
+    ),
+    Report(
+        "vllm#53709",
+        "2026-09",
+        "MXFP4 is made FP8, which is said to lose nothing: values far below the largest of their block become 0.",
+        "ckptkit verify CKPT --source RELEASE --strict",
+        "qwen3_moe-tiles/",
+        "CK305",
+        ("model.layers.5.mlp.experts.7.up_proj", "not lossless: 1 of"),
+        _from_mxfp4(-16),
+        _from_mxfp4(-14),
+        twin="ckptkit verify CKPT --source RELEASE",
     ),
     Report(
         "Model-Optimizer#2038",
