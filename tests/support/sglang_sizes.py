@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from families import CASES
+from families import HF_CASES
 from families.case import Case
 from transformers import PretrainedConfig
 
@@ -54,6 +54,9 @@ OWN: Mapping[str, Mapping[str, int]] = {
     "gemma3_text-v4": HEADS_OF_64,
     "qwen2_5_vl": HEADS_OF_16,
     "qwen2_5_vl-tied-as-released": HEADS_OF_16,
+    "olmoe": HEADS_OF_16,
+    "olmo3": HEADS_OF_16,
+    "olmo3-tied-window-everywhere": HEADS_OF_16,
     # In these classes it is the size of an expert.
     "minimax_m2": ATTENTION | {"intermediate_size": 256},
     "nemotron_h": ATTENTION | MIXERS,
@@ -65,7 +68,7 @@ OWN: Mapping[str, Mapping[str, int]] = {
 
 def widened(name: str) -> Case:
     """The test model with these sizes; those that its config does not have, or has as None, stay away."""
-    case = CASES[name]
+    case = HF_CASES[name]
 
     def config() -> PretrainedConfig:
         whole = case.config()

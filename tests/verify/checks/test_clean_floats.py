@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CASES, case
+from families import HF_CASES, case
+from families.table import config_of
 from safetensors import safe_open
 from support.sglang_sizes import widened
 
 from ckptkit.app.api import inspect, quantize
 from ckptkit.core.errors import CkptkitError
+from converters.registry import FAMILIES
 from quant.lint.lint import lint
 from quant.schemes.floats import FloatScheme
 from quant.schemes.registry import NAMES
@@ -48,17 +50,15 @@ WRITTEN = {
 }
 # gpt-oss's experts are one tensor a layer, which no reader of these schemes knows.
 REFUSED = dict.fromkeys(("gpt_oss", "gpt_oss-v4"), "its experts are one tensor a layer")
-UNKNOWN = (
-    "bailing_moe",
-    "bailing_moe_v2-tied",
-    "qwen3_omni_moe",
-    "qwen3_omni_moe_thinker",
-)
-REFUSED |= dict.fromkeys(UNKNOWN, "which of its tensors are Linear layers is not known")
+REFUSED |= {
+    model: "which of its tensors are Linear layers is not known"
+    for model, one in HF_CASES.items()
+    if FAMILIES[config_of(one)["model_type"]].release is None and model not in REFUSED
+}
 DAILY = {("mimo", "fp8-block"), ("deepseek_v32", "mxfp8"), ("qwen2-untied", "mxfp4"), ("gpt_oss", "fp8-block")}
 PAIRS = [
     pytest.param(model, name, marks=() if (model, name) in DAILY else pytest.mark.nightly)
-    for model in CASES
+    for model in HF_CASES
     for name in WRITTEN
 ]
 Plain = Callable[[str], Path]
