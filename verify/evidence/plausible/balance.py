@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from converters.config.dims import ModelDims
+from converters.hf_names import GATE_UP_DOWN
 from verify.evidence.plausible.layers import Layers, Suspicion, correlation
 from verify.evidence.plausible.profile import Array, Profile
 
@@ -79,12 +80,13 @@ def _best(found: list[tuple[float, Suspicion]]) -> Iterator[Suspicion]:
             yield suspicion
 
 
-def _mlps(layer: int, profiles: Mapping[str, Profile], experts: tuple[str, str, str]) -> Iterator[tuple[str, Balance]]:
+def _mlps(layer: int, profiles: Mapping[str, Profile], experts: tuple[str, ...]) -> Iterator[tuple[str, Balance]]:
+    """None of an MLP without a gate."""
     for tail in profiles:
         block, _, part = tail.removesuffix(".weight").rpartition(".")
-        for gate, up, down in {experts, ("gate_proj", "up_proj", "down_proj")}:
-            tails = tuple(f"{block}.{one}.weight" for one in (gate, up, down))
-            if part == gate and profiles.keys() >= set(tails):
+        for gate, *others in {experts, GATE_UP_DOWN}:
+            tails = tuple(f"{block}.{one}.weight" for one in (gate, *others))
+            if part == gate and len(tails) == len(GATE_UP_DOWN) and profiles.keys() >= set(tails):
                 one, other, answer = (profiles[name] for name in tails)
                 if one.shape == other.shape == answer.shape[::-1]:
                     own, alternative = (correlation(rows, answer.columns) for rows in (other.rows, one.rows))

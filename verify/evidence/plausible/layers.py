@@ -33,7 +33,7 @@ class Layers:
     dims: ModelDims
     profiles: Mapping[int, Mapping[str, Profile]]
     names: Mapping[tuple[int, str], str]  # whole names
-    experts: tuple[str, str, str] = GATE_UP_DOWN  # what the model calls gate, up and down of an expert
+    experts: tuple[str, ...] = GATE_UP_DOWN  # what the model calls gate, up and down of an expert
     routers: frozenset[str] = frozenset()  # the rest of a router's name
 
     def name(self, layer: int, *tails: str) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class Layers:
 
 
 def profiled_layers(
-    profiles: Mapping[str, Profile], dims: ModelDims, experts: tuple[str, str, str], routers: Sequence[str]
+    profiles: Mapping[str, Profile], dims: ModelDims, experts: tuple[str, ...], routers: Sequence[str]
 ) -> Layers:
     """The profiles of decoder layers; multi-token prediction layers, which stand behind them, are left out."""
     found: dict[int, dict[str, Profile]] = defaultdict(dict)
