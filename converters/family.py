@@ -177,6 +177,8 @@ class EngineClass:
     layer_id_since: tuple[int, ...] = ()
     # It refuses a checkpoint without the tensors that no reader uses (`ModelFamily.with_unused`).
     wants_unused: bool = False
+    # The dtype of its key-value cache, where it does not build the model with another.
+    cache_dtype: str = "auto"
     # What it reads of the language model's config and transformers 5 does not write, with the values of the model that
     # transformers runs. Without them it stops, or builds another model.
     keys: Keys = _ALL_WRITTEN
@@ -240,6 +242,7 @@ class ModelFamily:
     `language_models`: the `model_type`s of a language model alone that may be stored under the names of the multimodal
     model, with the `model_type` of that.
 
+    `spellings`: tensors that only saves under other names than the releases' have, with whose names those are.
     `release`: how releases are spelled and quantized; None where INT4 is not supported.
     `engines`: its class in each inference engine, by the engine's name. An engine without an entry has a plain class.
     `reference`: what to set in transformers' config of a model, so that it computes what engines and Megatron do.
@@ -260,6 +263,7 @@ class ModelFamily:
     tie: TieFlag = _TIED_AT_THE_TOP
     with_unused: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     language_models: Mapping[str, str] = field(default_factory=dict)
+    spellings: Mapping[str, str] = field(default_factory=dict)
     release: Release | None = Release()
     engines: Mapping[str, EngineClass] = field(default_factory=dict)
     reference: Mapping[str, Any] = field(default_factory=dict)

@@ -22,8 +22,9 @@ class ParamMapping:
     `{2*layer+1}`. `layers` says which layers the rule is for (None: its templates have no layer).
     Megatron names are those of the global, unstacked tensors: one a layer, and one an expert
     (`decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight`); the torch_dist reader and writer know how they lie on
-    disk. `fp32` marks state that must never be rounded to a smaller dtype; `vocab` marks rows that Megatron may pad;
-    `upcast` marks a Megatron tensor kept in the next wider dtype, because its op would round in the HF tensor's own.
+    disk. `fp32` marks state that must never be rounded to a smaller dtype; `indices` marks a table of whole numbers;
+    `vocab` marks rows that Megatron may pad; `upcast` marks a Megatron tensor kept in the next wider dtype, because its
+    op would round in the HF tensor's own.
     `copies` names HF tensors that, where a release has them, repeat the only tensor of `hf`. `kind`: the class of the
     HF modules whose weights with two or more axes these are. Only a Linear may become INT4.
     """
@@ -33,6 +34,7 @@ class ParamMapping:
     op: Op = field(default_factory=Copy)
     layers: Sequence[int] | None = None
     fp32: bool = False
+    indices: bool = False
     vocab: bool = False
     upcast: bool = False
     copies: tuple[str, ...] = ()
@@ -78,12 +80,15 @@ class NamePrefix:
         op: Op | None = None,
         *,
         fp32: bool = False,
+        indices: bool = False,
         upcast: bool = False,
         kind: Kind = "Linear",
     ) -> ParamMapping:
         """The rule between names of this place."""
         names = {self.hf + name: shape for name, shape in hf.items()}
-        return ParamMapping(self.megatron + megatron, names, op or Copy(), self.layers, fp32, upcast=upcast, kind=kind)
+        return ParamMapping(
+            self.megatron + megatron, names, op or Copy(), self.layers, fp32, indices, upcast=upcast, kind=kind
+        )
 
 
 def unnamed(rules: Iterable[ParamMapping]) -> tuple[ParamMapping, ...]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.config.bounds import MAX_LAYERS
+from converters.config.compressed import CompressedAttention
 from converters.config.pattern import ATTENTION, DENSE, EXPERTS, MIXER, Mamba, places
 from converters.config.values import flag, integer, number, rope_of
 
@@ -156,6 +157,8 @@ class ModelDims:
     pattern a layer, where a layer is a mixer, attention, an MLP or experts alone; `mtp_pattern`: the same of one
     multi-token prediction layer. `rotary`: attention has rotary embedding, but in `nope_layers`. `expert_hidden`: the
     size that routed experts work in; None: the hidden size. `other_attention`: layers whose attention has other sizes.
+    `streams`: residual streams, which hyper-connections mix. `hashed_layers`: those in which a table chooses a token's
+    experts.
     """
 
     layers: int
@@ -194,6 +197,8 @@ class ModelDims:
     mtp_layers: int = 0
     mla: Mla | None = None
     indexer: Indexer | None = None
+    compressed: CompressedAttention | None = None
+    streams: int = 1
     linear: LinearAttention | None = None
     pattern: str = ""
     mtp_pattern: str = ""
@@ -207,6 +212,7 @@ class ModelDims:
     shared_ffn: int = 0
     shared_gate: bool = False
     dense_layers: tuple[int, ...] = ()
+    hashed_layers: tuple[int, ...] = ()
     router_sigmoid: bool = False
     router_bias: bool = False
     router_linear_bias: bool = False
@@ -222,7 +228,7 @@ class ModelDims:
         _positive(
             **{
                 name: getattr(self, name)
-                for name in ("layers", "hidden", "heads", "groups", "head_dim", "ffn", "vocab", "norm_eps")
+                for name in ("layers", "hidden", "heads", "groups", "head_dim", "ffn", "vocab", "norm_eps", "streams")
             }
         )
         if self.layers > MAX_LAYERS:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Ernie4_5_MoeConfig, Olmo3Config, OlmoeConfig
 
-from families import gemma4
+from families import deepseek_v4, gemma4
 from families.case import SIZES, Case
 from families.gqa import as_v4
 
@@ -47,4 +47,5 @@ CASES = {
         fused=True,
     ),
     **gemma4.CASES,
+    **deepseek_v4.CASES,
 }

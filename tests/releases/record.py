@@ -18,7 +18,7 @@ from typing import Any
 
 RECORDS = Path(__file__).parent / "records"
 # Bytes of an element, by safetensors' names of dtypes.
-ELEMENT = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
+ELEMENT = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?:/(\d+))?")
 
 

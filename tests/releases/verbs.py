@@ -28,6 +28,8 @@ LARGE = (
     "RedHatAI/Qwen3-30B-A3B-quantized.w4a16",
     "deepseek-ai/DeepSeek-V3",
     "deepseek-ai/DeepSeek-V3.2",
+    "deepseek-ai/DeepSeek-V4-Flash",
+    "deepseek-ai/DeepSeek-V4-Pro",
     "moonshotai/Kimi-K2-Instruct",
     "moonshotai/Kimi-K2-Thinking",
     "moonshotai/Kimi-K2.5",

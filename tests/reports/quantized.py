@@ -12,7 +12,8 @@ import torch
 from mutations.edits import edit_config, edit_json, names, replace, tensor
 from mutations.floats import exponents_unannounced
 from mutations.int4 import packed, unpack
-from support.floats import AMAX, SPELLINGS, exponents, modelopt_nvfp4, write
+from support import models
+from support.floats import AMAX, DEEPSEEK_V4, SPELLINGS, V4_QUANTIZED, exponents, modelopt_nvfp4, write
 from support.quantized import int4
 from support.sglang_fp8 import with_fp8_blocks
 
@@ -41,6 +42,22 @@ def weights(**values: Any) -> Change:
 def _suffixed(content: dict[str, Any]) -> None:
     """Entries as a wrapper names its modules, `...q_proj.linear`."""
     content["ignore"] = [f"{entry}.linear" if "self_attn" in entry else entry for entry in content["ignore"]]
+
+
+def _deepseek_v4(work: Path) -> None:
+    """Formats as the release has them."""
+    (work / "CKPT").rename(work / "plain")
+    write(work / "plain", work / "CKPT", DEEPSEEK_V4, lambda name: V4_QUANTIZED.fullmatch(name) is not None)
+
+
+def _without_scales_of_wo_a(path: Path) -> None:
+    """The index lists them still."""
+    for name in names(path, "attn.wo_a.scale"):
+        models.edit(path, name, None)
+
+
+def _zero_tables(path: Path) -> None:
+    replace(path, {name: torch.zeros_like(tensor(path, name)) for name in names(path, "tid2eid")})
 
 
 def _attention_plain(work: Path) -> None:
@@ -362,6 +379,27 @@ REPORTS = (
         ("weight_scale_inv", "int32"),
         on_checkpoint(_for_a_kernel),
         _fp8,
+    ),
+    Report(
+        "vllm#57108",
+        "2026-09",
+        "A repacked DeepSeek-V4 lists scales that are not stored; the engine exempts quantized modules from its check.",
+        VERIFY,
+        "deepseek_v4/hf",
+        "CK104",
+        ("layers.{0..11}.attn.wo_a.scale", "the index lists it"),
+        on_checkpoint(_without_scales_of_wo_a),
+        prepare=_deepseek_v4,
+    ),
+    Report(
+        "miles#2706",
+        "2026-08",
+        "The tables that choose DeepSeek-V4's experts by token are buffers, which the trainer sends as zeros.",
+        VERIFY,
+        "deepseek_v4/hf",
+        "CK205",
+        ("layers.{0..2}.ffn.gate.tid2eid", "all zero"),
+        on_checkpoint(_zero_tables),
     ),
     Report(
         "vllm#54974",

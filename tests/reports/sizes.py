@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from families import CASES
+from families import CASES, HF_CASES
 from families.case import Case
 from transformers import PretrainedConfig
 
@@ -25,7 +25,7 @@ def _tiled(case: Case) -> Case:
 
 
 # Every test model, and some of them again under `NAME-tiles`.
-MODELS: Mapping[str, Case] = CASES | {
+MODELS: Mapping[str, Case] = HF_CASES | {
     f"{name}-tiles": _tiled(CASES[name])
     for name in ("qwen2-untied", "qwen3_moe", "qwen3_5", "qwen3_5_text-tied", "qwen3_next")
 }

@@ -54,10 +54,6 @@ def _fsdp(work: Path) -> None:
     (work / "saved").rename(work / "CKPT")
 
 
-def _unknown(work: Path) -> None:
-    edit_config(work / "CKPT", model_type="deepseek_v4", architectures=["DeepseekV4ForCausalLM"])
-
-
 REPORTS = (
     Report(
         "auto-round#1464",
@@ -79,18 +75,6 @@ REPORTS = (
         prepare=_fsdp,
         verdict="sound",
         reason="ckptkit reads it and exports it to HF",
-    ),
-    Report(
-        "vllm#57108",
-        "2026-09",
-        "A repacked DeepSeek-V4 lists scales that are not stored; the engine exempts quantized modules from its check.",
-        VERIFY,
-        "qwen2-untied/hf",
-        code="CK101",
-        names=("deepseek_v4",),
-        prepare=_unknown,
-        verdict="named",
-        reason="deepseek_v4 is not among the models that ckptkit knows",
     ),
     *(
         Report(thread, month, what, verdict="beyond", reason=reason)

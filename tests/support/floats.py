@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,22 @@ def mxfp4(weight_name: str) -> Store:
     return store
 
 
+# What DeepSeek-V4's releases quantize.
+V4_QUANTIZED = re.compile(
+    r"(layers|mtp)\.\d+\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\..*experts\..*|[eh]_proj)\.weight"
+)
+
+
+def deepseek_v4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """Routed experts in MXFP4, everything else in FP8; scales are powers of two in a dtype of their own."""
+    if ".ffn.experts." in module:
+        stored = mxfp4("weight")(module, weight)
+        codes, scale = stored[f"{module}.weight"], stored[f"{module}.weight_scale"].view(torch.float8_e8m0fnu)
+        return {f"{module}.weight": codes.view(torch.int8), f"{module}.scale": scale}
+    codes, powers = fp8_block(weight, powers=True)
+    return {f"{module}.weight": codes, f"{module}.scale": exponents(powers).view(torch.float8_e8m0fnu)}
+
+
 def nvfp4(weight: Tensor, whole: float = AMAX / 2688) -> tuple[Tensor, Tensor]:
     """Codes and block scales, for this scale of the tensor."""
     groups = weight.float().unflatten(-1, (-1, 16))
@@ -211,6 +228,8 @@ def compressed(form: str, inputs: Mapping[str, Any] | None = None, **weights: An
 
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+_V4 = _FP8 | {"scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+DEEPSEEK_V4 = Spelling(deepseek_v4, _quantization(**_V4))
 _BESIDE = {"producer": {"name": "modelopt", "version": "0.47.0"}}
 _LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 SPELLINGS: Mapping[str, Spelling] = {

@@ -65,11 +65,14 @@ DRAFTS = {
     "qwen3_5": "Qwen3_5ForCausalLMMTP",
     "qwen3_5_moe": "Qwen3_5ForCausalLMMTP",
     "nemotron_h-latent": "NemotronHForCausalLMMTP",
+    "deepseek_v4": "DeepseekV4ForCausalLMNextN",
 }
 if release("sglang") >= (0, 5, 23):
     DRAFTS |= {"qwen3_5_moe_text": "Qwen3_5ForCausalLMMTP"}
 OF_DRAFT = re.compile(r"model\.layers\.12\..*|mtp\..*")
-EXPERT_OF_DRAFT = re.compile(r"(model\.layers\.12\.mlp|mtp\.layers\.0\.mlp|mtp\.layers\.1\.mixer)\.experts\.[45]\..*")
+EXPERT_OF_DRAFT = re.compile(
+    r"(model\.layers\.12\.mlp|mtp\.layers\.0\.mlp|mtp\.layers\.1\.mixer|mtp\.0\.ffn)\.experts\.[45]\..*"
+)
 # Parameters that SGLang computes of what it is given: -exp(A_log).
 COMPUTED = dict.fromkeys(
     ("nemotron_h", "nemotron_h-latent"), tuple(f"model.layers.{layer}.mixer.A" for layer in (0, 4, 8, 12))

@@ -39,22 +39,24 @@ Start = Callable[..., bool]
 
 # A norm, up of an expert beside its gate, and all of another expert. In INT4 up loses its packed weight alone.
 LOST = re.compile(
-    r".*layers\.(5\.(input_layer)?norm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight|7\.\w+\.experts\.2\.\w+\.weight)"
+    r".*layers\.(5\.(input_layer|attn_)?norm\.weight"
+    r"|6\.\w+\.experts\.7\.(up_proj|w3)\.weight|7\.\w+\.experts\.2\.\w+\.weight)"
 )
 LOST_PARTS = re.compile(r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight_packed)")
 # What rank 1 loses: a norm, and the queries, of which it holds a slice. Layer 7 has attention in hybrid models too.
-LOST_ON_RANK_1 = re.compile(r".*layers\.7\.(input_layernorm|self_attn\.(q_proj|q_b_proj))\.weight")
+LOST_ON_RANK_1 = re.compile(r".*layers\.7\.(input_layernorm|attn_norm|self_attn\.(q_proj|q_b_proj)|attn\.wq_b)\.weight")
 CUT = re.compile(r".*layers\.6\.(\w+\.experts\.7\.(up_proj|w3)|self_attn\.o_proj|linear_attn\.out_proj)\.weight")
 FUSED = re.compile(r".*layers\.3\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 
 
 # Of a multi-token prediction layer: the projection of both inputs, a norm, and up of an expert.
-DRAFT = r"(?:model\.|language_model\.)*(?:layers\.12|mtp(?:\.layers\.0)?)\."
+DRAFT = r"(?:model\.|language_model\.)*(?:layers\.12|mtp(?:\.layers)?(?:\.0)?)\."
 LOST_OF_DRAFT = re.compile(
     DRAFT + r"(eh_proj\.weight|fc\.weight|input_layernorm\.weight|mlp\.experts\.7\.up_proj\.weight(_packed)?)"
+    r"|mtp\.0\.(e_proj|attn_norm|ffn\.experts\.7\.w3)\.weight"
     r"|mtp\.layers\.(0\.norm|1\.mixer\.experts\.7\.up_proj)\.weight"
 )
-_SWAPPED = re.compile(rf"((?:.*layers\.3\.\w+|{DRAFT}mlp|mtp\.layers\.1\.mixer)\.experts\.)([45])\.")
+_SWAPPED = re.compile(rf"((?:.*layers\.3\.\w+|{DRAFT}mlp|mtp\.0\.ffn|mtp\.layers\.1\.mixer)\.experts\.)([45])\.")
 
 
 def unaltered(weights: Weights) -> Weights:

@@ -98,9 +98,11 @@ def ran(log: Path, module: str, *words: object, limit_s: float = 540) -> bool:
 @cache
 def _server() -> tuple[subprocess.Popen[str], Path]:
     """The server of this process, which ends with it, and where the ends of what it forks are told."""
+    from verify.witnesses.sglang.adapter import WITHOUT_GPU  # what SGLang reads while it is imported
+
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "support.sglang_server"],
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(OMP_NUM_THREADS="1", **WITHOUT_GPU),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

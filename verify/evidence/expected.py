@@ -50,6 +50,7 @@ class Expected:
     shapes: Mapping[str, Shape | None]  # None: packed, and CK303 judges the shape
     vocab: frozenset[str] = frozenset()  # may have more rows
     fp32: frozenset[str] = frozenset()  # must not be rounded
+    indices: frozenset[str] = frozenset()  # whole numbers, which may be the same in several layers
     optional: frozenset[str] = frozenset()  # may be there, and are not used
     upcast: frozenset[str] = frozenset()  # hold the release's values in the next wider dtype
 
@@ -134,6 +135,7 @@ def expected_of(subject: Subject) -> Expected | None:
         upcast = frozenset(rule.megatron for rule in rules if rule.mapping.upcast)
         return Expected({rule.megatron: shapes_of[id(rule.mapping)] for rule in rules}, vocab, state, upcast=upcast)
     fp32 = frozenset(name for rule in rules if rule.mapping.fp32 for name in rule.hf)
+    indices = frozenset(name for rule in rules if rule.mapping.indices for name in rule.hf)
     plain = {name: shape for rule in rules for name, shape in rule.hf.items()}
     shapes: dict[str, Shape | None] = dict(plain)
     kinds = subject.kinds if names is subject.specs else list(group_by_pattern(names))
@@ -144,11 +146,12 @@ def expected_of(subject: Subject) -> Expected | None:
         shapes[tied[0]] = plain[tied[1]]
     copies = dict.fromkeys(name for rule in rules for name in rule.mapping.copies)
     if is_quantized(config):
-        shapes, copies = _packed(shapes, names, config), _packed(copies, names, config)
+        listed = dict.fromkeys(subject.hf_files.index or {}) | dict(names)  # a scale may be listed and not stored
+        shapes, copies = _packed(shapes, listed, config), _packed(copies, listed, config)
     # A release may repeat tensors under these names, and this one does.
     repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
     scales = frozenset(name for kind in kinds for name in kind if is_cache_scale(name, config))
-    return Expected(shapes, frozenset(), fp32, repeated | scales | _carried(kinds, config))
+    return Expected(shapes, frozenset(), fp32, indices, repeated | scales | _carried(kinds, config))
 
 
 def require_expected(subject: Subject) -> Expected:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ckptkit.core.specs import ranges, summarize
 
-LAYER = re.compile(r"(?:model\.|language_model\.|decoder\.)+layers\.(\d+)\.")
-# Multi-token prediction layers that are not numbered on from the last decoder layer: Megatron and Qwen, MiMo.
-MTP_LAYER = re.compile(r"(?:mtp\.|model\.mtp_)layers\.(\d+)\.")
+LAYER = re.compile(r"(?:model\.|language_model\.|decoder\.)*layers\.(\d+)\.")
+# Multi-token prediction layers that are not numbered on from the last decoder layer: Megatron and Qwen, MiMo,
+# DeepSeek-V4.
+MTP_LAYER = re.compile(r"(?:mtp\.layers|model\.mtp_layers|mtp)\.(\d+)\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

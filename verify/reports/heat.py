@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 _RANGE = r"[0-9]{1,4}(?:\.\.[0-9]{1,4})?"
 _LAYER = re.compile(
     r"(?P<mtp>mtp\.|model\.mtp_)?(?:model\.|language_model\.|decoder\.)*"
-    rf"layers\.(?P<layers>[0-9]{{1,4}}|\{{{_RANGE}(?:,{_RANGE})*\}})\.(?P<tail>.+)"
+    rf"(?:(?<=^mtp\.)|layers\.)(?P<layers>[0-9]{{1,4}}|\{{{_RANGE}(?:,{_RANGE})*\}})\.(?P<tail>.+)"
 )
 _NUMBERS = re.compile(r"\.(?:\d+|\{[^}]*\})(?=\.|$)")
 _LEAF = re.compile(r"\.(?:weight\w*|\w*bias)$")
 _PACKED_PART = re.compile(r"\.weight_\w+$")
-_CONTAINERS = ("model.", "language_model.", "decoder.", "self_attn.", "self_attention.", "mlp.")
+_CONTAINERS = ("model.", "language_model.", "decoder.", "self_attn.", "self_attention.", "mlp.", "attn.", "ffn.")
 _MORE = re.compile(r" and \d+ more$")
 _LINKS = 10  # findings that a cell names
 

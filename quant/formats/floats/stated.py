@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
@@ -45,11 +46,18 @@ def fp8_format(content: Mapping[str, Any], config: Mapping[str, Any]) -> Floats:
     experts = config.get("expert_dtype", "fp4" if is_v4 else None)
     if experts == "fp4" or content.get("store_dtype") == "mxfp4" or content.get("routed_experts_quant_method"):
         layouts.append(MXFP4_BYTES)
-    if content.get("moe_quant_algo") == "NVFP4":
+    nvfp4 = content.get("moe_quant_algo") == "NVFP4"
+    if nvfp4:
         layouts.append(modelopt_nvfp4(_group(content)))
     if is_v4 and size == (32, 32):  # V4.1
         layouts.append(fp8((128, 128), exponents=exponents, only=".wo_a"))
-    return Floats(tuple(layouts))
+    stated = {"fp4": MXFP4_BYTES, "fp8": layouts[0]}.get(str(config.get("expert_dtype")))
+    return Floats(tuple(layouts), partial(_of_expert, stated) if is_v4 and stated and not nvfp4 else None)
+
+
+def _of_expert(layout: Layout, module: str) -> Layout | None:
+    """The layout of a routed expert, which `expert_dtype` states; of other modules it says nothing."""
+    return layout if ".experts." in module else None
 
 
 def mxfp8_format(content: Mapping[str, Any]) -> Floats:

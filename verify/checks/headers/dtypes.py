@@ -15,7 +15,15 @@ from converters.foreign import refuse_foreign
 from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of, names_of
-from verify.evidence.expected import Expected, expected_of, has_floats, is_quantized, refuse_stated, usable_config
+from verify.evidence.expected import (
+    Expected,
+    expected_of,
+    has_floats,
+    is_quantized,
+    refuse_stated,
+    spelling_of,
+    usable_config,
+)
 from verify.evidence.floats.stored import parts_in_floats
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_of
@@ -27,6 +35,7 @@ _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8"
 # Qwen3.5's dt_bias, Nemotron 3).
 _ROUNDED_BY_RELEASES = (".A_log", ".dt_bias", ".mixer.D")
 _INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX)
+_INDICES = ("int64", "int32")
 
 
 @check(
@@ -49,6 +58,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config = usable_config(subject)
     expected = subject.once(expected_of) or Expected({})
     fp32 = expected.fp32
+    foreign = (spelling := subject.once(spelling_of)) is not None and spelling.whose  # CK104 says so
     for names in subject.kinds:
         tally.compared(0)
         dtypes = {specs[name].dtype for name in names}
@@ -64,9 +74,15 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("float32", usual, hint, names=names, file=home_of(subject, names[0]), severity="warning")
         # A norm that Megatron holds less one is written in the next wider dtype, so that nothing is lost in that.
         upcast = usual == "float64" and names[0] in expected.upcast
+        if names[0] in expected.indices:
+            if usual not in _INDICES:
+                hint = "take the table from the release: a smaller dtype, or a float, gives other numbers"
+                yield Issue("int64", usual, hint, names=names, file=home_of(subject, names[0]))
+            continue
         if (
             usual not in COMPUTED
             and not upcast
+            and not foreign
             and not names[0].endswith(_INTEGER_PARTS)
             and not (usual in _EIGHT_BITS and config and _eight_bits(config))
         ):

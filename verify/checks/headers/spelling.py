@@ -23,7 +23,7 @@ def other_names(subject: Subject) -> Iterator[Issue]:
     count = sum(one.startswith(found.found) for one in subject.specs)
     whose, hint = _whose(found, multimodal)
     yield Issue(
-        f"{found.expected}*, the layer names of {family.class_of(config)} in config.json",
+        f"{found.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json",
         f"{found.found}*, which {whose}: {count} tensors",
         hint,
         file=subject.path / "config.json",
@@ -33,6 +33,10 @@ def other_names(subject: Subject) -> Iterator[Issue]:
 
 def _whose(found: OtherSpelling, multimodal: bool) -> tuple[str, str]:
     """Which classes have these names, and what to do."""
+    if found.whose:
+        return f"are those of {found.whose}", (
+            "engines load the names of the release: take its tensors, or rename these one by one"
+        )
     rename = f"rename the tensors to {found.expected}* (and in the index)"
     if found.renamed:
         return "the multimodal class uses", (

@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import quantization_of
-from converters.planner import expected_hf, rules_of
+from converters.planner import dims_of, expected_hf, rules_of
 from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
 from quant.formats.zero_points import is_expert
@@ -28,11 +28,10 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 
 _NEVER = {
-    "embedding.word_embeddings.weight": "the token embedding",
     "output_layer.weight": "the output layer",
-    "mlp.router.weight": "the router",
     "shared_experts.gate_weight": "the shared expert's gate",
 }
+_NEVER_OF_KIND = {"Embedding": "the token embedding", "Router": "the router"}
 
 
 def not_quantized(subject: Subject) -> str | None:
@@ -69,12 +68,16 @@ def _packs_integers(subject: Subject) -> bool:
 
 def never_packed(subject: Subject) -> dict[str, str]:
     """Modules that no reader expects packed, and what each is: routers, embedding, head, norms."""
-    found = {}
-    for rule in rules_of(subject.once(config_of)):
-        what = next((what for suffix, what in _NEVER.items() if rule.megatron.endswith(suffix)), None)
+    found, config = {}, subject.once(config_of)
+    never = _NEVER | {dims_of(config).head: "the output layer"}
+    for rule in rules_of(config):
+        what = next((what for suffix, what in never.items() if rule.megatron.endswith(suffix)), None)
         for name in rule.hf:
-            if what is not None or "norm" in name.split(".")[-2]:
-                found[name.removesuffix(".weight")] = what or "a norm"
+            module = name.removesuffix(".weight")
+            if what := what or _NEVER_OF_KIND.get(rule.mapping.kind):
+                found[module] = what
+            elif "norm" in module.rpartition(".")[2]:
+                found[module] = "a norm"
     return found
 
 

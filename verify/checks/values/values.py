@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence, Sized
 from quant.formats.floats.table import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from verify.check import Skip, Tally, check
-from verify.evidence.expected import is_cache_scale, usable_config
+from verify.evidence.expected import Expected, expected_of, is_cache_scale, usable_config
 from verify.evidence.extremes import Extremes
+from verify.evidence.floats.stored import scales_in_floats
 from verify.evidence.folding import layers_of, pattern_of
 from verify.evidence.moved.repeated import repeated_experts, repeated_layers
 from verify.evidence.moved.stages import stages_of
@@ -32,7 +33,10 @@ from verify.report import Severity
 
 # Where in its file a tensor lies, in the message that says why it cannot be read.
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")
-_VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight")
+_VOCABULARY = (
+    *("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight"),
+    *("embed.weight", "head.weight"),
+)
 
 UNREAD = "not run because no tensor can be read (CK201)"
 # What stands beside the words of quantized weights.
@@ -112,7 +116,10 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     counted(tally, values, UNREAD)
     verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
     config = usable_config(subject) or {}
+    scales = subject.once(scales_in_floats)
     for name, stats in values.items():
+        if name in scales:
+            continue
         spec = subject.specs.get(name)  # None of an expert that is stored with the others
         one_number = is_cache_scale(name, config) or (spec is not None and math.prod(spec.shape) == 1)
         if stats.low != 0 and one_number:
@@ -167,8 +174,11 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """By digest: no two experts of a layer and no two layers hold the same matrix."""
     values = subject.once(read_values).stats
     counted(tally, values, UNREAD)
+    others = (subject.once(expected_of) or Expected({})).indices | subject.once(scales_in_floats)
     groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
     for name, stats in values.items():
+        if name in others:
+            continue
         if pattern_of(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(PARTS):
             groups[pattern_of(name), stats.digest].append(name)
     equal = [found for found in groups.values() if len(found) > 1]

@@ -63,6 +63,12 @@ def parts_in_floats(subject: Subject) -> frozenset[str]:
     return frozenset(part for stored in several for part in (*stored.needed, *stored.inputs))
 
 
+def scales_in_floats(subject: Subject) -> frozenset[str]:
+    """The scales alone, whatever their names end in."""
+    found = subject.once(stored_floats_of)
+    return frozenset(part for stored in (found[1] if found else []) for part in (*stored.needed[1:], *stored.inputs))
+
+
 def float_scales_of(subject: Subject) -> list[FloatScales]:
     """What the scales of every weight hold whose scales are there and fit. Raises CkptkitError."""
     found = subject.once(stored_floats_of)

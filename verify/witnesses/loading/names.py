@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.planner import expected_hf, rules_of
+from converters.registry import FAMILIES
 from quant.formats.dequantize import format_of
 from quant.formats.floats.layout import Layout
 from quant.formats.floats.release import Floats
@@ -52,12 +53,19 @@ def _layouts(config: Mapping[str, Any]) -> Sequence[Layout]:
     return ()
 
 
+def cache_dtype(config: Mapping[str, Any], engine: str) -> str:
+    """The dtype of the key-value cache that an engine needs to build this model; "auto" where any does."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family.engine(engine).cache_dtype if family else "auto"
+
+
 def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:
     """The HF names of the routers, without those of multi-token prediction layers; `draft`: those alone."""
     return [
         name
         for rule in rules_of(config)
-        if rule.megatron.endswith("mlp.router.weight") and rule.megatron.startswith("mtp.") == draft
+        if rule.mapping.kind == "Router" and not rule.megatron.endswith("bias")
+        if rule.megatron.startswith("mtp.") == draft
         for name in rule.hf
     ]
 

@@ -50,6 +50,9 @@ BUILD = Phase(
 )
 LOAD = Phase("loading the weights", ("sglang",), machinery=_MACHINERY)
 REPACK = Phase("repacking the weights", ("sglang.srt.layers",), machinery=_MACHINERY)
+# Of DeepSeek-V4, read while SGLang is imported: `wo_a` in FP8, which its server takes back on every GPU before
+# Blackwell, and kernels that it compiles once the weights are there.
+WITHOUT_GPU = {"SGLANG_OPT_FP8_WO_A_GEMM": "0", "SGLANG_DSV4_MHC_PREWARM": "0"}
 _MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes whose kernel is Marlin
 
 
@@ -59,6 +62,8 @@ def build(wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
     Raises CkptkitError where SGLang has no draft model for this one.
     """
     phases.enter(SET_UP)
+    if not torch.cuda.is_available():
+        os.environ.update(WITHOUT_GPU)
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -248,10 +253,12 @@ def allow_building_on_cpu() -> None:
 
     The rotary embedding would import vLLM's kernels, and has a variant for CPUs that knows few models;
     compressed-tensors and GLM's fusion of shared experts ask for a compute capability, Qwen3-Next for the GPU's number;
-    experts in NVFP4 put a place for their swizzled scales on the GPU.
+    experts in NVFP4 put a place for their swizzled scales on the GPU. DeepSeek-V4's draft
+    model empties the GPU's cache.
     """
     if torch.cuda.is_available():
         return
+    torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from sglang.srt.layers.rotary_embedding import base, factory
     from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM

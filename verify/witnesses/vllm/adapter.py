@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +17,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from ckptkit.formats.hf.reader import read_json
 from verify.witnesses.loading.engine import Build, Loading, Step, Weights
+from verify.witnesses.loading.names import cache_dtype
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.vllm import platform
 from verify.witnesses.vllm.facts import VLLM
@@ -129,6 +132,7 @@ def configure(wanted: Build) -> Any:
         skip_tokenizer_init=True,
         trust_remote_code=False,
         enforce_eager=True,
+        kv_cache_dtype=_cache_dtype(wanted.path),
         max_model_len=_TOKENS,
         tensor_parallel_size=sizes.tp,
         pipeline_parallel_size=sizes.pp,
@@ -146,6 +150,11 @@ def configure(wanted: Build) -> Any:
 
 
 _TOKENS = 256  # of a request, which no buffer of weights depends on
+
+
+def _cache_dtype(path: Path) -> str:
+    """The dtype of the key-value cache, which no weight depends on; of DeepSeek-V4 vLLM has kernels for FP8 alone."""
+    return cache_dtype(read_json(path / "config.json"), PACKAGE)
 
 
 def start_process_groups(config: Any, wanted: Build) -> None:

@@ -19,6 +19,8 @@ _OF_ATTENTION = re.compile(
 _G_IDX = re.compile(r".+\.experts\.(?:routed_experts\.)?w(?:13|2)_(?:weight_g_idx|g_idx_sort_indices)")
 # Which rank has which expert, when they are shared out: computed while the model is built.
 _EXPERT_MAP = re.compile(r".+\.experts\.(?:routed_experts\.)?(?:_expert_map|expert_mask|expert_\w+_to_\w+)")
+# Of DeepSeek-V4: its rows are padded to the heads that a kernel takes, with nothing to read there.
+_SINKS = re.compile(r".+\.attn\.attn_sink")
 
 
 def fuses_shared(names: Iterable[str]) -> bool:
@@ -28,7 +30,7 @@ def fuses_shared(names: Iterable[str]) -> bool:
 
 def has_default(param: str) -> bool:
     """Whether vLLM makes this parameter with a value that stands unless a checkpoint gives another."""
-    return any(pattern.fullmatch(param) for pattern in (_OF_ATTENTION, _EXPERT_MAP))
+    return any(pattern.fullmatch(param) for pattern in (_OF_ATTENTION, _EXPERT_MAP, _SINKS))
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from families import HF_CASES
 from support import models
+from support.nightly import collected
 from support.sglang_families import EXPERT, EXPERT_OF_DRAFT, OF_DRAFT
 from support.sglang_runs import LOST, LOST_OF_DRAFT, Case
 from support.vllm_families import CLEAN, DRAFTS, LEFT_OUT, SAID, WANTED
@@ -19,17 +19,23 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def needed(request: pytest.FixtureRequest) -> list[str]:
+    """The models that the tests which run ask for."""
+    return sorted(collected(request, "name"))
+
+
+@pytest.fixture(scope="module")
+def root(needed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for name in HF_CASES:
+    for name in needed:
         models.save(name, root / name)
     return root
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
-    broken = {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in CLEAN}
-    return run_cases({name: Case(root / name) for name in HF_CASES} | broken, tmp_path_factory.mktemp("runs"))
+def runs(needed: list[str], root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
+    broken = {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in needed if name in CLEAN}
+    return run_cases({name: Case(root / name) for name in needed} | broken, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", CLEAN)
@@ -96,6 +102,6 @@ def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Pat
     assert {one.tensor for one in broken.differing} == {one for one in tensors if EXPERT_OF_DRAFT.fullmatch(one)}
 
 
-@pytest.mark.parametrize("name", [name for name in CLEAN if not HF_CASES[name].mtp])
+@pytest.mark.parametrize("name", [name for name in CLEAN if name not in DRAFTS])
 def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, LoadRun]) -> None:
     assert (runs[name].draft, runs[name].draft_error) == (None, None)

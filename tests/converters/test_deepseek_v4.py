@@ -1,0 +1,223 @@
+"""DeepSeek-V4: the names, dtypes and formats of its releases, and saves that are others."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import UNWITNESSED
+from families.case import build, save
+from families.table import config_of
+from mutations.edits import edit_config, replace
+from safetensors.torch import save_file
+from support import floats, models
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ckptkit.app.api import inspect
+from ckptkit.core.errors import CkptkitError
+from converters.planner import dims_of, expected_hf
+from verify.diff.diff import diff
+from verify.run import verify
+
+NAME = "deepseek_v4"
+CASE = UNWITNESSED[NAME]
+CONFIG = config_of(CASE)
+TABLE = "layers.1.ffn.gate.tid2eid"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PreTrainedModel, Path]]:
+    """transformers' model, and the release of it."""
+    root = tmp_path_factory.mktemp("v4") / "release"
+    model, _ = save(NAME, CASE, root, torch.bfloat16)
+    yield model, root
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def release(saved: tuple[PreTrainedModel, Path]) -> Path:
+    return saved[1]
+
+
+@pytest.fixture(scope="module")
+def published(saved: tuple[PreTrainedModel, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The release with its weights in FP8 and MXFP4."""
+    return floats.write(saved[1], tmp_path_factory.mktemp("v4") / "published", floats.DEEPSEEK_V4, is_quantized)
+
+
+def is_quantized(name: str) -> bool:
+    return floats.V4_QUANTIZED.fullmatch(name) is not None
+
+
+def findings(path: Path, **options: Any) -> list[tuple[str, str, str]]:
+    """Code, severity and tensor of each finding."""
+    return [(one.code, one.severity, str(one.tensor)) for one in verify(path, **options).findings]
+
+
+def test_transformers_finds_every_tensor_of_the_release_where_its_class_wants_it(
+    saved: tuple[PreTrainedModel, Path],
+) -> None:
+    """All but the multi-token prediction layer, which it leaves out."""
+    model, release = saved
+    loaded, info = AutoModelForCausalLM.from_pretrained(release, dtype=torch.bfloat16, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert {name.split(".")[0] for name in info["unexpected_keys"]} <= {"mtp"}
+    found = loaded.state_dict()
+    differing = [name for name, tensor in model.state_dict().items() if not found[name].equal(tensor.to(found[name]))]
+    assert {name.rpartition(".")[2] for name in differing} == {"e_score_correction_bias"}  # float32 in the release
+
+
+def test_what_is_promised_of_each_layer() -> None:
+    """Shapes written out by hand for layers of every kind: a window alone, 4 and 128 tokens behind a key."""
+    shapes = expected_hf(CONFIG)
+    parts = {
+        layer: {name.split(".", 2)[2] for name in shapes if name.startswith(f"layers.{layer}.")} for layer in (1, 2, 3)
+    }
+    compressor = {f"attn.compressor.{part}" for part in ("ape", "wkv.weight", "wgate.weight", "norm.weight")}
+    indexer = {part.replace("attn.", "attn.indexer.") for part in compressor}
+    indexer |= {"attn.indexer.wq_b.weight", "attn.indexer.weights_proj.weight"}
+    table, bias = {"ffn.gate.tid2eid"}, {"ffn.gate.bias"}
+    assert parts[2] - parts[1] == compressor | indexer
+    assert (parts[3] - parts[1], parts[1] - parts[3]) == (compressor | bias, table)
+    assert shapes[TABLE] == (352, 3)
+    assert shapes["layers.3.ffn.gate.bias"] == (12,)
+    assert shapes["layers.4.attn.compressor.ape"] == (4, 1024)
+    assert shapes["layers.4.attn.indexer.compressor.ape"] == (4, 256)
+    assert shapes["layers.5.attn.compressor.ape"] == (128, 512)
+    assert shapes["layers.5.attn.wo_a.weight"] == (120, 1024)
+    assert shapes["layers.5.hc_attn_fn"] == (24, 512)
+    assert (shapes["hc_head_fn"], shapes["mtp.0.hc_head_scale"]) == ((4, 512), (1,))
+    assert "mtp.0.ffn.gate.bias" in shapes
+    assert not [name for name in shapes if name.startswith("mtp.0.attn.compressor")]
+
+
+def test_formats_of_the_release_are_read_and_found_sound(release: Path, published: Path) -> None:
+    text = inspect(published)["quantization"]
+    assert re.search(r"FP8 .* 128 x 128\): 111 tensors and MXFP4 .*: 468 tensors", text), text
+    assert findings(published) == []
+    assert findings(published, source=release) == []
+    assert findings(release, source=release) == []
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"), [("fp4", []), ("fp8", ["CK303"])], ids=["as the experts are", "as they are not"]
+)
+def test_the_format_of_the_experts_that_config_json_states(
+    published: Path, tmp_path: Path, stated: str, expected: list[str]
+) -> None:
+    path = shutil.copytree(published, tmp_path / "made")
+    edit_config(path, expert_dtype=stated)
+    assert sorted({code for code, *_ in findings(path)}) == expected
+
+
+def test_experts_in_fp8_under_a_config_that_says_fp4_are_found(release: Path, tmp_path: Path) -> None:
+    """vLLM builds experts by `expert_dtype`, SGLang by the dtype of the first one."""
+    all_fp8 = floats.Spelling(_in_fp8, floats.DEEPSEEK_V4.config)
+    path = floats.write(release, tmp_path / "fp8", all_fp8, is_quantized)
+    assert findings(path) == []
+    edit_config(path, expert_dtype="fp4")
+    assert {code for code, *_ in findings(path)} == {"CK303"}
+
+
+def _in_fp8(module: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes, scale = floats.fp8_block(weight, powers=True)
+    return {f"{module}.weight": codes, f"{module}.scale": scale}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (torch.zeros_like, ("CK205", "error")),
+        (lambda table: None, ("CK104", "error")),
+        (lambda table: table.bfloat16(), ("CK107", "error")),
+        (lambda table: table.int(), ("CK203", "error")),
+        (lambda table: table.roll(1, 0), ("CK202", "error")),
+    ],
+    ids=["zeros", "lost", "bfloat16", "int32", "rows moved"],
+)
+def test_a_wrong_table_is_found(release: Path, tmp_path: Path, change: Any, expected: tuple[str, str]) -> None:
+    path = shutil.copytree(release, tmp_path / "made")
+    models.edit(path, TABLE, change(models.tensors(path)[TABLE]))
+    assert (*expected, TABLE) in findings(path, source=release)
+    alone = {code for code, *_ in findings(path)}
+    assert (expected[0] in alone) == (expected[0] in ("CK104", "CK107", "CK205"))
+
+
+def test_tables_that_repeat_in_every_layer_are_not_suspicious(release: Path, tmp_path: Path) -> None:
+    """SGLang's own default is the same in all layers; nothing says that releases differ there."""
+    path = shutil.copytree(release, tmp_path / "made")
+    table = models.tensors(path)[TABLE]
+    replace(path, {f"layers.{layer}.ffn.gate.tid2eid": table for layer in range(3)})
+    assert findings(path) == []
+
+
+@pytest.mark.parametrize("name", ["layers.4.hc_ffn_scale", "layers.4.attn.attn_sink", "layers.4.attn.compressor.ape"])
+def test_float32_state_that_was_rounded_is_found(release: Path, tmp_path: Path, name: str) -> None:
+    path = shutil.copytree(release, tmp_path / "made")
+    replace(path, {name: models.tensors(path)[name].bfloat16()})
+    assert ("CK203", "error", name) in findings(path, source=release)
+    different = diff(release, path)
+    assert [one.name for one in (*different.differing, *different.cast)] == [name]
+
+
+def test_saves_under_other_names_are_named(release: Path, tmp_path: Path) -> None:
+    """transformers' own save in both of its forms, and the names of the modules of SGLang and miles."""
+    model = build(NAME, CASE, torch.bfloat16)
+    for original in (True, False):
+        model.save_pretrained(tmp_path / str(original), save_original_format=original)
+    tensors = models.tensors(release)
+    renamed = {
+        "model." + name.replace(".attn.", ".self_attn.").replace(".ffn.", ".mlp."): one for name, one in tensors.items()
+    }
+    shutil.copytree(release, tmp_path / "internal", ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(renamed, tmp_path / "internal" / "model.safetensors", metadata={"format": "pt"})
+    for path, whose in (("True", "transformers"), ("False", "transformers"), ("internal", "SGLang and miles")):
+        errors = {one.code: one for one in verify(tmp_path / path).findings if one.severity == "error"}
+        assert errors.keys() == {"CK104", *({"CK731"} if whose == "transformers" else ())}
+        assert whose in errors["CK104"].actual, errors["CK104"]
+
+
+def test_a_config_that_transformers_wrote_describes_the_same_model(saved: tuple[PreTrainedModel, Path]) -> None:
+    written = json.loads(saved[0].config.to_json_string(use_diff=False))
+    assert "compress_ratios" not in written
+    theirs, ours = (expected_hf(config | {"num_nextn_predict_layers": 0}) for config in (written, CONFIG))
+    assert theirs == ours
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "deepseek_v4 with attention_bias True is not supported"),
+        ({"num_key_value_heads": 2}, "deepseek_v4 with num_key_value_heads 2 is not supported"),
+        ({"n_shared_experts": 2}, "deepseek_v4 with n_shared_experts 2 is not supported"),
+        ({"scoring_func": "sigmoid"}, "deepseek_v4 with scoring_func 'sigmoid' is not supported"),
+        ({"tie_word_embeddings": True}, "deepseek_v4 with tie_word_embeddings True is not supported"),
+        ({"dspark_block_size": 5}, "deepseek_v4 with dspark_block_size is not supported"),
+        ({"num_nextn_predict_layers": 2}, "deepseek_v4 with num_nextn_predict_layers 2 is not supported"),
+        ({"compress_ratios": None}, "config.json has no 'compress_ratios'"),
+        ({"compress_ratios": [0, 4]}, "not a list for 12 layers"),
+        ({"compress_ratios": [0] * 11 + [8]}, "compress_ratios 8 is not supported"),
+        ({"compress_ratios": [False] * 12}, "compress_ratios False is not supported"),
+        ({"compress_ratios": [0] * 12 + [4]}, "compress_ratios of a multi-token prediction layer other than 0"),
+        ({"layer_types": ["sliding_attention"] * 12}, "compress_ratios and layer_types name different attention"),
+        ({"compress_rates": {"compressed_sparse_attention": 4}}, "compress_rates .* is not supported"),
+        ({"n_hash_layers": 2}, "n_hash_layers is 2, but num_hash_layers 3 of 12"),
+        ({"mlp_layer_types": ["moe"] * 12}, "mlp_layer_types is .*, but num_hash_layers 3 of 12"),
+        ({"partial_rotary_factor": 0.5}, "qk_rope_head_dim is 64 of 512 but partial_rotary_factor is 0.5"),
+        ({"o_groups": 3}, "10 attention heads do not divide into 3 groups"),
+        ({"hc_mult": 0}, "streams must be positive, not 0"),
+        ({"q_lora_rank": -1}, "query_rank must be positive, not -1"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ],
+)
+def test_a_config_that_the_rules_do_not_describe_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    dims_of(CONFIG)
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(CONFIG | changes)
