@@ -82,14 +82,14 @@ def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def draft_layer(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """The multi-token prediction layer: as layer 1, whose experts no table chooses, between modules of its own."""
-    hidden, streams = model.config.hidden_size, model.config.hc_mult
+    hidden, ffn, streams = model.config.hidden_size, model.config.moe_intermediate_size, model.config.hc_mult
     like = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("model.layers.1.")}
     layer = {name.split(".", 3)[3]: value(name, tensor, tensor.dtype) for name, tensor in like.items()}
     found = {LAYER[name]: tensor for name, tensor in layer.items() if name in LAYER and "tid2eid" not in name}
     for expert in range(model.config.n_routed_experts):
         for part in ("w1", "w3"):
-            found[f"ffn.experts.{expert}.{part}.weight"] = random("", torch.empty(96, hidden), dtype)
-        found[f"ffn.experts.{expert}.w2.weight"] = random("", torch.empty(hidden, 96), dtype)
+            found[f"ffn.experts.{expert}.{part}.weight"] = random("", torch.empty(ffn, hidden), dtype)
+        found[f"ffn.experts.{expert}.w2.weight"] = random("", torch.empty(hidden, ffn), dtype)
     found["ffn.gate.bias"] = 6.9 + 0.1 * torch.randn(model.config.n_routed_experts)
     found |= {f"{name}.weight": random("norm", torch.empty(hidden), dtype) for name in ("enorm", "hnorm", "norm")}
     found |= {f"{name}.weight": random("", torch.empty(hidden, hidden), dtype) for name in ("e_proj", "h_proj")}

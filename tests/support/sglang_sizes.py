@@ -57,6 +57,7 @@ OWN: Mapping[str, Mapping[str, int]] = {
     "olmoe": HEADS_OF_16,
     "olmo3": HEADS_OF_16,
     "olmo3-tied-window-everywhere": HEADS_OF_16,
+    "deepseek_v4": {},  # all queries share one key
     # In these classes it is the size of an expert.
     "minimax_m2": ATTENTION | {"intermediate_size": 256},
     "nemotron_h": ATTENTION | MIXERS,
