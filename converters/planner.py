@@ -16,6 +16,7 @@ from converters.config.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
 from converters.megatron.hybrid_model import hybrid_mappings, is_hybrid
 from converters.ops.basic import Copy, GateUp, GateUpInOne
+from converters.ops.hybrid import ZeroPadded
 from converters.ops.shapes import Shape
 from converters.passthrough import passthrough_names
 from converters.registry import family_of
@@ -212,6 +213,7 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: str | None) 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         _check_copies(tensors[0], dict(zip(copies, tensors[len(inputs) :], strict=True)), inputs[0].name)
         parts = tensors[: len(inputs)]
+        _check_padding(rule, parts)
         if not rule.mapping.upcast:
             return [_cast(rule.megatron, rule.mapping.op.merge(parts), target)]
         parts = [_cast(rule.megatron, tensor, narrow) for tensor in parts]
@@ -242,6 +244,15 @@ def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
                 "is the checkpoint damaged?"
             )
             raise CkptkitError(f"{name} holds values that {rule.megatron} would round", hint)
+
+
+def _check_padding(rule: Rule, parts: Sequence[Tensor]) -> None:
+    op = rule.mapping.op
+    if isinstance(op, ZeroPadded) and not op.is_padded(parts[0]):
+        raise CkptkitError(
+            f"{next(iter(rule.hf))}: the values behind the first {op.size} are padding, and are not all 0",
+            f"{rule.megatron} does not hold them; compare the checkpoint with the release",
+        )
 
 
 def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:

@@ -31,8 +31,8 @@ SGLANG_DENSE = (
 )
 
 
-def read_mla(config: Mapping[str, Any]) -> Mla:
-    """Ranks and head sizes under the names that DeepSeek gave them.
+def read_mla(config: Mapping[str, Any], *, rotary: bool = True) -> Mla:
+    """Ranks and head sizes under the names that DeepSeek gave them. `rotary`: some dimensions have rotary embedding.
 
     Raises CkptkitError for what Megatron's MLA does not do.
     """
@@ -65,11 +65,16 @@ def read_mla(config: Mapping[str, Any]) -> Mla:
             "qk_rope_head_dim says how many dimensions turn",
             code="unsupported",
         )
+    rope = integer(config, "qk_rope_head_dim")
+    if rotary != (rope != 0):
+        raise CkptkitError(
+            f"config.json: qk_rope_head_dim {rope} is not supported", "compare it with the release", code="unsupported"
+        )
     return Mla(
         q_rank=None if config["q_lora_rank"] is None else integer(config, "q_lora_rank"),
         kv_rank=integer(config, "kv_lora_rank"),
         nope=integer(config, "qk_nope_head_dim"),
-        rope=integer(config, "qk_rope_head_dim"),
+        rope=rope,
         value=integer(config, "v_head_dim"),
     )
 

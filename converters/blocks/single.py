@@ -19,6 +19,7 @@ from converters.ops.basic import Copy, Qkv
 from converters.ops.hybrid import StackedRows
 from converters.rules import NamePrefix, ParamMapping, decoder
 
+_NO_LIMIT = 1e30  # of the time step, which is about 1
 # The words of lists: those of releases, and those that later transformers save.
 _WORDS = {
     "mamba": MIXER,
@@ -64,6 +65,22 @@ def _unknown(key: str, value: Any, known: str) -> CkptkitError:
     )
 
 
+def refuse_time_step_limit(config: Mapping[str, Any]) -> None:
+    """Raises CkptkitError for a limit of the time steps, which neither Megatron's mixer nor SGLang's has."""
+    limit = config.get("time_step_limit")
+    if limit is None:
+        return
+    low, high = limit if isinstance(limit, list) and len(limit) == 2 else (None, None)
+    # transformers saves infinity as {"__float__": "Infinity"}.
+    open_end = isinstance(high, dict) or (isinstance(high, (int, float)) and high > _NO_LIMIT)
+    if low != 0 or not open_end:
+        raise CkptkitError(
+            f"config.json: time_step_limit {shortened(limit)} is not supported",
+            "neither Megatron's mixer nor SGLang's limits its time steps; the releases have [0, Infinity]",
+            code="unsupported",
+        )
+
+
 def layers_of_one_block(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """The rules of all decoder layers and of the multi-token prediction layers, each with its kind's block."""
     kinds = ((MIXER, dims.mixers), (ATTENTION, dims.softmax_layers), (DENSE, dims.dense), (EXPERTS, dims.moe))
@@ -99,21 +116,24 @@ def _mtp(dims: ModelDims, depth: int) -> list[ParamMapping]:
     return rules
 
 
-def mixer(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
-    """A Mamba-2 mixer. Tensor parallelism cuts each kind of row of its input projection and convolution alone."""
+def mixer(dims: ModelDims, at: NamePrefix, *, hf: str = "mixer", norm: str = "norm.weight") -> tuple[ParamMapping, ...]:
+    """A Mamba-2 mixer. Tensor parallelism cuts each kind of row of its input projection and convolution alone.
+
+    `hf` is the HF module's name, `norm` that of the norm before it.
+    """
     net = _mamba(dims)
     inputs, conv = StackedRows((sum(net.in_proj),), net.in_proj), StackedRows((sum(net.conv),), net.conv)
     return (
-        at.rule("mixer.in_proj.layer_norm_weight", {"norm.weight": (dims.hidden,)}),
-        at.rule("mixer.in_proj.weight", {"mixer.in_proj.weight": (sum(net.in_proj), dims.hidden)}, inputs),
-        at.rule("mixer.conv1d.weight", {"mixer.conv1d.weight": (sum(net.conv), 1, net.kernel)}, conv, kind="Conv1d"),
-        at.rule("mixer.conv1d.bias", {"mixer.conv1d.bias": (sum(net.conv),)}, conv),
+        at.rule("mixer.in_proj.layer_norm_weight", {norm: (dims.hidden,)}),
+        at.rule("mixer.in_proj.weight", {f"{hf}.in_proj.weight": (sum(net.in_proj), dims.hidden)}, inputs),
+        at.rule("mixer.conv1d.weight", {f"{hf}.conv1d.weight": (sum(net.conv), 1, net.kernel)}, conv, kind="Conv1d"),
+        at.rule("mixer.conv1d.bias", {f"{hf}.conv1d.bias": (sum(net.conv),)}, conv),
         *(
-            at.rule(f"mixer.{name}", {f"mixer.{name}": (net.heads,)}, Copy(0), fp32=True)
+            at.rule(f"mixer.{name}", {f"{hf}.{name}": (net.heads,)}, Copy(0), fp32=True)
             for name in ("A_log", "D", "dt_bias")
         ),
-        at.rule("mixer.norm.weight", {"mixer.norm.weight": (net.inner,)}, Copy(0)),
-        at.rule("mixer.out_proj.weight", {"mixer.out_proj.weight": (dims.hidden, net.inner)}, Copy(1)),
+        at.rule("mixer.norm.weight", {f"{hf}.norm.weight": (net.inner,)}, Copy(0)),
+        at.rule("mixer.out_proj.weight", {f"{hf}.out_proj.weight": (dims.hidden, net.inner)}, Copy(1)),
     )
 
 

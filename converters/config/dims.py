@@ -20,8 +20,8 @@ class Mla:
 
     Ranks of the two compressions (`q_rank` None: queries are not compressed) and head sizes.
 
-    `nope`: dimensions of a query or key head without rotary embedding; `rope`: those with; `value`: size of a value
-    head.
+    `nope`: dimensions of a query or key head without rotary embedding; `rope`: those with (0: none); `value`: size of a
+    value head.
     """
 
     q_rank: int | None
@@ -35,7 +35,7 @@ class Mla:
             q_rank=1 if self.q_rank is None else self.q_rank,
             kv_rank=self.kv_rank,
             nope=self.nope,
-            rope=self.rope,
+            rope=1 if self.rope == 0 else self.rope,
             value=self.value,
         )
 
@@ -46,7 +46,8 @@ class Indexer:
 
     `layers` have an indexer of their own; the others use that of the layer before. `every` and `first` say the same as
     Megatron does (`dsa_indexer_topk_freq`, `dsa_indexer_skip_topk_offset`): the first layers, then every so many.
-    `rope_interleaved`: its rotary dimensions turn in pairs, not as two halves.
+    `rope_interleaved`: its rotary dimensions turn in pairs, not as two halves. `pool`: how many keys it pools with
+    learned weights; 0: it does not.
     """
 
     heads: int
@@ -56,6 +57,7 @@ class Indexer:
     rope_interleaved: bool = False
     every: int = 1
     first: int = 0
+    pool: int = 0
 
     def __post_init__(self) -> None:
         _positive(index_heads=self.heads, index_head_dim=self.head_dim, index_topk=self.top_k)
@@ -142,6 +144,18 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
+class Kda:
+    """Kimi delta attention: its heads and their size, and convolution kernel."""
+
+    heads: int
+    head_dim: int
+    kernel: int
+
+    def __post_init__(self) -> None:
+        _positive(kda_heads=self.heads, kda_head_dim=self.head_dim, kda_kernel=self.kernel)
+
+
+@dataclass(frozen=True)
 class ModelDims:
     """What a rule or a Megatron model needs to know of an HF config. Sizes are in elements; 0 experts means dense.
 
@@ -155,10 +169,11 @@ class ModelDims:
     position on queries are multiplied by a factor that grows with their position. `sinks`: a learned logit a head in
     the softmax. `mtp_layers`: multi-token prediction layers after the last. `pattern`: one letter of Megatron's layer
     pattern a layer, where a layer is a mixer, attention, an MLP or experts alone; `mtp_pattern`: the same of one
-    multi-token prediction layer. `rotary`: attention has rotary embedding, but in `nope_layers`. `expert_hidden`: the
-    size that routed experts work in; None: the hidden size. `other_attention`: layers whose attention has other sizes.
-    `streams`: residual streams, which hyper-connections mix. `hashed_layers`: those in which a table chooses a token's
-    experts.
+    multi-token prediction layer. `mixer_layers`: those with a Mamba mixer or with KDA in the place of softmax
+    attention, where a layer also has an MLP or experts. `rotary`: attention has rotary embedding, but in `nope_layers`.
+    `expert_hidden`: the size that routed experts work in; None: the hidden size. `other_attention`: layers whose
+    attention has other sizes. `streams`: residual streams, which hyper-connections mix. `hashed_layers`: those in which
+    a table chooses a token's experts.
     """
 
     layers: int
@@ -203,6 +218,8 @@ class ModelDims:
     pattern: str = ""
     mtp_pattern: str = ""
     mamba: Mamba | None = None
+    kda: Kda | None = None
+    mixer_layers: tuple[int, ...] = ()
     rotary: bool = True
     nope_layers: tuple[int, ...] = ()
     experts: int = 0
@@ -281,8 +298,8 @@ class ModelDims:
         """Layers with softmax attention: all but those with linear attention or a mixer, an MLP or experts alone."""
         if self.pattern:
             return places(self.pattern, ATTENTION)
-        linear = set(self.linear.layers) if self.linear else set()
-        return tuple(layer for layer in self.all_layers if layer not in linear)
+        others = {*(self.linear.layers if self.linear else ()), *self.mixer_layers}
+        return tuple(layer for layer in self.all_layers if layer not in others)
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
@@ -294,8 +311,8 @@ class ModelDims:
 
     @property
     def mixers(self) -> tuple[int, ...]:
-        """Layers with a Mamba mixer."""
-        return places(self.pattern, MIXER)
+        """Layers with a Mamba mixer or with KDA."""
+        return places(self.pattern, MIXER) if self.pattern else self.mixer_layers
 
 
 def _grouped(heads: int, groups: int) -> None:

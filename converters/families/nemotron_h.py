@@ -14,7 +14,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
 from ckptkit.core.printable import shortened
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
-from converters.blocks.single import layers_of_one_block, read_pattern
+from converters.blocks.single import layers_of_one_block, read_pattern, refuse_time_step_limit
 from converters.config.dims import ModelDims, base_dims
 from converters.config.pattern import EXPERTS, MIXER, Mamba
 from converters.config.values import integer, number
@@ -37,7 +37,6 @@ _FIXED: Mapping[str, Any] = {
 }
 # The norm behind Megatron's mixer has it whatever the arguments say.
 _EPSILON = 1e-5
-_NO_LIMIT = 1e30  # of the time step, which is about 1
 _CHUNK = 128  # tokens that transformers' mixer computes together, in the releases
 _UP_DOWN = ("up_proj", "down_proj")
 _ENGINE_ROOT = ("backbone.", "model.")
@@ -90,18 +89,7 @@ def _refuse_unusual(config: Mapping[str, Any]) -> None:
                 f"the releases have {value!r}",
                 code="unsupported",
             )
-    limit = config.get("time_step_limit")
-    if limit is None:
-        return
-    low, high = limit if isinstance(limit, list) and len(limit) == 2 else (None, None)
-    # transformers saves infinity as {"__float__": "Infinity"}.
-    open_end = isinstance(high, dict) or (isinstance(high, (int, float)) and high > _NO_LIMIT)
-    if low != 0 or not open_end:
-        raise CkptkitError(
-            f"config.json: time_step_limit {shortened(limit)} is not supported",
-            "Megatron's mixer does not limit its time steps; the releases have [0, Infinity]",
-            code="unsupported",
-        )
+    refuse_time_step_limit(config)
 
 
 def _epsilon(config: Mapping[str, Any], *, mixers: bool) -> float:

@@ -1,4 +1,4 @@
-"""Ops of the hybrid Qwen families: attention with an output gate, and the projections of a gated delta net."""
+"""Ops of hybrid families: attention with an output gate, the projections of a gated delta net, the state of KDA."""
 
 from __future__ import annotations
 
@@ -50,6 +50,33 @@ class MinusOne:
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         return tensor
+
+
+@dataclass(frozen=True)
+class ZeroPadded:
+    """A vector of `size` values that HF keeps with `padding` zeros behind them, and Megatron without.
+
+    The planner refuses a padding that is not zero (`is_padded`), which would be lost.
+    """
+
+    size: int
+    padding: int
+
+    def is_padded(self, tensor: Tensor) -> bool:
+        """Whether every bit behind the values is 0."""
+        import torch  # only where there are tensors
+
+        return not bool(tensor[self.size :].view(torch.uint8).any())
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return tensor.split_with_sizes([self.size, self.padding])[0]
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (cat([tensor, tensor.new_zeros(self.padding)]),)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return chunk(tensor, 0, rank, size)
 
 
 def _shard_sections(tensor: Tensor, sections: Sequence[int], rank: int, size: int) -> Tensor:

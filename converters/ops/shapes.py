@@ -67,6 +67,9 @@ class ShapeOnly:
         starts = range(0, self.shape[dim], size) if size else [0] * count
         return tuple(self._with(dim, min(size, self.shape[dim] - start)) for start in starts)
 
+    def new_zeros(self, size: int) -> ShapeOnly:
+        return ShapeOnly((size,))
+
     def __add__(self, number: int) -> ShapeOnly:
         return self
 

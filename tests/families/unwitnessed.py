@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
-from transformers import Ernie4_5_MoeConfig, Olmo3Config, OlmoeConfig
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    GraniteMoeHybridConfig,
+    Olmo3Config,
+    OlmoeConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import hub_kernels
 
 from families import deepseek_v4, gemma4
-from families.case import SIZES, Case
+from families.case import SIZES, Case, random
 from families.gqa import as_v4
 
 # A head is hidden_size / num_attention_heads wide.
@@ -22,6 +34,44 @@ YARN: dict[str, Any] = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
+# Layers 3, 4, 6 and 7 have attention, which the mutations of the tests change.
+GRANITE: dict[str, Any] = WITHOUT_HEAD_DIM | {
+    "intermediate_size": 96,
+    "shared_intermediate_size": 72,
+    "num_local_experts": 12,
+    "num_experts_per_tok": 3,
+    "layer_types": ["attention" if layer in (3, 4, 6, 7) else "mamba" for layer in range(12)],
+    "position_embedding_type": "nope",
+    "rms_norm_eps": 1e-5,
+    "mamba_n_heads": 16,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 18,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 6.0,
+}
+
+
+class WithoutKernels:
+    """Builds a model with Mamba layers without kernels of a GPU, which transformers would download."""
+
+    @staticmethod
+    def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        """The model of a config."""
+        for name in ("causal-conv1d", "mamba-ssm"):
+            hub_kernels._KERNEL_MODULE_MAPPING.setdefault(name, ModuleType(name))
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def mixer_value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `random`, with mixers that forget over some tokens."""
+    if name.endswith(("A_log", "dt_bias")):
+        return (torch.randn(tensor.shape) * 0.5 - (1 if name.endswith("dt_bias") else 0)).to(dtype)
+    return random(name, tensor, dtype)
+
+
 CASES = {
     "olmoe": Case(
         lambda: OlmoeConfig(
@@ -48,4 +98,23 @@ CASES = {
     ),
     **gemma4.CASES,
     **deepseek_v4.CASES,
+    "granitemoehybrid": Case(
+        lambda: GraniteMoeHybridConfig(**GRANITE), value=mixer_value, auto=WithoutKernels, edit=as_v4
+    ),
+    # As Granite 4.0 Micro is released: attention alone, with rotary embedding, and no experts.
+    "granite-4-dense-tied": Case(
+        lambda: GraniteMoeHybridConfig(
+            **GRANITE
+            | {
+                "num_local_experts": 0,
+                "num_experts_per_tok": 0,
+                "layer_types": ["attention"] * 12,
+                "position_embedding_type": "rope",
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0},
+                "tie_word_embeddings": True,
+            }
+        ),
+        auto=WithoutKernels,
+        edit=as_v4,
+    ),
 }

@@ -33,6 +33,8 @@ LARGE = (
     "moonshotai/Kimi-K2-Instruct",
     "moonshotai/Kimi-K2-Thinking",
     "moonshotai/Kimi-K2.5",
+    "moonshotai/Kimi-K3",
+    "zai-org/GLM-5.3-Flash-BF16",
 )
 
 

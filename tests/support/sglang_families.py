@@ -15,6 +15,9 @@ SAID = {
     "mimo-tied-two-layers": "does not recognize this architecture",
     "bailing_moe": "does not recognize this architecture",  # as MiMo's
     "bailing_moe_v2-tied": "does not recognize this architecture",
+    # Neither SGLang nor the transformers that it wants has a class of these.
+    "kimi_k3": "does not recognize this architecture",
+    "glm5_next": "does not recognize this architecture",
     "qwen3_omni_moe_thinker": "Unrecognized configuration class",
     "kimi_k25": "'KimiK25VisionConfig' object has no attribute 'vt_hidden_size'",  # only a stub of a vision tower
     "deepseek_v32": "Found no NVIDIA driver",
@@ -54,7 +57,9 @@ LEFT_OUT = {
 # What SGLang's own loader raises where experts are shared out between two ranks.
 _NOT_SHARED_OUT = "The size of tensor a (6) must match the size of tensor b (12) at non-singleton dimension 0"
 REFUSED_IN_PARALLEL = {EngineSizes(2, 2): dict.fromkeys(("gpt_oss", "gpt_oss-v4"), _NOT_SHARED_OUT)}
-EXPERT = re.compile(r"layers\.3\.\w+\.experts\.([45]\.|gate_up_proj|down_proj)")
+EXPERT = re.compile(
+    r"layers\.3\.(\w+\.experts\.([45]\.|gate_up_proj|down_proj)|block_sparse_moe\.(in|out)put_linear\.weight)"
+)
 # The class that SGLang makes of a model's multi-token prediction layers.
 DRAFTS = {
     "glm4_moe-mtp": "Glm4MoeForCausalLMNextN",
@@ -77,4 +82,5 @@ EXPERT_OF_DRAFT = re.compile(
 COMPUTED = dict.fromkeys(
     ("nemotron_h", "nemotron_h-latent"), tuple(f"model.layers.{layer}.mixer.A" for layer in (0, 4, 8, 12))
 )
+COMPUTED |= {"granitemoehybrid": tuple(f"model.layers.{layer}.mamba.A" for layer in (0, 1, 2, 5, 8, 9, 10, 11))}
 CLEAN = [name for name in HF_CASES if name not in SAID and name not in LEFT_OUT]

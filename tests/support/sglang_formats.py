@@ -21,7 +21,7 @@ INT4 = {
     name: {"group_size": 32, "ignore": (EXPERTS,) if name.startswith(("qwen3_next", "qwen3_5_moe")) else ()}
     for name in CLEAN
     if not name.startswith(
-        ("bailing_moe", "gpt_oss", "nemotron_h", "qwen3_omni")
+        ("bailing_moe", "gpt_oss", "granite", "nemotron_h", "qwen3_omni")
     )  # whose Linear layers are not known one by one, or whose experts SGLang does not load
 }
 CHANNEL = ("qwen2-untied", "qwen3_moe", "deepseek_v3", "glm4_moe")

@@ -13,6 +13,9 @@ SAID = {
     "mimo-tied-two-layers": "Transformers does not recognize this architecture",
     "bailing_moe": "Transformers does not recognize this architecture",  # as MiMo's
     "bailing_moe_v2-tied": "Transformers does not recognize this architecture",
+    # Neither vLLM nor the transformers that it wants has a class of these.
+    "kimi_k3": "Transformers does not recognize this architecture",
+    "glm5_next": "Transformers does not recognize this architecture",
     "kimi_k25": "Tried to load weights of size torch.Size([64])to a parameter of size",  # a stub of a vision tower
     "gemma3": "There is no module or parameter named 'vision_tower.embeddings'",  # transformers 5 names it so
     "qwen3_omni_moe": "'Qwen3OmniMoeVisionEncoderConfig' object has no attribute 'image_size'",  # releases have it

@@ -12,7 +12,7 @@ def computed_of(name: str, tensor: Tensor) -> Tensor | None:
     Of a Mamba mixer's `A_log` that is A = -exp(A_log). Source: SGLang `layers/attention/mamba/mamba.py` and vLLM
     `layers/mamba/mamba_mixer2.py`, `composed_weight_loader`.
     """
-    return -torch.exp(tensor.float()) if name.endswith(".mixer.A_log") else None
+    return -torch.exp(tensor.float()) if name.endswith((".mixer.A_log", ".mamba.A_log")) else None
 
 
 def is_computed(held: Tensor, expected: Tensor) -> bool:

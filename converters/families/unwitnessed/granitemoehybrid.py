@@ -1,0 +1,160 @@
+"""Granite 4: each layer has a Mamba-2 mixer or attention, a shared MLP and, in the larger models, experts.
+
+Embeddings, residuals, attention and logits are scaled by four numbers of config.json. Megatron's HybridModel holds all
+of the weights, but scales attention alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from converters.blocks.decoder import attention, embeddings
+from converters.blocks.single import mixer, refuse_time_step_limit
+from converters.config.dims import ModelDims, base_dims
+from converters.config.pattern import Mamba
+from converters.config.values import integer, number, require_flags
+from converters.family import EngineClass, ModelFamily, Unwitnessed
+from converters.rules import ParamMapping, decoder, unnamed
+
+_FLAGS = {"attention_bias": False, "mamba_conv_bias": True, "mamba_proj_bias": False}
+_SCALES = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+# Transformers and SGLang take other values for each of these where config.json does not state it.
+_STATED = (*_SCALES, "layer_types", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "num_local_experts")
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a granitemoehybrid config. Source: transformers `GraniteMoeHybridConfig`, `GraniteMoeHybridMambaLayer`.
+
+    Raises CkptkitError for what readers compute differently, and for what no released model has.
+    """
+    require_flags(config, "granitemoehybrid", _FLAGS)
+    refuse_time_step_limit(config)
+    for key in _STATED:
+        if config.get(key) is None:
+            raise CkptkitError(
+                f"config.json has no {key!r}",
+                "transformers and SGLang have other defaults; compare it with the release",
+            )
+    scales = {key: number(config, key) for key in _SCALES}
+    if unscaled := [key for key, value in scales.items() if value <= 0]:
+        raise CkptkitError(f"config.json: {unscaled[0]} must be positive", "compare it with the release")
+    mixers = _mixer_layers(config)
+    dims = base_dims(
+        config,
+        qkv_bias=False,
+        qk_norm=False,
+        rotary=_rotary(config),
+        mamba=_mamba(config) if mixers else None,
+        mixer_layers=mixers,
+        experts=integer(config, "num_local_experts"),
+        top_k=integer(config, "num_experts_per_tok", 0),
+        expert_ffn=integer(config, "intermediate_size"),
+        shared_ffn=integer(config, "shared_intermediate_size"),
+        embedding_scale=scales["embedding_multiplier"],
+        attention_scale=scales["attention_multiplier"],
+    )
+    if dims.shared_ffn == 0:
+        raise CkptkitError("config.json: shared_intermediate_size 0 is not supported", "compare it with the release")
+    for key, wanted in {"head_dim": dims.hidden // dims.heads, "normalization_function": "rmsnorm"}.items():
+        if config.get(key, wanted) != wanted:
+            raise CkptkitError(
+                f"config.json: granitemoehybrid with {key} {shortened(config[key])} is not supported",
+                f"SGLang takes {wanted} whatever it says; no released model has another",
+                code="unsupported",
+            )
+    return dims
+
+
+def _mixer_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers with a Mamba mixer. Raises CkptkitError for a list that is not one word a layer."""
+    layers, kinds = integer(config, "num_hidden_layers"), config["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in ("mamba", "attention") for kind in kinds):
+        raise CkptkitError(
+            f"config.json: layer_types is {shortened(kinds)}, not a list of mamba or attention for {layers} layers",
+            "compare it with the release",
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "mamba")
+
+
+def _rotary(config: Mapping[str, Any]) -> bool:
+    """Whether attention has rotary embedding. Raises CkptkitError for another kind, and for rope scaling."""
+    kind = config.get("position_embedding_type")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    for key, value, known in (
+        ("position_embedding_type", kind, (None, "nope", "rope")),
+        ("rope scaling", scaling, ("default",)),
+    ):
+        if value not in known:
+            raise CkptkitError(
+                f"config.json: granitemoehybrid with {key} {shortened(value)} is not supported",
+                "no released model has it",
+                code="unsupported",
+            )
+    return kind == "rope"
+
+
+def _mamba(config: Mapping[str, Any]) -> Mamba:
+    heads, inner = integer(config, "mamba_n_heads"), integer(config, "mamba_expand", 2) * integer(config, "hidden_size")
+    size = config.get("mamba_d_head")
+    net = Mamba(
+        heads=heads,
+        head_dim=inner // max(heads, 1) if size == "auto" else integer(config, "mamba_d_head"),
+        groups=integer(config, "mamba_n_groups", 1),
+        state=integer(config, "mamba_d_state"),
+        kernel=integer(config, "mamba_d_conv", 4),
+    )
+    if net.inner != inner:
+        raise CkptkitError(
+            f"config.json: {heads} Mamba heads of {net.head_dim} are not the {inner} features of mamba_expand",
+            "compare both with the release",
+        )
+    return net
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All tensors of the model. The experts of a layer are two tensors, each expert's gate above its up."""
+    hidden, ffn, shared = dims.hidden, dims.expert_ffn, dims.shared_ffn
+    every, routed = decoder(dims, dims.all_layers), decoder(dims, dims.moe)
+    block = {"router.layer": (hidden,), "input_linear": (2 * ffn, hidden), "output_linear": (hidden, ffn)}
+    names = {f"block_sparse_moe.{name}.weight": (dims.experts, *shape) for name, shape in block.items()}
+    mlp = {"input_linear": (2 * shared, hidden), "output_linear": (hidden, shared)}
+    at = decoder(dims, dims.mixers)
+    mixers = mixer(dims, at, hf="mamba", norm="input_layernorm.weight") if dims.mixers else ()
+    return unnamed(
+        (
+            *embeddings(dims),
+            *mixers,
+            *attention(dims),
+            every.rule("", {"post_attention_layernorm.weight": (hidden,)}),
+            every.rule("", {f"shared_mlp.{name}.weight": shape for name, shape in mlp.items()}),
+            *([routed.rule("", names)] if dims.experts else []),
+        )
+    )
+
+
+def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's config class takes 10000 where `rope_theta` is absent, and turns no other dimension."""
+    dims = read_dims(config)
+    return {"rope_theta": dims.rope_theta} if dims.rotary and dims.rope_theta != 10000 else {}
+
+
+FAMILIES = (
+    ModelFamily(
+        ("granitemoehybrid",),
+        ("GraniteMoeHybridForCausalLM",),
+        read_dims,
+        mappings,
+        # The experts are matrices of no Linear layer.
+        release=None,
+        # No release that was read has it.
+        engines={"sglang": EngineClass(("qkv_proj",), layer_id_since=(1,), keys=_sglang_keys)},
+        unwitnessed=Unwitnessed(
+            "HybridModel lacks the multipliers of embeddings, residuals and logits, and would compute wrong numbers",
+            None,
+        ),
+    ),
+)

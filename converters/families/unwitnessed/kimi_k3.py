@@ -1,0 +1,200 @@
+"""Kimi K3: three of four layers have Kimi delta attention (KDA), the others latent attention without rotary embedding.
+
+Attention has an output gate. Experts work in a smaller size, behind a norm of its own, and residuals are aggregated
+over blocks of layers by learned weights. The release has its experts in MXFP4 and a vision tower. No released
+transformers has a class of it: config and names are those of the release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp
+from converters.blocks.kda import kda
+from converters.blocks.latent_attention import read_mla
+from converters.blocks.sigmoid_moe import read_sigmoid_moe
+from converters.config.dims import Kda, Mla, ModelDims, base_dims, first_layers
+from converters.config.values import flag, integer, rope_of
+from converters.family import ModelFamily, Unwitnessed
+from converters.ops.basic import Copy
+from converters.ops.shapes import Shape
+from converters.rules import ParamMapping, decoder
+
+# The release stores `A_log` of its 96 heads for 128; how it would pad another number is not published.
+_HEADS, _STORED = 96, 128
+# What the release says; neither the rules nor Megatron-Bridge's layers do anything else.
+_FIXED: Mapping[str, Any] = {
+    "hidden_act": "situ",
+    "latent_moe_use_norm": True,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "model_type": "kimi_linear",
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+    "use_grouped_topk": True,
+}
+# Names of DeepSeek's for keys that this config has under others.
+_DEEPSEEK = {
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "n_group": "num_expert_group",
+}
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of the language model of a kimi_k3 config. Source: the release's own config.json.
+
+    Raises CkptkitError for what the release does not have.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise CkptkitError("config.json: kimi_k3 has no text_config", "restore config.json from the release")
+    for key, wanted in _FIXED.items():
+        if text.get(key) != wanted:
+            raise _refused(key, text.get(key), wanted)
+    if flag(config, "tie_word_embeddings", False):
+        raise _refused("tie_word_embeddings", True, False)
+    if rope_of(text)["rope_type"] != "default":
+        raise _refused("rope_scaling", text.get("rope_scaling"), None)
+    net, layers = _linear_attention(text)
+    known = {name: text[key] for name, key in _DEEPSEEK.items() if key in text}
+    if integer(text, "attn_res_block_size") < 1:
+        raise _refused("attn_res_block_size", text["attn_res_block_size"], 12)
+    sizes = {key: value for key, value in text.items() if key != "hidden_act"}
+    return base_dims(
+        sizes,
+        qkv_bias=False,
+        qk_norm=False,
+        tied=False,
+        root="language_model.model.",
+        head="language_model.lm_head.weight",
+        rotary=False,
+        mla=_mla(text),
+        kda=net,
+        mixer_layers=layers,
+        dense_layers=first_layers(text, "first_k_dense_replace", 0),
+        expert_hidden=integer(text, "routed_expert_hidden_size"),
+        **read_sigmoid_moe({**text, **known}, absent={}),
+    )
+
+
+def _refused(key: str, value: Any, wanted: Any) -> CkptkitError:
+    return CkptkitError(
+        f"config.json: kimi_k3 with {key} {shortened(value)} is not supported",
+        f"the release has {wanted!r}",
+        code="unsupported",
+    )
+
+
+def _mla(text: Mapping[str, Any]) -> Mla:
+    mla = read_mla(text)
+    if mla.q_rank is None:
+        raise _refused("q_lora_rank", None, 1536)
+    return mla
+
+
+def _linear_attention(text: Mapping[str, Any]) -> tuple[Kda, tuple[int, ...]]:
+    """Sizes of KDA, and its layers from 0. The config counts them from 1.
+
+    Raises CkptkitError where its two lists of layers are not all layers, each once.
+    """
+    given, count = text.get("linear_attn_config"), integer(text, "num_hidden_layers")
+    if not isinstance(given, dict):
+        raise CkptkitError("config.json: kimi_k3 has no linear_attn_config", "restore config.json from the release")
+    lists = [given.get(key) for key in ("kda_layers", "full_attn_layers")]
+    stated = [layer for one in lists if isinstance(one, list) for layer in one]
+    if len(stated) != count or any(type(layer) is not int for layer in stated) or {*stated} != {*range(1, count + 1)}:
+        raise CkptkitError(
+            f"config.json: kda_layers and full_attn_layers are not the layers 1 to {count}, each once",
+            "compare both with the release",
+        )
+    heads = integer(given, "num_heads")
+    for key, value, wanted in (
+        ("linear_attn_config.num_heads", heads, _HEADS),
+        ("linear_attn_config.use_full_rank_gate", given.get("use_full_rank_gate"), True),
+    ):
+        if value != wanted:
+            raise _refused(key, value, wanted)
+    net = Kda(heads, integer(given, "head_dim"), integer(given, "short_conv_kernel_size"))
+    return net, tuple(layer - 1 for layer in sorted(given["kda_layers"]))
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of the model. Megatron's names: Megatron-Bridge's `models/kimi/kimi_k3_bridge.py` at 067f987."""
+    every, hidden = decoder(dims, dims.all_layers), dims.hidden
+    norm, score, last = (hidden,), (1, hidden), f"decoder.layers.{dims.layers - 1}."
+    residuals: dict[str, Shape] = {"self_attention_res_norm": norm, "self_attention_res_proj": score}
+    residuals |= {"mlp_res_norm": norm, "mlp_res_proj": score}
+    output: dict[str, Shape] = {"output_attn_res_norm": norm, "output_attn_res_proj": score}
+    return (
+        *embeddings(dims),
+        *(ParamMapping(f"{last}{name}.weight", {f"{dims.root}{name}.weight": shape}) for name, shape in output.items()),
+        every.rule("input_layernorm.weight", {"input_layernorm.weight": norm}),
+        every.rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": norm}),
+        *(every.rule(f"{name}.weight", {f"{name}.weight": shape}) for name, shape in residuals.items()),
+        *kda(dims, full_gate=True, padding=_STORED - _HEADS),
+        *_latent_attention(dims),
+        *gated_mlp(decoder(dims, dims.dense), "mlp.", "mlp.", hidden, dims.ffn),
+        *_experts(dims),
+    )
+
+
+def _latent_attention(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """Latent attention with an output gate, under HF's names on both sides."""
+    mla, at, hidden = dims.mla, decoder(dims, dims.softmax_layers), dims.hidden
+    assert mla is not None, "read_dims sets it"
+    values = dims.heads * mla.value
+    parts: dict[str, tuple[Shape, int | None]] = {
+        "q_a_proj": ((mla.q_rank or 0, hidden), None),
+        "q_a_layernorm": ((mla.q_rank or 0,), None),
+        "q_b_proj": ((dims.heads * (mla.nope + mla.rope), mla.q_rank or 0), 0),
+        "kv_a_proj_with_mqa": ((mla.kv_rank + mla.rope, hidden), None),
+        "kv_a_layernorm": ((mla.kv_rank,), None),
+        "kv_b_proj": ((dims.heads * (mla.nope + mla.value), mla.kv_rank), 0),
+        "g_proj": ((values, hidden), 0),
+        "o_proj": ((hidden, values), 1),
+    }
+    return tuple(
+        at.rule(f"self_attention.{name}.weight", {f"self_attn.{name}.weight": shape}, Copy(axis))
+        for name, (shape, axis) in parts.items()
+    )
+
+
+def _experts(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """Experts in a smaller size between two projections, with a norm before the second; router and shared experts."""
+    at, hidden, inner, block = decoder(dims, dims.moe), dims.hidden, dims.expert_hidden or 0, "block_sparse_moe."
+    around = {
+        "fc1_latent_proj": ("routed_expert_down_proj", (inner, hidden)),
+        "routed_expert_norm": ("routed_expert_norm", (inner,)),
+        "fc2_latent_proj": ("routed_expert_up_proj", (hidden, inner)),
+    }
+    experts = "mlp.experts.experts.{expert}."
+    return (
+        at.rule("mlp.router.weight", {f"{block}gate.weight": (dims.experts, hidden)}, kind="Router"),
+        at.rule("mlp.router.expert_bias", {f"{block}gate.e_score_correction_bias": (dims.experts,)}, fp32=True),
+        *(at.rule(f"mlp.{name}.weight", {f"{block}{hf}.weight": shape}) for name, (hf, shape) in around.items()),
+        *gated_mlp(at, experts, block + "experts.{expert}.", inner, dims.expert_ffn, W1_W3_W2),
+        *gated_mlp(at, "mlp.shared_experts.", f"{block}shared_experts.", hidden, dims.shared_ffn),
+    )
+
+
+FAMILIES = (
+    ModelFamily(
+        ("kimi_k3",),
+        ("KimiK3ForConditionalGeneration",),
+        read_dims,
+        mappings,
+        carried=("vision_tower.", "mm_projector."),
+        # No class of transformers says which of its modules are Linear layers.
+        release=None,
+        unwitnessed=Unwitnessed(
+            "its delta attention, aggregated residuals and activation are in none", "Megatron-Bridge"
+        ),
+    ),
+)

@@ -1,0 +1,131 @@
+"""GLM-5.3-Flash: its layer for multi-token prediction, its words, and what its config says that nothing here does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import UNWITNESSED
+from families.case import save
+from families.table import config_of
+from support import floats, models
+
+from ckptkit.app.api import quantize
+from ckptkit.core.errors import CkptkitError
+from converters.planner import dims_of, expected_hf
+from verify.run import verify
+
+CONFIG = config_of(UNWITNESSED["glm5_next"])
+TEXT: dict[str, Any] = CONFIG["text_config"]
+LINEAR: dict[str, Any] = TEXT["linear_attn_config"]
+DRAFT = "model.language_model.layers.12."
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test model, read only."""
+    root = tmp_path_factory.mktemp("release") / "glm5_next"
+    save("glm5_next", UNWITNESSED["glm5_next"], root, torch.bfloat16)
+    return root
+
+
+def with_text(**changes: Any) -> dict[str, Any]:
+    """The config with other values in `text_config`; Ellipsis for keys that are left out."""
+    text = {key: value for key, value in (TEXT | changes).items() if value is not ...}
+    return CONFIG | {"text_config": text}
+
+
+@pytest.mark.parametrize(("kept", "expected"), [("", []), (f"{DRAFT}enorm.weight", ["CK104"])])
+def test_a_save_without_the_draft_layer_is_taken_for_a_model_without(
+    kept: str, expected: list[str], tmp_path: Path
+) -> None:
+    """As transformers writes it. A part of the layer alone is damage."""
+    part = replace(
+        UNWITNESSED["glm5_next"],
+        whole=lambda tensors: {
+            name: tensor for name, tensor in tensors.items() if not name.startswith(DRAFT) or name == kept
+        },
+    )
+    save("glm5_next", part, tmp_path / "saved", torch.bfloat16)
+    report = verify(tmp_path / "saved")
+    assert sorted({finding.code for finding in report.findings}) == expected
+    assert any("no tensor of one is stored" in note for note in report.facts["notes"]) == (not kept)
+
+
+def test_a_release_in_fp8_is_read_by_its_tensors(release: Path, tmp_path: Path) -> None:
+    """As the release: latent attention, MLP and experts in blocks, KDA and what joins a draft in BF16."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    kept = ("indexer", "kv_b_proj", "eh_proj", "visual", "lm_head")
+    linear = tuple(f".layers.{layer}.self_attn." for layer in LINEAR["kda_layers"])
+
+    def wanted(name: str) -> bool:
+        return name.endswith(("_proj.weight", "_with_mqa.weight")) and not any(
+            part in name for part in (*kept, *linear)
+        )
+
+    spelling = floats.Spelling(floats.deepseek, {"quantization_config": fp8})
+    packed = floats.write(release, tmp_path / "fp8", spelling, wanted)
+    stored = models.tensors(packed)
+    assert f"{DRAFT}mlp.experts.3.up_proj.weight_scale_inv" in stored
+    assert f"{DRAFT}eh_proj.weight_scale_inv" not in stored
+    report = verify(packed, source=release)
+    assert (report.status, report.findings) == ("passed", [])
+    quantize(packed, tmp_path / "plain", None)
+    plain, name = models.tensors(tmp_path / "plain"), f"{DRAFT}mlp.experts.3.up_proj.weight"
+    scale = stored[f"{name}_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+    assert plain[name].equal((stored[name].float() * scale).bfloat16())
+
+
+def test_each_spelling_of_a_config_means_the_same_model() -> None:
+    """The release's, and transformers', which has the sizes of KDA one by one and another word."""
+    kinds = [kind.replace("deepseek_sparse", "indexed") for kind in TEXT["layer_types"]]
+    sizes = {"linear_num_heads": 6, "linear_head_dim": 18, "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0}
+    saved = with_text(linear_attn_config=..., first_k_dense_replace=..., mhc=..., layer_types=kinds, **sizes)
+    first = with_text(layer_types=[kind.replace("deepseek_sparse", "full") for kind in TEXT["layer_types"]])
+    assert dims_of(saved) == dims_of(first) == dims_of(CONFIG)
+    assert (dims_of(CONFIG).softmax_layers, dims_of(CONFIG).dense) == ((3, 7, 11), (0, 1))
+    without = expected_hf(with_text(num_nextn_predict_layers=0))
+    assert {name for name in expected_hf(CONFIG) if name not in without} == {
+        name for name in expected_hf(CONFIG) if name.startswith(DRAFT)
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias with latent attention"),
+        ({"first_k_dense_replace": 1}, r"first_k_dense_replace is 1, but by mlp_layer_types layers \[0, 1\] are dense"),
+        ({"hc_mult": 0}, "streams must be positive, not 0"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"index_kpool": 0}, "index_kpool 0"),
+        ({"index_kpool_compress": False}, "index_kpool_compress False"),
+        ({"index_topk_freq": 4}, "index_topk_freq 4"),
+        ({"index_topk_pattern": "FSSF"}, "index_topk_pattern 'FSSF'"),
+        ({"indexer_types": ["full", "shared"] * 6}, "indexer_types"),
+        (
+            {"layer_types": ["linear_attention"] * 11},
+            "not a list of .* or deepseek_sparse_attention for 12",
+        ),
+        ({"layer_types": ["sliding_attention"] * 12}, "not a list of linear_attention"),
+        ({"layer_types": ...}, "layer_types is None"),
+        ({"linear_attn_config": LINEAR | {"kda_layers": [1, 2, 3]}}, "but kda_layers is"),
+        ({"linear_attn_config": ...}, "num_heads of linear_attn_config and linear_num_heads are"),
+        ({"linear_num_heads": 8}, r"num_heads of linear_attn_config and linear_num_heads are \[6, 8\], not one number"),
+        ({"mhc": False}, "mhc False"),
+        ({"mla_use_nope": False}, "mla_use_nope False"),
+        ({"mlp_layer_types": ...}, "config.json has no 'mlp_layer_types'"),
+        ({"model_type": "glm_moe_dsa"}, "model_type 'glm_moe_dsa'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob false"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is not the 10"),
+        ({"q_lora_rank": None}, "q_lora_rank None"),
+        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim 64"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings True"),
+    ],
+)
+def test_what_readers_take_differently_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(with_text(**changes))

@@ -1,0 +1,137 @@
+"""Kimi K3: what its release has and its config does not say, and what it says that nothing here does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import UNWITNESSED
+from families.case import save
+from families.table import config_of
+from releases.record import load
+from support import floats, models
+from support.quantized import E2M1
+
+from ckptkit.app.api import convert, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from converters.planner import dims_of
+from verify.run import verify
+
+STATE = "language_model.model.layers.4.self_attn.A_log"
+LAYER = "language_model.model.layers.5.block_sparse_moe."
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test model, read only."""
+    root = tmp_path_factory.mktemp("release") / "kimi_k3"
+    save("kimi_k3", UNWITNESSED["kimi_k3"], root, torch.bfloat16)
+    return root
+
+
+def changed(release: Path, root: Path, place: int, value: float) -> Path:
+    """A copy of the model with another value in `A_log` of one layer."""
+    root.mkdir()
+    for file in release.iterdir():
+        (root / file.name).write_bytes(file.read_bytes())
+    state = models.tensors(release)[STATE].clone()
+    state[place] = value
+    models.edit(root, STATE, state)
+    return root
+
+
+@pytest.mark.parametrize("value", [1.0, -0.0, float("nan")])
+def test_state_behind_the_heads_that_is_not_zero_is_not_dropped(value: float, release: Path, tmp_path: Path) -> None:
+    """The release has 96 heads and room for 128. Megatron has no place for the rest, which must be bits of 0."""
+    broken = changed(release, tmp_path / "broken", 96, value)
+    with pytest.raises(CkptkitError, match=rf"{STATE}: the values behind the first 96 are padding"):
+        convert(broken, tmp_path / "megatron", unwitnessed=True)
+    assert "CK202" in {finding.code for finding in verify(broken, source=release).findings}
+
+
+def test_state_of_the_last_head_is_no_padding(release: Path, tmp_path: Path) -> None:
+    convert(changed(release, tmp_path / "other", 95, 0.0), tmp_path / "megatron", unwitnessed=True)
+    convert(tmp_path / "megatron", tmp_path / "back", unwitnessed=True)
+    back = models.tensors(tmp_path / "back")[STATE]
+    assert (back.shape, back[95].item(), back[94].item() != 0) == ((128,), 0.0, True)
+
+
+def test_megatron_has_the_state_of_its_heads_alone(release: Path, tmp_path: Path) -> None:
+    convert(release, tmp_path / "megatron", unwitnessed=True)
+    held = TorchDistCheckpoint(tmp_path / "megatron" / "release").specs
+    state = held["decoder.layers.4.self_attention.A_log"]
+    assert (state.shape, state.dtype) == ((96,), "float32")
+    output = sorted(name for name in held if "output_attn_res" in name)
+    assert output == [f"decoder.layers.11.output_attn_res_{part}.weight" for part in ("norm", "proj")]
+
+
+def test_experts_in_mxfp4_are_told_by_their_tensors(release: Path, tmp_path: Path) -> None:
+    """The release's `ignore` names neither the projections around the experts nor the router, which are BF16."""
+    text = json.loads((release / "config.json").read_text())["text_config"]
+    text["quantization_config"] = load("moonshotai/Kimi-K3").config["text_config"]["quantization_config"]
+    spelling = floats.Spelling(floats.mxfp4("weight_packed"), {"text_config": text})
+    packed = floats.write(
+        release, tmp_path / "packed", spelling, wanted=lambda name: ".block_sparse_moe.experts." in name
+    )
+    report = verify(packed, source=release)
+    assert (report.status, report.findings) == ("passed", [])
+    quantize(packed, tmp_path / "plain", None)
+    stored, plain = models.tensors(packed), models.tensors(tmp_path / "plain")
+    codes = stored[f"{LAYER}experts.11.w2.weight_packed"]
+    numbers = E2M1[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()]
+    scales = torch.exp2(stored[f"{LAYER}experts.11.w2.weight_scale"].float() - 127).repeat_interleave(32, dim=1)
+    assert plain[f"{LAYER}experts.11.w2.weight"].equal((numbers * scales).bfloat16())
+    for name in ("gate.weight", "routed_expert_down_proj.weight", "routed_expert_norm.weight"):
+        assert plain[LAYER + name].equal(models.tensors(release)[LAYER + name])
+    convert(packed, tmp_path / "megatron", unwitnessed=True)
+    assert verify(tmp_path / "megatron", source=packed).findings == []
+
+
+LINEAR: dict[str, Any] = config_of(UNWITNESSED["kimi_k3"])["text_config"]["linear_attn_config"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "silu"}, "kimi_k3 with hidden_act 'silu' is not supported"),
+        ({"latent_moe_use_norm": False}, "latent_moe_use_norm False is not"),
+        ({"mla_use_nope": False}, "mla_use_nope False is not"),
+        ({"mla_use_output_gate": None}, "mla_use_output_gate None is not"),
+        ({"model_type": "deepseek_v3"}, "kimi_k3 with model_type 'deepseek_v3'"),
+        ({"moe_layer_freq": 2}, "kimi_linear with moe_layer_freq 2"),
+        ({"moe_renormalize": False}, "moe_renormalize False"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax'"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is not the 10"),
+        ({"q_lora_rank": None}, "q_lora_rank None"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling .*yarn"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings True"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ({"attn_res_block_size": 0}, "attn_res_block_size 0"),
+        ({"linear_attn_config": None}, "kimi_k3 has no linear_attn_config"),
+        ({"linear_attn_config": LINEAR | {"num_heads": 64}}, "linear_attn_config.num_heads 64"),
+        ({"linear_attn_config": LINEAR | {"use_full_rank_gate": False}}, "use_full_rank_gate False"),
+        ({"linear_attn_config": LINEAR | {"full_attn_layers": [4, 8, 12]}}, "are not the layers 1 to 12, each once"),
+        ({"linear_attn_config": LINEAR | {"kda_layers": [0, *range(1, 8)]}}, "are not the layers 1 to 12, each once"),
+    ],
+)
+def test_what_the_release_does_not_have_is_refused(changes: dict[str, Any], message: str) -> None:
+    config = config_of(UNWITNESSED["kimi_k3"])
+    assert dims_of(config).softmax_layers == (3, 7, 10, 11)
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(config | {"text_config": config["text_config"] | changes})
+
+
+def test_a_config_of_the_whole_model_alone_is_taken() -> None:
+    config = config_of(UNWITNESSED["kimi_k3"])
+    for changes, message in (
+        ({"tie_word_embeddings": True}, "tie_word_embeddings True"),
+        ({"text_config": None}, "kimi_k3 has no text_config"),
+        ({"architectures": ["KimiLinearForCausalLM"]}, "KimiLinearForCausalLM"),
+    ):
+        with pytest.raises(CkptkitError, match=message):
+            dims_of(config | changes)

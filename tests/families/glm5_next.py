@@ -1,0 +1,217 @@
+"""GLM-5.3-Flash, of which transformers has a class from 5.16 on: names, shapes and dtypes are those of its save.
+
+They were taken from transformers 5.24.0, built from this very config, and are written down here by hand; the layer for
+multi-token prediction, which transformers leaves out, is written down from public readers of the release. Nothing
+computes its logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from families.by_name import BF16, F32, Shapes, fill
+from families.case import Case
+
+KINDS = (["linear_attention"] * 3 + ["deepseek_sparse_attention"]) * 3
+TEXT: dict[str, Any] = {
+    "attention_bias": False,
+    "dtype": "bfloat16",
+    "first_k_dense_replace": 2,
+    "hc_eps": 1e-06,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 20,
+    "head_dim": 0,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "index_head_dim": 16,
+    "index_kpool": 5,
+    "index_kpool_always_select_tail": True,
+    "index_kpool_compress": True,
+    "index_n_heads": 4,
+    "index_share_for_mtp_iteration": True,
+    "index_topk": 10,
+    "indexer_rope_interleave": True,
+    "indexer_types": ["full"] * 12,
+    "intermediate_size": 288,
+    "kv_lora_rank": 40,
+    "layer_types": KINDS,
+    "linear_attn_config": {
+        "full_attn_layers": [3, 7, 11],
+        "gate_lower_bound": -5.0,
+        "head_dim": 18,
+        "kda_layers": [0, 1, 2, 4, 5, 6, 8, 9, 10],
+        "num_heads": 6,
+        "short_conv_kernel_size": 4,
+    },
+    "max_position_embeddings": 256,
+    "mhc": True,
+    "mla_use_nope": True,
+    "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 10,
+    "model_type": "glm5_next_text",
+    "moe_intermediate_size": 96,
+    "n_group": 1,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_attention_heads": 10,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 10,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 0,
+    "rms_norm_eps": 1e-05,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "swiglu_limit": 10.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 20,
+    "vocab_size": 352,
+}
+
+
+class Glm5NextConfig(PretrainedConfig):
+    """What transformers calls so from 5.16 on: a dictionary for the language model."""
+
+    model_type = "glm5_next"
+
+
+def config() -> PretrainedConfig:
+    """As the release's config.json, with the sizes of the test model."""
+    content = {"text_config": json.loads(json.dumps(TEXT)), "tie_word_embeddings": False, "dtype": "bfloat16"}
+    return Glm5NextConfig(architectures=["Glm5NextForConditionalGeneration"], **content)
+
+
+def published() -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Every tensor of the language model: name, shape and dtype."""
+    yield "lm_head.weight", (352, 128), BF16
+    yield "model.language_model.embed_tokens.weight", (352, 128), BF16
+    yield "model.language_model.norm.weight", (128,), BF16
+    for layer, kind in enumerate(KINDS):
+        attention = kda() if kind == "linear_attention" else sparse_attention()
+        for name, (shape, dtype) in (streams() | attention | (dense() if layer < 2 else experts())).items():
+            yield f"model.language_model.layers.{layer}.{name}", shape, dtype
+    for name, (shape, dtype) in (joint() | sparse_attention() | experts()).items():
+        yield f"model.language_model.layers.12.{name}", shape, dtype
+
+
+def streams() -> Shapes:
+    """What mixes 3 residual streams: 3 weights before, 3 behind, and 3 x 3 between them."""
+    return {
+        f"hc_{block}_{name}": form
+        for block in ("attn", "ffn")
+        for name, form in {"fn": ((15, 384), BF16), "base": ((15,), F32), "scale": ((3,), F32)}.items()
+    }
+
+
+def norms() -> Shapes:
+    """The norms before attention and MLP, which every layer has."""
+    return dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), ((128,), BF16))
+
+
+def kda() -> Shapes:
+    """6 heads of 18."""
+    return norms() | {
+        "self_attn.A_log": ((6,), F32),
+        "self_attn.dt_bias": ((108,), F32),
+        "self_attn.b_proj.weight": ((6, 128), BF16),
+        "self_attn.f_a_proj.weight": ((18, 128), BF16),
+        "self_attn.f_b_proj.weight": ((108, 18), BF16),
+        "self_attn.g_a_proj.weight": ((18, 128), BF16),
+        "self_attn.g_b_proj.weight": ((108, 18), BF16),
+        "self_attn.q_proj.weight": ((108, 128), BF16),
+        "self_attn.k_proj.weight": ((108, 128), BF16),
+        "self_attn.v_proj.weight": ((108, 128), BF16),
+        "self_attn.q_conv1d.weight": ((108, 1, 4), F32),
+        "self_attn.k_conv1d.weight": ((108, 1, 4), F32),
+        "self_attn.v_conv1d.weight": ((108, 1, 4), F32),
+        "self_attn.o_norm.weight": ((18,), BF16),
+        "self_attn.o_proj.weight": ((128, 108), BF16),
+    }
+
+
+def sparse_attention() -> Shapes:
+    """10 heads: 24 of a query or key, 20 of a value. The indexer has 4 heads of 16 and pools 5 keys."""
+    return norms() | {
+        "self_attn.q_a_proj.weight": ((48, 128), BF16),
+        "self_attn.q_a_layernorm.weight": ((48,), BF16),
+        "self_attn.q_b_proj.weight": ((240, 48), BF16),
+        "self_attn.kv_a_proj_with_mqa.weight": ((40, 128), BF16),
+        "self_attn.kv_a_layernorm.weight": ((40,), BF16),
+        "self_attn.kv_b_proj.weight": ((440, 40), BF16),
+        "self_attn.o_proj.weight": ((128, 200), BF16),
+        "self_attn.indexer.wq_b.weight": ((64, 48), BF16),
+        "self_attn.indexer.wk.weight": ((16, 128), BF16),
+        "self_attn.indexer.weights_proj.weight": ((4, 128), BF16),
+        "self_attn.indexer.k_norm.weight": ((16,), BF16),
+        "self_attn.indexer.k_norm.bias": ((16,), BF16),
+        "self_attn.indexer.index_kpool_compress_ape": ((5, 16), BF16),
+        "self_attn.indexer.index_kpool_compress_gate": ((16, 128), BF16),
+    }
+
+
+def dense() -> Shapes:
+    """The MLP of the first layers."""
+    return {
+        "mlp.gate_proj.weight": ((288, 128), BF16),
+        "mlp.up_proj.weight": ((288, 128), BF16),
+        "mlp.down_proj.weight": ((128, 288), BF16),
+    }
+
+
+def experts() -> Shapes:
+    """12 experts and two shared ones, which are one MLP."""
+    found: Shapes = {
+        "mlp.gate.weight": ((12, 128), F32),
+        "mlp.gate.e_score_correction_bias": ((12,), F32),
+        "mlp.shared_experts.gate_proj.weight": ((192, 128), BF16),
+        "mlp.shared_experts.up_proj.weight": ((192, 128), BF16),
+        "mlp.shared_experts.down_proj.weight": ((128, 192), BF16),
+    }
+    for expert in range(12):
+        found |= {f"mlp.experts.{expert}.{name}_proj.weight": ((96, 128), BF16) for name in ("gate", "up")}
+        found |= {f"mlp.experts.{expert}.down_proj.weight": ((128, 96), BF16)}
+    return found
+
+
+def joint() -> Shapes:
+    """What joins the embedding and the hidden state in the multi-token prediction layer, which mixes no streams."""
+    names = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    return {"eh_proj.weight": ((128, 256), BF16)} | dict.fromkeys(names, ((128,), BF16))
+
+
+class Glm5NextForConditionalGeneration(PreTrainedModel):
+    """Parameters under the published names, and nothing that computes."""
+
+    config_class = Glm5NextConfig
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
+        super().__init__(config)
+        fill(self, published(), dtype)
+
+    @staticmethod
+    def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        """The model of a config."""
+        return Glm5NextForConditionalGeneration(config, dtype)
+
+
+def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """A few tensors of the vision tower."""
+    shapes = {
+        "model.visual.blocks.0.attn.qkv.weight": (72, 24),
+        "model.visual.patch_embed.proj.weight": (24, 3, 2, 14, 14),
+        "model.visual.merger.post_projection_norm.bias": (128,),
+    }
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+CASES = {"glm5_next": Case(config, added=vision, auto=Glm5NextForConditionalGeneration)}

@@ -1,0 +1,196 @@
+"""Kimi K3, of which no released transformers has a class: the names, shapes and dtypes are those of its headers.
+
+They are written down here by hand, in the sizes of the test model. Nothing computes its logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from families.by_name import BF16, F32, Shapes, fill
+from families.case import Case, random
+from families.mla import vision
+
+# Layers counted from 1. The last two have latent attention both, as in the release.
+KDA, FULL = [1, 2, 3, 5, 6, 7, 9, 10], [4, 8, 11, 12]
+TEXT: dict[str, Any] = {
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+    "architectures": ["KimiLinearForCausalLM"],
+    "attn_res_block_size": 5,
+    "dtype": "bfloat16",
+    "first_k_dense_replace": 2,
+    "hidden_act": "situ",
+    "hidden_size": 128,
+    "intermediate_size": 288,
+    "kv_lora_rank": 40,
+    "latent_moe_use_norm": True,
+    "linear_attn_config": {
+        "full_attn_layers": FULL,
+        "gate_lower_bound": -5.0,
+        "head_dim": 4,
+        "kda_layers": KDA,
+        "num_heads": 96,
+        "short_conv_kernel_size": 3,
+        "use_full_rank_gate": True,
+    },
+    "max_position_embeddings": 256,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "model_type": "kimi_linear",
+    "moe_intermediate_size": 96,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 10,
+    "num_expert_group": 1,
+    "num_experts": 12,
+    "num_experts_per_token": 3,
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 10,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 2,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "rms_norm_eps": 1e-05,
+    "routed_expert_hidden_size": 64,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_grouped_topk": True,
+    "v_head_dim": 20,
+    "vocab_size": 352,
+}
+
+
+class KimiK3Config(PretrainedConfig):
+    """What the release's own code calls so: a dictionary for the language model."""
+
+    model_type = "kimi_k3"
+
+
+def config() -> PretrainedConfig:
+    """As the release's config.json, with the sizes of the test model."""
+    content = {"text_config": json.loads(json.dumps(TEXT)), "tie_word_embeddings": False, "dtype": "bfloat16"}
+    return KimiK3Config(architectures=["KimiK3ForConditionalGeneration"], **content)
+
+
+def published() -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Every tensor of the language model: name, shape and dtype."""
+    yield "lm_head.weight", (352, 128), BF16
+    yield "model.embed_tokens.weight", (352, 128), BF16
+    yield "model.norm.weight", (128,), BF16
+    yield "model.output_attn_res_norm.weight", (128,), BF16
+    yield "model.output_attn_res_proj.weight", (1, 128), BF16
+    for layer in range(12):
+        shapes = in_layer() | (kda() if layer + 1 in KDA else latent()) | (dense() if layer < 2 else experts())
+        for name, (shape, dtype) in shapes.items():
+            yield f"model.layers.{layer}.{name}", shape, dtype
+
+
+def in_layer() -> Shapes:
+    """The norms of a layer and what aggregates residuals, which every layer has."""
+    return {
+        "input_layernorm.weight": ((128,), BF16),
+        "post_attention_layernorm.weight": ((128,), BF16),
+        "self_attention_res_norm.weight": ((128,), BF16),
+        "self_attention_res_proj.weight": ((1, 128), BF16),
+        "mlp_res_norm.weight": ((128,), BF16),
+        "mlp_res_proj.weight": ((1, 128), BF16),
+    }
+
+
+def kda() -> Shapes:
+    """96 heads of 4. `A_log` has room for 128 heads."""
+    return {
+        "self_attn.A_log": ((128,), F32),
+        "self_attn.dt_bias": ((384,), F32),
+        "self_attn.b_proj.weight": ((96, 128), BF16),
+        "self_attn.f_a_proj.weight": ((4, 128), BF16),
+        "self_attn.f_b_proj.weight": ((384, 4), BF16),
+        "self_attn.g_proj.weight": ((384, 128), BF16),
+        "self_attn.q_proj.weight": ((384, 128), BF16),
+        "self_attn.k_proj.weight": ((384, 128), BF16),
+        "self_attn.v_proj.weight": ((384, 128), BF16),
+        "self_attn.q_conv1d.weight": ((384, 1, 3), F32),
+        "self_attn.k_conv1d.weight": ((384, 1, 3), F32),
+        "self_attn.v_conv1d.weight": ((384, 1, 3), F32),
+        "self_attn.o_norm.weight": ((4,), F32),
+        "self_attn.o_proj.weight": ((128, 384), BF16),
+    }
+
+
+def latent() -> Shapes:
+    """10 heads: 24 + 16 of a query or key, 20 of a value."""
+    return {
+        "self_attn.q_a_proj.weight": ((48, 128), BF16),
+        "self_attn.q_a_layernorm.weight": ((48,), BF16),
+        "self_attn.q_b_proj.weight": ((400, 48), BF16),
+        "self_attn.kv_a_proj_with_mqa.weight": ((56, 128), BF16),
+        "self_attn.kv_a_layernorm.weight": ((40,), BF16),
+        "self_attn.kv_b_proj.weight": ((440, 40), BF16),
+        "self_attn.g_proj.weight": ((200, 128), BF16),
+        "self_attn.o_proj.weight": ((128, 200), BF16),
+    }
+
+
+def dense() -> Shapes:
+    """The MLP of the first layers."""
+    return {
+        "mlp.gate_proj.weight": ((288, 128), BF16),
+        "mlp.up_proj.weight": ((288, 128), BF16),
+        "mlp.down_proj.weight": ((128, 288), BF16),
+    }
+
+
+def experts() -> Shapes:
+    """12 experts in 64 of the 128 features, two shared ones in all of them."""
+    block = "block_sparse_moe."
+    found: Shapes = {
+        f"{block}gate.weight": ((12, 128), BF16),
+        f"{block}gate.e_score_correction_bias": ((12,), F32),
+        f"{block}routed_expert_down_proj.weight": ((64, 128), BF16),
+        f"{block}routed_expert_norm.weight": ((64,), BF16),
+        f"{block}routed_expert_up_proj.weight": ((128, 64), BF16),
+        f"{block}shared_experts.gate_proj.weight": ((192, 128), BF16),
+        f"{block}shared_experts.up_proj.weight": ((192, 128), BF16),
+        f"{block}shared_experts.down_proj.weight": ((128, 192), BF16),
+    }
+    for expert in range(12):
+        found |= {f"{block}experts.{expert}.{name}.weight": ((96, 64), BF16) for name in ("w1", "w3")}
+        found |= {f"{block}experts.{expert}.w2.weight": ((64, 96), BF16)}
+    return found
+
+
+class KimiK3ForConditionalGeneration(PreTrainedModel):
+    """Parameters under the published names, and nothing that computes."""
+
+    config_class = KimiK3Config
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
+        super().__init__(config)
+        fill(self, ((f"language_model.{name}", shape, stored) for name, shape, stored in published()), dtype)
+
+    @staticmethod
+    def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        """The model of a config."""
+        return KimiK3ForConditionalGeneration(config, dtype)
+
+
+def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `random`. What is behind the 96 heads in `A_log` is 0."""
+    result = random(name, tensor, dtype)
+    if name.endswith("A_log"):
+        result[96:] = 0
+    return result
+
+
+CASES = {"kimi_k3": Case(config, added=vision, value=value, auto=KimiK3ForConditionalGeneration)}
