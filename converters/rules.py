@@ -92,9 +92,14 @@ class NamePrefix:
 
 
 def unnamed(rules: Iterable[ParamMapping]) -> tuple[ParamMapping, ...]:
-    """The HF tensors of these rules under HF's names on both sides, for models that have no settled Megatron names."""
+    """The HF tensors of these rules under HF's names on both sides, for models that have no settled Megatron names.
+
+    `mtp.` stands before those of multi-token prediction layers, as before all of Megatron's.
+    """
     return tuple(
-        replace(rule, megatron=name, hf={name: shape}, op=Copy()) for rule in rules for name, shape in rule.hf.items()
+        replace(rule, megatron="mtp." * rule.megatron.startswith("mtp.") + name, hf={name: shape}, op=Copy())
+        for rule in rules
+        for name, shape in rule.hf.items()
     )
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.integrations import hub_kernels
 
-from families import deepseek_v4, gemma4
+from families import deepseek_v4, gemma4, step3p5
 from families.case import SIZES, Case, random
 from families.gqa import as_v4
 
@@ -117,4 +117,5 @@ CASES = {
         auto=WithoutKernels,
         edit=as_v4,
     ),
+    **step3p5.CASES,
 }

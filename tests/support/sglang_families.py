@@ -58,8 +58,10 @@ LEFT_OUT = {
 _NOT_SHARED_OUT = "The size of tensor a (6) must match the size of tensor b (12) at non-singleton dimension 0"
 REFUSED_IN_PARALLEL = {EngineSizes(2, 2): dict.fromkeys(("gpt_oss", "gpt_oss-v4"), _NOT_SHARED_OUT)}
 EXPERT = re.compile(
-    r"layers\.3\.(\w+\.experts\.([45]\.|gate_up_proj|down_proj)|block_sparse_moe\.(in|out)put_linear\.weight)"
+    r"layers\.3\.((\w+\.)?experts\.([45]\.|gate_up_proj|down_proj)|block_sparse_moe\.(in|out)put_linear\.weight)"
 )
+# Models whose class stops where a parameter was not loaded, so that nothing more is seen.
+STRICT = ("step3p5", "step3p7")
 # The class that SGLang makes of a model's multi-token prediction layers.
 DRAFTS = {
     "glm4_moe-mtp": "Glm4MoeForCausalLMNextN",
@@ -74,6 +76,8 @@ DRAFTS = {
 }
 if release("sglang") >= (0, 5, 23):
     DRAFTS |= {"qwen3_5_moe_text": "Qwen3_5ForCausalLMMTP"}
+# What is said where no draft model is built.
+NO_DRAFT = dict.fromkeys(("step3p5", "step3p7"), "SGLang builds a Step3p5MTP for each such layer")
 OF_DRAFT = re.compile(r"model\.layers\.12\..*|mtp\..*")
 EXPERT_OF_DRAFT = re.compile(
     r"(model\.layers\.12\.mlp|mtp\.layers\.0\.mlp|mtp\.layers\.1\.mixer|mtp\.0\.ffn)\.experts\.[45]\..*"

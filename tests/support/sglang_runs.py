@@ -47,7 +47,7 @@ LOST_PARTS = re.compile(r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\
 LOST_ON_RANK_1 = re.compile(r".*layers\.7\.(input_layernorm|attn_norm|self_attn\.(q_proj|q_b_proj)|attn\.wq_b)\.weight")
 CUT = re.compile(r".*layers\.6\.(\w+\.experts\.7\.(up_proj|w3)|self_attn\.o_proj|linear_attn\.out_proj)\.weight")
 FUSED = re.compile(
-    r".*layers\.3\.(mlp\.experts\.(gate_up|down)_proj(_bias)?|block_sparse_moe\.(in|out)put_linear\.weight)"
+    r".*layers\.3\.((mlp\.)?experts\.(gate_up|down)_proj(_bias)?|block_sparse_moe\.(in|out)put_linear\.weight)"
 )
 
 

@@ -20,6 +20,7 @@ SAID = {
     "gemma3": "There is no module or parameter named 'vision_tower.embeddings'",  # transformers 5 names it so
     "qwen3_omni_moe": "'Qwen3OmniMoeVisionEncoderConfig' object has no attribute 'image_size'",  # releases have it
     "qwen3_omni_moe_thinker": "Unrecognized configuration class",  # releases hold the thinker inside qwen3_omni_moe
+    "step3p7": "Transformers does not recognize this architecture",  # its config class comes with the release
     "qwen3_vl_moe": "'Qwen3VLMoeTextConfig' object has no attribute 'norm_topk_prob'",  # releases have it
 }
 if not NEWER:
@@ -43,6 +44,8 @@ DRAFTS = {
     "qwen3_5": "Qwen3_5MTP",
     "qwen3_5_moe": "Qwen3_5MoeMTP",
 }
+# What vLLM says where it does not build that class: its config class cuts the kinds of these layers off.
+DRAFT_REFUSED = {"step3p5": "IndexError: list index out of range (at vllm/model_executor/models/step3p5.py"}
 if NEWER:
     DRAFTS["qwen3_5_moe_text"] = "Qwen3_5MoeMTP"
 # Tensors that no reader uses and transformers leaves out, without which vLLM 0.26's own loader refuses a checkpoint.

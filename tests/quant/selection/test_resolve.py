@@ -23,7 +23,17 @@ from quant.selection.decision import Verdict, default_ignore, resolve
 from quant.selection.readers import ALL_READERS, RULES
 from quant.selection.tiles import check_tiles, unrunnable
 
-NOT_INT4 = ("bailing_moe", "deepseek_v4", "gemma4", "glm5_next", "gpt_oss", "granite", "kimi_k3", "qwen3_omni")
+NOT_INT4 = (
+    "bailing_moe",
+    "deepseek_v4",
+    "gemma4",
+    "glm5_next",
+    "gpt_oss",
+    "granite",
+    "kimi_k3",
+    "qwen3_omni",
+    "step3p",
+)
 INT4_CASES = [name for name in HF_CASES if not name.startswith(NOT_INT4)]
 ATTENTION = r"self_attn\.[qkvo]_proj"
 MLP = r"mlp\.(gate|up|down)_proj"

@@ -37,6 +37,7 @@ DECLARED = {
 # Models without a class of their own, which SGLang runs as transformers builds them.
 BY_TRANSFORMERS = {"seed_oss"}
 WITHOUT_INT4 = {"bailing_moe", "bailing_moe_v2", "deepseek_v4", "gpt_oss"}
+WITHOUT_INT4 |= {"step3p5", "step3p7"}
 WITHOUT_INT4 |= {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"}
 WITHOUT_INT4 |= {"glm5_next", "granitemoehybrid", "kimi_k3", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
 # Models that it does not build from any config that transformers 5 takes (docs/mappings.md).
@@ -223,6 +224,7 @@ EXPERTS_IN = {
     "gpt_oss": "gpt_oss",
     "hy_v3": "hunyuan_v3",
     "olmoe": "olmoe",
+    **dict.fromkeys(("step3p5", "step3p7"), "step3p5"),
     "ernie4_5_moe": "ernie4",
     "exaone_moe": "exaone_moe",
     "granitemoehybrid": "granitemoe",

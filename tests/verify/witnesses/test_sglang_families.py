@@ -11,7 +11,17 @@ import pytest
 from families import OF_A_KIND
 from support import models
 from support.nightly import collected, daily
-from support.sglang_families import CLEAN, DRAFTS, EXPERT, EXPERT_OF_DRAFT, LEFT_OUT, OF_DRAFT, SAID
+from support.sglang_families import (
+    CLEAN,
+    DRAFTS,
+    EXPERT,
+    EXPERT_OF_DRAFT,
+    LEFT_OUT,
+    NO_DRAFT,
+    OF_DRAFT,
+    SAID,
+    STRICT,
+)
 from support.sglang_runs import CUT, LOST, LOST_OF_DRAFT, Case, run_cases
 
 from verify.witnesses.loading.run import LoadRun
@@ -27,7 +37,7 @@ ROUTED = [
     if "moe" in name or name.startswith(("deepseek", "kimi", "moonlight", "qwen3_next", "minimax"))
     if name != "deepseek_v4"  # SGLang has been given all of it before it loads any
 ]
-COLLECTED = ("deepseek_v3", "deepseek_v4", "moonlight", "kimi_k2", "gpt_oss", "gpt_oss-v4")
+COLLECTED = ("deepseek_v3", "deepseek_v4", "moonlight", "kimi_k2", "gpt_oss", "gpt_oss-v4", "step3p7")
 DOWN = re.compile(r".*\.(experts\.(\d+\.(down_proj|w2)\.weight|down_proj)|block_sparse_moe\.output_linear\.weight)")
 
 
@@ -85,7 +95,14 @@ def test_what_sglang_refuses_is_quoted(name: str, runs: Mapping[str, LoadRun]) -
     assert SAID[name] in f"{run.crash}{run.unable}"
 
 
-@pytest.mark.parametrize("name", of_a_kind(CLEAN))
+@pytest.mark.parametrize("name", of_a_kind(STRICT))
+def test_a_class_that_stops_at_a_lost_tensor_is_quoted(name: str, runs: Mapping[str, LoadRun]) -> None:
+    run = runs[f"{name} lost_and_exchanged"]
+    assert run.report is None
+    assert "Some parameters are not loaded: {'model.layers.5.input_layerno" in str(run.crash)
+
+
+@pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if name not in STRICT]))
 def test_lost_and_exchanged_tensors_are_named(
     name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
 ) -> None:
@@ -130,7 +147,13 @@ def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(
     assert any(param.endswith(("input_layernorm.weight", "layers.0.norm.weight")) for param in params), params
 
 
-@pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if name not in DRAFTS]))
+@pytest.mark.parametrize("name", of_a_kind(NO_DRAFT))
+def test_why_no_draft_model_is_built_is_said(name: str, runs: Mapping[str, LoadRun]) -> None:
+    assert (runs[name].draft, runs[name].draft_crash) == (None, None)
+    assert NO_DRAFT[name] in str(runs[name].draft_error)
+
+
+@pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if name not in DRAFTS and name not in NO_DRAFT]))
 def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, LoadRun]) -> None:
     assert (runs[name].draft, runs[name].draft_error) == (None, None)
 

@@ -133,9 +133,14 @@ def _unstored(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rotary settings in the spelling of transformers v5, less those that are Megatron arguments of their own."""
+    """Rotary settings in the spelling of transformers v5, less those that are Megatron arguments of their own.
+
+    A list of bases, one a layer, is no such argument.
+    """
     arguments = ("type", "rope_theta", "partial_rotary_factor")
-    return {key: value for key, value in rope_of(config).items() if key not in arguments}
+    by_layer = {"rope_theta": bases} if isinstance(bases := config.get("rope_theta"), list) else {}
+    rope = rope_of({**config, "rope_theta": None} if by_layer else config)
+    return {key: value for key, value in rope.items() if key not in arguments} | by_layer
 
 
 def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, Any]) -> bool:

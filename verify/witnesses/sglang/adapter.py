@@ -53,6 +53,7 @@ REPACK = Phase("repacking the weights", ("sglang.srt.layers",), machinery=_MACHI
 # Of DeepSeek-V4, read while SGLang is imported: `wo_a` in FP8, which its server takes back on every GPU before
 # Blackwell, and kernels that it compiles once the weights are there.
 WITHOUT_GPU = {"SGLANG_OPT_FP8_WO_A_GEMM": "0", "SGLANG_DSV4_MHC_PREWARM": "0"}
+_ONE_EACH = "Step3p5MTP"  # takes the number of its layer, which SGLang's workers for several draft models give
 _MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes whose kernel is Marlin
 
 
@@ -209,6 +210,8 @@ def _draft_config(args: Any, target: Any) -> Any:
     model_config = ModelConfig.from_server_args(args, model_path=args.model_path, is_draft_model=True)
     if model_config.hf_config.architectures == [own]:
         raise CkptkitError(f"SGLang has no class for the multi-token prediction layers of {own}", "serve it without")
+    if model_config.hf_config.architectures == [_ONE_EACH]:
+        raise CkptkitError(f"SGLang builds a {_ONE_EACH} for each such layer, of which the witness builds none")
     return model_config
 
 

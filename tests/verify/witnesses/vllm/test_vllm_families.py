@@ -10,7 +10,7 @@ from support import models
 from support.nightly import collected
 from support.sglang_families import EXPERT, EXPERT_OF_DRAFT, OF_DRAFT
 from support.sglang_runs import LOST, LOST_OF_DRAFT, Case
-from support.vllm_families import CLEAN, DRAFTS, LEFT_OUT, SAID, WANTED
+from support.vllm_families import CLEAN, DRAFT_REFUSED, DRAFTS, LEFT_OUT, SAID, WANTED
 from support.vllm_runs import run_cases
 
 from verify.witnesses.loading.run import LoadRun
@@ -102,6 +102,12 @@ def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Pat
     assert {one.tensor for one in broken.differing} == {one for one in tensors if EXPERT_OF_DRAFT.fullmatch(one)}
 
 
-@pytest.mark.parametrize("name", [name for name in CLEAN if name not in DRAFTS])
+@pytest.mark.parametrize("name", DRAFT_REFUSED)
+def test_what_vllm_refuses_of_a_draft_model_is_quoted(name: str, runs: Mapping[str, LoadRun]) -> None:
+    assert runs[name].draft is None
+    assert DRAFT_REFUSED[name] in str(runs[name].draft_error)
+
+
+@pytest.mark.parametrize("name", [name for name in CLEAN if name not in DRAFTS and name not in DRAFT_REFUSED])
 def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, LoadRun]) -> None:
     assert (runs[name].draft, runs[name].draft_error) == (None, None)

@@ -1,0 +1,224 @@
+"""Step-3.5-Flash, and Step-3.7-Flash with a vision tower: more heads in layers with a window, a gate for each head.
+
+Norms are stored minus one. All experts of a layer lie in one tensor a projection. Multi-token prediction layers are
+dense, and each has an output layer of its own.
+
+No released megatron-core has such layers. Megatron-Bridge has one output layer for all, and writes that of the model in
+the place of the others, so its names cannot hold a release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from converters.blocks.decoder import attention, embeddings, gated_mlp
+from converters.config.dims import Attention, ModelDims, base_dims
+from converters.config.values import flag, integer, number, window_of
+from converters.family import ModelFamily, Unwitnessed
+from converters.ops.basic import Copy
+from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# What every release says or leaves out, and nobody computes otherwise.
+_ONLY: Mapping[str, Any] = {
+    "att_impl_type": "GQA",
+    "moe_router_activation": "sigmoid",
+    "need_fp32_gate": True,
+    "norm_expert_weight": True,
+    "sink": False,
+    "use_head_wise_attn_gate": True,
+    "use_moe_router_bias": True,
+    "use_qk_norm": True,
+    "zero_centered": True,
+}
+_OTHER = "attention_other_setting"
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a step3p5 or step3p7 config. Source: SGLang 0.5.16 and vLLM 0.26.0 `models/step3p5.py`.
+
+    Raises CkptkitError for what they do not compute, and for the spelling of transformers, which they do not read.
+    """
+    text = config.get("text_config") if config["model_type"] == "step3p7" else config
+    if not isinstance(text, Mapping):
+        raise CkptkitError("config.json: step3p7 without a text_config", "compare it with the release")
+    for key, only in _ONLY.items():
+        if text.get(key, only) != only:
+            raise _unsupported(key, text[key], "no released model has it")
+    if text.get("use_rope_layers"):
+        raise _unsupported("use_rope_layers", text["use_rope_layers"], "every layer of the releases has rope")
+    if flag(config, "tie_word_embeddings", False):
+        raise _unsupported("tie_word_embeddings", True, "SGLang wants an output layer of its own")
+    layers, mtp = integer(text, "num_hidden_layers"), integer(text, "num_nextn_predict_layers", 0)
+    kinds = _kinds(text, layers, mtp)
+    theta = _numbers(text, "rope_theta", layers)
+    fractions = _numbers(text, "partial_rotary_factors", layers)
+    for key in ("swiglu_limits", "swiglu_limits_shared"):
+        _numbers(text, key, layers)
+    experts, sparse = _experts(text, layers)
+    full = kinds.index(_FULL) if _FULL in kinds else 0
+    dims = base_dims(
+        {
+            "rms_norm_eps": 1e-5,
+            **text,
+            "num_key_value_heads": integer(text, "num_attention_groups"),
+            "rope_theta": theta[full],
+            "rope_scaling": None,
+            "partial_rotary_factor": fractions[full],
+        },
+        qkv_bias=False,
+        qk_norm=True,
+        norm_offset=True,
+        tied=False,
+        window=window_of(text),
+        window_layers=tuple(layer for layer in range(layers) if kinds[layer] == _SLIDING),
+        dense_layers=tuple(layer for layer in range(layers) if layer not in sparse),
+        router_sigmoid=True,
+        router_bias=True,
+        mtp_layers=mtp,
+        **experts,
+    )
+    return replace(dims, other_attention=_sliding_attention(text, dims, kinds))
+
+
+def _kinds(text: Mapping[str, Any], layers: int, mtp: int) -> list[str]:
+    """The kind of attention of each layer, and of multi-token prediction layers after them."""
+    kinds = text.get("layer_types")
+    if (
+        not isinstance(kinds, list)
+        or not layers + mtp <= len(kinds)
+        or not {_FULL, _SLIDING}.issuperset(map(str, kinds))
+    ):
+        raise CkptkitError(
+            f"config.json: layer_types is {shortened(kinds)}, not a list of {_FULL} or {_SLIDING} for {layers} layers "
+            f"and {mtp} for multi-token prediction",
+            "compare it with the release",
+        )
+    return [str(kind) for kind in kinds[: layers + mtp]]
+
+
+def _numbers(text: Mapping[str, Any], key: str, layers: int) -> list[float]:
+    """A number for each layer; engines look up the layer's own."""
+    values = text.get(key)
+    if not isinstance(values, list) or len(values) < layers:
+        raise CkptkitError(
+            f"config.json: {key} is {shortened(values)}, not a list of numbers for {layers} layers",
+            "engines read one a layer; take it from the release",
+        )
+    return [number({key: value}, key) for value in values]
+
+
+def _experts(text: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], frozenset[int]]:
+    """Sizes of experts, and the layers that have them, which engines read of one string."""
+    stated = text.get("moe_layers_enum")
+    listed = [one.strip() for one in stated.split(",")] if isinstance(stated, str) else []
+    if not listed or not all(one.isdecimal() and len(one) < 5 for one in listed):
+        raise CkptkitError(
+            f"config.json: moe_layers_enum is {shortened(stated)}, not a string of layers with commas between",
+            "compare it with the release",
+        )
+    sparse = frozenset(map(int, listed))
+    if max(sparse) >= layers:
+        raise CkptkitError(f"config.json: moe_layers_enum names layers beyond {layers}", "compare it with the release")
+    return {
+        "experts": integer(text, "moe_num_experts"),
+        "top_k": integer(text, "moe_top_k"),
+        "expert_ffn": integer(text, "moe_intermediate_size"),
+        "shared_ffn": integer(text, "share_expert_dim"),
+        "router_scale": number(text, "moe_router_scaling_factor", 1.0),
+    }, sparse
+
+
+def _sliding_attention(text: Mapping[str, Any], dims: ModelDims, kinds: list[str]) -> Attention | None:
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
+    if not layers:
+        return None
+    other = text.get(_OTHER)
+    if not isinstance(other, Mapping):
+        raise CkptkitError(
+            f"config.json has no {_OTHER!r}, which gives the heads of layers with a window",
+            "transformers writes them under other keys, which engines do not read; take config.json from the release",
+            code="unsupported",
+        )
+    if other.get("attention_type", _SLIDING) != _SLIDING:
+        raise _unsupported(f"{_OTHER}.attention_type", other["attention_type"], f"the releases have {_SLIDING}")
+    if integer(other, "head_dim", dims.head_dim) != dims.head_dim:
+        raise _unsupported(f"{_OTHER}.head_dim", other["head_dim"], "engines take head_dim for every layer")
+    heads, groups = integer(other, "num_attention_heads"), integer(other, "num_attention_groups")
+    return Attention(heads, groups, dims.head_dim, layers)
+
+
+def _unsupported(key: str, value: object, hint: str) -> CkptkitError:
+    return CkptkitError(
+        f"config.json: step3p5 with {key} {shortened(value)} is not supported", hint, code="unsupported"
+    )
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All tensors of the language model."""
+    hidden, rules = dims.hidden, [*embeddings(dims)]
+    other = dims.other_attention
+    drafts = range(dims.layers, dims.layers + dims.mtp_layers)
+    for one in dims.attentions:
+        if layers := tuple(layer for layer in one.layers if layer < dims.layers):
+            rules += _attention(dims, one, decoder(dims, layers))
+    for layers in (dims.dense, dims.moe):
+        at = decoder(dims, layers)
+        rules.append(at.rule("", {"post_attention_layernorm.weight": (hidden,)}))
+    rules += gated_mlp(decoder(dims, dims.dense), "", "mlp.", hidden, dims.ffn)
+    rules += _expert_rules(dims)
+    for layer in drafts:
+        sliding = other is not None and layer in other.layers
+        rules += _draft(dims, dims.attentions[sliding], layer)
+    return unnamed(rules)
+
+
+def _attention(dims: ModelDims, one: Attention, at: NamePrefix) -> Iterator[ParamMapping]:
+    """Attention with the norm before it, and a gate for each head."""
+    yield from attention(replace(dims, heads=one.heads, groups=one.groups, head_dim=one.head_dim), at)
+    yield at.rule("self_attention.gate", {"self_attn.g_proj.weight": (one.heads, dims.hidden)}, Copy(0))
+
+
+def _expert_rules(dims: ModelDims) -> Iterator[ParamMapping]:
+    at, hidden, ffn = decoder(dims, dims.moe), dims.hidden, dims.expert_ffn
+    yield at.rule("", {"moe.gate.weight": (dims.experts, hidden)}, kind="Router")
+    yield at.rule("", {"moe.router_bias": (dims.experts,)}, fp32=True)
+    for name, shape in {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}.items():
+        yield at.rule("", {f"moe.{name}.weight": (dims.experts, *shape)})
+    yield from gated_mlp(at, "", "share_expert.", hidden, dims.shared_ffn)
+
+
+def _draft(dims: ModelDims, one: Attention, layer: int) -> Iterator[ParamMapping]:
+    """A multi-token prediction layer, numbered after the decoder layers."""
+    at, hidden = NamePrefix("mtp.", f"{dims.root}layers.{layer}.", None), dims.hidden
+    yield at.rule("", {"enorm.weight": (hidden,)})
+    yield at.rule("", {"hnorm.weight": (hidden,)})
+    yield at.rule("", {"eh_proj.weight": (hidden, 2 * hidden)})
+    yield from _attention(dims, one, at)
+    yield at.rule("", {"post_attention_layernorm.weight": (hidden,)})
+    yield from gated_mlp(at, "", "mlp.", hidden, dims.ffn)
+    yield at.rule("", {"transformer.shared_head.norm.weight": (hidden,)})
+    yield at.rule("", {"transformer.shared_head.output.weight": (dims.vocab, hidden)})
+
+
+_TEXT = ModelFamily(
+    ("step3p5",),
+    ("Step3p5ForCausalLM",),
+    read_dims,
+    mappings,
+    release=None,  # no INT4: no reader knows these experts one by one
+    unwitnessed=Unwitnessed("megatron-core has neither heads nor rotary settings by layer, nor a gate a head", None),
+)
+FAMILIES = (
+    _TEXT,
+    replace(
+        _TEXT,
+        model_types=("step3p7",),
+        architectures=("Step3p7ForConditionalGeneration",),
+        carried=("vision_model.", "vit_large_projector."),
+    ),
+)

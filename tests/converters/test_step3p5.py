@@ -1,0 +1,162 @@
+"""Step-3.5 and 3.7: lists and strings of settings by layer, heads by kind of layer, and output layers of drafts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import UNWITNESSED, step3p5
+from families.case import save
+from families.table import config_of
+from support import models
+from support.fixture_types import CopyOf, PathOf
+from torch import Tensor
+
+from ckptkit.app.api import inspect
+from ckptkit.core.errors import CkptkitError
+from converters.planner import dims_of, expected_hf
+from verify.launch.checks.fit import engine_fit
+from verify.launch.stacks.sizes import Cut
+from verify.report import Report
+from verify.run import verify
+from verify.witnesses.loading.names import routers
+
+KINDS = step3p5.KINDS
+
+
+def flat(**changes: Any) -> dict[str, Any]:
+    """config.json of the test model with changes; "left out" leaves a key out."""
+    return {key: value for key, value in (step3p5.TEXT | changes).items() if value != "left out"}
+
+
+def other(**changes: Any) -> dict[str, Any]:
+    return {"attention_other_setting": step3p5.TEXT["attention_other_setting"] | changes}
+
+
+def codes(report: Report) -> list[str]:
+    return [finding.code for finding in report.findings]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_head_wise_attn_gate": False}, "step3p5 with use_head_wise_attn_gate False is not supported"),
+        ({"use_moe_router_bias": False}, "step3p5 with use_moe_router_bias False is not supported"),
+        ({"moe_router_activation": "softmax"}, "step3p5 with moe_router_activation 'softmax' is not supported"),
+        ({"zero_centered": False}, "step3p5 with zero_centered False is not supported"),
+        ({"sink": True}, "step3p5 with sink True is not supported"),
+        ({"use_rope_layers": [False] * 14}, "step3p5 with use_rope_layers .* is not supported"),
+        ({"tie_word_embeddings": True}, "step3p5 with tie_word_embeddings True is not supported"),
+        ({"layer_types": KINDS[:12]}, "layer_types is .* for 12 layers and 2 for multi-token prediction"),
+        ({"layer_types": ["linear_attention"] * 14}, "layer_types is .*, not a list of"),
+        ({"rope_theta": 10000.0}, "rope_theta is 10000.0, not a list of numbers for 12 layers"),
+        ({"rope_theta": [1e4] * 11}, "rope_theta is .*, not a list of numbers for 12 layers"),
+        ({"partial_rotary_factors": ["1.0"] * 12}, "partial_rotary_factors is '1.0', not a finite number"),
+        ({"swiglu_limits": "left out"}, "swiglu_limits is None, not a list of numbers for 12 layers"),
+        ({"moe_layers_enum": list(range(3, 12))}, "moe_layers_enum is .*, not a string of layers"),
+        ({"moe_layers_enum": "3-11"}, "moe_layers_enum is '3-11', not a string of layers"),
+        ({"moe_layers_enum": "3,12"}, "moe_layers_enum names layers beyond 12"),
+        ({"attention_other_setting": "left out"}, "no 'attention_other_setting'"),
+        (other(head_dim=64), "attention_other_setting.head_dim 64 is not supported"),
+        (other(attention_type="full_attention"), "attention_other_setting.attention_type 'full_attention'"),
+        (other(num_attention_groups=4), "14 attention heads do not divide into 4 key-value heads"),
+    ],
+)
+def test_a_config_that_engines_read_differently_is_refused(changes: dict[str, Any], message: str) -> None:
+    dims_of(flat())
+    with pytest.raises(CkptkitError, match=message):
+        dims_of(flat(**changes))
+
+
+def test_promised_tensors_are_the_published_ones() -> None:
+    """Written out by hand, with 10 heads in full layers, 14 in those with a window, and two dense draft layers."""
+    assert expected_hf(flat()) == dict(step3p5.text_shapes())
+    assert expected_hf(config_of(UNWITNESSED["step3p7"])) == dict(step3p5.text_shapes())
+    assert routers(flat()) == [f"model.layers.{layer}.moe.gate.weight" for layer in range(3, 12)]
+
+
+def test_spaces_and_order_of_layers_with_experts_do_not_matter() -> None:
+    assert dims_of(flat(moe_layers_enum=" 11, 3,5")).moe == (3, 5, 11)
+
+
+def test_output_layers_of_drafts_need_not_be_that_of_the_model(releases: PathOf, copy_of: CopyOf) -> None:
+    """Nothing is taken for a copy of lm_head, and a change in one is found."""
+    source = releases("step3p5")
+    head, draft = "lm_head.weight", "model.layers.12.transformer.shared_head.output.weight"
+    tensors = models.tensors(source)
+    assert not tensors[head].equal(tensors[draft])
+    path = copy_of(source)
+    models.edit(path, draft, tensors[head].clone())
+    report = verify(path, source=source)
+    assert [(finding.code, finding.tensor) for finding in report.findings] == [("CK202", draft)]
+
+
+def saved(path: Path, whole: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Path:
+    """The test model with other tensors."""
+    save("step3p5", replace(UNWITNESSED["step3p5"], whole=whole), path, torch.bfloat16)
+    return path
+
+
+def test_a_release_without_draft_layers_is_taken_for_such_a_model(tmp_path: Path) -> None:
+    drafts = ("model.layers.12.", "model.layers.13.")
+    path = saved(
+        tmp_path / "s", lambda found: {name: one for name, one in found.items() if not name.startswith(drafts)}
+    )
+    report = verify(path)
+    assert report.findings == []
+    assert any("promises 2 multi-token prediction layers" in note for note in report.facts["notes"])
+
+
+def test_selection_biases_that_were_rounded_are_named(tmp_path: Path) -> None:
+    """transformers saves them in bfloat16."""
+    rounded = saved(
+        tmp_path / "s",
+        lambda found: {name: one.bfloat16() if name.endswith("bias") else one for name, one in found.items()},
+    )
+    (finding,) = verify(rounded).findings
+    expected = ("model.layers.{3..11}.moe.router_bias", 9)
+    assert (finding.code, finding.tensor, finding.count) == ("CK107", *expected)
+    assert "float32" in str(finding.expected)
+
+
+def test_one_base_of_the_list_that_changed_is_named(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("step3p5"))
+    config = json.loads((path / "config.json").read_text())
+    config["rope_theta"][5] = 20000.0
+    (path / "config.json").write_text(json.dumps(config))
+    assert codes(verify(path, source=releases("step3p5"))) == ["CK702"]
+
+
+def test_heads_of_both_kinds_of_layers_must_divide() -> None:
+    """Of 10 and 14 heads, 5 ranks share out the first alone."""
+    config = flat(num_attention_groups=1, **other(num_attention_groups=1))
+    cut = Cut("rollout", "sglang", 5, "--tp")
+    (issue,) = (one for one in engine_fit(dims_of(config), config, cut) if "heads" in one.expected)
+    assert (issue.expected, issue.actual) == ("num_attention_heads that divides over 5 ranks", "14")
+
+
+def test_inspect_names_the_model(releases: PathOf) -> None:
+    facts = inspect(Path(releases("step3p7")))
+    assert facts["unwitnessed"].startswith("no released Megatron has loaded step3p7: ")
+
+
+def test_names_of_the_nvfp4_release_are_told_apart(tmp_path: Path) -> None:
+    """It has `language_model.` in the names of the language model, and `model.` before those of the tower."""
+
+    def nested(found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        deeper = {name.replace("model.layers", "model.language_model.layers"): one for name, one in found.items()}
+        deeper = {
+            re.sub(r"^model\.(embed|norm)", r"model.language_model.\1", name): one for name, one in deeper.items()
+        }
+        return {f"model.{name}" if name.startswith("vi") else name: one for name, one in deeper.items()}
+
+    save("step3p7", replace(UNWITNESSED["step3p7"], whole=nested), tmp_path / "s", torch.bfloat16)
+    report = verify(tmp_path / "s")
+    assert report.status == "failed"
+    assert any("model.language_model." in f"{one.expected} {one.actual} {one.hint}" for one in report.findings)
