@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from families import UNWITNESSED
 from families.case import save
 from families.table import config_of
 from safetensors.torch import load_file, save_file
-from support import models
+from support import floats, models
 from support.fixture_types import CopyOf, PathOf
+from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from converters.planner import dims_of, expected_hf
@@ -199,3 +201,45 @@ def test_blocks_of_fp8_are_held_against_both_sizes_of_heads() -> None:
     found = [issue.expected for issue in engine_fit(dims_of(config), config, Cut("rollout", "sglang", 1, "--tp"))]
     assert any("num_key_value_heads 1 x head_dim 48" in text for text in found)
     assert not any("num_key_value_heads 2 x head_dim 32" in text for text in found)
+
+
+def apart(found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """One tensor an expert and projection, as quantized releases have them."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        block, _, kind = name.rpartition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+        for number, expert in enumerate(tensor) if parts else ():
+            pieces = zip(parts, expert.chunk(len(parts)), strict=True)
+            stored |= {f"{block}.experts.{number}.{part}.weight": piece for part, piece in pieces}
+        stored |= {} if parts else {name: tensor}
+    return stored
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "spelling", "wanted"),
+    [
+        ("gemma4", "nvfp4-modelopt", r".*\.experts\.\d+\..*"),
+        ("gemma4", "fp8-channel", r".*language_model\.layers\..*(mlp|self_attn|experts)\..*_proj\.weight"),
+        ("gemma4_text", "nvfp4-modelopt", r".*\.mlp\..*"),
+    ],
+    ids=["26B-A4B in NVFP4", "26B-A4B in FP8", "31B in NVFP4"],
+)
+def test_quantized_releases_are_read_beside_their_source(
+    name: str, spelling: str, wanted: str, releases: PathOf, tmp_path: Path
+) -> None:
+    """The experts alone, all projections, or the MLPs alone; the source has the experts of a layer in one tensor."""
+    save(name, replace(UNWITNESSED[name], whole=apart), tmp_path / "plain", torch.bfloat16)
+    packed = floats.write(
+        tmp_path / "plain",
+        tmp_path / "packed",
+        floats.SPELLINGS[spelling],
+        lambda one: re.fullmatch(wanted, one) is not None,
+    )
+    report = verify(packed, source=releases(name))
+    assert (report.status, report.findings) == ("passed", [])
+    scales = sorted(one for one in models.tensors(packed) if one.endswith("weight_scale"))
+    (first, second) = (models.tensors(packed)[one] for one in scales[:2])
+    models.edit(packed, scales[0], second if second.shape == first.shape else first.flip(0))
+    assert codes(verify(packed, source=releases(name))) == ["CK305"]

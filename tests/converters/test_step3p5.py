@@ -14,7 +14,7 @@ import torch
 from families import UNWITNESSED, step3p5
 from families.case import save
 from families.table import config_of
-from support import models
+from support import floats, models
 from support.fixture_types import CopyOf, PathOf
 from torch import Tensor
 
@@ -160,3 +160,27 @@ def test_names_of_the_nvfp4_release_are_told_apart(tmp_path: Path) -> None:
     report = verify(tmp_path / "s")
     assert report.status == "failed"
     assert any("model.language_model." in f"{one.expected} {one.actual} {one.hint}" for one in report.findings)
+
+
+@pytest.mark.nightly
+def test_experts_in_fp8_with_stacked_scales_are_read_beside_their_source(releases: PathOf, tmp_path: Path) -> None:
+    """Codes [experts, rows, columns] and the scales of their blocks, as the FP8 releases have them."""
+
+    def blocks(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+        parts = [floats.fp8_block(one, 16) for one in weight.reshape(-1, *weight.shape[-2:])]
+        codes, scales = (torch.stack(found) for found in zip(*parts, strict=True))
+        if weight.dim() == 2:
+            codes, scales = codes[0], scales[0]
+        return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scales}
+
+    spelling = floats.Spelling(blocks, floats.SPELLINGS["fp8"].config)
+    wanted = re.compile(r".*\.(share_expert|mlp|moe)\.(gate|up|down)_proj\.weight")
+    packed = floats.write(
+        releases("step3p5"), tmp_path / "packed", spelling, lambda name: wanted.fullmatch(name) is not None
+    )
+    report = verify(packed, source=releases("step3p5"))
+    assert (report.status, report.findings) == ("passed", [])
+    name = "model.layers.7.moe.up_proj.weight_scale_inv"
+    models.edit(packed, name, models.tensors(packed)[name].flip(0))
+    (finding,) = verify(packed, source=releases("step3p5")).findings
+    assert (finding.code, finding.tensor) == ("CK305", "model.layers.7.moe.up_proj.weight")
