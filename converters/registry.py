@@ -92,9 +92,11 @@ def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:
             message = f"--unwitnessed: released Megatron loads {config['model_type']}"
             raise UsageError(message, "leave it out")
     elif family.names is None:
+        unlisted = family_of(config).release is None
+        verbs = "inspect, verify and lint" if unlisted else "inspect, verify, lint and quantize"
         raise UnsupportedError(
             f"{message}; its names are not settled upstream, and none are invented here",
-            "inspect, verify, lint and quantize take the HF checkpoint",
+            f"{verbs} take the HF checkpoint",
         )
     elif not asked:
         raise UnsupportedError(message, f"--unwitnessed converts by the names of {family.names}, at your own risk")

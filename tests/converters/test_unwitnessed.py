@@ -121,6 +121,8 @@ def test_megatrons_names_are_refused_unless_asked_for(
     assert (ended.value.code, "no released Megatron has loaded" in stderr, hint in stderr) == (2, True, True)
     assert not (tmp_path / "megatron").exists()
     if release.name in UNNAMED:
+        family = FAMILIES[HfCheckpoint(release).config["model_type"]]
+        assert ("quantize take the HF checkpoint" in stderr) == (family.release is not None)
         with pytest.raises(UnsupportedError, match="its names are not settled upstream"):
             convert(release, tmp_path / "megatron", unwitnessed=True)
         return
