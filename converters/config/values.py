@@ -165,3 +165,22 @@ def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[s
     rope["rope_theta"] = number(v5, "rope_theta", number(config, "rope_theta", default_theta))
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     return rope
+
+
+def rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
+    """The rotary part of a head: `rotary_dim` in the releases, `partial_rotary_factor` in transformers v5.
+
+    Raises CkptkitError where they disagree.
+
+    transformers 5.12 takes no notice of `rotary_dim`: it runs a release's own config.json with rope over whole heads.
+    """
+    key = "partial_rotary_factor"
+    stated = {number(place, key) for place in (rope_of(config), config) if place.get(key) is not None}
+    stated |= {integer(config, "rotary_dim") / max(head_dim, 1)} if config.get("rotary_dim") is not None else set()
+    if len(stated) > 1:
+        raise CkptkitError(
+            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} says otherwise: "
+            f"{sorted(stated)} of a head",
+            "SGLang reads the first and transformers v5 the second; make them equal",
+        )
+    return stated.pop() if stated else 1.0

@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.blocks.decoder import W1_W3_W2, attention, embeddings, full_qk_norms, moe_mlp
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import integer, number, rope_of
+from converters.config.values import integer, rope_of, rotary_fraction
 from converters.family import QKV_GATE_UP, EngineClass, FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
@@ -50,7 +50,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         )
     head_dim = integer(config, "head_dim", 128)
     return base_dims(
-        {**config, "head_dim": head_dim, "partial_rotary_factor": _rotary_fraction(config, head_dim)},
+        {**config, "head_dim": head_dim, "partial_rotary_factor": rotary_fraction(config, head_dim)},
         qkv_bias=False,
         qk_norm=True,
         qk_norm_full=True,
@@ -61,25 +61,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         router_sigmoid=True,
         router_bias=True,
     )
-
-
-def _rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
-    """The rotary part of a head: `rotary_dim` in the releases, `partial_rotary_factor` in transformers v5.
-
-    Raises CkptkitError where they disagree.
-
-    transformers 5.12 takes no notice of `rotary_dim`: it runs a release's own config.json with rope over whole heads.
-    """
-    key = "partial_rotary_factor"
-    stated = {number(place, key) for place in (rope_of(config), config) if place.get(key) is not None}
-    stated |= {integer(config, "rotary_dim") / max(head_dim, 1)} if config.get("rotary_dim") is not None else set()
-    if len(stated) > 1:
-        raise CkptkitError(
-            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} says otherwise: "
-            f"{sorted(stated)} of a head",
-            "SGLang reads the first and transformers v5 the second; make them equal",
-        )
-    return stated.pop() if stated else 1.0
 
 
 def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMapping, ...]:

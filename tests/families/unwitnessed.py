@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.integrations import hub_kernels
 
-from families import deepseek_v4, gemma4, step3p5
+from families import deepseek_v4, gemma4, minimax_m3, step3p5
 from families.case import SIZES, Case, random
 from families.gqa import as_v4
 
@@ -118,4 +118,5 @@ CASES = {
         edit=as_v4,
     ),
     **step3p5.CASES,
+    **minimax_m3.CASES,
 }

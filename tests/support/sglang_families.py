@@ -83,7 +83,15 @@ EXPERT_OF_DRAFT = re.compile(
     r"(model\.layers\.12\.mlp|mtp\.layers\.0\.mlp|mtp\.layers\.1\.mixer|mtp\.0\.ffn)\.experts\.[45]\..*"
 )
 # Parameters that SGLang computes of what it is given: -exp(A_log).
-COMPUTED = dict.fromkeys(
+# It joins queries, keys and values of MiniMax-M3's vision tower itself, after all tensors were given.
+COMPUTED = {
+    "minimax_m3_vl": tuple(
+        f"vision_tower.vision_model.encoder.layers.{layer}.self_attn.qkv_proj.{part}"
+        for layer in (0, 1)
+        for part in ("weight", "bias")
+    )
+}
+COMPUTED |= dict.fromkeys(
     ("nemotron_h", "nemotron_h-latent"), tuple(f"model.layers.{layer}.mixer.A" for layer in (0, 4, 8, 12))
 )
 COMPUTED |= {"granitemoehybrid": tuple(f"model.layers.{layer}.mamba.A" for layer in (0, 1, 2, 5, 8, 9, 10, 11))}

@@ -60,6 +60,7 @@ OWN: Mapping[str, Mapping[str, int]] = {
     "deepseek_v4": {},  # all queries share one key
     # In these classes it is the size of an expert.
     "minimax_m2": ATTENTION | {"intermediate_size": 256},
+    "minimax_m3_vl": {"intermediate_size": 96},  # and of the shared one
     "nemotron_h": ATTENTION | MIXERS,
     "nemotron_h-latent": ATTENTION | MIXERS,
     "gpt_oss": ATTENTION | {"intermediate_size": 256},

@@ -31,6 +31,7 @@ NOT_INT4 = (
     "gpt_oss",
     "granite",
     "kimi_k3",
+    "minimax_m3",
     "qwen3_omni",
     "step3p",
 )

@@ -37,7 +37,7 @@ DECLARED = {
 # Models without a class of their own, which SGLang runs as transformers builds them.
 BY_TRANSFORMERS = {"seed_oss"}
 WITHOUT_INT4 = {"bailing_moe", "bailing_moe_v2", "deepseek_v4", "gpt_oss"}
-WITHOUT_INT4 |= {"step3p5", "step3p7"}
+WITHOUT_INT4 |= {"minimax_m3_vl", "step3p5", "step3p7"}
 WITHOUT_INT4 |= {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"}
 WITHOUT_INT4 |= {"glm5_next", "granitemoehybrid", "kimi_k3", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
 # Models that it does not build from any config that transformers 5 takes (docs/mappings.md).
@@ -231,6 +231,7 @@ EXPERTS_IN = {
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "bailing_moe"),
     **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), "qwen3_moe"),
     "deepseek_v4": "deepseek_v2",
+    "minimax_m3_vl": "minimax_m3",
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa"), "deepseek_v2"),
 }
 

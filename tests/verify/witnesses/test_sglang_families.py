@@ -13,6 +13,7 @@ from support import models
 from support.nightly import collected, daily
 from support.sglang_families import (
     CLEAN,
+    COMPUTED,
     DRAFTS,
     EXPERT,
     EXPERT_OF_DRAFT,
@@ -70,7 +71,8 @@ def test_every_tensor_is_where_sglang_keeps_it(
 ) -> None:
     report = runs[name].report
     assert report is not None, runs[name]
-    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    assert (report.unwritten, report.dropped, report.differing, report.routers) == ((), (), (), ())
+    assert report.computed == (COMPUTED.get(name, ()) if name == "minimax_m3_vl" else ())
     tensors = models.tensors(Path(cases[name].checkpoint))
     unread = models.UNREAD.get(name, ())
     left = {one for one in tensors if one in report.draft or one.startswith(unread) or "rotary_emb.inv_freq" in one}
@@ -189,5 +191,7 @@ def test_the_half_of_each_expert_that_a_loader_leaves_out_is_named(
     }
     params = {re.sub(r"\.(experts|output_linear)\..*", ".experts.w2_weight", one) for one in down}
     params = {one.replace("language_model.", "") for one in params}
+    if name == "minimax_m3_vl":
+        params = {one.replace("block_sparse_moe", "mlp") for one in params}
     assert {one.param for one in report.unwritten} == params
     assert report.differing == ()

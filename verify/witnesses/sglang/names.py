@@ -19,6 +19,8 @@ _SWIZZLED = re.compile(r".+\.experts\.w(?:13|2)_blockscale_swizzled")
 _CACHE_SCALE = re.compile(r".+\.[kv]_scale")
 # Of Gemma 4's vision tower, which has none in any release; SGLang makes it 1.
 _SCALAR_OF_VISION = re.compile(r"vision_tower\.encoder\.layers\.\d+\.layer_scalar")
+# Of MiniMax-M3's vision tower, which has none: allocated, and used nowhere.
+_UNUSED_NORM = re.compile(r"vision_tower\.vision_model\.post_layernorm\.(?:weight|bias)")
 
 
 def fuses_shared(names: Iterable[str]) -> bool:
@@ -39,7 +41,7 @@ def left_empty(param: str, config: Mapping[str, Any]) -> bool:
     """Whether SGLang allocates this parameter without wanting anything from the checkpoint in it."""
     if without_input_scale(param, config):
         return not param.rpartition(".")[2].startswith("w") or not _is_blackwell()
-    if _SWIZZLED.fullmatch(param):
+    if _SWIZZLED.fullmatch(param) or (_UNUSED_NORM.fullmatch(param) and config.get("model_type") == "minimax_m3_vl"):
         return True
     ordered = weights_of(config).get("actorder") in ("group", "dynamic")
     return _G_IDX.fullmatch(param) is not None and (not ordered or param.endswith("_sort_indices"))

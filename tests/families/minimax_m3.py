@@ -1,0 +1,99 @@
+"""MiniMax-M3 as transformers saves it, which is under the names of the release; the router stays float32 there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, MiniMaxM3VLConfig
+
+from families.case import SIZES, Case, random
+
+FREQUENCY = [0, 0, 0, *[1] * 9]
+# What transformers reads and does not write, and what it writes instead.
+RELEASED: dict[str, Any] = {
+    "hidden_act": "swigluoai",
+    "moe_layer_freq": FREQUENCY,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_gemma_norm": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_head",
+    "attention_output_gate": False,
+    "n_shared_experts": 1,
+    "num_mtp_modules": 7,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 5000000,
+    "partial_rotary_factor": 0.5,
+    "sparse_attention_config": {
+        "use_sparse_attention": True,
+        "sparse_index_dim": 32,
+        "sparse_num_index_heads": 2,
+        "sparse_topk_blocks": 2,
+        "sparse_block_size": 8,
+        "sparse_disable_index_value": FREQUENCY,
+        "sparse_score_type": "max",
+        "sparse_init_block": 0,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": FREQUENCY,
+    },
+}
+_OURS = ("index_block_size", "index_head_dim", "index_local_blocks", "index_n_heads", "index_topk_blocks")
+_OURS += ("layer_types", "mlp_layer_types", "rope_parameters", "model_type")
+
+
+def as_released(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json under the keys of the release."""
+    text = {key: value for key, value in config["text_config"].items() if key not in _OURS}
+    vision = config["vision_config"] | {"model_type": "clip_vision_model", "rope_theta": 10000.0, "rope_mode": "3d"}
+    merge = {"image_token_compression_method": "patch_merge", "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision |= {"position_embedding_type": "rope", "vision_segment_max_frames": 4, "img_token_compression_config": merge}
+    return config | {"text_config": text | RELEASED, "vision_config": vision, "img_token_compression_config": merge}
+
+
+def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Routers in float32; norms are stored minus one."""
+    if name.endswith("gate.weight"):
+        return random(name, tensor, torch.float32)
+    return random(name, tensor, dtype) - float("norm" in name and "vision" not in name)
+
+
+def stored(name: str, tensor: Tensor) -> Tensor:
+    """Biases in float32, which transformers' class keeps in the model's dtype."""
+    return 6.9 + 0.1 * torch.randn(tensor.shape) if name.endswith("e_score_correction_bias") else tensor
+
+
+def config() -> MiniMaxM3VLConfig:
+    """Three dense layers without an indexer, and nine with experts and one."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
+    text = SIZES | {
+        "intermediate_size": 96,
+        "dense_intermediate_size": 288,
+        "shared_intermediate_size": 96,
+        "num_local_experts": 12,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 16,
+        "bos_token_id": 1,
+        "moe_layer_freq": FREQUENCY,
+        "sparse_attention_config": RELEASED["sparse_attention_config"],
+        "rope_parameters": rope,
+    }
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 4,
+    }
+    return MiniMaxM3VLConfig(
+        text_config=text, vision_config=vision, projector_hidden_size=36, image_token_index=350, video_token_index=351
+    )
+
+
+CASES = {
+    "minimax_m3_vl": Case(
+        config, edit=as_released, value=value, stored=stored, auto=AutoModelForImageTextToText, fused=True
+    ),
+}
