@@ -1,4 +1,7 @@
-"""INT4 from HF and from Megatron against `cat` of its source to /dev/null: how near it is to the speed of reading."""
+"""Quantizing against `cat` of its source to /dev/null: how near it is to the speed of reading.
+
+INT4 from HF and from Megatron, and every other scheme from HF.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from typing import Any
 
 from measure import Command, chosen, cold_runs
 
+from quant.schemes.registry import NAMES
+
 MODELS = ("moe", "moe-12", "moe-18")  # 8.7, 16.2 and 23.7 GB: the larger, the less do seconds of imports weigh
 
 
@@ -23,18 +28,21 @@ def rows() -> list[dict[str, Any]]:
 
 def _rows_of(model: str) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as directory:
-        hf, megatron, int4 = (Path(directory, name) for name in ("hf", "megatron", "int4"))
+        hf, megatron, out = (Path(directory, name) for name in ("hf", "megatron", "out"))
         ckptkit = [sys.executable, "-m", "ckptkit"]
         subprocess.run([sys.executable, "models.py", model, str(hf)], check=True, cwd=Path(__file__).parent)
         subprocess.run([*ckptkit, "convert", str(hf), str(megatron)], check=True)
         commands: dict[str, Command] = {
             "cat HF": (["sh", "-c", f"cat {hf}/*.safetensors"], hf, None),
-            "HF -> INT4": ([*ckptkit, "quantize", str(hf), str(int4)], hf, int4),
+            **{
+                f"HF -> {scheme}": ([*ckptkit, "quantize", str(hf), str(out), "--scheme", scheme], hf, out)
+                for scheme in NAMES
+            },
             "cat Megatron": (["sh", "-c", f"cat {megatron}/release/*.distcp"], megatron, None),
-            "Megatron -> INT4": (
-                [*ckptkit, "convert", str(megatron), str(int4), "--quantize", "w4a16"],
+            "Megatron -> w4a16": (
+                [*ckptkit, "convert", str(megatron), str(out), "--quantize", "w4a16"],
                 megatron,
-                int4,
+                out,
             ),
         }
         runs = cold_runs(commands, [])
@@ -46,6 +54,7 @@ def _rows_of(model: str) -> Iterator[dict[str, Any]]:
             "what": what,
             "on disk": round(seconds[what], 2),
             "ratio to cat": round(seconds[what] / seconds["cat Megatron" if "Megatron" in what else "cat HF"], 2),
+            "seconds of processors": round(statistics.median(one.busy for one in found), 1),
             "GB/s read": round(size / seconds[what] / 1e9, 2),
             "peak MiB": max(one.resident for one in found) >> 20,
             "anonymous MiB": max(one.anonymous for one in found) >> 20,
