@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CASES
+from families import HF_CASES
 from support.logits import distance, saved_with_logits, sized
+from support.nightly import collected
 from support.processes import run_logged
 from torch import Tensor
 
@@ -56,7 +57,7 @@ SAID = {
     "qwen2_moe-dense-between": "Error",  # without the layers that the witness names, whatever comes first
     "qwen3_moe-dense-between": "Error",
 }
-COMPUTED = [name for name in CASES if name not in SAID and name not in WITHOUT]
+COMPUTED = [name for name in HF_CASES if name not in SAID and name not in WITHOUT]
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,14 @@ class Answer:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer, Tensor, Tensor]]:
+def answers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Answer, Tensor, Tensor]]:
     """For each model: SGLang's answer, and transformers' logits in float32 and in bfloat16."""
     root = tmp_path_factory.mktemp("logits")
     expected: dict[str, tuple[Tensor, Tensor]] = {}
-    for name in CASES:
+    names = [name for name in HF_CASES if name in collected(request, "name")]
+    for name in names:
         expected[name] = saved_with_logits(name, sized(name, SIZES.get(name, {})), root / name)
 
     def ask(name: str) -> Answer:
@@ -81,10 +85,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer,
         return Answer(torch.load(out) if ended and out.exists() else None, log.read_text(errors="replace")[-20_000:])
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = dict(zip(CASES, pool.map(ask, CASES), strict=True))
+        found = dict(zip(names, pool.map(ask, names), strict=True))
     if out := os.environ.get("OUT"):
         (Path(out) / "logits.json").write_text(json.dumps(summary(found, expected), indent=1))
-    return {name: (found[name], *expected[name]) for name in CASES}
+    return {name: (found[name], *expected[name]) for name in names}
 
 
 def summary(found: Mapping[str, Answer], expected: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, object]:

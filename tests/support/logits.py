@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from families import CASES
+from families import HF_CASES
 from families.case import Case, save, tokens
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 def sized(name: str, sizes: Mapping[str, int]) -> Case:
     """The test model, with other sizes in the config of its text model: those that an engine's kernels take."""
-    case = CASES[name]
+    case = HF_CASES[name]
 
     def config() -> PretrainedConfig:
         found = case.config()
