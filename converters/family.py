@@ -41,12 +41,12 @@ class Draft:
 
     `sglang`: how they begin in SGLang; None where that cannot be told from the model's own names. `entry`: the entry of
     `ignore` that leaves the layer out for every reader. `layer`: how the names of its decoder layer begin. `joint`: its
-    module that joins the embedding and the hidden state.
+    module that joins the embedding and the hidden state, or nothing.
 
     `unfuses`: whether SGLang's draft class takes fused layers apart as the model's own class does, before it looks at
     `ignore`. `vllm`: how the names begin in vLLM; None: as in the release. `vllm_joint`: whether vLLM asks about
-    `joint` too. `sglang_own`: how they begin in SGLang where these are names of the model's own layers too. `dense`:
-    whether it is like the model's first layer, which is dense, and not like the last.
+    `joint` too. `sglang_own`: how they begin in SGLang where these are names of the model's own layers too. `like`:
+    the number of the model's layer that it is like; None: the last.
 
     Source: `sglang/srt/models/*_{nextn,mtp}.py` of SGLang 0.5.16, and vLLM's `models/*_mtp.py`; read and not run.
     """
@@ -60,7 +60,7 @@ class Draft:
     vllm: str | None = None
     vllm_joint: bool = False
     sglang_own: str | None = None
-    dense: bool = False
+    like: int | None = None
 
 
 Keys = Callable[[Mapping[str, Any]], Mapping[str, Any]]

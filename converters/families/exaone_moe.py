@@ -90,7 +90,7 @@ def _engine_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
     # SGLang builds it under the names of the model's own first layer.
     root, joint, own = "mtp.layers.0.", "mtp.fc", "model."
-    draft = Draft("mtp.", None, r"re:mtp\..*", root, joint, vllm_joint=True, sglang_own=own, dense=True)
+    draft = Draft("mtp.", None, r"re:mtp\..*", root, joint, vllm_joint=True, sglang_own=own, like=0)
     return (draft,) if layer_count(text, "num_nextn_predict_layers") else ()
 
 

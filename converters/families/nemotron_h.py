@@ -40,13 +40,14 @@ _EPSILON = 1e-5
 _CHUNK = 128  # tokens that transformers' mixer computes together, in the releases
 _UP_DOWN = ("up_proj", "down_proj")
 _ENGINE_ROOT = ("backbone.", "model.")
+_PATTERN = ("layers_block_type", "hybrid_override_pattern")
 _MTP = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a nemotron_h config. Source: transformers `NemotronHConfig` and the releases' own config.json."""
     _refuse_unusual(config)
-    pattern = read_pattern(config, "layers_block_type", "hybrid_override_pattern")
+    pattern = read_pattern(config, *_PATTERN)
     mtp_layers = integer(config, "num_nextn_predict_layers", 0)
     mtp_pattern = read_pattern(config, *_MTP, absent="*E") if mtp_layers else ""
     if integer(config, "num_hidden_layers", len(pattern)) != len(pattern):
@@ -135,9 +136,15 @@ def _either(config: Mapping[str, Any], one: str, other: str, default: int) -> in
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
     """Every layer of the multi-token prediction layers, which the release numbers through."""
     count = integer(text, "num_nextn_predict_layers", 0)
-    layers = count * len(read_pattern(text, *_MTP, absent="*E")) if count else 0
-    prefixes = [f"mtp.layers.{layer}." for layer in range(layers)]
-    return tuple(Draft(one, one, r"re:mtp\..*", one, f"{one}eh_proj", vllm_joint=True) for one in prefixes)
+    if not count:
+        return ()
+    pattern, model = read_pattern(text, *_MTP, absent="*E"), read_pattern(text, *_PATTERN)
+    drafts = []
+    for layer, kind in enumerate(pattern * count):
+        at = f"mtp.layers.{layer}."
+        joint = f"{at}eh_proj" if layer % len(pattern) == 0 else ""
+        drafts.append(Draft(at, at, r"re:mtp\..*", at, joint, vllm_joint=True, like=model.find(kind)))
+    return tuple(drafts)
 
 
 def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _stored_names(path: Path) -> tuple[list[str], str]:
 def _draft_modules(tree: ClassTree) -> Iterator[str]:
     """Yields the modules of draft layers: the one that joins their inputs, and those of the layer that each is like."""
     for draft in tree.drafts:
-        yield draft.joint
+        yield from [draft.joint] if draft.joint else []
         yield from (draft.layer + tail.replace("#", "0") for tail in sorted(tree.tails_of(draft)))
 
 

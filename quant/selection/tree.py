@@ -50,7 +50,7 @@ class ClassTree:
     def tails_of(self, draft: Draft) -> frozenset[str]:
         """As `tails`, and modules of other classes, of the one decoder layer that a draft layer is like."""
         layers = {name: layer_of(name) or 0 for name in [*self.linears, *self.others] if layer_of(name) is not None}
-        like = 0 if draft.dense else max(layers.values(), default=0)
+        like = max(layers.values(), default=0) if draft.like is None else draft.like
         return frozenset(tail(name) for name, layer in layers.items() if layer == like)
 
     def reason_to_keep(self, module: str) -> str | None:

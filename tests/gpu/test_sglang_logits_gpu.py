@@ -41,8 +41,10 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "qwen3_5": {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
     "qwen3_5_moe": {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
 }
-# What SGLang's class does not compute: biases of the MLP, which the witness names, and a window of Mistral's.
-WITHOUT = ["llama-biases", "mistral-window"]
+# What SGLang's class does not compute: biases of the MLP, which the witness names, and windows of Mistral and Phi-3.
+WITHOUT = ["llama-biases", "mistral-window", "phi3-tied-window"]
+# Ernie's is six times as far from float32 as transformers in bfloat16, which keeps its router in float32.
+ROUNDED_ROUTER = ["ernie4_5_moe"]
 # What SGLang says where it does not build the model.
 SAID = {
     "mimo": "does not recognize this architecture",
@@ -54,10 +56,20 @@ SAID = {
     "deepseek_v32": "assert index_head_dim == 128",
     "glm_moe_dsa": "assert index_head_dim == 128",
     "glm_moe_dsa-shared": "assert index_head_dim == 128",
+    "exaone_moe": "'NoneType' object has no attribute 'type'",  # of Triton, in a window beside full attention
+    "exaone_moe-groups-tied": "'NoneType' object has no attribute 'type'",
+    "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration has no SGlang implementation",
+    "bailing_moe": "does not recognize this architecture",  # its config class comes with the release, as code
+    "bailing_moe_v2-tied": "does not recognize this architecture",
+    "nemotron_h": "does not support triton attention backend",
+    "nemotron_h-latent": "does not support triton attention backend",
+    "olmo3": "KeyError: 'rope_theta'",
+    "olmo3-tied-window-everywhere": "'NoneType' object is not subscriptable",
+    "deepseek_v4": "tilelang is not installed",
     "qwen2_moe-dense-between": "Error",  # without the layers that the witness names, whatever comes first
     "qwen3_moe-dense-between": "Error",
 }
-COMPUTED = [name for name in HF_CASES if name not in SAID and name not in WITHOUT]
+COMPUTED = [name for name in HF_CASES if name not in (*SAID, *WITHOUT, *ROUNDED_ROUTER)]
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,15 @@ def test_sglang_computes_the_logits_of_transformers(
     ours, noise = distance(answer.logits, exact), distance(rounded, exact)
     assert ours <= 2 * noise
     assert ours <= exact.std() / 10
+
+
+@pytest.mark.parametrize("name", ROUNDED_ROUTER)
+def test_a_router_that_is_rounded_is_no_other_model(
+    name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]
+) -> None:
+    answer, exact, _ = answers[name]
+    assert answer.logits is not None, answer.said
+    assert distance(answer.logits, exact) <= exact.std() / 20
 
 
 @pytest.mark.parametrize("name", WITHOUT)

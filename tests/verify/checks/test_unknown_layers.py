@@ -40,6 +40,8 @@ def save_gemma4(path: Path, *, keys_as_values: bool, sharing: int) -> Path:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path, max_shard_size="100KB")
+    stated = json.loads((path / "config.json").read_text()) | {"model_type": "gemma_later"}  # Gemma 4 itself is known
+    (path / "config.json").write_text(json.dumps(stated))
     return path
 
 
