@@ -42,6 +42,7 @@ LOOKS_AT: dict[str, str] = {
     "headers": "files",
     "configuration": "files",
     "values": "values",
+    "adapter": "adapter",
     "quantization": "files",
     **{one.name: one.looks_at for one in registry.WITNESSES if one.looks_at},
     "behaviour": "behaviour",

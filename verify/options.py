@@ -27,6 +27,7 @@ class VerifyOptions:
         An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
     manifest: a file with a digest of every tensor.
     manifest_key: the public key of whoever must have signed the manifest.
+    adapter: a PEFT adapter that was merged into the source: the checkpoint is compared with what that gives.
     ray: the address of a Ray cluster that reads all the bytes; None: threads of this process do.
     rollout_data: what slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data.
     rollout_temperature: what the rollout was sampled at; None: as the file says, or 1.
@@ -47,6 +48,7 @@ class VerifyOptions:
     readers: tuple[str, ...] | None = None
     manifest: Path | None = None
     manifest_key: Path | None = None
+    adapter: Path | None = None
     ray: str | None = None
     rollout_data: Path | None = None
     rollout_temperature: float | None = None
@@ -88,6 +90,7 @@ class GivenVerifyOptions(TypedDict, total=False):
     readers: Sequence[str] | None
     manifest: str | Path | None
     manifest_key: str | Path | None
+    adapter: str | Path | None
     ray: str | None
     rollout_data: str | Path | None
     rollout_temperature: float | None
@@ -110,7 +113,7 @@ def verify_options(**given: Unpack[GivenVerifyOptions]) -> VerifyOptions:
     options: dict[str, Any] = dict(given)
     megatron = {name: options.pop(name) for name in _MEGATRON & options.keys()}
     megatron["ranks"] = tuple(sorted(set(megatron.get("ranks") or ())))
-    for name in ("manifest", "manifest_key", "rollout_data"):
+    for name in ("manifest", "manifest_key", "adapter", "rollout_data"):
         options[name] = Path(options[name]) if options.get(name) else None
     readers = options.pop("readers", None)
     return VerifyOptions(

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, is_nemo, iteration_of, locate, refuse_other_format, refuse_url
+from ckptkit.formats.hf.adapter import is_adapter
 from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from verify.check import NOT_APPLICABLE, Skip, all_checks, choose, looked_at, run_checks
@@ -21,7 +22,7 @@ from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
-from verify.options import GivenVerifyOptions, verify_options
+from verify.options import GivenVerifyOptions, VerifyOptions, verify_options
 from verify.report import Finding, Report, now
 from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
 from verify.witnesses.megatron.run import sizes_of
@@ -49,9 +50,15 @@ def verify(
     if hf is not None:
         _check_hf(hf)
     subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
+    if subject.options.adapter is not None and source is None:
+        raise UsageError("an adapter without a source", "give the base that it was merged into too (--source)")
+    if subject.options.adapter is not None and not subject.source_is_hf:
+        raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
+    if is_adapter(subject.path):
+        return _of_adapter(subject, path, source, command)
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
-    chosen, left_out = choose(subject, [one for one in all_checks() if one.stage != "launch"])
+    chosen, left_out = choose(subject, [one for one in all_checks() if one.stage not in ("launch", "adapter")])
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, chosen)
     return Report(
@@ -68,6 +75,32 @@ def verify(
         date=now(),
         asked=looked_at(outcome.checks),
         not_asked=_not_asked(subject),
+    )
+
+
+def _of_adapter(subject: Subject, path: str | Path, source: str | Path | None, command: Sequence[str]) -> Report:
+    """The report on a PEFT adapter, beside the base that `source` is, or another adapter."""
+    if subject.options != VerifyOptions():
+        hint = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), and verify what that gives"
+        raise UsageError(f"{path} is an adapter, of which nothing but --source can be asked", hint)
+    chosen, left_out = choose(subject, [one for one in all_checks() if one.stage == "adapter"])
+    read = [one for one in (subject.path, subject.source_path) if one]
+    with unchanged([weights_at(one) for one in read], is_own):
+        outcome = run_checks(subject, chosen)
+    return Report(
+        version=program_version(),
+        command=tuple(command),
+        checkpoint=str(path),
+        source=str(source) if source else None,
+        checks=outcome.checks,
+        findings=outcome.findings,
+        facts=_with_left_out(outcome.facts, left_out),
+        heat={},
+        reasons=outcome.reasons,
+        model="LoRA adapter",
+        date=now(),
+        asked=looked_at(outcome.checks),
+        not_asked=[] if source else ["base model"],
     )
 
 

@@ -73,7 +73,7 @@ def _check_destination(options: RunOptions, sources: Sources, location: Location
     """Raises CkptkitError where nothing may be written, for one because what is read there would be lost."""
     if isinstance(options.dst, Path):
         beside = [location.root / "hf", location.root / FOLDER] if location.is_megatron else []
-        read = [location.path, *beside, *(sources[path].path for path in (options.hf, options.like) if path)]
+        read = [location.path, *beside, *(sources[path].path for path in options.sources[1:])]
         check_destination(options.dst, read, overwrite=options.overwrite, resume=options.resume)
     else:
         check_upload(options.dst, options.overwrite, options.sources)
@@ -96,12 +96,14 @@ def _check_direction(options: RunOptions, location: Location) -> None:
         if options.hf:
             message = "--hf is for the way back, from Megatron to HF"
             raise UsageError(message, "leave it out: the source brings its own config")
-        if options.scheme:
+        if options.merge and options.dtype != "auto":
+            raise UsageError("--dtype has no effect with --merge, which keeps the dtypes of the base", "leave it out")
+        if options.scheme and not options.merge:
             message = f"Megatron holds no {options.scheme.title} weights"
             raise UsageError(
                 message, f"`ckptkit quantize` makes an {options.scheme.title} HF checkpoint from an HF one"
             )
-        if is_url(options.dst):
+        if is_url(options.dst) and not options.merge:
             raise _no_megatron_at(options.dst)
 
 

@@ -28,7 +28,7 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> None
 
     What a run that is cut off has finished is kept for --resume, except at a URL.
     """
-    read = [plan.source.path, *(sources[path].path for path in (options.hf, options.like) if path)]
+    read = [plan.source.path, *(sources[path].path for path in options.sources[1:])]
     with _destination(options, sources) as (partial, journal), unchanged(read):
         lineage = lineage_of(plan.source)  # before the work, which would be lost where it cannot be read
         _write_side_files(plan, partial)

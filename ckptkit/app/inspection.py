@@ -16,6 +16,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, fold
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.hf.adapter import AdapterFiles, is_adapter
 from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
 from ckptkit.formats.hf.remote import config_at, opened
 from ckptkit.formats.hf.side_files import is_quantized
@@ -45,6 +46,9 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     """Describes what lies at `path`: format, sizes, dtypes, dimensions, Megatron's arguments, folded tensor names."""
     with _opened(path, hf) as (here, hf_here):
+        if is_adapter(here.path):
+            refuse_hf(hf, path)
+            return _adapter_facts(here)
         location = locate(here)
         if location.is_hf:
             refuse_hf(hf, path)
@@ -104,6 +108,24 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         facts["unwitnessed"] = message
     facts["names"] = _folded(specs)
     return facts
+
+
+def _adapter_facts(here: Directory) -> dict[str, Any]:
+    files = AdapterFiles(here.path)
+    shown = (
+        *("base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+        *("target_modules", "target_parameters", "modules_to_save"),
+    )
+    return {
+        "path": str(here),
+        "format": f"PEFT adapter, {shortened(files.config.get('peft_type'))}",
+        "tensors": len(files.specs),
+        "bytes": sum(spec.nbytes for spec in files.specs.values()),
+        "parameters": sum(math.prod(spec.shape) for spec in files.specs.values()),
+        "dtypes": dict(Counter(spec.dtype for spec in files.specs.values())),
+        "config": {key: files.config[key] for key in shown if files.config.get(key)},
+        "names": _folded(files.specs),
+    }
 
 
 def _model_class(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> str:

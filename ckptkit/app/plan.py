@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.app.run_options import RunOptions, Sources
@@ -15,11 +16,13 @@ from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import Kind, Location, OfKind, locate
 from ckptkit.formats.files import FILE_BYTES, Files
+from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
 from ckptkit.formats.hf.side_files import MANIFEST, layout_for, main_dtype, stored_layout
 from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.storage.directory import Directory
+from converters.adapter import Adapter
 from converters.experts import is_fused, only_fused, unfuse
 from converters.megatron.arguments import megatron_args
 from converters.megatron.hybrid_model import refuse_hybrid_only
@@ -97,8 +100,8 @@ def make_plan(options: RunOptions, sources: Sources | None = None) -> Conversion
 def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     here = options.local_sources() if sources is None else sources
     location = locate(here[options.src])
-    if options.verb == "quantize":
-        return _quantize(location, options, here)
+    if options.verb == "quantize" or (options.merge and location.is_hf):
+        return _hf_to_hf(location, options, here)
     if location.is_hf:
         source = plain(location.directory)
         plan = _to_megatron(location, options, source)
@@ -163,24 +166,33 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
     require_towers(source.config, untouched.specs if untouched else (), str(location.path))
     if untouched:
         view = Joined(view, untouched)
+    view = _merged(view, options)
     if layout is None or options.max_shard_size or (fused and packs):
         layout = _cut(view, options)
     plan = _hf_plan(view, layout, source.hf, location, options, here)
     return replace(plan, notes=(*remarks(source.config, source.specs), *plan.notes))
 
 
-def _quantize(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
+def _merged(view: Checkpoint, options: RunOptions) -> Checkpoint:
+    """An HF checkpoint with the adapter that is to be merged, if one is."""
+    if options.merge is None:
+        return view
+    return Adapter(AdapterFiles(Path(options.merge)), view, options.merge).merged()
+
+
+def _hf_to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = plain(location.directory)
-    view: Checkpoint = source
+    view = _merged(source, options)
     layout = _cut(source, options) if options.max_shard_size else _layout(source, options)
-    if options.scheme is None and isinstance(source, HfCheckpoint):
+    if options.scheme is None and view is source and isinstance(source, HfCheckpoint):
         raise UsageError(f"{options.src} is not quantized: there is nothing to dequantize", "use it as it is")
-    if options.scheme is not None and is_fused(source.specs):
+    if options.scheme is not None and is_fused(view.specs):
         _require_separate_experts(source.config, options.scheme)
-        view = View(source, unfuse(source.specs, source.config, options.src))
+        view = View(view, unfuse(view.specs, source.config, options.src))
         layout = _cut(view, options)
     before = source.source if isinstance(source, View) else None
-    plan = _hf_plan(view, layout, location.directory, location, options, here, stored=before)
+    kept = before if options.merge is None else None
+    plan = _hf_plan(view, layout, location.directory, location, options, here, stored=kept)
     return replace(
         plan,
         dequantized=_format_words(before.config) if before is not None else None,

@@ -38,6 +38,7 @@ class RunOptions:
     src, hf, like: absolute paths or URLs. `hf` is the HF directory that gives config, tokenizer and shard layout on the
         way back; None: what was stored on the way there. `like`, an INT4 HF directory of the same model, says what is
         packed and gives scales where they still fit.
+    merge: the directory of a PEFT adapter, which is merged into the weights; an HF source then stays HF.
     dst: a path, or a URL as str.
     dtype: of DTYPES; "auto": as in the source.
     dialect: how Megatron's tensors are named: "mcore" (None means this) as megatron-core's GPTModel does, "slime" as
@@ -63,6 +64,7 @@ class RunOptions:
     src: str
     dst: str | Path
     hf: str | None = None
+    merge: str | None = None
     dtype: str = "auto"
     dialect: str | None = None
     unwitnessed: bool = False
@@ -94,6 +96,9 @@ class RunOptions:
             )
         if self.dtype not in DTYPES:
             raise UsageError(f"unknown dtype {self.dtype!r}", f"choose one of {', '.join(DTYPES)}")
+        if self.merge is not None and (is_url(self.merge) or self.dialect is not None):
+            message = "--merge makes an HF checkpoint of an adapter on a local disk"
+            raise UsageError(message, "copy the adapter here; convert the merged checkpoint to Megatron after that")
         if self.dialect is not None and self.dialect not in DIALECTS:
             raise UsageError(f"unknown dialect {self.dialect!r}", f"choose one of {', '.join(DIALECTS)}")
         if self.scheme is None:
@@ -118,7 +123,7 @@ class RunOptions:
     @property
     def sources(self) -> list[str]:
         """Paths and URLs of what is read."""
-        return [path for path in (self.src, self.hf, self.like) if path]
+        return [path for path in (self.src, self.hf, self.like, self.merge) if path]
 
     @property
     def cast_to(self) -> str | None:
@@ -132,7 +137,7 @@ class RunOptions:
     def command(self) -> list[str]:
         """The command line of these options, less what changes no byte: for the manifest and for --resume."""
         words = ["ckptkit", self.verb, self.src]
-        for name in ("hf", "dtype", "dialect", "like", "preset", "tp", "max_shard_size"):
+        for name in ("hf", "merge", "dtype", "dialect", "like", "preset", "tp", "max_shard_size"):
             if self._is_given(name):
                 words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
         words += ["--unwitnessed"] if self.unwitnessed else []
@@ -159,6 +164,7 @@ class GivenOptions(TypedDict, total=False):
     """
 
     hf: str | Path | None
+    merge: str | Path | None
     dtype: str
     dialect: str | None
     unwitnessed: bool
@@ -190,7 +196,7 @@ def run_options(
     size = options.get("max_shard_size") or old_name
     options["max_shard_size"] = parse_size(size) if isinstance(size, str) else size
     options["readers"] = tuple(options.get("readers") or ALL_READERS)
-    options |= {name: absolute(options[name]) for name in ("hf", "like") if options.get(name)}
+    options |= {name: absolute(options[name]) for name in ("hf", "like", "merge") if options.get(name)}
     return RunOptions(verb, absolute(src), place(dst), scheme=scheme, **options)
 
 

@@ -67,8 +67,8 @@ _PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with 
 # What lies where safetensors with an index should, the most telling first, and the way out.
 _INDEX, _ADAPTER_FILE, _SHARDS = "model.safetensors.index.json", "adapter_model.safetensors", "*.safetensors"
 _ADAPTER = (
-    "{} is an adapter (LoRA), not a model: merge it into its base model with peft (merge_and_unload, save_pretrained) "
-    "and give the result"
+    "{} is an adapter (LoRA), not a model: `ckptkit verify ADAPTER --source BASE` looks at it; merge it with "
+    "`ckptkit convert BASE DST --merge ADAPTER` and give the result"
 )
 _OTHER_WEIGHTS = {
     _ADAPTER_FILE: _ADAPTER,

@@ -38,6 +38,10 @@ EXAMPLES = {
         "a gpt-oss that transformers 5 has loaded and saved",
         'expected "swiglu_limit": 7.0, which SGLang\'s class reads; actual no swiglu_limit',
     ),
+    "CK136": (
+        "an adapter whose alpha was doubled on its way to the engine",
+        "expected lora_alpha 8, as the source has; actual 16",
+    ),
     "CK119": (
         "the manifest was changed after it had been signed",
         "expected a signature of ckptkit.json by the key mine.pub; actual it signs another manifest, or this one was"
@@ -328,12 +332,11 @@ def _mutations() -> dict[str, list[str]]:
 
 def _symptoms() -> dict[str, list[tuple[str, str]]]:
     """The numbers and words of docs/symptoms.md, by code."""
-    from verify.explain import symptom_rows
-
     found: dict[str, list[tuple[str, str]]] = {}
-    for row in symptom_rows():
-        for code in re.findall(r"CK\d{3}", row.lines["Checks"]):
-            found.setdefault(code, []).append((row.code[1:], row.title))
+    for part in re.split(r"^### S", (ROOT / "docs/symptoms.md").read_text(), flags=re.MULTILINE)[1:]:
+        number, _, said = part.partition("\n")[0].partition(". ")
+        for code in re.findall(r"CK\d{3}", part.partition("- Checks:")[2].partition("\n")[0]):
+            found.setdefault(code, []).append((number, said))
     return found
 
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER, Kind, Location, OfKind, locate
+from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.side_files import is_quantized
+from converters.adapter import Adapter
 from converters.open import open_checkpoint
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.hf_files import HfFiles
@@ -167,6 +169,8 @@ class Subject(OfKind):
         """
         if self.source_path is None:
             return None
+        if (adapter := self.options.adapter) is not None:
+            return Adapter(AdapterFiles(adapter), plain(self.source_path), str(adapter)).merged()
         if self.is_hf and is_quantized(self.checkpoint.config):
             return comparable(open_checkpoint(self.source_path, hf=self.hf_path), self.checkpoint)
         if not self.source_is_hf:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     type=common.PATH_OR_URL,
     help="HF directory that gives config, tokenizer and shard layout on the way back.",
 )
+@click.option("--merge", type=common.PATH, help="A PEFT adapter (LoRA) to merge into the weights; HF then stays HF.")
 @click.option(
     "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float16", "float32"])
 )
@@ -57,6 +58,8 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     With --dialect a Megatron checkpoint becomes a Megatron checkpoint with those names.
 
     A quantized release (FP8, MXFP4, INT4) is dequantized on the way to Megatron.
+
+    With --merge an adapter is merged into SRC, in float32 and rounded once, and DST is HF.
     """
     with phase("loading ckptkit and torch"):
         from ckptkit.app.run_options import run_options

@@ -83,6 +83,7 @@ RULES: Mapping[str, Sequence[Rule]] = {
         Needs(("megatron_python",), ("against_megatron",), "add --against-megatron, or leave it out"),
         Needs(("dp_attention",), ("tp",), "add --tp: a single rank keeps attention whole as it is"),
         Needs(("manifest_key",), ("manifest",), "add --manifest FILE, whose signature is verified with the key"),
+        Needs(("adapter",), ("source",), "add --source BASE, which it was merged into"),
         Needs(("rollout_temperature",), ("rollout_data",), "add --rollout-data FILE, which was sampled at it"),
     ),
     "preflight": (
@@ -104,7 +105,7 @@ RULES: Mapping[str, Sequence[Rule]] = {
 
 # Options whose effect hangs on what lies at the paths: the run refuses them once it has looked.
 OF_CONTENT: Mapping[str, frozenset[str]] = {
-    "convert": frozenset({"hf", "dialect", "quantization"}),
+    "convert": frozenset({"hf", "dialect", "quantization", "merge", "dtype"}),
     "diff": frozenset({"hf"}),
     "inspect": frozenset({"hf"}),
     "manifest": frozenset({"hf"}),

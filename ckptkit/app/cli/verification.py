@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.command(cls=Verb, short_help="Prove a checkpoint: files, values, real engines.")
 @click.argument("checkpoint", type=common.PATH)
 @click.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared.")
+@click.option("--adapter", type=common.PATH, help="A PEFT adapter (LoRA) that was merged into --source.")
 @common.local_hf
 @click.option(
     "--against-megatron",

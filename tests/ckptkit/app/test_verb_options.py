@@ -19,7 +19,7 @@ ARGUMENTS = {"explain": [], "doctor": [], "preflight": ["--hf-checkpoint", "x"],
 }
 # Each of these has an effect whatever else is given, as its help says.
 ALWAYS = {
-    "convert": "dtype unwitnessed workers memory max_shard_size file_bytes ray resume overwrite dry_run as_json",
+    "convert": "unwitnessed workers memory max_shard_size file_bytes ray resume overwrite dry_run as_json",
     "quantize": "scheme rounding exact group_size grid asymmetric search scale_dtype like preset tp readers device "
     "ignore workers memory max_shard_size file_bytes ray resume overwrite dry_run as_json",
     "inspect": "as_args as_json",

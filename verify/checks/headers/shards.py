@@ -93,7 +93,7 @@ def _renamed(files: HfFiles) -> Iterator[Issue]:
     stage="headers",
     rationale="An engine that loads the directory without its adapter serves the base model; one that meets adapter "
     "tensors skips them.",
-    fix="Merge the adapter into the weights (peft's merge_and_unload) and save again, or take its files out of the "
+    fix="Merge the adapter into the weights (`ckptkit convert BASE DST --merge ADAPTER`), or take its files out of the "
     "directory.",
 )
 def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:

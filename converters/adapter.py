@@ -1,0 +1,286 @@
+"""LoRA adapters: which weights of a model each pair of factors changes, by how much, and the merged model.
+
+Source: peft 0.21, `Linear.get_delta_weight`, `ParamWrapper.get_delta_weight` (all experts of a layer in one pair),
+`DoraLinearVariant.merge_safe`, `get_pattern_key`; factors with an axis of experts, of which 1 stands for all: SGLang
+0.5.16, `lora_manager.py` and `mem_pool.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import COMPUTED
+from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError
+from ckptkit.core.join import Joined
+from ckptkit.core.plan import Plan, Step, View, identity
+from ckptkit.core.printable import shortened
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
+from ckptkit.formats.hf.shard import Fault
+from converters.config.values import integer, number
+from converters.hf_names import GATE_UP_DOWN
+from converters.registry import family_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROOT = "base_model.model."
+FACTOR = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(embedding_)?(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?")
+_SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+# What an expression for ranks or alphas may be made of; others are never written, and might be searched for hours.
+_PATTERN = re.compile(r"[\w\\.*-]{1,200}")
+# Kinds of adapters that compute something else.
+_OTHERS = (
+    *("use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config", "arrow_config", "lora_bias"),
+    *("alora_invocation_tokens", "layer_replication", "trainable_token_indices", "fan_in_fan_out"),
+)
+_BY_HAND = "merge it with the program that made it"
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The weights that a pair changes, as one matrix [rows, columns], or one an expert.
+
+    `specs`: one matrix; of experts those of one after the other, gate before up; or the one tensor that holds all,
+    `turned`: [experts, columns, rows].
+    """
+
+    specs: tuple[TensorSpec, ...]
+    rows: int
+    columns: int
+    experts: int = 0
+    leaf: str = ""
+    turned: bool = False
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Factors A [rank, columns] and B [rows, rank], and the weights that `scale` x B A is added to.
+
+    Of experts A is [experts x rank, columns] and B [rows, rank x experts], ranks outermost, or both have a first axis
+    of experts, of which 1 stands for all. `magnitude`: of DoRA, the length of each row. `embedding`: A is of the rows.
+    """
+
+    module: str
+    a: TensorSpec
+    b: TensorSpec
+    magnitude: TensorSpec | None
+    targets: Targets
+    rank: int
+    scale: float
+    embedding: bool
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What is read to merge it."""
+        own = (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
+        return tuple(spec.name for spec in (*self.targets.specs, *own))
+
+    def delta(self, a: Tensor, b: Tensor) -> Tensor:
+        """What is added, in float32: [rows, columns], or [experts, rows, columns]."""
+        import torch
+
+        experts, a, b = self.targets.experts, a.float(), b.float()
+        if a.ndim == 3:
+            return (b @ a).expand(experts, -1, -1) * self.scale
+        if experts:
+            a, b = a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts)
+            return torch.einsum("ore,eri->eoi", b, a) * self.scale
+        return (b @ a).T * self.scale if self.embedding else b @ a * self.scale
+
+    def merged(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The targets with what is added, computed in float32 and rounded once."""
+        import torch
+
+        count, experts = len(self.targets.specs), self.targets.experts
+        weights, delta = tensors[:count], self.delta(tensors[count], tensors[count + 1])
+        if self.magnitude is not None:
+            whole = weights[0].float() + delta
+            factor = tensors[-1].float().reshape(-1) / torch.linalg.norm(whole, dim=1)
+            return [(factor.view(-1, 1) * whole).to(weights[0].dtype)]
+        parts = [delta.mT if self.targets.turned else delta]
+        if count > 1:
+            parts = [part for expert in delta for part in expert.chunk(count // experts)]
+        return [(weight.float() + part).to(weight.dtype) for weight, part in zip(weights, parts, strict=True)]
+
+
+class Adapter:
+    """An adapter over a base model: its pairs, whole tensors that replace the base's, and what does not fit.
+
+    `saved`: the adapter's tensors by the base's names; `copies`: those that are the base's own, which PEFT saves beside
+    the factors of an embedding. Raises CkptkitError for kinds of adapters that are not read, and
+    for a base of no known family.
+    """
+
+    def __init__(self, files: AdapterFiles, base: Checkpoint, where: str) -> None:
+        self.files, self.base, self.where = files, base, where
+        self.family = family_of(base.config)
+        self.faults: list[Fault] = []
+        self._check_kind(files.config)
+        self.pairs: list[Pair] = []
+        self.saved: dict[str, TensorSpec] = {}
+        self.copies: dict[str, TensorSpec] = {}
+        found: dict[tuple[str, bool], dict[str, TensorSpec]] = {}
+        for name, spec in files.specs.items():
+            if match := FACTOR.fullmatch(name):
+                key = name[: match.start(3)], match[2] is not None
+                found.setdefault(key, {})[match[3]] = spec
+            else:
+                self._add_saved(spec)
+        for (stem, embedding), parts in found.items():
+            match = FACTOR.fullmatch(f"{stem}A")
+            self._add_pair(match[1].removeprefix(_ROOT) if match else stem, parts, embedding)
+
+    def _check_kind(self, config: Mapping[str, Any]) -> None:
+        if (kind := config.get("peft_type")) != "LORA":
+            raise UnsupportedError(f"{self.where}/{ADAPTER_CONFIG}: peft_type {shortened(kind)} is not read", _BY_HAND)
+        odd = [key for key in _OTHERS if config.get(key)]
+        odd += ["bias"] if config.get("bias", "none") != "none" else []
+        if odd:
+            message = f"{self.where}/{ADAPTER_CONFIG}: an adapter with {odd[0]} {shortened(config[odd[0]])} is not read"
+            raise UnsupportedError(message, _BY_HAND)
+
+    def _fault(self, name: str, expected: str, actual: str) -> None:
+        self.faults.append(Fault(expected, actual, name))
+
+    def _add_saved(self, spec: TensorSpec) -> None:
+        """A whole tensor (`modules_to_save`)."""
+        own = _SAVED.sub("", spec.name.removeprefix(_ROOT)).replace(".base_layer.", ".")
+        target = next((self.base.specs[one] for one in self._names(own) if one in self.base.specs), None)
+        if target is None:
+            self._fault(spec.name, "a tensor of the base model", "the base has none of this name")
+        elif target.shape != spec.shape:
+            self._fault(spec.name, f"shape {list(target.shape)}, as in the base", f"{list(spec.shape)}")
+        else:
+            (self.copies if ".base_layer." in spec.name else self.saved)[target.name] = spec
+
+    def _add_pair(self, module: str, parts: Mapping[str, TensorSpec], embedding: bool) -> None:
+        some = next(iter(parts.values()))
+        if lost := [one for one in "AB" if one not in parts]:
+            return self._fault(some.name, "factors A and B in pairs", f"lora_{lost[0]} is missing")
+        a, b, magnitude = parts["A"], parts["B"], parts.get("magnitude_vector")
+        candidates = self._targets(module)
+        if not candidates:
+            return self._fault(a.name, "a weight of the base model", f"the base has no {module}")
+        targets = next((one for one in candidates if _fit(a, b, magnitude, one, embedding)), None)
+        if targets is None:
+            one = candidates[0]
+            of = f" of {one.experts} experts" if one.experts else ""
+            expected = f"A [rank, {one.columns}] and B [{one.rows}, rank]{of}, for {one.specs[0]}"
+            return self._fault(a.name, expected, f"A {list(a.shape)}, B {list(b.shape)}")
+        rank = a.shape[1] if len(a.shape) == 3 else a.shape[0] // (targets.experts or 1)
+        whole = module if module.endswith("_proj") or not targets.experts else f"{module}.{targets.leaf}"
+        stated, scale = self.scale_of(whole)
+        if stated != rank:
+            self._fault(a.name, f"rank {stated}, as {ADAPTER_CONFIG} says", f"rank {rank}")
+        self.pairs.append(Pair(module, a, b, magnitude, targets, rank, scale, embedding))
+        return None
+
+    def scale_of(self, module: str) -> tuple[int, float]:
+        """Rank and scale that adapter_config.json gives a module. Raises CkptkitError for values that cannot be."""
+        config = self.files.config
+        ranks, alphas = (self._patterns(key) for key in ("rank_pattern", "alpha_pattern"))
+        key = next((one for one in (*ranks, *alphas) if re.fullmatch(rf"(.*\.)?({one})", module)), "")
+        rank = integer(ranks, key) if key in ranks else integer(config, "r", 8)
+        alpha = number(alphas, key) if key in alphas else number(config, "lora_alpha", 8)
+        if rank < 1:
+            raise DamagedError(f"{self.where}/{ADAPTER_CONFIG}: rank {rank}", "restore it from the run")
+        return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+    def _patterns(self, key: str) -> Mapping[str, Any]:
+        given = self.files.config.get(key) or {}
+        if not isinstance(given, dict):
+            raise DamagedError(f"{self.where}/{ADAPTER_CONFIG}: {key} is not an object", "restore it from the run")
+        for pattern in given:
+            if not _PATTERN.fullmatch(pattern) or pattern.count("*") > 2:
+                message = f"{self.where}/{ADAPTER_CONFIG}: {key} has {shortened(pattern)}, which is not read"
+                raise UnsupportedError(message, r"name modules whole, or as .*\.q_proj")
+        return given
+
+    def _names(self, own: str) -> Iterator[str]:
+        """What the base may call a module or tensor of transformers' class."""
+        yield own
+        if release := self.family.release:
+            yield release.name(own.removeprefix("model.").removeprefix("language_model."))
+            yield own.replace("lm_head", release.head, 1)
+
+    def _targets(self, module: str) -> list[Targets]:
+        """The weights that a module's pair may change; of a layer's experts both projections, in PEFT's order."""
+        found: list[Targets] = []
+        for name in self._names(module):
+            if (spec := self.base.specs.get(f"{name}.weight")) is not None and len(spec.shape) == 2:
+                return [Targets((spec,), *spec.shape)]
+            block, _, leaf = (name, "", "") if name.endswith(".experts") else name.rpartition(".")
+            found += [one for one in self._experts(block) if leaf in ("", one.leaf)]
+        return found
+
+    @cached_property
+    def _blocks(self) -> Mapping[str, dict[str, dict[int, TensorSpec]]]:
+        """Experts that stand one by one in the base: by block, projection and number."""
+        found: dict[str, dict[str, dict[int, TensorSpec]]] = {}
+        for name, spec in self.base.specs.items():
+            if match := _EXPERT.fullmatch(name):
+                found.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = spec
+        return found
+
+    def _experts(self, block: str) -> Iterator[Targets]:
+        """The projections of a block of experts, gate and up together too."""
+        own = self.family.release.experts if self.family.release else GATE_UP_DOWN
+        *into, out = zip(GATE_UP_DOWN[-len(own) :], own, strict=True)
+        sides = {_GATE_UP: into, _DOWN: [out], **{one[0]: [one] for one in into}}
+        for leaf, parts in sides.items():
+            if (fused := self.base.specs.get(f"{block}.{leaf}")) is not None and len(fused.shape) == 3:
+                experts, *sizes = fused.shape
+                turned = self.family.fused.transposed
+                rows, columns = reversed(sizes) if turned else sizes
+                yield Targets((fused,), rows, columns, experts, leaf, turned)
+            elif (block_of := self._blocks.get(block)) and all(name in block_of for _, name in parts):
+                numbers = sorted(block_of[parts[0][1]])
+                specs = tuple(block_of[name][at] for at in numbers for _, name in parts if at in block_of[name])
+                rows = sum(spec.shape[0] for spec in specs[: len(parts)])
+                yield Targets(specs, rows, specs[0].shape[-1], len(numbers), leaf)
+
+    def merged(self) -> View:
+        """The base with the adapter merged into it, lazily. Raises CkptkitError where anything does not fit."""
+        hint = f"ckptkit verify {self.where} --source BASE says what does not fit"
+        if self.faults:
+            more = f", and {len(self.faults) - 1} more faults" if self.faults[1:] else ""
+            raise CkptkitError(f"{self.where}: {self.faults[0]}{more}", hint)
+        made = [spec for pair in self.pairs for spec in pair.targets.specs]
+        if odd := [spec for spec in made if spec.dtype not in COMPUTED]:
+            raise CkptkitError(f"{odd[0]} cannot have an adapter merged into it", "give the plain release as the base")
+        changed = Counter([*(spec.name for spec in made), *self.saved])
+        if twice := [name for name, count in changed.items() if count > 1]:
+            raise CkptkitError(f"{self.where} changes {twice[0]} twice", _BY_HAND)
+        steps = [identity(spec) for name, spec in self.base.specs.items() if name not in changed]
+        steps += [Step(pair.inputs, pair.targets.specs, pair.merged, "merge LoRA") for pair in self.pairs]
+        steps += [self._taken(name, spec) for name, spec in self.saved.items()]
+        joined = Joined(self.base, self.files)
+        dropped = {*self.saved, *(spec.name for spec in self.copies.values())}
+        return View(joined, Plan(tuple(steps), joined.specs, frozenset(dropped), self.where, self.base.config))
+
+    def _taken(self, name: str, spec: TensorSpec) -> Step:
+        whole = TensorSpec(name, spec.shape, self.base.specs[name].dtype)
+        return Step((spec.name,), (whole,), lambda one: [one[0].to(whole.torch_dtype)], "take from the adapter")
+
+
+def _fit(a: TensorSpec, b: TensorSpec, magnitude: TensorSpec | None, targets: Targets, embedding: bool) -> bool:
+    """Whether factors of these shapes change such a weight."""
+    rows, columns, experts = targets.rows, targets.columns, targets.experts
+    if magnitude is not None and (experts or math.prod(magnitude.shape) != rows):
+        return False
+    if len(a.shape) == len(b.shape) == 3 and experts:
+        outer = {a.shape[0], b.shape[0]} <= {1, experts}
+        return outer and (a.shape[2], b.shape[1]) == (columns, rows) and a.shape[1] == b.shape[2] > 0
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or a.shape[0] % (experts or 1):
+        return False
+    return a.shape[0] > 0 and (a.shape[1], b.shape[0]) == ((rows, columns) if embedding else (columns, rows))

@@ -1,0 +1,183 @@
+"""LoRA adapters that PEFT itself saves, merged: bit for bit what PEFT merges in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from support.adapters import KINDS, MLP, made, randomized
+from torch import Tensor, nn
+
+from ckptkit.app.api import convert, quantize
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.formats.hf.adapter import AdapterFiles
+from ckptkit.formats.hf.reader import HfCheckpoint
+from converters.adapter import Adapter
+from quant.schemes.w4a16 import int4_scheme
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys", "ignore:Setting `save_embedding_layers`"
+)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("adapters")
+
+    def find(kind: str) -> Path:
+        if not (root / kind).exists():
+            made(kind, root / kind)
+        return root / kind
+
+    return find
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def opened(path: Path, base: str = "base") -> Adapter:
+    return Adapter(AdapterFiles(path / "adapter"), HfCheckpoint(path / base), "adapter")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging_gives_what_peft_merges(kind: str, adapters: Callable[[str], Path]) -> None:
+    path = adapters(kind)
+    adapter = opened(path)
+    assert adapter.faults == []
+    view, expected, base = adapter.merged(), tensors_of(path / "merged"), tensors_of(path / "base")
+    assert view.specs.keys() == base.keys()
+    changed = set()
+    for names in view.groups:
+        for name, tensor in view.read(names).items():
+            assert torch.equal(tensor, expected.get(name, base[name])), name
+            if not torch.equal(tensor, base[name]):
+                changed.add(name)
+    assert changed == {spec.name for pair in adapter.pairs for spec in pair.targets.specs} | adapter.saved.keys()
+
+
+def test_a_merged_checkpoint_is_written_in_every_way(adapters: Callable[[str], Path], tmp_path: Path) -> None:
+    """HF stays HF, also in INT4, and Megatron becomes HF, with the values that PEFT merges."""
+    path = adapters("fused experts")
+    expected, adapter = tensors_of(path / "merged"), path / "adapter"
+    convert(path / "base", tmp_path / "hf", merge=adapter)
+    assert (tmp_path / "hf" / "config.json").read_bytes() == (path / "base" / "config.json").read_bytes()
+    convert(path / "base", tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back", merge=adapter)
+    for found in (tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back")):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    scheme = int4_scheme(group_size=32)
+    convert(path / "base", tmp_path / "int4", merge=adapter, quantize=scheme)
+    quantize(path / "merged", tmp_path / "two steps", scheme)
+    packed, again = tensors_of(tmp_path / "int4"), tensors_of(tmp_path / "two steps")
+    assert packed.keys() == again.keys()
+    assert all(torch.equal(packed[name], again[name]) for name in packed)
+    with pytest.raises(UsageError, match="--dtype has no effect with --merge"):
+        convert(path / "base", tmp_path / "other", merge=adapter, dtype="float32")
+    with pytest.raises(UsageError, match="--merge makes an HF checkpoint"):
+        convert(tmp_path / "megatron", tmp_path / "other", merge=adapter, dialect="slime")
+
+
+def test_bfloat16_is_rounded_once(adapters: Callable[[str], Path], tmp_path: Path) -> None:
+    """The base in bfloat16: the sum in float32, rounded; PEFT's own merge in bfloat16 rounds twice."""
+    path = adapters("dense")
+    base = {name: tensor.bfloat16() for name, tensor in tensors_of(path / "base").items()}
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "base" / "config.json").write_bytes((path / "base" / "config.json").read_bytes())
+    (tmp_path / "adapter").symlink_to(path / "adapter")
+    view, factors = opened(tmp_path).merged(), tensors_of(path / "adapter")
+    name = "model.layers.3.mlp.down_proj.weight"
+    module = f"base_model.model.{name.removesuffix('.weight')}"
+    a, b = (factors[f"{module}.lora_{one}.weight"] for one in "AB")
+    assert torch.equal(view.read([name])[name], (base[name].float() + (b @ a) * 2).bfloat16())
+
+
+def test_factors_with_an_axis_of_experts_are_those_of_each(adapters: Callable[[str], Path], tmp_path: Path) -> None:
+    """One A for gate and up of all experts, one B for down: as SGLang reads shared outer factors."""
+    path, name = adapters("fused experts"), "model.layers.2.mlp.experts"
+    base = tensors_of(path / "base")
+    inner, hidden = base[f"{name}.0.gate_proj.weight"].shape
+    torch.manual_seed(2)
+    sizes = {"gate_up_proj.lora_A": (1, 4, hidden), "gate_up_proj.lora_B": (12, 2 * inner, 4)}
+    sizes |= {"down_proj.lora_A": (12, 4, inner), "down_proj.lora_B": (1, hidden, 4)}
+    factors = {f"base_model.model.{name}.{key}.weight": torch.randn(*size) for key, size in sizes.items()}
+    (tmp_path / "adapter").mkdir()
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["experts"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "base").symlink_to(path / "base")
+    adapter = opened(tmp_path)
+    assert adapter.faults == []
+    read = adapter.merged().read([f"{name}.7.{one}_proj.weight" for one in ("gate", "up", "down")])
+    gate_a, gate_b, down_a, down_b = (factors[f"base_model.model.{name}.{key}.weight"] for key in sizes)
+    both = 2 * gate_b[7] @ gate_a[0]
+    for one, delta in (("gate", both[:inner]), ("up", both[inner:]), ("down", 2 * down_b[0] @ down_a[7])):
+        full = f"{name}.7.{one}_proj.weight"
+        torch.testing.assert_close(read[full], base[full] + delta, rtol=1e-5, atol=1e-6)
+
+
+def skeleton(names: Mapping[str, Tensor]) -> nn.Module:
+    """A model of Linear layers by these names, as transformers before 5 had one for each expert."""
+    root = nn.Module()
+    for name, weight in names.items():
+        *path, last = name.removesuffix(".weight").split(".")
+        at = root
+        for part in path:
+            if not hasattr(at, part):
+                at.add_module(part, nn.Module())
+            at = at.get_submodule(part)
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        layer.weight.data = weight.clone()
+        at.add_module(last, layer)
+    return root
+
+
+def test_adapters_of_single_experts_are_merged_as_peft_merges_them(
+    adapters: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = adapters("fused experts")
+    base = tensors_of(path / "base")
+    layers = {name: one for name, one in base.items() if ".experts." in name}
+    tuned = get_peft_model(skeleton(layers), LoraConfig(r=4, lora_alpha=8, target_modules=MLP))
+    randomized(tuned)
+    tuned.save_pretrained(str(tmp_path / "adapter"))
+    (tmp_path / "base").symlink_to(path / "base")
+    adapter = opened(tmp_path)
+    assert (adapter.faults, len(adapter.pairs)) == ([], len(layers))
+    merged = tuned.merge_and_unload().state_dict()
+    assert merged.keys() == layers.keys()
+    read = adapter.merged().read(list(layers))
+    assert all(torch.equal(read[name], merged[name]) for name in layers)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not read"),
+        ({"use_qalora": True}, "an adapter with use_qalora True is not read"),
+        ({"bias": "all"}, "an adapter with bias 'all' is not read"),
+        ({"rank_pattern": {"(a+)+$": 4}}, r"rank_pattern has '\(a\+\)\+\$', which is not read"),
+        ({"r": 0}, "rank 0"),
+        ({"r": 8}, r"lora_A.weight: rank 4 \(expected rank 8, as adapter_config.json says\)"),
+    ],
+    ids=str,
+)
+def test_what_is_not_read_is_refused(
+    change: dict[str, Any], words: str, adapters: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = adapters("dense")
+    (tmp_path / "base").symlink_to(path / "base")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").symlink_to(path / "adapter" / "adapter_model.safetensors")
+    config = json.loads((path / "adapter" / "adapter_config.json").read_text()) | change
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CkptkitError, match=words):
+        opened(tmp_path).merged()

@@ -1,0 +1,190 @@
+"""What `verify` says of LoRA adapters that PEFT saved: nothing of sound ones, and each fault by its check."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.adapters import KINDS, made
+from support.check_examples import hold_example
+from support.nightly import daily
+from torch import Tensor
+
+from ckptkit.app.api import convert, inspect
+from ckptkit.core.errors import UsageError
+from verify.run import verify
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys", "ignore:Setting `save_embedding_layers`"
+)
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+LAYER = "base_model.model.model.layers.5.self_attn.q_proj"
+Change = Callable[[dict[str, Tensor]], object]
+# Scales that engines do not give a pair.
+OTHER_SCALES = {"patterns": ["SGLang 0.5.16", "vLLM 0.26"], "rslora": ["SGLang 0.5.16"]}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+def of_kind(kind: str, root: Path) -> Path:
+    if not (root / kind).exists():
+        made(kind, root / kind)
+    return root / kind
+
+
+@pytest.mark.parametrize("kind", daily(KINDS, ("dense", "fused experts", "rslora")))
+def test_a_sound_adapter_and_what_it_is_merged_to_have_no_finding(kind: str, root: Path, tmp_path: Path) -> None:
+    path = of_kind(kind, root)
+    report = verify(path / "adapter", source=path / "base")
+    told = sorted({finding.actual.partition(" scales")[0] for finding in report.findings})
+    assert told == OTHER_SCALES.get(kind, [])
+    assert {finding.code for finding in report.findings} <= {"CK135"}
+    assert (report.status, report.asked) == ("passed", ["adapter"])
+    assert verify(path / "adapter").status == "passed"
+    assert verify(path / "adapter", source=path / "adapter").findings == []
+    convert(path / "base", tmp_path / "merged", merge=path / "adapter")
+    merged = verify(tmp_path / "merged", source=path / "base", adapter=path / "adapter")
+    found = [str(finding) for finding in merged.findings if finding.code != "CK212"]  # the weights are random numbers
+    assert (found, merged.status) == ([], "passed")
+    assert "LORA" in str(inspect(path / "adapter")["format"])
+
+
+def edited(path: Path, target: Path, change: Change, **config: object) -> Path:
+    """A copy of the adapter with other tensors, and other keys in its config."""
+    target.mkdir()
+    tensors = load_file(path / "adapter" / WEIGHTS)
+    change(tensors)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, target / WEIGHTS, metadata={"format": "pt"})
+    stated = json.loads((path / "adapter" / CONFIG).read_text()) | config
+    (target / CONFIG).write_text(json.dumps(stated))
+    return target
+
+
+def drop(*endings: str) -> Change:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(endings)]:
+            del tensors[name]
+
+    return change
+
+
+def swap(tensors: dict[str, Tensor]) -> None:
+    """A and B under each other's names."""
+    for name in [name for name in tensors if "lora_A" in name]:
+        other = name.replace("lora_A", "lora_B")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def nothing(tensors: dict[str, Tensor]) -> None: ...
+
+
+def rolled(tensors: dict[str, Tensor]) -> None:
+    """Every expert has the factors of the next."""
+    for name in [name for name in tensors if "experts" in name]:
+        axis, size = (0, 4) if "lora_A" in name else (1, 1)
+        tensors[name] = tensors[name].roll(size, axis)
+
+
+def not_a_number(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{LAYER}.lora_A.weight"][1, 2] = float("nan")
+
+
+def zeroed(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{LAYER}.lora_B.weight"].zero_()
+
+
+def other_base(tensors: dict[str, Tensor]) -> None:
+    (name,) = (name for name in tensors if "base_layer" in name)
+    tensors[name] += 1
+
+
+# The kind, what is changed, keys of the config, and the checks that find it beside the base, and beside the trainer's.
+FAULTS: dict[str, tuple[str, Change, dict[str, object], str, str]] = {
+    "A without B": ("dense", drop(f"{LAYER}.lora_B.weight"), {}, "CK131", "CK131"),
+    "a layer is missing": ("dense", drop(f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"), {}, "CK132", "CK136"),
+    "A and B are exchanged": ("dense", swap, {}, "CK132", "CK136"),
+    "alpha is doubled": ("dense", nothing, {"lora_alpha": 16}, "", "CK136"),
+    "another rank": ("dense", nothing, {"r": 8}, "CK132", "CK136"),
+    "not a number": ("dense", not_a_number, {}, "CK133", "CK133 CK136"),
+    "B was never gathered": ("dense", zeroed, {}, "CK133", "CK133 CK136"),
+    "experts in another order": ("fused experts", rolled, {}, "", "CK136"),
+    "a base of another family": ("dense", nothing, {}, "CK132", ""),
+    "a sibling of the base": ("dense", nothing, {"base_model_name_or_path": "Qwen/Qwen3-0.6B-Base"}, "CK134", ""),
+    "other embeddings": ("embedding", other_base, {}, "CK134", "CK136"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str, root: Path, tmp_path: Path) -> None:
+    kind, change, config, beside_base, beside_other = FAULTS[fault]
+    path = of_kind(kind, root)
+    wrong = edited(path, tmp_path / "wrong", change, **config)
+    base = of_kind("fused experts" if fault == "a base of another family" else kind, root) / "base"
+    found = {finding.code for finding in verify(wrong, source=base).findings}
+    assert found >= {*beside_base.split()}
+    assert bool(found) is bool(beside_base)
+    against = verify(wrong, source=path / "adapter").findings
+    assert {finding.code for finding in against} == {*beside_other.split()}
+    if fault == "alpha is doubled":
+        hold_example("CK136", against[0])
+
+
+def test_a_merge_of_another_adapter_is_not_what_this_one_gives(root: Path, tmp_path: Path) -> None:
+    path = of_kind("dense", root)
+    doubled = edited(path, tmp_path / "doubled", nothing, lora_alpha=16)
+    convert(path / "base", tmp_path / "merged", merge=doubled)
+    for merged in (tmp_path / "merged", path / "base"):
+        report = verify(merged, source=path / "base", adapter=path / "adapter")
+        assert {finding.code for finding in report.findings} == {"CK202"}
+
+
+def test_options_of_models_are_refused(root: Path, tmp_path: Path) -> None:
+    path = of_kind("dense", root)
+    with pytest.raises(UsageError, match="nothing but --source can be asked"):
+        verify(path / "adapter", against=frozenset({"sglang"}))
+    with pytest.raises(UsageError, match="an adapter without a source"):
+        verify(path / "merged", adapter=path / "adapter")
+    shutil.copytree(path / "adapter", tmp_path / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save({}, tmp_path / "pickled" / "adapter_model.bin")
+    report = verify(tmp_path / "pickled")
+    assert [(finding.code, finding.severity) for finding in report.findings] == [("CK131", "error")]
+
+
+STATED = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 8}
+STATED |= {"use_rslora": True, "rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 9}}
+OWN_SCALE = {
+    "sglang": """
+from types import SimpleNamespace
+from sglang.srt.lora.lora import LoRAAdapter
+from sglang.srt.lora.lora_config import LoRAConfig
+found = LoRAAdapter("one", LoRAConfig.from_dict(stated), SimpleNamespace(num_hidden_layers=2), None, None).scaling
+""",
+    "vllm": """
+from vllm.lora.peft_helper import PEFTHelper
+found = PEFTHelper.from_dict(stated).vllm_lora_scaling_factor
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "scale"),
+    [pytest.param("sglang", 2.0, marks=pytest.mark.sglang), pytest.param("vllm", 4.0, marks=pytest.mark.vllm)],
+)
+def test_engines_have_one_scale_for_all_pairs(engine: str, scale: float, tmp_path: Path) -> None:
+    """SGLang's is alpha / r, vLLM's that or alpha / sqrt(r), whatever the patterns say."""
+    program = os.environ.get(f"CKPTKIT_{engine.upper()}_PYTHON", sys.executable)
+    code = f"stated = {STATED!r}{OWN_SCALE[engine]}print('scale', found)"
+    done = subprocess.run([program, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines()[-1] == f"scale {scale}"
