@@ -91,7 +91,8 @@ class Check:
     """One registered check: its stable code, what it is about, why it matters, what to do about a finding.
 
     `needs` is what must be there for it to run. `gate`: where it fails, headers are not sound. `preflight`: preflight
-    runs it too, as it does all of the stages `headers` and `launch`.
+    runs it too, as it does all of the stages `headers` and `launch`. `explained_by`: the codes of checks whose findings
+    are the cause of its own about the same tensors.
     """
 
     code: str
@@ -104,6 +105,7 @@ class Check:
     gate: bool = False
     preflight: bool = False
     unless: Unless = always
+    explained_by: tuple[str, ...] = ()
 
     def left_out(self, subject: Subject) -> str | None:
         """Why it does not apply to this subject; None when it does."""
@@ -126,6 +128,7 @@ class _When(TypedDict, total=False):
     gate: bool
     preflight: bool
     unless: Unless
+    explained_by: tuple[str, ...]
 
 
 def check(

@@ -32,13 +32,15 @@ class Issue:
     def findings(self, code: str) -> Iterator[Finding]:
         """The findings of the check `code`, with names folded."""
         file = None if self.file is None else str(self.file)
-        for text, count in self._folded():
-            yield Finding(code, self.expected, self.actual, self.hint, text, count, file, self.rank, self.severity)
+        for text, count, names in self._folded():
+            yield Finding(
+                code, self.expected, self.actual, self.hint, text, count, file, self.rank, self.severity, names=names
+            )
 
-    def _folded(self) -> Iterator[tuple[str | None, int]]:
+    def _folded(self) -> Iterator[tuple[str | None, int, frozenset[str]]]:
         if self.names is None:
-            yield None, self.count
+            yield None, self.count, frozenset()
         elif self.together and self.names:
-            yield summarize(self.names), len(self.names)
+            yield summarize(self.names), len(self.names), frozenset(self.names)
         else:
-            yield from ((summarize(group), len(group)) for group in group_by_pattern(self.names))
+            yield from ((summarize(group), len(group), frozenset(group)) for group in group_by_pattern(self.names))

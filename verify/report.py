@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -19,7 +19,11 @@ Status = Literal["passed", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. `tensor` may be folded (`layers.{0..11}.mlp.gate.weight`); `count` says of how many."""
+    """One thing that is wrong. `tensor` may be folded (`layers.{0..11}.mlp.gate.weight`); `count` says of how many.
+
+    `cause` is the anchor of the finding that explains this one, which then does not count. `names` are all the tensors;
+    they are not in the JSON.
+    """
 
     code: str
     expected: str
@@ -30,6 +34,12 @@ class Finding:
     file: str | None = None
     rank: str | None = None
     severity: Severity = "error"
+    cause: str | None = None
+    names: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as in the JSON report."""
+        return {key: value for key, value in vars(self).items() if key != "names"}
 
 
 @dataclass(frozen=True)
@@ -78,13 +88,13 @@ class Report:
 
     @property
     def errors(self) -> int:
-        """How many findings are errors."""
-        return sum(finding.severity == "error" for finding in self.findings)
+        """How many findings are errors of their own."""
+        return sum(finding.severity == "error" and finding.cause is None for finding in self.findings)
 
     @property
     def warnings(self) -> int:
-        """How many findings are warnings."""
-        return sum(finding.severity == "warning" for finding in self.findings)
+        """How many findings are warnings of their own."""
+        return sum(finding.severity == "warning" and finding.cause is None for finding in self.findings)
 
     @property
     def verdict(self) -> str:
@@ -136,10 +146,35 @@ class Report:
                 "bytes_compared": sum(check.bytes_compared for check in self.checks),
             },
             "checks": checks,
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [finding.to_json() for finding in self.findings],
             "facts": {key: list(values) for key, values in self.facts.items()},
             "heat": {layer: {kind: dict(cell) for kind, cell in cells.items()} for layer, cells in self.heat.items()},
         }
+
+
+def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """The findings, each with its `cause`: the first, as bad or worse, that half of its tensors are in.
+
+    `explained_by`: whose findings may be the cause of a check's, by code.
+    """
+    causes = dict(zip(anchors(findings), findings, strict=True))
+    return [
+        replace(
+            finding,
+            cause=next(
+                (
+                    anchor
+                    for code in explained_by.get(finding.code, ())
+                    for anchor, other in causes.items()
+                    if other.code == code
+                    and other.severity in ("error", finding.severity)
+                    and 2 * len(finding.names & other.names) >= max(1, len(finding.names))
+                ),
+                None,
+            ),
+        )
+        for finding in findings
+    ]
 
 
 def anchors(findings: Sequence[Finding]) -> list[str]:

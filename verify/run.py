@@ -23,7 +23,7 @@ from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
 from verify.options import GivenVerifyOptions, VerifyOptions, verify_options
-from verify.report import Finding, Report, now
+from verify.report import Finding, Report, now, with_causes
 from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.registry import programs_not_asked
@@ -61,15 +61,16 @@ def verify(
     chosen, left_out = choose(subject, [one for one in all_checks() if one.stage not in ("launch", "adapter")])
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, chosen)
+    findings = with_causes(outcome.findings, {one.code: one.explained_by for one in chosen})
     return Report(
         version=program_version(),
         command=tuple(command),
         checkpoint=str(path),
         source=str(source) if source else None,
         checks=outcome.checks,
-        findings=outcome.findings,
+        findings=findings,
         facts=_with_left_out(outcome.facts, left_out),
-        heat=_heat(subject, outcome.findings),
+        heat=_heat(subject, findings),
         reasons=outcome.reasons,
         model=model_of(subject),
         date=now(),

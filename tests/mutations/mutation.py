@@ -80,5 +80,6 @@ def missed(mutation: Mutation, named: str, report: Report) -> str | None:
 
 
 def said(finding: Finding) -> str:
-    """Where a finding says that it is: tensor, file, and the setting that it quotes."""
-    return " ".join((finding.tensor or "", Path(finding.file or "").name, finding.expected, finding.actual))
+    """Where a finding says that it is: tensors, file, and the setting that it quotes."""
+    where = (finding.tensor or "", *finding.names, Path(finding.file or "").name)
+    return " ".join((*where, finding.expected, finding.actual))

@@ -86,6 +86,7 @@ def _text(found: list[Group]) -> str:
             lines += [f"{anchor} {group.severity}" + (f": {about}" if about else "")]
             lines += [f"  file: {finding.file}"] if finding.file and finding.tensor else []
             lines += [f"  rank: {finding.rank}"] if finding.rank else []
+            lines += [f"  follows from: {finding.cause}"] if finding.cause else []
             lines += [f"  expected: {finding.expected}", f"  actual: {finding.actual}", f"  next: {finding.hint}"]
         lines += [rest(group)] if group.more else []
     return "\n".join(map(_xml, lines))

@@ -32,7 +32,8 @@ def markdown(report: Report) -> str:
 
 def _line(anchor: str, finding: Finding) -> str:
     about = subject_of(finding)
-    return f"**{anchor}** {_code(about) + ': ' if about else ''}{_plain(finding.actual)}"
+    follows = f" (follows from {finding.cause})" if finding.cause else ""
+    return f"**{anchor}** {_code(about) + ': ' if about else ''}{_plain(finding.actual)}{follows}"
 
 
 def _reasons(report: Report) -> list[str]:

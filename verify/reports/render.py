@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ckptkit.core.findings_text import Entry, Line, TextReport, lay_out
 from verify.check import NOT_APPLICABLE
-from verify.report import Finding, Report
+from verify.report import Finding, Report, anchors
 from verify.reports.text import groups, subject_of, totals
 
 _COLOR = {
@@ -55,6 +55,7 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
         _entry(report, group.title, anchor, finding, every)
         for group in groups(report, len(report.findings))
         for anchor, finding in group.shown
+        if every or finding.cause is None
     ]
     return lay_out(
         TextReport(found, _verdict(report), _sections(report, every), _closing(report, every), "--all shows them"),
@@ -70,6 +71,7 @@ def _verdict(report: Report) -> Line:
 
 
 def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:
+    names = anchors(report.findings)
     tensors = subject_of(finding) if finding.tensor else None
     if finding.tensor and ", " in finding.tensor and not every:
         tensors = f"{finding.tensor.split(', ')[0]} and others ({finding.count} tensors)"
@@ -80,6 +82,10 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
         "expected": finding.expected,
         "actual": finding.actual,
         "next": finding.hint,
+        "cause": finding.cause,
+        "so too": "; ".join(
+            f"{name}: {one.actual}" for name, one in zip(names, report.findings, strict=True) if one.cause == anchor
+        ),
     }
     given = [(label, text) for label, text in fields.items() if text]
     return Entry(finding.code, finding.severity, _about(report, finding), finding.actual, given, anchor, title)

@@ -82,7 +82,7 @@ def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int
             "text": printable(f"{about}expected {finding.expected}, found {finding.actual}{rank}. Next: {finding.hint}")
         },
         "locations": [location],
-        "properties": {"anchor": anchor, "count": finding.count},
+        "properties": {"anchor": anchor, "count": finding.count} | ({"cause": finding.cause} if finding.cause else {}),
     }
     return result | ({"ruleIndex": places[finding.code]} if finding.code in places else {})
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptkit.core.progress import size
+from ckptkit.core.specs import ranges
+from verify.evidence.folding import layers_of
 from verify.report import Finding, Report, anchors
 
 
@@ -22,15 +24,18 @@ class Group:
 
 
 def groups(report: Report, limit: int) -> list[Group]:
-    """All findings with their anchors by code, errors first; at most `limit` shown of each."""
-    found: dict[tuple[str, str], list[tuple[str, Finding]]] = defaultdict(list)
+    """All findings with their anchors by code, errors first; at most `limit` shown of each.
+
+    Those that another finding explains come last.
+    """
+    found: dict[tuple[bool, str, str], list[tuple[str, Finding]]] = defaultdict(list)
     for anchor, finding in zip(anchors(report.findings), report.findings, strict=True):
-        found[finding.severity, finding.code].append((anchor, finding))
+        found[finding.cause is not None, finding.severity, finding.code].append((anchor, finding))
     titles = {check.code: check.title for check in report.checks}
-    ordered = sorted(found.items(), key=lambda item: item[0][0] != "error")
+    ordered = sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "error"))
     return [
         Group(code, titles.get(code, ""), severity, group[:limit], max(0, len(group) - limit))
-        for (severity, code), group in ordered
+        for (_, severity, code), group in ordered
     ]
 
 
@@ -56,8 +61,8 @@ def totals(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """The verdict in one sentence."""
-    errors = [finding for finding in report.findings if finding.severity == "error"]
+    """The verdict in one sentence, which begins with the cause."""
+    errors = [one for one in report.findings if one.severity == "error" and one.cause is None]
     if errors:
         rest = len(errors) - 1
         more = f", and {rest} more error{'s' * (rest > 1)}" if rest else ""
@@ -71,6 +76,10 @@ def headline(report: Report) -> str:
 
 
 def said_of(finding: Finding) -> str:
-    """A finding in one line: what it is about, and what is wrong."""
+    """A finding in one line: what it is about, and what is wrong; of several kinds only how many, where."""
+    if finding.tensor and ", " in finding.tensor:
+        layers = [] if "layer" in finding.actual else layers_of(finding.names)
+        where = f"layer{'s' * (len(layers) > 1)} {ranges(layers).strip('{}')}, " if layers else ""
+        return f"{finding.actual} ({where}{finding.count} tensors)"
     about = subject_of(finding)
     return f"{about}: {finding.actual}" if about else finding.actual

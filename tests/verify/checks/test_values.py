@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import models
 from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
 
 from ckptkit.app.api import convert
 from verify.report import Report
+from verify.reports.text import headline
 from verify.run import verify
 
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
@@ -79,24 +81,102 @@ def swap(path: Path, first: str, second: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "said"),
     [
-        ("model.layers.5.mlp.experts.3.gate_proj.weight", "model.layers.5.mlp.experts.3.up_proj.weight"),
-        ("model.layers.5.mlp.experts.3.up_proj.weight", "model.layers.5.mlp.experts.11.up_proj.weight"),
-        ("model.layers.10.self_attn.k_proj.weight", "model.layers.10.self_attn.v_proj.weight"),
-        ("model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"),
+        (
+            "model.layers.5.mlp.experts.3.gate_proj.weight",
+            "model.layers.5.mlp.experts.3.up_proj.weight",
+            "gate_proj and up_proj are exchanged",
+        ),
+        (
+            "model.layers.5.mlp.experts.3.up_proj.weight",
+            "model.layers.5.mlp.experts.11.up_proj.weight",
+            "experts 3 and 11 are exchanged",
+        ),
+        (
+            "model.layers.10.self_attn.k_proj.weight",
+            "model.layers.10.self_attn.v_proj.weight",
+            "k_proj and v_proj are exchanged",
+        ),
+        (
+            "model.layers.1.mlp.down_proj.weight",
+            "model.layers.0.mlp.down_proj.weight",
+            "layers 0 and 1 are exchanged",
+        ),
     ],
 )
-def test_swapped_tensors_are_named(
-    first: str, second: str, releases: PathOf, converted: PathOf, copy_of: CopyOf, codes: CodesOf
+def test_swapped_tensors_are_one_finding_that_says_so(
+    first: str, second: str, said: str, releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
 ) -> None:
     path = copy_of(releases("glm4_moe"))
     swap(path, first, second)
-    report = verify(path, source=converted("glm4_moe"))
-    assert codes(report) == ["CK202"]
-    said = " ".join(finding.actual for finding in report.findings)
-    assert f"{first} holds the values of {second}" in said or f"{second} holds the values of {first}" in said
-    assert sum(finding.count for finding in report.findings) == 2
+    finding = only(verify(path, source=converted("glm4_moe")))
+    assert (finding.code, finding.actual, finding.count) == ("CK202", said, 2)
+    assert finding.names == {first, second}
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "said", "seen"),
+    [
+        (float("nan"), "CK204", "NaN or infinity", "with NaN or infinity among them"),
+        (0.0, "CK205", "all zero", "elements differ"),
+    ],
+)
+def test_a_router_lost_on_the_way_is_one_error_with_its_difference_under_it(
+    value: float, code: str, said: str, seen: str, releases: PathOf, copy_of: CopyOf
+) -> None:
+    path, name = copy_of(releases("glm4_moe")), "model.layers.4.mlp.gate.weight"
+    models.edit(path, name, torch.full_like(models.tensors(path)[name], value))
+    report = verify(path, source=releases("glm4_moe"))
+    found = {finding.code: finding for finding in report.findings}
+    assert set(found) == {"CK202", code}
+    assert (found[code].tensor, found[code].actual, found[code].cause) == (name, said, None)
+    assert found["CK202"].cause == f"{code}-1"
+    assert seen in found["CK202"].actual
+    assert (report.errors, report.verdict) == (1, "FAILED with 1 error")
+    assert headline(report) == f"Not fit for use: {name}: {said}."
+
+
+def test_another_difference_of_the_same_kind_is_an_error_of_its_own(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("glm4_moe"))
+    zero, other = "model.layers.4.mlp.gate.weight", "model.layers.5.mlp.gate.weight"
+    found = models.tensors(path)
+    models.edit(path, zero, torch.zeros_like(found[zero]))
+    models.edit(path, other, found[other] * 2)
+    report = verify(path, source=releases("glm4_moe"))
+    assert {(one.code, one.tensor, one.cause) for one in report.findings} == {
+        ("CK202", zero, "CK205-1"),
+        ("CK202", other, None),
+        ("CK205", zero, None),
+    }
+    assert report.errors == 2
+
+
+def test_another_model_is_one_finding(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
+    path = copy_of(releases("glm4_moe"))
+    found = models.tensors(path)
+    save_file({name: tensor * 2 + 0.125 for name, tensor in found.items()}, path / "model.safetensors")
+    for shard in path.glob("model-*"):
+        shard.unlink()
+    (path / "model.safetensors.index.json").unlink()
+    finding = only(verify(path, source=releases("glm4_moe")))
+    assert (
+        finding.actual == f"{len(found)} of {len(found)} tensors differ: another model, or another step of its training"
+    )
+    assert finding.count == len(found)
+
+
+def test_a_layer_stored_twice_is_one_error(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    for name, tensor in models.tensors(path).items():
+        if name.startswith("model.layers.3."):
+            models.edit(path, name.replace(".3.", ".4.", 1), tensor)
+    report = verify(path, source=releases("qwen2-tied"))
+    assert [(one.code, one.actual, one.cause) for one in report.findings] == [
+        ("CK202", "layer 4 holds the values of layer 3", None),
+        ("CK206", "layers 3 and 4 hold the same bytes", "CK202-1"),
+    ]
+    assert headline(report) == "Not fit for use: layer 4 holds the values of layer 3 (12 tensors)."
 
 
 def test_experts_shifted_by_one_are_found(releases: PathOf, copy_of: CopyOf, codes: CodesOf) -> None:

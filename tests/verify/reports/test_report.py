@@ -18,7 +18,7 @@ from support.fixture_types import CopyOf, PathOf
 from ckptkit.core.errors import CkptkitError
 from verify.check import Check, Run, Skip, Tally, Unable, run_checks
 from verify.evidence.subject import Subject
-from verify.report import CheckResult, Finding, Report, Severity
+from verify.report import CheckResult, Finding, Report, Severity, with_causes
 from verify.reports import text_of as text_in
 from verify.reports.render import render
 from verify.run import verify
@@ -103,6 +103,7 @@ def test_json_is_the_contract() -> None:
             "expected": "float32",
             "actual": "bfloat16",
             "hint": "convert again",
+            "cause": None,
         },
         {
             "code": "CK107",
@@ -114,6 +115,7 @@ def test_json_is_the_contract() -> None:
             "expected": "one dtype",
             "actual": "two",
             "hint": "look",
+            "cause": None,
         },
     ]
     assert content["facts"] == {"pipeline stages": ["stage 0: layers {0..5}", "stage 1: layers {6..11}"]}
@@ -458,3 +460,26 @@ def test_brackets_in_messages_are_no_markup() -> None:
     assert "shape [/bold] [11, 128]" in text
     assert "[red]" in text
     assert "[12]" in text
+
+
+def test_a_finding_follows_its_cause_in_every_format() -> None:
+    names = frozenset({"model.layers.1.mlp.gate.weight"})
+    (name,) = names
+    found = [
+        Finding("CK202", "the bits of the source", "8 of 8 elements differ", "convert again", name, names=names),
+        Finding("CK205", "values that vary", "all zero", "copy it again", name, names=names),
+        Finding("CK202", "the bits of the source", "1 of 8 elements differ", "convert again", "other"),
+    ]
+    findings = with_causes(found, {"CK202": ("CK204", "CK205")})
+    assert [one.cause for one in findings] == ["CK205-1", None, None]
+    made = replace(REPORT, findings=findings, checks=[CheckResult("CK202", "values", "failed", None, 10)])
+    assert (made.errors, made.verdict) == (2, "FAILED with 2 errors")
+    text = text_of(made, 200)
+    assert "so too    CK202-1: 8 of 8 elements differ" in text
+    assert text.count("8 of 8") == 1
+    assert "CK202-1** `model.layers.1.mlp.gate.weight`: 8 of 8 elements differ (follows from CK205-1)" in text_in(
+        made, ".md"
+    )
+    assert 'follows from <a href="#CK205-1">' in text_in(made, ".html")
+    assert "follows from: CK205-1" in text_in(made, ".xml")
+    assert '"cause": "CK205-1"' in text_in(made, ".sarif")

@@ -32,6 +32,7 @@ def _named_otherwise(subject: Subject) -> str | None:
     "weights look like their siblings",
     stage="values",
     needs=("sound headers",),
+    explained_by=("CK202", "CK204", "CK205"),
     rationale="gate and up exchanged, a transposed square matrix or a router that was never loaded keep every name and "
     "shape. Training leaves structure in weights, which such a tensor lacks or has in another's place.",
     fix="Compare the named tensors with the release: `ckptkit verify CKPT --source RELEASE` compares every value. This "

@@ -11,10 +11,10 @@ from quant.formats.part_names import PACKED, packed_in
 from verify.check import Skip, Tally, check
 from verify.checks.values.values import PARTS, UNREAD, counted
 from verify.evidence.expected import fp32_names, is_quantized, tied_head_of, usable_config
-from verify.evidence.extremes import same_bytes
+from verify.evidence.extremes import Extremes, same_bytes
 from verify.evidence.floats.rounding import float_weights
-from verify.evidence.folding import group_by_pattern
-from verify.evidence.moved.layers import moved_layers
+from verify.evidence.folding import group_by_pattern, pattern_of
+from verify.evidence.moved.moves import explain_moves
 from verify.evidence.moved.stages import stages_of
 from verify.evidence.packed import int4_format_of
 from verify.evidence.reading import read_values
@@ -24,6 +24,8 @@ from verify.issue import Issue
 from verify.report import Severity
 
 _FLOATS = frozenset({*COMPUTED, "float64"})
+# Of tensors, and of kinds of them, that differ where another model is compared; and more kinds than one block has.
+_MOST, _FEW = 0.9, 3
 
 
 @check(
@@ -31,6 +33,7 @@ _FLOATS = frozenset({*COMPUTED, "float64"})
     "values equal the source's, bit for bit",
     stage="values",
     needs=("sound headers", "source"),
+    explained_by=("CK204", "CK205"),
     rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
     "right.",
     fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the "
@@ -63,23 +66,34 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for name, difference in values.differences.items()
         if difference.unequal and name not in floats.judged
     }
-    whose = {name: _origin_of(subject, name) for name in wrong}
-    for moved in moved_layers(whose, subject.once(stages_of)):
-        yield Issue(
-            "each layer's own values", moved.text, moved.hint, names=moved.names, together=True, file=subject.path
+    for moved in explain_moves({name: _origin_of(subject, name) for name in wrong}, subject.once(stages_of)):
+        expected = f"each {'layer' if moved.is_layers else 'tensor'}'s own values"
+        yield Issue(expected, moved.text, moved.hint, names=moved.names, together=True, file=subject.path)
+        for name in moved.names:
+            del wrong[name]
+    hint = "convert again from the source; if that does not help, name the right --source"
+    if _is_another_model(wrong, values.compared):
+        actual = (
+            f"{len(wrong)} of {len(values.compared)} tensors differ: another model, or another step of its training"
         )
-        wrong = {name: difference for name, difference in wrong.items() if name not in set(moved.names)}
-    for misplaced in (True, False):
-        for names in group_by_pattern(name for name in wrong if (whose[name] is not None) == misplaced):
+        yield Issue("the bits of the source", actual, hint, names=wrong, together=True, file=subject.path)
+        return
+    for broken in (True, False):
+        for names in group_by_pattern(name for name in wrong if _is_broken(values.stats[name]) == broken):
             worst = max(names, key=lambda name: wrong[name].largest)
-            hint = "convert again from the source; if that does not help, name the right --source"
-            yield Issue(
-                "the bits of the source",
-                _described(wrong[worst], worst, whose[worst]),
-                hint,
-                names=names,
-                file=subject.path,
-            )
+            actual = _described(wrong[worst], worst, values.stats[worst])
+            yield Issue("the bits of the source", actual, hint, names=names, file=subject.path)
+
+
+def _is_another_model(wrong: Collection[str], compared: Collection[str]) -> bool:
+    """Whether nearly all tensors of nearly all kinds differ: no mistake in a mapping does that."""
+    kinds, wrong_kinds = ({pattern_of(name) for name in names} for names in (compared, wrong))
+    return len(wrong) > _MOST * len(compared) and len(wrong_kinds) > max(_FEW, _MOST * len(kinds))
+
+
+def _is_broken(stats: Extremes) -> bool:
+    """Whether CK204 or CK205 has more to say of it."""
+    return stats.constant or not stats.finite
 
 
 def _part_of(name: str, quantized: Collection[str]) -> bool:
@@ -117,17 +131,20 @@ def _repeated_head(subject: Subject) -> frozenset[str]:
 
 def _origin_of(subject: Subject, name: str) -> str | None:
     """The source tensor whose values stand under this name, where there is one."""
-    return subject.once(read_values).source_names.get(subject.once(read_values).stats[name].digest)
+    values = subject.once(read_values)
+    stats, difference = values.stats[name], values.differences[name]
+    if _is_broken(stats) or difference.source.shape != difference.actual.shape:
+        return None
+    return None if (found := values.source_names.get(stats.digest)) == name else found
 
 
-def _described(difference: Difference, name: str, whose: str | None) -> str:
+def _described(difference: Difference, name: str, stats: Extremes) -> str:
     if difference.source.shape != difference.actual.shape:
         return f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
-    if whose is not None and whose != name:
-        return f"{name} holds the values of {whose}"
     numel = math.prod(difference.actual.shape)
     rows = f", {difference.rows}" if difference.rows else ""
-    return f"{difference.unequal} of {numel} elements differ in {name}{rows}, by up to {difference.largest:.3g}"
+    by = f"by up to {difference.largest:.3g}" if stats.finite else "with NaN or infinity among them"
+    return f"{difference.unequal} of {numel} elements differ in {name}{rows}, {by}"
 
 
 @check(

@@ -165,6 +165,7 @@ def _constant(name: str, stats: Extremes) -> tuple[Severity, str] | None:
     "experts and layers differ from one another",
     stage="values",
     needs=("sound headers",),
+    explained_by=("CK202",),
     rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an "
     "offset by a pipeline stage.",
     fix="Convert again. Only a model whose experts were all copied from one dense MLP, and never trained since, may be "
