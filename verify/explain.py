@@ -1,34 +1,78 @@
-"""`ckptkit explain`: what a check looks at, why that matters, and what to do about a finding."""
+"""`ckptkit explain`: what a check looks at and what to do about a finding; what may cause a symptom."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from verify.check import Check, all_checks
 
+_SECTION = re.compile(r"^### (S\d+)\. (.+)\n((?:[- ] .+\n)+)", re.MULTILINE)
+_SHOWN = ("Causes", "Command", "In the job", "Checks")  # of a symptom's lines; the rest is for tests
+
+
+@dataclass(frozen=True)
+class SymptomRow:
+    """What is seen in a job, by its number (`S1`); `lines` have the causes and the command that tells, by label."""
+
+    code: str
+    title: str
+    lines: Mapping[str, str]
+
+
+@cache
+def symptom_rows() -> tuple[SymptomRow, ...]:
+    """Returns the rows of docs/symptoms.md, a copy of which is installed beside this file."""
+    text = (Path(__file__).parent / "symptoms.md").read_text()
+    return tuple(SymptomRow(code, title, _lines(body)) for code, title, body in _SECTION.findall(text))
+
+
+def _lines(body: str) -> dict[str, str]:
+    items = (" ".join(item.split()).partition(": ") for item in re.split("^- ", body, flags=re.MULTILINE)[1:])
+    return {label: text for label, _, text in items}
+
 
 def explain(words: str = "") -> str:
-    """Title, reason and remedy of the check whose code `words` is; else a line for each check that has them all.
+    """What to know of the check or symptom (`S1`) that `words` name; else a line for each whose text has them all.
 
-    Without words that is every check. Raises CkptkitError where there is no such check.
+    Without words that is every check. Raises CkptkitError where nothing has them all.
     """
-    known = {check.code: check for check in all_checks()}
-    if (check := known.get(words.strip().upper())) is not None:
-        return f"{check.code}: {check.title}\n\nWhy it matters\n  {check.rationale}\n\nWhat to do\n  {check.fix}"
+    known: dict[str, Check | SymptomRow] = {one.code: one for one in symptom_rows()}
+    known |= {one.code: one for one in all_checks()}
+    if (named := known.get(words.strip().upper())) is not None:
+        return _whole(named)
     wanted = words.lower().split()
-    found = [one for one in known.values() if all(word in _text(one) for word in wanted)]
+    among = known.values() if wanted else all_checks()
+    found = [one for one in among if all(word in _text(one).lower() for word in wanted)]
     if not found:
-        raise CkptkitError(f"there is no check {shortened(words)}, and none whose text has these words", _hint(known))
+        raise CkptkitError(f"no check or symptom is called {shortened(words)}, or has these words", _hint(all_checks()))
     if len(found) == 1:
-        return explain(found[0].code)
-    return "\n".join([*(f"{one.code}  {one.title}" for one in found), "", "next: `ckptkit explain CODE`"])
+        return _whole(found[0])
+    return "\n".join([*map(_listed, found), "", f"next: `ckptkit explain {found[0].code}`, or another of these"])
 
 
-def _text(check: Check) -> str:
-    return f"{check.code} {check.title} {check.rationale} {check.fix}".lower()
+def _whole(one: Check | SymptomRow) -> str:
+    if isinstance(one, SymptomRow):
+        given = (f"{label}\n  {one.lines[label]}" for label in _SHOWN if label in one.lines)
+        return "\n\n".join([f"{one.code}: {one.title}", *given])
+    return f"{one.code}: {one.title}\n\nWhy it matters\n  {one.rationale}\n\nWhat to do\n  {one.fix}"
 
 
-def _hint(codes: Iterable[str]) -> str:
-    return f"`ckptkit explain` lists all; known: {', '.join(codes)}"
+def _listed(one: Check | SymptomRow) -> str:
+    command = f"\n       {one.lines['Command']}" if isinstance(one, SymptomRow) else ""
+    return f"{one.code:<5}  {one.title}{command}"
+
+
+def _text(one: Check | SymptomRow) -> str:
+    if isinstance(one, SymptomRow):
+        return f"{one.title} {one.lines['Causes']} {one.lines['Checks']}"
+    return f"{one.code} {one.title} {one.rationale} {one.fix}"
+
+
+def _hint(checks: Iterable[Check]) -> str:
+    return f"`ckptkit explain` lists all checks; known: {', '.join(one.code for one in checks)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from ckptkit.core.printable import printable
 _LISTED = 20  # findings with a line of their own
 _DETAILED = 3  # kinds of findings with details
 _LABELS = 8  # width of the labels of details
+_UNBROKEN = 1 << 20
 
 # A line in two parts, of which the first may be emphasized.
 Line = tuple[str, str]
@@ -45,6 +47,11 @@ class TextReport:
     sections: Mapping[str, Sequence[str]] = field(default_factory=dict)
     closing: Sequence[str] = ()
     more: str = ""
+
+
+def columns() -> int:
+    """How wide the terminal is. Into a pipe or a file lines go whole, for `grep`; COLUMNS overrides both."""
+    return shutil.get_terminal_size((_UNBROKEN, 0)).columns
 
 
 def lay_out(report: TextReport, width: int, every: bool = False) -> Iterator[Line]:

@@ -332,11 +332,12 @@ def _mutations() -> dict[str, list[str]]:
 
 def _symptoms() -> dict[str, list[tuple[str, str]]]:
     """The numbers and words of docs/symptoms.md, by code."""
+    from verify.explain import symptom_rows
+
     found: dict[str, list[tuple[str, str]]] = {}
-    for part in re.split(r"^### S", (ROOT / "docs/symptoms.md").read_text(), flags=re.MULTILINE)[1:]:
-        number, _, said = part.partition("\n")[0].partition(". ")
-        for code in re.findall(r"CK\d{3}", part.partition("- Checks:")[2].partition("\n")[0]):
-            found.setdefault(code, []).append((number, said))
+    for row in symptom_rows():
+        for code in re.findall(r"CK\d{3}", row.lines["Checks"]):
+            found.setdefault(code, []).append((row.code[1:], row.title))
     return found
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptkit.core.findings_text import Entry, TextReport, lay_out, plain
+from ckptkit.core.findings_text import Entry, TextReport, columns, lay_out, plain
 from ckptkit.core.specs import fold
 from quant.lint.finding import LintFinding
 from quant.lint.lint import LintReport
@@ -27,7 +26,7 @@ def lines(report: LintReport, width: int | None = None) -> Iterator[str]:
     text = TextReport(
         [_entry(finding) for finding in report.findings], _verdict(report), sections, list(_closing(report))
     )
-    yield from plain(lay_out(text, width or shutil.get_terminal_size().columns, every=True))
+    yield from plain(lay_out(text, width or columns(), every=True))
 
 
 def _alike(

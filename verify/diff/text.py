@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from ckptkit.core.findings_text import Entry, TextReport, lay_out, plain
+from ckptkit.core.findings_text import Entry, TextReport, columns, lay_out, plain
 from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
 from verify.diff.pairs import Pair
@@ -26,7 +25,7 @@ def lines(found: Diff, width: int | None = None) -> Iterator[str]:
     word, rest = verdict(found).split("  ", 1)
     sections = {"notes": found.notes} if found.notes else {}
     text = TextReport(list(_entries(found)), (word, f"  {rest}"), sections, closing)
-    yield from plain(lay_out(text, width or shutil.get_terminal_size().columns, every=True))
+    yield from plain(lay_out(text, width or columns(), every=True))
 
 
 def _entries(found: Diff) -> Iterator[Entry]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from ckptkit.core.findings_text import Entry, Line, TextReport, lay_out
+from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from verify.check import NOT_APPLICABLE
 from verify.report import Finding, Report, anchors
 from verify.reports.text import groups, subject_of, totals
@@ -42,7 +41,7 @@ def render(report: Report, console: Console | None = None, *, every: bool = Fals
 
     Raises OSError where nobody reads what is printed.
     """
-    width = console.width if console else shutil.get_terminal_size().columns
+    width = console.width if console else columns()
     console = console or _Output(highlight=False)
     for head, tail in report_lines(report, width, every):
         color = next((color for word, color in _COLOR.items() if word in head), "")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
-from ckptkit.core.findings_text import Entry, TextReport, lay_out, plain
+from ckptkit.core.findings_text import Entry, TextReport, columns, lay_out, plain
 from verify.triage.triage import Sign, Triage
 
 
@@ -20,7 +19,7 @@ def lines(found: Triage, width: int | None = None) -> Iterator[str]:
         {"what was loaded, as the logs say": [str(place) for place in found.loaded]} if found.loaded else {},
         [] if found.found else [nothing],
     )
-    yield from plain(lay_out(text, width or shutil.get_terminal_size().columns, every=True))
+    yield from plain(lay_out(text, width or columns(), every=True))
 
 
 def _entry(sign: Sign) -> Entry:

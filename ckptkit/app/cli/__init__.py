@@ -22,7 +22,7 @@ from ckptkit.app.cli.output import echo, prepare_streams
 from ckptkit.app.cli.status import shown
 from ckptkit.app.cli.verb import anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
-from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.errors import CkptkitError, MissingDependencyError, words_of
 from ckptkit.core.installation import program_version, refuse_shadowed
 from ckptkit.core.printable import printable
 
@@ -50,6 +50,9 @@ _MODULES = {
     "explain": "explanation",
     "doctor": "explanation",
 }
+
+
+_OWN = ("ckptkit", "converters", "quant", "verify")
 
 
 class LazyGroup(click.Group):
@@ -144,6 +147,20 @@ def _show_usage(error: click.ClickException) -> None:
     (click.UsageError(text, error.ctx) if isinstance(error, click.UsageError) else click.ClickException(text)).show()
 
 
+def _package(error: ImportError) -> str:
+    return (error.name or "").partition(".")[0]
+
+
+def _not_usable(error: ImportError) -> CkptkitError:
+    """A library that is not installed, or is and cannot be loaded: torch without its CUDA libraries, for one."""
+    name = _package(error)
+    if isinstance(error, ModuleNotFoundError) and name:
+        message = f"{name} is not installed in {sys.executable}"
+    else:
+        message = f"{name or 'a library'} cannot be used: {words_of(error)}"
+    return MissingDependencyError(message, "`ckptkit doctor` says what is missing; install it again for this Python")
+
+
 def _show_error(error: Exception, debug: bool) -> None:
     if debug:
         echo(*"".join(traceback.format_exception(error)).split("\n"), err=True)
@@ -152,6 +169,8 @@ def _show_error(error: Exception, debug: bool) -> None:
         shown = error
     elif isinstance(error, OSError):
         shown = CkptkitError(str(error), "check the path and its permissions")
+    elif isinstance(error, ImportError) and _package(error) not in _OWN:
+        shown = _not_usable(error)
     else:
         shown = CkptkitError(
             f"an error inside ckptkit: {words_of(error, with_class=True)}",

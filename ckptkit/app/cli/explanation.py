@@ -9,12 +9,13 @@ from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 
 
-@click.command(cls=Verb, short_help="Say what a check looks at, and what to do.")
+@click.command(cls=Verb, short_help="Say what a check or a symptom means, and what to do.")
 @click.argument("words", nargs=-1, metavar="[CODE | WORD...]")
 def explain(words: tuple[str, ...]) -> None:
     """Say what the check CODE looks at, why it matters and what to do about a finding.
 
-    Without arguments it lists every check; with words, those whose text has all of them.
+    With words, as `explain garbled`, it lists symptoms of a job with the command that tells their cause, and checks,
+    whose text has all of them; without arguments every check.
     """
     from verify.explain import explain as run
 

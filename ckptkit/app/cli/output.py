@@ -39,9 +39,14 @@ def echo_json(content: Any) -> None:
 
 @contextmanager
 def saying() -> Iterator[None]:
-    """Raises CkptkitError where what is printed in the block cannot be written: a full disk, a reader that has gone."""
+    """Raises CkptkitError where what is printed in the block cannot be written, as on a full disk.
+
+    A reader that has gone (`| head`) has read enough: the rest is dropped, and the exit code stays the verb's own.
+    """
     try:
         yield
+    except BrokenPipeError:
+        _drop(sys.stdout)
     except OSError as error:
         _drop(sys.stdout)
         hint = "files that were asked for are written; run it again with a standard output that takes everything"

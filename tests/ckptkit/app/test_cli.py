@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.fixture_types import PathOf
+from support.fixture_types import CopyOf, PathOf
 from support.models import tensors
 
 from ckptkit.app.cli import main
@@ -282,3 +282,44 @@ def test_an_error_of_the_disk_is_a_message_and_a_traceback_only_with_debug(relea
         assert done.returncode == 2
         assert "Input/output error: 'x.safetensors'" in done.stderr
         assert ("Traceback" in done.stderr) == bool(debug)
+
+
+def test_a_library_that_is_missing_or_cannot_be_loaded_is_no_error_of_ckptkit(releases: PathOf) -> None:
+    broken = (
+        "import ckptkit.formats.hf.reader as s\n"
+        "def stop(*a): {}\n"
+        "s.HfCheckpoint.__init__ = stop; from ckptkit.app.cli import main; main()"
+    )
+    for how, words in (
+        ("import no_such_library.core", f"error: no_such_library is not installed in {sys.executable}\n  next: "),
+        ("raise ImportError('libcudart.so.12: not found', name='torch._C')", "error: torch cannot be used: libcudart"),
+        ("import ckptkit.no_such_module", "error: an error inside ckptkit: ModuleNotFoundError"),
+    ):
+        command = [sys.executable, "-c", broken.format(how), "inspect", str(releases("qwen2-tied"))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr[: len(words)]) == (2, words)
+
+
+def test_head_ends_a_run_quietly_with_the_exit_code_of_the_verb(releases: PathOf, copy_of: CopyOf) -> None:
+    broken = copy_of(releases("qwen3_moe"))
+    next(broken.glob("*.safetensors")).unlink()
+    for words, code in ((["verify", broken, "-q"], 1), (["inspect", releases("qwen3_moe"), "-q"], 0)):
+        end, gone = os.pipe()
+        os.close(end)
+        program = [sys.executable, "-m", "ckptkit", *map(str, words)]
+        done = subprocess.run(program, stdout=gone, stderr=subprocess.PIPE, check=False)
+        os.close(gone)
+        assert (done.returncode, done.stderr) == (code, b""), words
+
+
+def test_lines_into_a_pipe_are_whole(tmp_path: Path) -> None:
+    log = Path(__file__).parents[2] / "verify/triage/logs/symptoms.txt"
+    program = [sys.executable, "-m", "ckptkit", "triage", str(log)]
+    without = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    longest = {}
+    for columns in ({}, {"COLUMNS": "80"}):
+        done = subprocess.run(program, capture_output=True, text=True, check=False, env=without | columns)
+        means = [line for line in done.stdout.splitlines() if line.startswith("  meaning")]
+        longest[len(columns)] = max(map(len, means))
+        assert "…" not in done.stdout or columns
+    assert longest[0] > 120 > 80 >= longest[1]

@@ -267,7 +267,7 @@ def test_what_cannot_be_looked_at(tmp_path: Path, change: dict[str, Any], messag
 
 def test_the_command(tmp_path: Path) -> None:
     write(tmp_path, QWEN, QWEN_LIST)
-    shown = CliRunner().invoke(cli, ["lint", str(tmp_path)])
+    shown = CliRunner().invoke(cli, ["lint", str(tmp_path)], env={"COLUMNS": "80"})
     assert shown.exit_code == 1
     assert "error  exposed  slime would pack it, because of how it reads" in shown.output
     assert "tensor    model.layers.{0..3}.mlp.gate.weight (4 tensors)" in shown.output

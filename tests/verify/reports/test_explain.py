@@ -76,3 +76,18 @@ def test_words_find_the_checks_that_have_them_all() -> None:
     found = [line.partition(" ")[0] for line in explain("router Experts").splitlines()[:-2]]
     assert "CK605" in found
     assert len(found) < len(explain("router").splitlines()) < len(all_checks())
+
+
+def test_a_symptom_is_found_by_its_words_with_the_command_that_tells_its_cause() -> None:
+    lines = explain("garbled").splitlines()
+    at = lines.index("S1     Garbled output at step 1; the server answers 200")
+    assert lines[at + 1].strip() == "`ckptkit verify HF --source RELEASE --against-sglang`"
+    assert any(line.startswith("S21 ") for line in lines)
+
+
+def test_a_symptom_by_its_number_says_causes_command_and_checks_and_no_test() -> None:
+    text = explain("s36")
+    assert text.startswith("S36: The loss jumps at the first step after a resume")
+    assert "\n\nCauses\n  " in text
+    assert "\n\nCommand\n  `ckptkit verify CKPT`" in text
+    assert text.endswith("\n\nChecks\n  CK121, CK213, CK214")
