@@ -42,6 +42,10 @@ EXAMPLES = {
         "an adapter whose alpha was doubled on its way to the engine",
         "expected lora_alpha 8, as the source has; actual 16",
     ),
+    "CK215": (
+        "a table of DeepSeek-V4 that went through bfloat16",
+        "layers.1.ffn.gate.tid2eid: expected numbers from 0 to 11; actual 0 to 12",
+    ),
     "CK119": (
         "the manifest was changed after it had been signed",
         "expected a signature of ckptkit.json by the key mine.pub; actual it signs another manifest, or this one was"

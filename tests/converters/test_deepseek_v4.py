@@ -17,6 +17,7 @@ from families.table import config_of
 from mutations.edits import edit_config, replace
 from safetensors.torch import save_file
 from support import floats, models
+from support.check_examples import hold_example
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ckptkit.app.api import inspect
@@ -137,17 +138,21 @@ def _in_fp8(module: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         (torch.zeros_like, ("CK205", "error")),
         (lambda table: None, ("CK104", "error")),
         (lambda table: table.bfloat16(), ("CK107", "error")),
+        (lambda table: torch.where(table == 11, 12, table), ("CK215", "error")),
+        (lambda table: table - 1, ("CK215", "error")),
         (lambda table: table.int(), ("CK203", "error")),
         (lambda table: table.roll(1, 0), ("CK202", "error")),
     ],
-    ids=["zeros", "lost", "bfloat16", "int32", "rows moved"],
+    ids=["zeros", "lost", "bfloat16", "no such expert", "less than none", "int32", "rows moved"],
 )
 def test_a_wrong_table_is_found(release: Path, tmp_path: Path, change: Any, expected: tuple[str, str]) -> None:
     path = shutil.copytree(release, tmp_path / "made")
     models.edit(path, TABLE, change(models.tensors(path)[TABLE]))
     assert (*expected, TABLE) in findings(path, source=release)
+    if expected[0] == "CK215" and float(models.tensors(path)[TABLE].min()) == 0:
+        hold_example("CK215", next(one for one in verify(path).findings if one.code == "CK215"))
     alone = {code for code, *_ in findings(path)}
-    assert (expected[0] in alone) == (expected[0] in ("CK104", "CK107", "CK205"))
+    assert (expected[0] in alone) == (expected[0] in ("CK104", "CK107", "CK205", "CK215"))
 
 
 def test_tables_that_repeat_in_every_layer_are_not_suspicious(release: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""CK207 to CK210: values that are possible one by one, but not together. They use what CK201 read."""
+"""CK207 to CK210, and CK215: values that are possible one by one, but not together. They use what CK201 read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 from ckptkit.core.errors import CkptkitError
-from converters.planner import rules_of
+from converters.planner import dims_of, rules_of
 from verify.check import Skip, Tally, check, only
 from verify.checks.values.values import PARTS, UNREAD, counted
-from verify.evidence.expected import require_expected, usable_config
+from verify.evidence.expected import require_config, require_expected, usable_config
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import parts_in_floats
 from verify.evidence.folding import group_by_pattern, pattern_of
@@ -180,3 +180,36 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
         file=subject.path,
         severity="warning",
     )
+
+
+def _tables(subject: Subject) -> frozenset[str]:
+    """Tables of experts, by their HF and Megatron names; empty where no config says so."""
+    config = usable_config(subject)
+    rules = [rule for rule in rules_of(config) if rule.mapping.indices] if config else []
+    return frozenset(name for rule in rules for name in (*rule.hf, rule.megatron))
+
+
+def _no_tables(subject: Subject) -> str | None:
+    return None if _tables(subject) else "the model has no table of experts"
+
+
+@check(
+    "CK215",
+    "tables of experts name experts",
+    stage="values",
+    needs=("sound headers",),
+    rationale="A table that went through bfloat16 has 384 where it had 383: engines read beyond the experts, or stop.",
+    fix="Take the tables from the release, and keep whole numbers whole on the way.",
+    unless=_no_tables,
+)
+def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every number is that of an expert: from 0 to one less than there are."""
+    values, tables = subject.once(read_values), _tables(subject)
+    looked_at = {name: one for name, one in values.stats.items() if name in tables}
+    counted(tally, looked_at, f"{UNREAD}, or none of these tables is there (CK104)")
+    experts = dims_of(require_config(subject)).experts
+    for name, one in looked_at.items():
+        if one.low < 0 or one.high >= experts:
+            actual = f"{one.low:g} to {one.high:g}"
+            hint = "was it rounded to bfloat16 on the way? take it from the release"
+            yield Issue(f"numbers from 0 to {experts - 1}", actual, hint, names=[name], file=subject.path)
