@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.formats.deltas.replay import open_deltas
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
@@ -13,8 +14,13 @@ from converters.megatron.legacy import LegacyCheckpoint
 
 
 def open_checkpoint(path: str | Path | Directory, hf: str | Path | Directory | None = None) -> Checkpoint:
-    """An HF or Megatron checkpoint. `hf` gives the config for a Megatron one that does not carry its own."""
+    """An HF or Megatron checkpoint, or the newest version that deltas lead to.
+
+    `hf` gives the config for a Megatron checkpoint that does not carry its own; of deltas it is their base.
+    """
     location = locate(path)
+    if location.is_deltas:
+        return open_deltas(location.path, hf)
     return HfCheckpoint(location.directory) if location.is_hf else open_megatron(location, hf)
 
 

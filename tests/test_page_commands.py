@@ -16,6 +16,7 @@ from families.case import MOE, SIZES, Case, save
 from huggingface_hub import HfFileSystem, constants
 from releases.record import load
 from support import models
+from support.deltas import publish_chain
 from support.fake_hub import fake_hub
 from support.page_blocks import BLOCKS, PAGES, ROOT, Block, Shell, bash
 from support.remote_servers import Bucket, s3_server, use_s3
@@ -136,7 +137,7 @@ def test_tests_that_pages_name_are_there() -> None:
 def test_every_page_with_commands_to_run_is_run_by_a_test() -> None:
     assert {block.page for block in BLOCKS if block.mark == "run"} == {
         "README.md",
-        *(f"docs/{name}.md" for name in ("hooks", "index", "jobs", "lint", "manifest", "online", "remote")),
+        *(f"docs/{name}.md" for name in ("deltas", "hooks", "index", "jobs", "lint", "manifest", "online", "remote")),
     }
 
 
@@ -162,6 +163,11 @@ def test_manifests_are_written_signed_and_verified(shell: Shell, tiny: Path) -> 
     for name in ("PATH", "COPY"):
         shutil.copytree(tiny, name)
     run_page("docs/manifest.md", shell)
+
+
+def test_updates_are_verified_and_made_full(shell: Shell, tiny: Path, tmp_path: Path) -> None:
+    publish_chain(tmp_path / "updates", tiny, ("xor", "overwrite"))
+    run_page("docs/deltas.md", shell)
 
 
 def test_what_an_engine_can_be_sent_is_quantized(shell: Shell, tmp_path: Path) -> None:

@@ -36,9 +36,10 @@ _LOG = logging.getLogger(__name__)
 
 WITNESSES = {one.name: one.option for one in registry.WITNESSES}  # and the option that asks for each
 # What a check looks at, its stage, and how the verdict names that. `configuration` is JSON files and training
-# arguments; only preflight knows a `launch`.
+# arguments; only preflight knows a `launch`. Of published deltas no other stage but `deltas` looks at anything.
 LOOKS_AT: dict[str, str] = {
     "launch": "launch",
+    "deltas": "deltas",
     "headers": "files",
     "configuration": "files",
     "values": "values",

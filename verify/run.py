@@ -58,7 +58,10 @@ def verify(
         return _of_adapter(subject, path, source, command)
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
-    chosen, left_out = choose(subject, [one for one in all_checks() if one.stage not in ("launch", "adapter")])
+    others = {"launch", "adapter", "deltas"}
+    of_deltas = subject.is_deltas
+    checks = [one for one in all_checks() if (one.stage == "deltas" if of_deltas else one.stage not in others)]
+    chosen, left_out = choose(subject, checks)
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, chosen)
     findings = with_causes(outcome.findings, {one.code: one.explained_by for one in chosen})
@@ -115,7 +118,7 @@ def _with_left_out(facts: Mapping[str, list[str]], left_out: list[str]) -> dict[
 def _not_asked(subject: Subject) -> list[str]:
     """What could have been given or asked, as the verdict names it; a live engine is SGLang too."""
     source = ["source"] if subject.source_path is None else []
-    return source + programs_not_asked(subject.against)
+    return source if subject.is_deltas else source + programs_not_asked(subject.against)
 
 
 def _check_hf(hf: str | Path) -> None:
@@ -157,7 +160,10 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
         locate(subject.source_path)
     if hf is not None and not subject.is_megatron and subject.source_is_hf:
         refuse_hf(hf, path)
-    _refuse_other_formats(subject)
+    if subject.is_deltas:
+        _check_deltas(subject)
+    else:
+        _refuse_other_formats(subject)
     if subject.options.manifest_key is not None:
         subject.once(manifest_verifier)
     if subject.options.rollout_data is not None:
@@ -165,6 +171,15 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
     with suppress(Skip):
         if "megatron" in subject.against and usable_config(subject) is not None:
             sizes_of(subject)
+
+
+def _check_deltas(subject: Subject) -> None:
+    """Raises UsageError for options about a full checkpoint, and for a base that is none."""
+    if subject.options != VerifyOptions():
+        hint = "make the full checkpoint (`ckptkit convert DELTAS DST --hf BASE`) and verify that"
+        raise UsageError(f"{subject.path} holds deltas, of which only --source (their base) is asked", hint)
+    if subject.source_path and not subject.source_is_hf:
+        raise UsageError(f"{subject.source_path} is not an HF directory", "deltas are against --hf-checkpoint")
 
 
 def _config_home(here: Subject) -> Path | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ckptkit.app.conversion import ConversionResult, run
 from ckptkit.app.inspection import inspect, model_arguments
 from ckptkit.app.run_options import GivenOptions, run_options
+from ckptkit.core.errors import UsageError
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.side_files import MANIFEST
@@ -78,6 +79,10 @@ def make_manifest(
     location = locate(path)
     if location.is_hf:
         refuse_hf(hf, path)
+    if location.is_deltas:
+        raise UsageError(
+            f"{path} holds deltas, which have checksums of their own", "convert them, and digest the result"
+        )
     target = Path(output) if output else location.root / MANIFEST
     by = signer(Path(sign)) if sign else None
     if by is not None:

@@ -81,6 +81,11 @@ def _check_destination(options: RunOptions, sources: Sources, location: Location
 
 def _check_direction(options: RunOptions, location: Location) -> None:
     """Raises UsageError for options of the other direction."""
+    if location.is_deltas:
+        if options.verb == "quantize" or options.scheme or options.dialect or options.cast_to or options.merge:
+            message = f"{options.src} holds deltas, from which only the full HF checkpoint is made, as it is stored"
+            raise UsageError(message, "`ckptkit convert SRC DST --hf BASE` makes it; go on from DST")
+        return
     if location.is_megatron:
         if options.verb == "quantize":
             raise UsageError(

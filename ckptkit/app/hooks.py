@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import summarize
-from ckptkit.formats.hf.reader import HfCheckpoint, read_json, shard_names
-from ckptkit.formats.hf.shard import read_shard
+from ckptkit.formats.deltas.chain import lone, require_sound
+from ckptkit.formats.detect import is_deltas
+from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from converters.planner import dims_of, rules_of
 from converters.stored import as_stored
 from verify.check import Outcome
@@ -101,14 +102,17 @@ def after_weight_write(args: Namespace, version_dir: str, rollout_engines: Seque
     """`--custom-update-weight-post-write-path`: a disk update is whole, and no router in it is dead.
 
     The trainers call it on every rank; rank 0 looks. Of a full update (slime) headers are checked against
-    --hf-checkpoint, and the routers are read. A delta has no config, and no weights that mean anything by themselves;
-    its index and headers are compared. Raises CkptkitError with the findings.
+    --hf-checkpoint, and the routers are read. Of a delta it is index, headers, what it is based
+    on, and names against --hf-checkpoint; before the first one the directory is empty. Raises CkptkitError with the
+    findings.
     """
     if not _is_first_rank():
         return
     path = Path(version_dir)
-    if getattr(args, "update_weight_mode", "full") == "delta":
-        _require_whole_delta(path)
+    if not any(path.iterdir()):
+        return
+    if is_deltas(path):
+        require_sound(lone(path), HfCheckpoint(_hf_checkpoint(args)).specs)
         return
     _require_sound(Subject(path, source_path=_hf_checkpoint(args)))
     _require_routers(HfCheckpoint(path))
@@ -140,18 +144,6 @@ def raise_errors(where: str, outcome: Outcome) -> None:
         rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         hint = f"`ckptkit verify {where}` says more; {errors[0].hint}"
         raise CkptkitError(f"{where} is not sound, {len(lines)} finding(s)", hint, [*lines[:_SHOWN], *rest])
-
-
-def _require_whole_delta(path: Path) -> None:
-    """Index and headers of a delta name the same tensors. The directory is empty before the first update."""
-    weight_map = shard_names(path)
-    if weight_map is None:
-        return
-    stored = {name: file for file in sorted(set(weight_map.values())) for name in read_shard(path / file).specs}
-    if stored != weight_map:
-        differ = sorted(name for name in {*stored, *weight_map} if stored.get(name) != weight_map.get(name))
-        hint = "the engines would apply a part of the update; write it again"
-        raise CkptkitError(f"{path}: index and files disagree about {summarize(differ)}", hint)
 
 
 def _require_routers(checkpoint: HfCheckpoint) -> None:

@@ -15,6 +15,8 @@ from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, fold
 from ckptkit.core.unused import refuse_hf
+from ckptkit.formats.deltas.chain import chain_at
+from ckptkit.formats.deltas.replay import patches_of
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.adapter import AdapterFiles, is_adapter
 from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
@@ -34,6 +36,7 @@ from converters.planner import HYBRID, MCORE, dims_of
 from converters.registry import unwitnessed
 from converters.stored import as_stored
 
+_DELTAS = "deltas (slime, miles, vime)"
 _LONGEST_PATTERN = 2000  # letters; a model of a hundred layers has 200
 _LAYOUTS: dict[Layout, str] = {
     "torch_dist": "Megatron torch_dist",
@@ -52,6 +55,10 @@ def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
         location = locate(here)
         if location.is_hf:
             refuse_hf(hf, path)
+        if location.is_deltas:
+            return _delta_facts(location.path) | (
+                _facts(location, open_checkpoint(here, hf=hf_here)) if hf_here else {}
+            )
         return _facts(location, open_checkpoint(here, hf=hf_here))
 
 
@@ -128,6 +135,22 @@ def _adapter_facts(here: Directory) -> dict[str, Any]:
     }
 
 
+def _delta_facts(path: Path) -> dict[str, Any]:
+    """What a directory of deltas says of itself, with no base at hand."""
+    chain = chain_at(path)
+    patches = patches_of(chain)
+    changed = {one.number: sum(len(shard.specs) for shard in one.shards) for one in chain.deltas}
+    return {
+        "path": str(path),
+        "format": _DELTAS,
+        "tensors": len(patches),
+        "bytes": sum(shard.nbytes for one in chain.deltas for shard in one.shards),
+        "starts from": str(chain.full or "version 0, the checkpoint that training began with"),
+        "encoding": ", ".join(sorted({str(one.metadata.get("delta_encoding")) for one in chain.deltas})),
+        "versions": [f"{number}: {count} tensors changed" for number, count in changed.items()],
+    }
+
+
 def _model_class(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> str:
     """The class of Megatron whose names the tensors have, and of a HybridModel the stored layer pattern."""
     if not is_hybrid(checkpoint.specs):
@@ -157,6 +180,8 @@ def _arguments(config: Mapping[str, Any], dialect: str = MCORE) -> dict[str, Any
 
 
 def _format(location: Location) -> str:
+    if location.is_deltas:
+        return _DELTAS
     if location.is_hf:
         return "HF safetensors"
     return "Megatron legacy torch (mp_rank_*)" if location.legacy else "Megatron torch_dist"

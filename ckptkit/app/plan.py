@@ -14,6 +14,8 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
+from ckptkit.formats.deltas.chain import chain_at
+from ckptkit.formats.deltas.replay import base_of, open_deltas
 from ckptkit.formats.detect import Kind, Location, OfKind, locate
 from ckptkit.formats.files import FILE_BYTES, Files
 from ckptkit.formats.hf.adapter import AdapterFiles
@@ -100,6 +102,8 @@ def make_plan(options: RunOptions, sources: Sources | None = None) -> Conversion
 def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     here = options.local_sources() if sources is None else sources
     location = locate(here[options.src])
+    if location.is_deltas:
+        return _of_deltas(location, options, here)
     if options.verb == "quantize" or (options.merge and location.is_hf):
         return _hf_to_hf(location, options, here)
     if location.is_hf:
@@ -119,6 +123,15 @@ def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     # Through HF, which every dialect is a view of.
     other = _to_megatron(location, options, plan.view)
     return replace(other, side_files=plan.side_files, layout=plan.layout, notes=plan.notes)
+
+
+def _of_deltas(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
+    """The newest version that deltas lead to, in the files of their base."""
+    chain, given = chain_at(location.path), here[options.hf] if options.hf else None
+    view, base = open_deltas(location.path, given), base_of(chain, given)
+    layout = _cut(view, options) if options.max_shard_size else base.layout
+    newest = replace(location, path=chain.versions[chain.target].path)
+    return _hf_plan(view, layout, base.directory, newest, options, here)
 
 
 def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) -> ConversionPlan:

@@ -1,4 +1,4 @@
-"""Tells what lies at a path: an HF directory, or a Megatron checkpoint with its format and iteration."""
+"""Tells what lies at a path: an HF directory, a Megatron checkpoint with its iteration, or published deltas."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _BACKEND = "metadata.json"
 _MAX_TRACKER = 256  # bytes
 _MAX_DIGITS = 18  # of an iteration
 ITERATION = re.compile(r"iter_\d{7}")
+VERSION = re.compile(r"weight_v(\d{6,12})")  # a weight update that slime, miles or vime published, with its number
 LEGACY_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 LEGACY_FILE = "model_optim_rng.pt"
 # JSON files of a checkpoint that transformers, SGLang, vLLM, sentence-transformers or Megatron read by name.
@@ -95,7 +96,7 @@ _OTHER_WEIGHTS = {
 }
 
 
-Kind = Literal["hf", "megatron"]
+Kind = Literal["hf", "megatron", "deltas"]
 
 
 class HasKind(Protocol):
@@ -103,7 +104,7 @@ class HasKind(Protocol):
 
     @property
     def kind(self) -> Kind | None:
-        """An HF directory or a Megatron checkpoint."""
+        """An HF directory, a Megatron checkpoint, or deltas against an HF directory."""
 
 
 class OfKind:
@@ -118,6 +119,11 @@ class OfKind:
     def is_megatron(self: HasKind) -> bool:
         """Whether it is a Megatron checkpoint."""
         return self.kind == "megatron"
+
+    @property
+    def is_deltas(self: HasKind) -> bool:
+        """Whether it is one published delta, or a directory of them."""
+        return self.kind == "deltas"
 
 
 @dataclass(frozen=True)
@@ -167,6 +173,8 @@ def locate(path: str | Path | Directory) -> Location:
         return Location("megatron", root, root.parent)
     if is_legacy(root):
         return Location("megatron", root, root.parent)
+    if is_deltas(root):
+        return Location("deltas", root, root)
     shards = any(path.name != _ADAPTER_FILE for path in root.glob("*.safetensors"))
     if is_hf or shards or (root / _INDEX).exists():
         return Location("hf", root, root)
@@ -196,6 +204,15 @@ def is_legacy(path: Path) -> bool:
         and not (path / ".metadata").exists()
         and any(LEGACY_RANK.fullmatch(entry.name) for entry in path.iterdir())
     )
+
+
+def is_deltas(root: Path) -> bool:
+    """Whether a directory without config.json is a published weight update, or holds such."""
+    if (root / "config.json").exists():
+        return False
+    if VERSION.fullmatch(root.name):
+        return True
+    return root.is_dir() and any(VERSION.fullmatch(entry.name) for entry in root.iterdir())
 
 
 def is_nemo(root: Path) -> bool:

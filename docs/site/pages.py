@@ -75,6 +75,23 @@ EXAMPLES = {
         "decoder.layers.{2..3}.*: expected layers {2..3} of stage 1, chunk 0; actual verl without a bridge "
         "names them {0..1}",
     ),
+    "CK122": (
+        "a delta that was not copied with the others",
+        "expected version 3; actual it is missing",
+    ),
+    "CK123": (
+        "a delta whose copy was cut short",
+        "expected 9288 bytes, as its header says; actual 9279 bytes: the file is truncated",
+    ),
+    "CK221": (
+        "deltas replayed onto another base, of which one norm differs",
+        "model.norm.weight: expected the change from version 0 to 1; actual the new bytes have the checksum …, and the "
+        "writer's had …",
+    ),
+    "CK222": (
+        "a training step that diverged",
+        "model.norm.weight: expected finite numbers; actual 2 elements become NaN or infinite",
+    ),
     "CK212": (
         "a square q_proj that was written transposed, in one layer",
         "model.layers.3.self_attn.q_proj.weight: expected rows and columns of the same size as their counterparts "
@@ -315,6 +332,8 @@ def command(check: Any) -> str:
 
     if check.stage == "launch":
         return "ckptkit preflight SCRIPT"
+    if check.stage == "deltas":
+        return "ckptkit verify DELTAS --source BASE"
     options = ["--source SRC"] if "source" in check.needs else []
     options += [option for need, option in WITNESSES.items() if need in check.needs]
     # Names that the text of a check gives away: it is skipped without them.

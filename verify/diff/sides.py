@@ -54,7 +54,7 @@ def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
     Megatron cannot be brought together.
     """
     places = locate(a), locate(b)
-    if "megatron" not in (places[0].kind, places[1].kind):
+    if places[0].is_hf and places[1].is_hf:
         refuse_hf(hf, a)
     stored = [_open(place, hf, other) for place, other in (places, places[::-1])]
     sides, why = _under_common_names(stored, places)
@@ -63,13 +63,15 @@ def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
 
 
 def _open(place: Location, hf: str | Path | None, other: Location) -> Checkpoint:
-    if place.is_hf:
-        return plain(place.path)
+    if not place.is_megatron:
+        return plain(place.path, Path(hf) if hf else None)
     beside = (place.root / "hf" / "config.json").exists()
     return open_megatron(place, hf or (other.path if other.is_hf and not beside else None))
 
 
 def _words(place: Location) -> str:
+    if place.is_deltas:
+        return "HF, replayed from deltas"
     if place.is_megatron:
         return "Megatron legacy (mp_rank_*)" if place.legacy else "Megatron torch_dist"
     config = HfFiles(place.path).config

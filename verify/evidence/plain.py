@@ -9,6 +9,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Step, View
+from ckptkit.formats.deltas.replay import open_deltas
+from ckptkit.formats.detect import is_deltas
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import is_quantized
 from ckptkit.storage.directory import Directory
@@ -17,15 +19,15 @@ from converters.planner import copies_of
 from converters.stored import as_stored
 
 
-def plain(path: Path | Directory) -> HfCheckpoint | View:
-    """The checkpoint, a quantized one as the weights that it dequantizes to.
+def plain(path: Path | Directory, base: Path | None = None) -> HfCheckpoint | View:
+    """The checkpoint, or the newest version of deltas against `base`; a quantized one as what it dequantizes to.
 
     Raises CkptkitError as `refuse_foreign` and `quant.formats.dequantize.dequantized`.
     """
-    source = HfCheckpoint(path)
+    source = open_deltas(path, base) if isinstance(path, Path) and is_deltas(path) else HfCheckpoint(path)
     refuse_foreign(source.specs, path)
     refuse_stated(source.config, path)
-    return _dequantized(source) if is_quantized(source.config) else source
+    return _dequantized(source, str(path)) if is_quantized(source.config) else source
 
 
 def comparable(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
@@ -46,13 +48,13 @@ def comparable(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
         return source
     there, here = ({step.outputs[0].name: step for step in _steps(one)} for one in (source, checkpoint))
     kept = {name for name, step in there.items() if _stays(step, here.get(name), source, checkpoint, alike)}
-    return _dequantized(source, frozenset(kept)) if kept < there.keys() else source
+    return _dequantized(source, str(source.root), frozenset(kept)) if kept < there.keys() else source
 
 
-def _dequantized(source: HfCheckpoint, kept: frozenset[str] = frozenset()) -> View:
+def _dequantized(source: Checkpoint, where: str, kept: frozenset[str] = frozenset()) -> View:
     from quant.formats.dequantize import dequantized
 
-    return dequantized(source, str(source.root), copies_of(as_stored(source.config, source.specs)), kept)
+    return dequantized(source, where, copies_of(as_stored(source.config, source.specs)), kept)
 
 
 def _steps(checkpoint: Checkpoint) -> Iterator[Step]:

@@ -35,7 +35,8 @@ _DEFAULT = VerifyOptions()
 class Subject(OfKind):
     """A checkpoint and the question asked of it. Opening is lazy, so that file checks can look at broken ones.
 
-    hf_path: the HF directory that gives the config of a Megatron side; None: what is stored beside its weights.
+    hf_path: the HF directory that gives the config of a Megatron side; None: what is stored beside its weights. Of a
+        source of deltas it is their base.
 
     Only preflight gives the rest:
     job: the training job that would load this checkpoint.
@@ -173,9 +174,10 @@ class Subject(OfKind):
             return Adapter(AdapterFiles(adapter), plain(self.source_path), str(adapter)).merged()
         if self.is_hf and is_quantized(self.checkpoint.config):
             return comparable(open_checkpoint(self.source_path, hf=self.hf_path), self.checkpoint)
-        if not self.source_is_hf:
+        place = locate(self.source_path)
+        if place.is_megatron:
             return open_checkpoint(self.source_path, hf=self.hf_path)
-        return plain(locate(self.source_path).path)
+        return plain(place.path, self.hf_path)
 
     @cached_property
     def source_is_hf(self) -> bool:

@@ -15,6 +15,7 @@ from ckptkit.app.cli.ending import end
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 from ckptkit.core.progress import closing, phase, size
+from ckptkit.formats.detect import is_deltas
 from ckptkit.storage.url import is_url
 from quant.schemes.registry import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
 
@@ -124,7 +125,8 @@ def _run(options: RunOptions, as_json: bool) -> None:
     if options.dry_run:
         end(f"planned {result.tensors} tensors", as_json)
         return
-    next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", options.src])
+    base = ["--hf", options.hf] if options.hf and is_deltas(Path(options.src)) else []
+    next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", options.src, *base])
     remote = is_url(options.dst) or is_url(options.src)
     closing(f"wrote {size(result.bytes)}", next_step=None if remote else next_line)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import json
 import re
 import shutil
 import subprocess
@@ -20,8 +19,8 @@ import yaml
 from families import CASES
 from families.case import save
 from families.mtp import with_tensors
-from safetensors.torch import save_file
 from support import models
+from support.deltas import edit_index, publish, trained
 from support.fixture_types import CopyOf, PathOf
 from support.processes import python
 from torch import nn
@@ -173,22 +172,30 @@ def test_disk_update_without_multi_token_prediction_layers_passes(tmp_path: Path
     hook("ckptkit.hooks.after_weight_write")(args, str(tmp_path / "version"), [])
 
 
-def test_delta_update_needs_every_file_of_its_index(tmp_path: Path) -> None:
-    """A delta is bytes under the tensors' names and an index, without a config."""
-    written, args = hook("ckptkit.hooks.after_weight_write"), Namespace(update_weight_mode="delta", hf_checkpoint="/hf")
+def test_delta_update_is_whole_and_of_the_release(releases: PathOf, tmp_path: Path) -> None:
+    """It is known by its directory: miles has no argument that says so. Earlier versions may be pruned."""
+    written, args = hook("ckptkit.hooks.after_weight_write"), Namespace(hf_checkpoint=str(releases(NAME)))
     written(args, str(tmp_path), [])  # before the first update the directory is empty
-    file = tmp_path / "model-00000-of-00001.safetensors"
-    save_file({"w": torch.zeros(4, dtype=torch.uint8)}, file)
-    index = {"metadata": {"delta_encoding": "xor"}, "weight_map": {"w": file.name}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    written(args, str(tmp_path), [])
-    index["weight_map"] = {"w": file.name, "lost": file.name}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CkptkitError, match="disagree about lost"):
-        written(args, str(tmp_path), [])
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CkptkitError, match=file.name):
-        written(args, str(tmp_path), [])
+    old = models.tensors(releases(NAME))
+    path = publish(tmp_path, 7, old, trained(old, 1))
+    written(args, str(path), [])
+    edit_index(path, base_version="000005")
+    with pytest.raises(CkptkitError, match=r"base_version '000005' \(expected version 7, based on 6\)"):
+        written(args, str(path), [])
+    edit_index(path, base_version="000006")
+    file = path / "model-00001-of-00002.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(CkptkitError, match=f"{file.name}.*truncated"):
+        written(args, str(path), [])
+    file.unlink()
+    with pytest.raises(CkptkitError, match=f"{file.name}. is missing"):
+        written(args, str(path), [])
+    file.write_bytes(content)
+    written(args, str(path), [])
+    args.hf_checkpoint = str(releases("qwen2-tied"))
+    with pytest.raises(CkptkitError, match="the base has no tensor of this name"):
+        written(args, str(path), [])
 
 
 def test_only_rank_0_looks_at_a_disk_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,448 @@
+"""CK122, CK123, CK221 and CK222: chains of deltas, sound and broken, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.check_examples import hold_example
+from support.deltas import (
+    INDEX,
+    digest,
+    edit_index,
+    encoded,
+    packed,
+    publish,
+    publish_chain,
+    raw,
+    renumber,
+    trained,
+    version_at,
+)
+from support.models import edit, save, tensors
+from torch import Tensor
+
+import ckptkit
+from ckptkit import CkptkitError
+from ckptkit.app.api import convert
+from ckptkit.app.inspection import inspect
+from ckptkit.core.errors import UsageError
+from verify.checks.deltas.replaying import not_finite
+from verify.diff.diff import diff
+from verify.report import Finding
+
+MIXED = ("xor", "overwrite") * 3
+NORM = "model.norm.weight"  # changed by odd steps
+Damage = Callable[[Path, list[dict[str, Tensor]]], None]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Tensor]]]:
+    """A base and a chain of six deltas, and the weights of every version."""
+    root = tmp_path_factory.mktemp("deltas")
+    save("qwen2-untied", root / "base")
+    return root, publish_chain(root / "chain", root / "base", MIXED)
+
+
+@pytest.fixture
+def chain(published: tuple[Path, list[dict[str, Tensor]]], tmp_path: Path) -> Path:
+    """A copy of the chain, beside a link to its base."""
+    shutil.copytree(published[0] / "chain", tmp_path / "chain")
+    shutil.copytree(published[0] / "base", tmp_path / "base")
+    return tmp_path / "chain"
+
+
+def found(chain: Path) -> Sequence[Finding]:
+    return ckptkit.verify(chain, source=chain.parent / "base").findings
+
+
+def rewrite(path: Path, name: str, payload: Tensor, checksum: str | None = None) -> Path:
+    """Replaces what a version stores for a tensor, and returns its file."""
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            stored, metadata = {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata()  # noqa: SIM118
+        if name in stored:
+            save_file(stored | {name: payload}, file, metadata | ({name: checksum} if checksum else {}))
+            return file
+    raise KeyError(name)
+
+
+def test_a_chain_of_six_deltas_is_clean_and_every_change_is_replayed(
+    published: tuple[Path, list[dict[str, Tensor]]],
+) -> None:
+    root, states = published
+    report = ckptkit.verify(root / "chain", source=root / "base")
+    assert (report.status, report.findings, report.asked) == ("passed", [], ["deltas"])
+    changes = sum(raw(old[name]) != raw(new[name]) for old, new in pairwise(states) for name in old)
+    assert {one.code: one.tensors_compared for one in report.checks} == {
+        "CK122": 6,
+        "CK123": changes,
+        "CK221": changes,
+        "CK222": changes,
+    }
+
+
+@pytest.mark.parametrize("number", [1, 4, 6])
+def test_convert_makes_the_full_checkpoint_of_a_version(
+    published: tuple[Path, list[dict[str, Tensor]]], tmp_path: Path, number: int
+) -> None:
+    root, states = published
+    src = root / "chain" if number == 6 else version_at(root / "chain", number)
+    convert(src, tmp_path / "full", hf=root / "base")
+    made = tensors(tmp_path / "full")
+    assert {name: raw(one) for name, one in made.items()} == {name: raw(one) for name, one in states[number].items()}
+    # As an engine has it on its disk: compared with the chain by value, which finds that an update was not applied.
+    assert ckptkit.verify(tmp_path / "full", source=src, hf=root / "base").status == "passed"
+    assert sorted(diff(tmp_path / "full", src, hf=root / "base").equal) == sorted(made)
+
+
+def test_a_local_checkpoint_that_missed_an_update_is_found(
+    published: tuple[Path, list[dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    """slime#2104: an engine could not apply a delta, nobody looked at its answer, and later ones were applied."""
+    root, states = published
+    convert(root / "chain", tmp_path / "local", hf=root / "base")
+    edit(tmp_path / "local", NORM, states[4][NORM])
+    errors = ckptkit.verify(tmp_path / "local", root / "chain", root / "base").findings
+    assert {(one.code, one.tensor) for one in errors} == {("CK202", NORM)}
+
+
+def test_a_megatron_checkpoint_is_compared_with_the_version(
+    published: tuple[Path, list[dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    root, _ = published
+    convert(root / "chain", tmp_path / "full", hf=root / "base")
+    convert(tmp_path / "full", tmp_path / "megatron")
+    assert ckptkit.verify(tmp_path / "megatron", root / "chain", root / "base").status == "passed"
+    older = version_at(root / "chain", 5)
+    assert {one.code for one in ckptkit.verify(tmp_path / "megatron", older, root / "base").findings} == {"CK202"}
+
+
+def gap(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    shutil.rmtree(version_at(chain, 3))
+
+
+def beginning_pruned(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    for number in (1, 2):
+        shutil.rmtree(version_at(chain, number))
+
+
+def copied(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    shutil.rmtree(version_at(chain, 3))
+    shutil.copytree(version_at(chain, 2), version_at(chain, 3))
+
+
+def exchanged(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    version_at(chain, 2).rename(chain / "other")
+    version_at(chain, 3).rename(version_at(chain, 2))
+    (chain / "other").rename(version_at(chain, 3))
+
+
+def of_another_run(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    edit_index(version_at(chain, 3), base_version="000007")
+
+
+def without_index(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    (version_at(chain, 6) / INDEX).unlink()
+
+
+def other_encoding(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    edit_index(version_at(chain, 3), delta_encoding="sub")
+
+
+@pytest.mark.parametrize(
+    ("damage", "at", "actual"),
+    [
+        (gap, "weight_v000003", "it is missing"),
+        (beginning_pruned, "weight_v000001", "it is missing"),
+        (copied, f"weight_v000003/{INDEX}", "version '000002', base_version '000001'"),
+        (exchanged, f"weight_v000002/{INDEX}", "version '000003', base_version '000002'"),
+        (of_another_run, f"weight_v000003/{INDEX}", "version '000003', base_version '000007'"),
+        (without_index, f"weight_v000006/{INDEX}", "No such file or directory"),
+        (other_encoding, f"weight_v000003/{INDEX}", "'sub'"),
+    ],
+)
+def test_versions_out_of_order_are_found(
+    published: tuple[Path, list[dict[str, Tensor]]], chain: Path, damage: Damage, at: str, actual: str
+) -> None:
+    damage(chain, published[1])
+    first = found(chain)[0]
+    assert (first.code, first.file) == ("CK122", str(chain / at))
+    assert actual in first.actual
+    assert first.hint
+    if damage is gap:
+        hold_example("CK122", first)
+    with pytest.raises(CkptkitError, match=first.file):
+        convert(chain, chain.parent / "full", hf=chain.parent / "base")
+    assert not [one.name for one in chain.parent.iterdir() if one.name.startswith("full")]
+
+
+def truncated(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    file = version_at(chain, 4) / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def file_lost(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    (version_at(chain, 4) / "model-00001-of-00002.safetensors").unlink()
+
+
+def other_dtype(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    rewrite(version_at(chain, 3), NORM, torch.zeros(8))
+
+
+def unknown_name(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    rewritten(version_at(chain, 3), NORM, "model.other.weight")
+
+
+def twice(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    path = version_at(chain, 1)
+    (file,) = (one for one in path.glob("*.safetensors") if NORM in load_file(one))
+    checksum = {NORM: digest("xxh3-128", raw(states[1][NORM]))}
+    save_file({NORM: load_file(file)[NORM]}, path / "model-00002-of-00003.safetensors", metadata=checksum)
+
+
+def unlisted(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    path = version_at(chain, 1) / INDEX
+    index = json.loads(path.read_text())
+    del index["weight_map"][NORM]
+    path.write_text(json.dumps(index))
+
+
+def rewritten(path: Path, old: str, new: str) -> None:
+    """Gives a tensor of a version another name, in file and index."""
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            stored, metadata = {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata()  # noqa: SIM118
+        if old in stored:
+            stored[new], metadata[new] = stored.pop(old), metadata.pop(old)
+            save_file(stored, file, metadata)
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"][new] = index["weight_map"].pop(old)
+    (path / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "at", "tensor", "actual"),
+    [
+        (truncated, "weight_v000004/model-00001-of-00002.safetensors", None, "the file is truncated"),
+        (file_lost, f"weight_v000004/{INDEX}", "", "is missing"),
+        (other_dtype, "weight_v000003/", NORM, "float32 [8]"),
+        (unknown_name, "weight_v000003/", "model.other.weight", "no tensor of this name"),
+        (twice, f"weight_v000001/{INDEX}", NORM, "it is in 2 files"),
+        (unlisted, f"weight_v000001/{INDEX}", NORM, "has one more"),
+    ],
+)
+def test_deltas_that_are_not_whole_are_found(
+    published: tuple[Path, list[dict[str, Tensor]]],
+    chain: Path,
+    damage: Damage,
+    at: str,
+    tensor: str | None,
+    actual: str,
+) -> None:
+    damage(chain, published[1])
+    findings = found(chain)
+    assert {one.code for one in findings} == {"CK123"}
+    first = findings[0]
+    assert first.file is not None
+    assert first.file.startswith(str(chain / at))
+    assert first.tensor == tensor if tensor != "" else first.tensor
+    assert actual in first.actual
+    assert first.hint
+    if damage is truncated:
+        hold_example("CK123", first)
+
+
+def repeated_xor(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    renumber(chain, 1, 3)
+
+
+def repeated_overwrite(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    for number in range(4, 7):
+        shutil.rmtree(version_at(chain, number))
+    shutil.rmtree(version_at(chain, 3))
+    renumber(chain, 2, 3)
+
+
+def reordered(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    for place, number in enumerate((3, 5), 7):
+        renumber(chain, number, place)
+    renumber(chain, 7, 5)
+    renumber(chain, 8, 3)
+    for number in (7, 8):
+        shutil.rmtree(version_at(chain, number))
+
+
+def other_base(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    changed = states[0][NORM].clone()
+    changed[5] += 1
+    edit(chain.parent / "base", NORM, changed)
+
+
+def wider(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    old, new = (states[number][NORM].float() for number in (2, 3))
+    rewrite(version_at(chain, 3), NORM, packed(encoded("xor", raw(old), raw(new))), digest("xxh3-128", raw(new)))
+
+
+def overwriting(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    """Version 3 in the other encoding, which is sound."""
+    edit_index(version_at(chain, 3), delta_encoding="overwrite")
+    for name, old in states[2].items():
+        new = states[3][name]
+        if raw(old) != raw(new):
+            rewrite(version_at(chain, 3), name, packed(encoded("overwrite", raw(old), raw(new))))
+
+
+def out_of_range(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    """The delta of a tensor with more rows: its last position lies outside."""
+    overwriting(chain, states)
+    old, new = raw(states[2][NORM]) + b"\0\0", raw(states[3][NORM]) + b"\1\0"
+    rewrite(version_at(chain, 3), NORM, packed(encoded("overwrite", old, new)))
+
+
+def not_zstd(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    rewrite(version_at(chain, 3), NORM, torch.full((40,), 7, dtype=torch.uint8))
+
+
+def cut(chain: Path, states: list[dict[str, Tensor]]) -> None:
+    payload = encoded("xor", raw(states[2][NORM]), raw(states[3][NORM]))
+    rewrite(version_at(chain, 3), NORM, packed(payload)[:-6].clone())
+
+
+SIZE = 256  # bytes of NORM
+
+
+@pytest.mark.parametrize(
+    ("damage", "number", "actual"),
+    [
+        (repeated_xor, 3, "the new bytes have the checksum"),
+        (repeated_overwrite, 3, "it changes nothing"),
+        (reordered, 3, "the new bytes have the checksum"),
+        (other_base, 1, "the new bytes have the checksum"),
+        (wider, 3, f"its payload is for {2 * SIZE} or more bytes, and the tensor has {SIZE}"),
+        (out_of_range, 3, f"its payload changes byte {SIZE} of a tensor of {SIZE}"),
+        (not_zstd, 3, "its payload is not whole zstd data"),
+        (cut, 3, "its payload is"),
+    ],
+)
+def test_deltas_that_do_not_lead_to_what_the_writer_had_are_found(
+    published: tuple[Path, list[dict[str, Tensor]]], chain: Path, damage: Damage, number: int, actual: str
+) -> None:
+    damage(chain, published[1])
+    findings = found(chain)
+    assert {one.code for one in findings} == {"CK221"}
+    first = findings[0]
+    assert Path(first.file or "").parent == version_at(chain, number)
+    assert damage in (repeated_xor, repeated_overwrite, reordered) or first.tensor == NORM
+    assert actual in first.actual
+    assert first.hint
+    if damage is other_base:
+        hold_example("CK221", first)
+    if damage is not repeated_overwrite:  # which leads to the right bytes all the same
+        with pytest.raises(CkptkitError, match=r"weight_v00000.*: "):
+            convert(chain, chain.parent / "full", hf=chain.parent / "base")
+        assert not (chain.parent / "full").exists()
+
+
+def test_the_other_encoding_of_a_version_is_sound(published: tuple[Path, list[dict[str, Tensor]]], chain: Path) -> None:
+    overwriting(chain, published[1])
+    assert found(chain) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_a_number_that_a_delta_makes_nan_is_found_and_one_of_the_base_is_not(
+    published: tuple[Path, list[dict[str, Tensor]]], chain: Path, encoding: str, value: float
+) -> None:
+    states = published[1]
+    new = {name: one.clone() for name, one in states[6].items()}
+    new[NORM][3:5] = value
+    publish(chain, 7, states[6], new, encoding, "blake3")
+    (finding,) = found(chain)
+    assert (finding.code, finding.tensor) == ("CK222", NORM)
+    hold_example("CK222", finding)
+    assert Path(finding.file or "").parent == version_at(chain, 7)
+    # A later version that leaves them alone is sound on a base that has them.
+    other = chain.parent / "other"
+    other.mkdir()
+    convert(chain, other / "base", hf=chain.parent / "base")
+    after = trained(new, 1)
+    publish(other / "chain", 1, new, after, encoding, "adler32")
+    assert raw(new[NORM]) != raw(after[NORM])
+    assert found(other / "chain") == []
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"])
+def test_numbers_that_are_not_finite_are_counted_as_torch_counts_them(name: str) -> None:
+    """Every bit pattern of the short dtypes."""
+    dtype: torch.dtype = getattr(torch, name)
+    bits = torch.arange(1 << 8 * dtype.itemsize).to(torch.int16 if dtype.itemsize > 1 else torch.uint8)
+    assert not_finite(bits.view(dtype), name) == int((~torch.isfinite(bits.view(dtype).float())).sum()) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_long_numbers_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
+    infinity = float("inf")
+    numbers = torch.tensor([0.0, -0.0, 1e38, -1e38, 1e-45, infinity, -infinity, float("nan")], dtype=dtype)
+    assert not_finite(numbers, str(dtype).removeprefix("torch.")) == 3
+
+
+def test_a_delta_without_changes_is_sound(published: tuple[Path, list[dict[str, Tensor]]], chain: Path) -> None:
+    """A step with a learning rate of zero; its index has an empty weight_map, and there is no file."""
+    states = published[1]
+    publish(chain, 7, states[6], states[6])
+    publish(chain, 8, states[6], trained(states[6], 1))
+    assert found(chain) == []
+
+
+def test_a_full_version_starts_the_chain_anew(published: tuple[Path, list[dict[str, Tensor]]], chain: Path) -> None:
+    states = published[1]
+    convert(version_at(chain, 4), chain.parent / "full", hf=chain.parent / "base")
+    for number in (1, 3, 4):  # what is older may be pruned
+        shutil.rmtree(version_at(chain, number))
+    (chain.parent / "full").rename(version_at(chain, 4))
+    report = ckptkit.verify(chain)
+    assert (report.status, report.findings) == ("passed", [])
+    assert any("weight_v000004 is a full checkpoint" in line for line in report.facts["notes"])
+    convert(chain, chain.parent / "made")
+    assert raw(tensors(chain.parent / "made")[NORM]) == raw(states[6][NORM])
+
+
+def test_without_a_base_order_and_files_are_checked_and_nothing_is_replayed(chain: Path) -> None:
+    report = ckptkit.verify(chain)
+    assert [one.code for one in report.checks] == ["CK122", "CK123"]
+    assert report.facts["not applicable"] == ["CK221, CK222: no --source was given, and no version is full"]
+    with pytest.raises(UsageError, match="nothing to apply them to"):
+        convert(chain, chain.parent / "full")
+
+
+def test_options_about_a_full_checkpoint_are_refused(chain: Path) -> None:
+    base = chain.parent / "base"
+    with pytest.raises(UsageError, match="of which only --source"):
+        ckptkit.verify(chain, source=base, against=frozenset({"sglang"}))
+    with pytest.raises(UsageError, match="only the full HF checkpoint is made"):
+        convert(chain, chain.parent / "full", hf=base, dialect="mcore")
+
+
+def test_a_delta_of_another_encoder_is_named(chain: Path) -> None:
+    (version_at(chain, 6) / INDEX).unlink()
+    (version_at(chain, 6) / "manifest.json").write_text("{}")
+    report = ckptkit.verify(chain, source=chain.parent / "base")
+    assert report.status == "inconclusive"
+    assert "miles' GPU encoder is not read" in report.reasons[0]
+
+
+def test_inspect_says_what_a_chain_holds(published: tuple[Path, list[dict[str, Tensor]]]) -> None:
+    root, states = published
+    facts = inspect(root / "chain")
+    assert facts["format"] == "deltas (slime, miles, vime)"
+    assert facts["encoding"] == "overwrite, xor"
+    assert [line.partition(":")[0] for line in facts["versions"]] == ["1", "2", "3", "4", "5", "6"]
+    assert inspect(root / "chain", hf=root / "base")["tensors"] == len(states[0])
