@@ -11,8 +11,9 @@ from typing import Unpack
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.detect import TRACKER, is_legacy, is_nemo, iteration_of, locate, refuse_other_format, refuse_url
+from ckptkit.formats.detect import TRACKER, is_legacy, is_nemo, iteration_of, locate, refuse_url
 from ckptkit.formats.hf.adapter import is_adapter
+from ckptkit.formats.other_weights import refuse_other_format
 from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from verify.check import NOT_APPLICABLE, Skip, all_checks, choose, looked_at, run_checks

@@ -38,20 +38,28 @@ PARTS = tuple(_NEEDS)
 _PYTHON_OF = {"engine": "sglang"}  # of a part that is not named as the program in that environment
 _BESIDE = ("torch", "transformers")  # whose versions say which environment that is
 _INSTALL = {one.name: one.install for one in ENGINES}
+_TESTED = {one.name: one.tested for one in ENGINES} | {"megatron-core": ("0.16.1", "0.19.2")}  # megatron-layouts.md
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, and its version; None: not installed. `broken`: its metadata is here and its module is not."""
+    """A distribution, and its version; None: not installed. `broken`: its metadata is here and its module is not.
+
+    `needed`: the versions that ckptkit itself takes, as pip is told.
+    """
 
     name: str
     version: str | None
     broken: bool = False
+    needed: str = ""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What can be asked: `usable`, on which `devices`, or `missing` what is to be installed or had."""
+    """What can be asked: `usable`, on which `devices`, or `missing` what is to be installed or had.
+
+    `tested`: the releases of its package that the tests run.
+    """
 
     name: str
     purpose: str
@@ -60,6 +68,7 @@ class Part:
     missing: str | None
     python: str | None = None  # that of another environment, which has it or lacks it
     versions: Sequence[str] = ()  # in that environment
+    tested: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ def examine(pythons: Mapping[str, str] | None = None) -> Examination:
 
     `pythons`: as `verify.options.VerifyOptions` has them. Raises UsageError for one that does not run.
     """
-    base = [_package(name) for name in _requirements()]
+    base = [replace(_package(name), needed=needed) for name, needed in _requirements().items()]
     more = [_package(name) for name in dict.fromkeys(name for names, _ in _NEEDS.values() for name in names)]
     gpus = _gpus()
     faults = [f"{one.name} is {'damaged' if one.broken else 'not installed'}" for one in base if not _usable(one)]
@@ -102,10 +111,10 @@ def examine(pythons: Mapping[str, str] | None = None) -> Examination:
     return Examination(program_version(), platform.python_version(), gpus, [*base, *more], parts, faults)
 
 
-def _requirements() -> list[str]:
-    """The names of ckptkit's own requirements, less those of extras."""
-    found = [text for text in requirements() if "extra ==" not in text]
-    return [re.split(r"[^\w.-]", text, maxsplit=1)[0].lower() for text in found]
+def _requirements() -> dict[str, str]:
+    """The names of ckptkit's own requirements, less those of extras, and the versions that it takes."""
+    found = [re.match(r"[\w.-]+", text) for text in requirements() if "extra ==" not in text]
+    return {one[0].lower(): one.string[one.end() :].strip() for one in found if one}
 
 
 def _package(name: str) -> Package:
@@ -158,11 +167,13 @@ def _part(name: str, packages: Sequence[Package], purpose: str, gpus: Sequence[s
             for one in ENGINES
         },
     }.get(name, "")
+    tested = _TESTED.get(packages[0].name, ())
+    needed = None
     if missing:
-        return Part(name, purpose, False, devices, _INSTALL.get(name, f"pip install {' '.join(missing)}"))
-    if name == "engine" and not gpus:
-        return Part(name, purpose, False, devices, "needs an NVIDIA GPU and its driver")
-    return Part(name, purpose, True, devices, None)
+        needed = _INSTALL.get(name, f"pip install {' '.join(missing)}")
+    elif name == "engine" and not gpus:
+        needed = "an NVIDIA GPU and its driver"
+    return Part(name, purpose, needed is None, devices, needed, tested=tested)
 
 
 def lines(found: Examination) -> list[str]:
@@ -172,13 +183,18 @@ def lines(found: Examination) -> list[str]:
     text += ["packages"]
     for one in found.packages:
         state = "not installed" if one.version is None else f"{one.version}{' (damaged)' * one.broken}"
-        text.append(f"  {one.name:<20} {state}")
+        text.append(f"  {one.name:<20} {state:<14} {one.needed}".rstrip())
     text += ["can be asked"]
     for part in found.parts:
-        state = "yes" if part.usable else "no"
-        where = f"in {part.python}: {', '.join(part.versions)}" if part.python else None
-        tail = "; ".join(filter(None, [part.devices, where, part.missing]))
-        text.append(f"  {part.name:<10} {state:<4} {part.purpose}" + (f": {tail}" if tail else ""))
+        where = f"in {part.python}: {', '.join(part.versions)}" if part.python else ""
+        rows = (
+            ("devices", part.devices),
+            ("python", where),
+            ("needed", part.missing),
+            ("tested", ", ".join(part.tested)),
+        )
+        text.append(f"  {part.name:<10} {'ready' if part.usable else 'not ready':<10} {part.purpose}")
+        text += [f"    {label:<8} {value}" for label, value in rows if value]
     if found.faults:
         text += ["broken", *(f"  {fault}: install ckptkit again from its checkout or wheel" for fault in found.faults)]
     return text

@@ -26,6 +26,7 @@ from ckptkit.formats.torch_dist.reader import Layout, TorchDistCheckpoint
 from ckptkit.formats.torch_dist.training_state import described, training_state
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.url import is_url, place
+from converters.config.values import language_part
 from converters.megatron.arguments import megatron_args
 from converters.megatron.hybrid_model import is_hybrid, stored_pattern
 from converters.megatron.legacy import LegacyCheckpoint
@@ -43,6 +44,7 @@ _LAYOUTS: dict[Layout, str] = {
     "NeMo": "Megatron torch_dist, of NeMo 2",
     "fsdp_dtensor": "Megatron fsdp_dtensor",
 }
+_ROTARY = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "rope_scaling", "rope_parameters")
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -99,6 +101,8 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     if isinstance(checkpoint, HfCheckpoint):
         facts["files"] = {file: len(shard.specs) for file, shard in checkpoint.shards.items()}
         facts["config"] = _selected(checkpoint.config, lambda value: not isinstance(value, dict))
+        if rope := _rope(checkpoint.config):
+            facts["rope"] = rope
         facts["quantization"] = _quantization(checkpoint)
     elif isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         facts["iteration"] = location.path.name
@@ -165,6 +169,19 @@ def _quantization(checkpoint: HfCheckpoint) -> str | None:
     from quant.formats.dequantize import described
 
     return described(checkpoint.config, checkpoint.specs)
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings of the language model as config.json states them, under either spelling."""
+    text = language_part(config)
+    rope: dict[str, Any] = {}
+    for key in _ROTARY:
+        inner = text.get(key)
+        if isinstance(inner, dict):
+            rope |= {f"{key}.{name}": value for name, value in inner.items()}
+        elif inner is not None:
+            rope[key] = inner
+    return rope
 
 
 def _arguments(config: Mapping[str, Any], dialect: str = MCORE) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ckptkit.app.plan import ConversionPlan
+from ckptkit.core.progress import note, size
 from ckptkit.transfer.copy import copy
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import Journal
@@ -15,9 +16,22 @@ def write_files(
     plan: ConversionPlan, partial: Path, journal: Journal, wanted: Collection[str], workers: int | None, memory: int
 ) -> None:
     """Writes those of these files that are not finished yet, and records each."""
-    for output in plan.outputs:
-        files = [file for file in output.files.names if file in wanted and not journal.intact(file, output.files)]
+    left = [[one for one in output.files.names if one in wanted] for output in plan.outputs]
+    if journal.count():
+        left = _unfinished(plan, journal, left)
+    for output, files in zip(plan.outputs, left, strict=True):
         if files:
             names = {name for file in files for name in output.files.names[file]}
             writer = FilesWriter(partial, output.files, files, journal.record, journal.check_goes_on)
             copy(output.view, writer, "writing", workers, only=names, memory=memory)
+
+
+def _unfinished(plan: ConversionPlan, journal: Journal, wanted: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The files of each output that are to be written still. Says how much is kept of the run before."""
+    kept, nbytes, left = 0, 0, list[list[str]]()
+    for output, files in zip(plan.outputs, wanted, strict=True):
+        whole = {file for file in files if journal.intact(file, output.files)}
+        kept, nbytes = kept + len(whole), nbytes + sum(map(output.files.size, whole))
+        left.append([file for file in files if file not in whole])
+    note(f"kept {kept} of {sum(map(len, wanted))} files, {size(nbytes)}, of the run that was cut off")
+    return left

@@ -38,6 +38,11 @@ def closing(text: str, next_step: str | None = None) -> None:
     LOG.info("%s", text, extra={"next": next_step})
 
 
+def note(text: str) -> None:
+    """Logs a line for people that is shown at once."""
+    LOG.info("%s", text, extra={"step": "note"})
+
+
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Yields a function to call with the number of bytes just done, of `total`. A bar is for terminals."""

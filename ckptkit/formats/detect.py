@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError
+from ckptkit.formats.other_weights import below, has_shards, of_file, other_weights
 from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.regular import read_regular
 
@@ -62,39 +62,6 @@ LOADED = frozenset(
 _URL = re.compile(
     r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE
 )  # as a Path leaves it: made absolute, and of its slashes one
-
-_RUNTIME = "{{}} is the format of {}: take the safetensors of the release"
-_PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
-# What lies where safetensors with an index should, the most telling first, and the way out.
-_INDEX, _ADAPTER_FILE, _SHARDS = "model.safetensors.index.json", "adapter_model.safetensors", "*.safetensors"
-_ADAPTER = (
-    "{} is an adapter (LoRA), not a model: `ckptkit verify ADAPTER --source BASE` looks at it; merge it with "
-    "`ckptkit convert BASE DST --merge ADAPTER` and give the result"
-)
-_OTHER_WEIGHTS = {
-    _ADAPTER_FILE: _ADAPTER,
-    "adapter_model.bin": _ADAPTER,
-    "consolidated*.safetensors": (
-        "{} is Mistral's own format: take the model-*.safetensors of the release and their index"
-    ),
-    _SHARDS: "{} is there without model.safetensors.index.json: restore the index from the release",
-    "consolidated*.pth": (
-        "{} is the format of the model's authors: take the safetensors of the release, not its original/ folder"
-    ),
-    "*.gguf": "{} is llama.cpp's format, which is quantized for it: start from the safetensors release",
-    "*.onnx": _RUNTIME.format("ONNX Runtime"),
-    "onnx/*.onnx": _RUNTIME.format("ONNX Runtime"),
-    "*.msgpack": _RUNTIME.format("Flax"),
-    "*.h5": _RUNTIME.format("TensorFlow"),
-    "model_world_size_*_rank_*.pt": (
-        "{} is one rank of an FSDP model as verl saves it: merge them with `python -m verl.model_merger merge`"
-    ),
-    "pytorch_model*.bin": _PICKLE,
-    "*.bin": _PICKLE,
-    "*.pt": _PICKLE,
-    "*.pth": _PICKLE,
-}
-
 
 Kind = Literal["hf", "megatron", "deltas"]
 
@@ -159,9 +126,7 @@ def locate(path: str | Path | Directory) -> Location:
     if not root.exists():
         raise MissingError(f"{given} does not exist", _elsewhere(given))
     if not root.is_dir():
-        raise CkptkitError(
-            f"{given} is a file, not a checkpoint directory", "give the directory that holds config.json or .metadata"
-        )
+        raise CkptkitError(f"{given} is a file, not a checkpoint directory", of_file(given))
     if (root / TRACKER).exists() or is_nemo(root):
         return Location("megatron", iteration_of(root), root)
     is_hf = (root / "config.json").exists()
@@ -175,8 +140,7 @@ def locate(path: str | Path | Directory) -> Location:
         return Location("megatron", root, root.parent)
     if is_deltas(root):
         return Location("deltas", root, root)
-    shards = any(path.name != _ADAPTER_FILE for path in root.glob("*.safetensors"))
-    if is_hf or shards or (root / _INDEX).exists():
+    if is_hf or has_shards(root):
         return Location("hf", root, root)
     raise MissingError(f"{given} holds no checkpoint", _why_not(root))
 
@@ -246,10 +210,10 @@ def tracked(root: Path) -> Path:
         raise DamagedError(f"{root / TRACKER} says {text!r}", "it must say `release` or an iteration number")
     path = root / ("release" if text == "release" else f"iter_{int(text):07d}")
     if not path.is_dir():
-        raise MissingError(
-            f"{root / TRACKER} says {text!r}, but {path.name}/ is not there",
-            "the save was cut short, or the directory was moved",
-        )
+        hint = "the save was cut short, or the directory was moved"
+        if (step := root / f"global_step_{text}").is_dir():
+            hint = f"this is a run of verl: {below(step) or f'look into {step}'}"
+        raise MissingError(f"{root / TRACKER} says {text!r}, but {path.name}/ is not there", hint)
     return path
 
 
@@ -268,34 +232,5 @@ def _why_not(root: Path) -> str:
         return "the directory is empty"
     if any(ITERATION.fullmatch(name) or name == "release" for name in inside):
         return f"it has iterations but no {TRACKER}: give one of them, or restore the tracker"
-    return other_weights(root) or "expected config.json with *.safetensors, or a Megatron directory with .metadata"
-
-
-def other_weights(root: Path) -> str | None:
-    """What weights a directory holds instead of safetensors with an index, and the way out; None when it holds none."""
-    if (found := _found(root)) is not None:
-        return _OTHER_WEIGHTS[found[0]].format(found[1])
-    if (root / "original").is_dir():
-        return (
-            "only original/ holds weights, in the format of the model's authors: "
-            "download the *.safetensors beside it too"
-        )
-    return None
-
-
-def refuse_other_format(root: Path) -> None:
-    """Raises UnsupportedError where a directory without an index holds weights, and none as a model's safetensors."""
-    found = None if os.path.lexists(root / _INDEX) else _found(root)
-    if found is not None and found[0] != _SHARDS:
-        advice = _OTHER_WEIGHTS[found[0]].format(found[1])
-        raise UnsupportedError(f"{root} has neither {_INDEX} nor model.safetensors", advice)
-
-
-def _found(root: Path) -> tuple[str, str] | None:
-    """The first of _OTHER_WEIGHTS that matches, and the name of a file; an adapter beside shards does not count."""
-    shards = [path.name for path in sorted(root.glob(_SHARDS)) if path.name != _ADAPTER_FILE]
-    for pattern, advice in _OTHER_WEIGHTS.items():
-        files = sorted(path.name for path in root.glob(pattern))
-        if files and not (shards and advice == _ADAPTER):
-            return pattern, files[0] if pattern != _SHARDS else shards[0]
-    return None
+    expected = "expected config.json with *.safetensors, or a Megatron directory with .metadata"
+    return other_weights(root) or below(root) or expected

@@ -49,6 +49,8 @@ class _Status(logging.Handler):
                 echo(f"{label} ...", err=True)
         elif step == "end":
             self._steps.pop()
+        elif step == "note":
+            echo(label, err=True)
         elif step == "done":
             self._steps[-1].done = f", {record.__dict__['done']}"
         else:

@@ -13,8 +13,8 @@ from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.json_text import MAX_BYTES, MAX_VALUES, parse
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, summarize
-from ckptkit.formats.detect import other_weights, refuse_other_format
 from ckptkit.formats.hf.shard import Shard, read_shard
+from ckptkit.formats.other_weights import other_weights, refuse_other_format
 from ckptkit.storage.directory import Directory, directory
 from ckptkit.storage.links import next_move, why_unreadable
 from ckptkit.storage.read import FileExtent
@@ -37,7 +37,7 @@ def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
     try:
         content = read_regular(path, MAX_BYTES)
     except OSError as error:
-        hint = next_move(path, "an HF checkpoint directory needs it")
+        hint = next_move(path, "download the whole directory of the release: config.json, the index and every shard")
         raise CkptkitError(f"{shown or path}: {why_unreadable(path, error)}", hint, code=code_of(error)) from error
     return parse_json(content, shown or str(path))
 

@@ -246,6 +246,28 @@ def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: 
     assert re.fullmatch(r"\d+ files?, 551 tensors, [\d.]+ MB, [\d.]+ M parameters", first)
 
 
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}},
+            "rope: rope_parameters.rope_theta=1000000.0, rope_parameters.rope_type=yarn, rope_parameters.factor=4.0",
+        ),
+        (
+            {"rope_parameters": None, "rope_theta": 500000, "rope_scaling": {"type": "linear", "factor": 8}},
+            "rope: rope_theta=500000, rope_scaling.type=linear, rope_scaling.factor=8",
+        ),
+    ],
+)
+def test_inspect_shows_rotary_settings_as_they_are_stated(
+    stated: dict[str, object], said: str, releases: PathOf, copy_of: CopyOf, ckptkit: Run
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | stated))
+    assert said in ckptkit("inspect", path).stdout.splitlines()
+
+
 def test_inspect_says_of_many_files_which_and_how_many_tensors_they_have(releases: PathOf, ckptkit: Run) -> None:
     files = sorted(path.name for path in releases("glm4_moe").glob("*.safetensors"))
     (line,) = [one for one in ckptkit("inspect", releases("glm4_moe")).stdout.splitlines() if one.startswith("files:")]

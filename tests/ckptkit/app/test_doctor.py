@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -59,11 +60,22 @@ def test_what_is_missing_is_named_and_breaks_nothing_unless_it_is_asked_for() ->
 
 
 @pytest.mark.usefixtures("without")
+def test_each_part_says_whether_it_is_ready_what_it_needs_and_what_was_tested() -> None:
+    lines = run()[1].splitlines()
+    at = lines.index("  sglang     not ready  verify --against-sglang")
+    rows = {row.split()[0]: row.split(maxsplit=1)[1] for row in lines[at + 1 : at + 4]}
+    assert list(rows) == ["devices", "needed", "tested"]
+    assert "pip install sglang" in rows["needed"]
+    assert "0.5.16" in rows["tested"].split(", ")
+    assert any(re.fullmatch(r"  torch +2\.\S+ +>=2\.6", line) for line in lines)
+
+
+@pytest.mark.usefixtures("without")
 def test_an_engine_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "version", importlib.metadata.version)
     parts = {one.name: one for one in module.examine().parts}
     assert (parts["sglang"].usable, parts["engine"].usable) == (True, False)
-    assert parts["engine"].missing == "needs an NVIDIA GPU and its driver"
+    assert parts["engine"].missing == "an NVIDIA GPU and its driver"
 
 
 def test_a_requirement_whose_module_is_gone_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

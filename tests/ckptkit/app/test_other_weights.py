@@ -124,3 +124,56 @@ def test_one_file_without_an_index(releases: Callable[[str], Path], tmp_path: Pa
     convert(source, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back")
     assert (tmp_path / "back/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("model-Q4_K_M.gguf", "model-Q4_K_M.gguf is llama.cpp's format"),
+        ("llama.nemo", "llama.nemo is of NeMo 1"),
+        ("model.pt", f"model.pt {PICKLE}"),
+        ("consolidated.safetensors", "consolidated.safetensors is Mistral's own format"),
+        ("model-00001-of-00002.safetensors", "it is one file of a checkpoint: give the directory around it, /"),
+        ("notes.txt", "give the directory that holds config.json or .metadata"),
+    ],
+)
+def test_a_file_instead_of_a_directory(tmp_path: Path, name: str, hint: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(CkptkitError, match="is a file, not a checkpoint directory") as error:
+        inspect(tmp_path / name)
+    assert str(error.value.hint).startswith(hint)
+
+
+def test_consolidated_safetensors_without_config_are_named(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    with pytest.raises(CkptkitError, match="holds no checkpoint") as error:
+        inspect(tmp_path)
+    assert str(error.value.hint).startswith("consolidated.safetensors is Mistral's own format")
+
+
+@pytest.mark.parametrize(
+    ("file", "folder"),
+    [
+        ("checkpoint-500/model.safetensors", "checkpoint-500"),
+        ("snapshots/abc/model.safetensors.index.json", "snapshots/abc"),
+        ("global_step_7/actor/model_world_size_2_rank_0.pt", "global_step_7/actor"),
+        ("pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0"),
+        ("global_step5/mp_rank_00_model_states.pt", "global_step5"),
+    ],
+)
+def test_a_checkpoint_further_down_is_named(tmp_path: Path, file: str, folder: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_bytes(b"x")
+    with pytest.raises(CkptkitError, match="holds no checkpoint") as error:
+        inspect(tmp_path)
+    assert error.value.hint == f"a checkpoint lies further down: give {tmp_path / folder}"
+
+
+def test_the_root_of_a_run_of_verl_is_told_from_one_of_megatron(tmp_path: Path) -> None:
+    step = tmp_path / "global_step_7/actor/dist_ckpt"
+    step.mkdir(parents=True)
+    (step / ".metadata").write_bytes(b"x")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(CkptkitError, match="iter_0000007/ is not there") as error:
+        inspect(tmp_path)
+    assert error.value.hint == f"this is a run of verl: a checkpoint lies further down: give {step}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,3 +153,17 @@ def test_another_source_is_refused(
 def test_resume_and_overwrite_exclude_each_other(releases: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="--resume goes on with what is there, --overwrite replaces it"):
         convert(releases("qwen3_moe"), tmp_path / "out", resume=True, overwrite=True)
+
+
+def test_a_resumed_run_says_how_much_it_kept(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch) as begun:
+        run(tmp_path / "out", workers=1)
+    nbytes = (tmp_path / "out.partial" / begun[0]).stat().st_size
+    with caplog.at_level("INFO", "ckptkit.progress"), cut_off_after(1000, monkeypatch) as rest:
+        run(tmp_path / "out", resume=True)
+    (said,) = [one.getMessage() for one in caplog.records if one.getMessage().startswith("kept ")]
+    files, written = re.fullmatch(r"kept 1 of (\d+) files, (.+), of the run that was cut off", said).groups()
+    assert int(files) == len(rest) + 1
+    assert 0 < float(written.split()[0]) * {"kB": 1e3, "MB": 1e6}[written.split()[1]] <= nbytes * 1.01

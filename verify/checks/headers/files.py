@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.detect import LOADED, other_weights, refuse_other_format
+from ckptkit.formats.detect import LOADED
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.hf.side_files import is_hidden, is_weight
+from ckptkit.formats.other_weights import other_weights, refuse_other_format
 from ckptkit.storage.links import fetch_again, in_words
 from verify.check import Skip, Tally, check, only
 from verify.evidence.expected import (
