@@ -117,7 +117,8 @@ lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
 	@$(python) -m ruff format --check
 	@$(python) -m mypy
 
-docs: $(stamp)  ## build the documentation into build/site, with every link checked
+# What lies in VENV does: nothing is installed anew because pyproject.toml is newer.
+docs: $(if $(wildcard $(stamp)),,$(stamp))  ## build the documentation into build/site, with every link checked
 	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(python) -W ignore -m mkdocs build
 
 cards: $(stamp)  ## write docs/cards from headers, or compare with weights: make cards WEIGHTS=MODEL=PATH

@@ -1,6 +1,6 @@
 """MkDocs' hook: pages made from the code, pages from outside docs/, and Markdown as GitHub reads it.
 
-`checks.md` and the reference are made anew in each build, so they cannot differ from the code.
+The pages of the checks and the reference are made anew in each build, so they cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import posixpath
 import re
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]*)(#[^)]*)?\)")
 _CODE = re.compile(r"(`[^`]*`|\[[^\]]*\]\([^)]*\))|\b(CK\d{3})\b")
 _MARK = re.compile(r"<!-- (?:not )?run.*-->")
 _SYMPTOM = re.compile(r"### (S(\d+)\. .*)")
+
+# The chapters of the list of checks, by the first digit of their codes.
+_CHAPTERS = {
+    "1": "Files and names",
+    "2": "Values",
+    "3": "Quantized weights",
+    "4": "What Megatron holds",
+    "5": "What SGLang and vLLM hold",
+    "6": "Behaviour",
+    "7": "Configuration and launches",
+}
 
 # Cause, and what the tool says of it, where neither a mutation of the tests nor a symptom shows what a check finds.
 # A test holds each against a finding (tests/support/check_examples.py). `…` stands for what another release words
@@ -228,7 +240,7 @@ def on_files(files: Any, config: Any) -> Any:
     for path in OUTSIDE:
         files.append(File.generated(config, path, content=(ROOT / path).read_text()))
     for path, content in {
-        "checks.md": checks(),
+        **checks(),
         "reference-cli.md": command_line(),
         "reference-python.md": api(),
     }.items():
@@ -271,6 +283,7 @@ def _link(found: re.Match[str], at: str, source: str) -> str:
     image, text, target, anchor = found[1], found[2], found[3], found[4] or ""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(at), target))
     made = path in ("docs/checks.md", "docs/reference-cli.md", "docs/reference-python.md")
+    made = made or path.startswith("docs/checks/")
     if not made and not (ROOT / path).exists():
         raise PluginError(f"{at} links to {target}, which does not exist")
     if path == "README.md":
@@ -284,33 +297,39 @@ def _link(found: re.Match[str], at: str, source: str) -> str:
 
 
 def _code_link(code: str, source: str) -> str:
-    return f"[{code}]({posixpath.relpath('checks.md', posixpath.dirname(source) or '.')}#{code.lower()})"
+    page = f"checks/{code}.md"
+    return code if page == source else f"[{code}]({posixpath.relpath(page, posixpath.dirname(source) or '.')})"
 
 
-def checks() -> str:
-    """Every check by code: title, cause, example, remedy, and the command that runs it."""
+def checks() -> dict[str, str]:
+    """A page for each check: title, cause, example, remedy, and the command that runs it; and one that lists them."""
     from verify.check import all_checks
 
     found = all_checks()
     mutations, symptoms = _mutations(), _symptoms()
     text = ["# Checks by code", ""]
-    text += ["`ckptkit explain CODE` prints the same. Search for a code, or for words of a report.", ""]
-    text += [f"- [{one.code}](#{one.code.lower()}) {one.title}" for one in found]
+    text += ["`ckptkit explain CODE` prints the same. Search for a code, or for words of a report."]
+    pages = {}
+    for stage, several in groupby(found, lambda one: one.code[2]):
+        text += ["", f"## {_CHAPTERS[stage]}", ""]
+        text += [f"- [{one.code}](checks/{one.code}.md) {one.title}" for one in several]
+    pages["checks.md"] = "\n".join(text)
     for one in found:
         shown = [f"- {said}" for said in mutations.get(one.code, [])[:4]]
         shown += [
-            f"- {said} ([symptom S{number}](symptoms.md#s{number}))" for number, said in symptoms.get(one.code, [])
+            f"- {said} ([symptom S{number}](../symptoms.md#s{number}))" for number, said in symptoms.get(one.code, [])
         ]
         if one.code in EXAMPLES:
             cause, said = EXAMPLES[one.code]
             shown.append(f"- {cause}: {_code(said)}")
         if twin := _twin(one.code):
-            shown.append(f"- what {_code_link(twin, 'checks.md')} finds in SGLang")
+            shown.append(f"- what {_code_link(twin, f'checks/{one.code}.md')} finds in SGLang")
         if not shown:
             raise PluginError(f"{one.code} has no example: add one to docs/site/pages.py")
-        text += ["", f"## {one.code}: {one.title} {{ #{one.code.lower()} }}", "", one.rationale, ""]
-        text += ["**For example**", "", *shown, "", f"**What to do:** {one.fix}", "", f"**Run it:** `{command(one)}`"]
-    return "\n".join(text)
+        text = [f"# {one.code}: {one.title}", "", one.rationale, "", "**For example**", "", *shown, ""]
+        text += [f"**What to do:** {one.fix}", "", f"**Run it:** `{command(one)}`", "", "[All checks](../checks.md)"]
+        pages[f"checks/{one.code}.md"] = "\n".join(text)
+    return pages
 
 
 def _twin(code: str) -> str | None:
