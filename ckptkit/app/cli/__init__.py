@@ -20,7 +20,7 @@ import click
 
 from ckptkit.app.cli.output import echo, prepare_streams
 from ckptkit.app.cli.status import shown
-from ckptkit.app.cli.verb import anywhere, asked
+from ckptkit.app.cli.verb import GROUPS, anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError, MissingDependencyError, words_of
 from ckptkit.core.installation import program_version, refuse_shadowed
@@ -60,7 +60,18 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The verbs, in the order of --help."""
-        return sorted(_MODULES)
+        return [name for verbs in GROUPS.values() for name in verbs]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the verbs in groups, with an example each."""
+        width = formatter.width - max(map(len, _MODULES)) - 6
+        for title, verbs in GROUPS.items():
+            rows = []
+            for name, example in verbs.items():
+                command = self.get_command(ctx, name)
+                rows += [(name, command.get_short_help_str(width) if command else ""), ("", example)]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports a verb; None for a name that is none."""

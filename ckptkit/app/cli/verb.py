@@ -15,6 +15,28 @@ _ANYWHERE = (
     (("-v", "--verbose"), "verbose", "A line for each step."),
     (("--debug",), "debug", "Show a traceback when something goes wrong."),
 )
+# The verbs in the order of --help, with an example each.
+GROUPS = {
+    "Make": {
+        "convert": "ckptkit convert qwen3 qwen3-megatron",
+        "quantize": "ckptkit quantize qwen3 qwen3-int4 --preset rl",
+    },
+    "Prove": {
+        "verify": "ckptkit verify qwen3-int4 --source qwen3 --against-sglang",
+        "diff": "ckptkit diff qwen3-trained qwen3",
+        "lint": "ckptkit lint qwen3-int4",
+        "manifest": "ckptkit manifest qwen3-int4",
+    },
+    "Before and after a job": {
+        "preflight": "ckptkit preflight run-qwen3-30B-A3B.sh",
+        "triage": "ckptkit triage job.log",
+    },
+    "Look up": {
+        "inspect": "ckptkit inspect hf://Qwen/Qwen3-30B-A3B",
+        "explain": "ckptkit explain garbled",
+        "doctor": "ckptkit doctor sglang",
+    },
+}
 LAUNCH = "launch"  # the key in `Context.meta` of the words behind `--`
 
 
@@ -37,6 +59,11 @@ class Verb(click.Command):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.params += anywhere()
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Ends the help with an example."""
+        with formatter.section("Example"):
+            formatter.write_text(next(verbs[str(self.name)] for verbs in GROUPS.values() if self.name in verbs))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses, and refuses what is given and has no effect."""

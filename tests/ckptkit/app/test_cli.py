@@ -13,14 +13,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import click
 import pytest
 from support.fixture_types import CopyOf, PathOf
 from support.models import tensors
 
-from ckptkit.app.cli import main
+from ckptkit.app.cli import _MODULES, cli, main
+from ckptkit.app.cli.verb import GROUPS
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -278,7 +281,22 @@ def test_no_verb_at_all_shows_the_help(ckptkit: Run) -> None:
     bare, asked = ckptkit(), ckptkit("--help")
     assert (bare.returncode, bare.stdout, bare.stderr) == (2, "", asked.stdout)
     assert asked.returncode == 0
-    assert "..." not in asked.stdout.partition("Commands:")[2]
+    shown = asked.stdout.partition("\nMake:\n")[2]
+    assert "..." not in shown
+    assert all(f" {example}\n" in shown for verbs in GROUPS.values() for example in verbs.values())
+    assert re.findall(r"^  (\w+) ", shown, re.M) == [name for verbs in GROUPS.values() for name in verbs]
+    assert sorted(re.findall(r"^ +ckptkit (\w+)", shown, re.M)) == sorted(_MODULES)
+
+
+@pytest.mark.parametrize(("name", "example"), [one for verbs in GROUPS.values() for one in verbs.items()])
+def test_the_example_of_a_verb_is_a_line_that_it_takes(name: str, example: str, ckptkit: Run) -> None:
+    words = example.split()
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    with suppress(click.BadParameter):  # a path that is not there
+        command.make_context(name, words[2:])
+    assert words[:2] == ["ckptkit", name]
+    assert ckptkit(name, "--help").stdout.endswith(f"Example:\n  {example}\n")
 
 
 def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quiet(
