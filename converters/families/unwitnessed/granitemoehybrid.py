@@ -57,7 +57,8 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         attention_scale=scales["attention_multiplier"],
     )
     if dims.shared_ffn == 0:
-        raise CkptkitError("config.json: shared_intermediate_size 0 is not supported", "compare it with the release")
+        message = "config.json: shared_intermediate_size 0 is not supported"
+        raise CkptkitError(message, "compare it with the release", code="unsupported")
     for key, wanted in {"head_dim": dims.hidden // dims.heads, "normalization_function": "rmsnorm"}.items():
         if config.get(key, wanted) != wanted:
             raise CkptkitError(

@@ -75,6 +75,7 @@ def test_configs_of_releases_are_read_as_compressed_tensors_reads_them() -> None
         for config in configs
     ]
     packed = [content for content in found if content and content.get("quant_method") == "compressed-tensors"]
+    packed = [content for content in packed if content["format"] != "mxfp4-pack-quantized"]  # that is no INT4
     assert len(packed) > 3
     for content in packed:
         content["ignore"] = ["lm_head"]  # records have it folded

@@ -210,10 +210,15 @@ def test_other_formats_are_named_and_not_judged(file: str, releases: PathOf, cop
 def test_adapter_without_a_config_of_a_model_is_named(file: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     save_file({"base_model.model.x.lora_A.weight": torch.ones(2)}, tmp_path / file)
-    for verb in (verify, inspect):
-        with pytest.raises(CkptkitError, match="holds no checkpoint") as refused:
-            verb(tmp_path)
-        assert f"{file} is an adapter (LoRA)" in str(refused.value.hint)
+    with pytest.raises(CkptkitError, match="holds no checkpoint") as refused:
+        convert(tmp_path, tmp_path / "out")
+    assert f"{file} is an adapter (LoRA)" in str(refused.value.hint)
+    assert {finding.code for finding in verify(tmp_path).findings} == {"CK131"}
+    if file.endswith(".bin"):
+        with pytest.raises(CkptkitError, match=r"has no adapter_model\.safetensors"):
+            inspect(tmp_path)
+    else:
+        assert inspect(tmp_path)["tensors"] == 1
 
 
 # Snapshots of the Hub's cache, whose blobs are gone
