@@ -143,7 +143,7 @@ def _delta_facts(path: Path) -> dict[str, Any]:
     """What a directory of deltas says of itself, with no base at hand."""
     chain = chain_at(path)
     patches = patches_of(chain)
-    changed = {one.number: sum(len(shard.specs) for shard in one.shards) for one in chain.deltas}
+    changed = {one.number: sum(len(shard.sound().specs) for shard in one.shards) for one in chain.deltas}
     return {
         "path": str(path),
         "format": _DELTAS,

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 from families import CASES, case
+from support.deltas import publish, trained
 from support.keys import write_keys
+from support.models import tensors
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import Qwen3MoeConfig
@@ -46,7 +48,13 @@ COMMANDS: dict[str, dict[str, str]] = {
         "convert": "convert in out/megatron",
         "quantize": "quantize in out/int4 --group-size 32",
         "preflight": "preflight --hf-checkpoint in",
-        **{name: f"hook {name} in {{sound}}/hf" for name in ("after_init", "after_write", "after_delta", "verl")},
+        **{name: f"hook {name} in {{sound}}/hf" for name in ("after_init", "after_write", "verl")},
+    },
+    "deltas": {
+        "inspect": "inspect in",
+        "verify": "verify in --source {sound}/hf",
+        "convert": "convert in out/full --hf {sound}/hf",
+        "after_delta": "hook after_delta in/weight_v000001 {sound}/hf",
     },
     "int4": {
         **_ANY,
@@ -91,6 +99,8 @@ def make_bases(root: Path) -> None:
     Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(root / "hf" / "tokenizer.json"))  # noqa: S106
     quantize(root / "hf", root / "int4", int4_scheme(group_size=32))
     convert(root / "hf", root / "megatron")
+    old = tensors(root / "hf")
+    publish(root / "deltas", 1, old, trained(old, 1))
     linked(root / "hf", root / "manifest")
     make_manifest(root / "manifest")
     linked(root / "manifest", root / "signature")

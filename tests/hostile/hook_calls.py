@@ -23,7 +23,7 @@ def _arguments(sound: str) -> dict[str, Any]:
 def call(words: Sequence[str]) -> int:
     """Calls the hook. Prints what it raises as its traceback ends, and returns 1; else 0."""
     name, given, sound = words
-    trained = Namespace(hf_checkpoint=sound, update_weight_mode="delta" if name == "after_delta" else "full")
+    trained = Namespace(hf_checkpoint=sound)
     try:
         match name:
             case "after_init":

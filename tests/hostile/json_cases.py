@@ -131,8 +131,8 @@ def cases() -> Iterator[Case]:
     """JSON as config, index, tokenizer and manifest; values of a config; entries of ignore and targets."""
     for what, content in TEXTS.items():
         make = partial(_text, "config.json", content)
-        yield Case(f"config.json is {what}", "hf", make, r"config\.json", passing=("after_delta",))
-        few = ("inspect", "verify", "after_write", "after_delta")
+        yield Case(f"config.json is {what}", "hf", make, r"config\.json")
+        few = ("inspect", "verify", "after_write")
         name = "model.safetensors.index.json"
         yield Case(f"index is {what}", "hf", partial(_text, name, content), name, few)
         yield Case(

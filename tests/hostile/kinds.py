@@ -13,14 +13,16 @@ from hostile.case import Case
 _TERABYTE = 1 << 40
 # Each file: its base, and the verbs that read it.
 FILES = {
-    "config": ("hf", "config.json", None, ("after_delta",)),
+    "config": ("hf", "config.json", None, ()),
     "index": ("hf", "model.safetensors.index.json", None, ("arguments", "after_init")),
     "shard": (
         "hf",
         "model-00001-of-00005.safetensors",
-        ("convert", "inspect", "quantize", "verify", "diff", "preflight", "manifest", "after_write", "after_delta"),
+        ("convert", "inspect", "quantize", "verify", "diff", "preflight", "manifest", "after_write"),
         (),
     ),
+    "delta": ("deltas", "weight_v000001/model-00000-of-00002.safetensors", None, ()),
+    "delta index": ("deltas", "weight_v000001/model.safetensors.index.json", None, ()),
     "tokenizer": ("hf", "tokenizer.json", ("convert", "quantize", "verify", "preflight", "manifest"), ()),
     "generation config": (
         "hf",

@@ -295,7 +295,7 @@ _MEGATRON = ("inspect", "convert", "verify", "preflight", "after_save")
 
 def cases() -> Iterator[Case]:
     """Every such file, given to what reads weights."""
-    few, shard = ("inspect", "convert", "verify", "after_write", "after_delta"), "model-00001"
+    few, shard = ("inspect", "convert", "verify", "after_write"), "model-00001"
     for what, change in HEADERS.items():
         yield Case(f"shard with {what}", "hf", partial(_header, change), shard, few)
     for what, content in RAW.items():
@@ -307,7 +307,7 @@ def cases() -> Iterator[Case]:
             f"index with {what}",
             "hf",
             partial(_weight_map, change),
-            _INDEX + "|shard|model-99999|" + _FIRST,
+            _INDEX + "|shard|model-99999|owned|png|secret|" + _FIRST,
             (*few, "quantize"),
         )
     for what, content in PICKLES.items():

@@ -117,7 +117,7 @@ def lone(path: Path) -> Chain:
 def require_sound(chain: Chain, specs: Mapping[str, TensorSpec]) -> None:
     """Raises DamagedError for the first fault that headers show. `specs`: the tensors of the base."""
     for path, fault in (*order_faults(chain), *file_faults(chain, specs)):
-        raise DamagedError(f"{path}: {fault}", fault.hint)
+        raise DamagedError(f"{path}: {fault}", fault.hint or _AGAIN)
 
 
 def order_faults(chain: Chain) -> Iterator[FileFault]:
