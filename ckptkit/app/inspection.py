@@ -129,7 +129,7 @@ def _adapter_facts(here: Directory) -> dict[str, Any]:
     )
     return {
         "path": str(here),
-        "format": f"PEFT adapter, {shortened(files.config.get('peft_type'))}",
+        "format": f"PEFT adapter, {str(files.config.get('peft_type'))[:40]}",
         "tensors": len(files.specs),
         "bytes": sum(spec.nbytes for spec in files.specs.values()),
         "parameters": sum(math.prod(spec.shape) for spec in files.specs.values()),

@@ -125,8 +125,9 @@ def _run(options: RunOptions, as_json: bool) -> None:
     if options.dry_run:
         end(f"planned {result.tensors} tensors", as_json)
         return
-    base = ["--hf", options.hf] if options.hf and is_deltas(Path(options.src)) else []
-    next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", options.src, *base])
+    beside = ["--hf", options.hf] if options.hf and is_deltas(Path(options.src)) else []
+    beside += ["--adapter", options.merge] if options.merge else []
+    next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", options.src, *beside])
     remote = is_url(options.dst) or is_url(options.src)
     closing(f"wrote {size(result.bytes)}", next_step=None if remote else next_line)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles, is_adapter
-from converters.adapter import FACTOR, Adapter, Pair
+from converters.adapter import FACTOR, Adapter
 from converters.hf_names import layer_of
 from verify.check import Tally, always, check
 from verify.evidence.plain import plain
@@ -202,16 +202,16 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     rank, own = adapter.scale_of("")
     alpha = own * (math.sqrt(rank) if adapter.files.config.get("use_rslora") else rank)
     tally.compared(0, len(adapter.pairs))
-    for engine, scale in (("SGLang 0.5.16", alpha / rank), ("vLLM 0.26", own)):
-        odd: dict[float, list[Pair]] = defaultdict(list)
-        for pair in adapter.pairs:
-            if not math.isclose(pair.scale, scale):
-                odd[pair.scale].append(pair)
-        for right, pairs in odd.items():
-            hint = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
-            names = [pair.a.name for pair in pairs]
-            actual = f"{engine} scales it by {scale:g}"
-            yield Issue(f"a scale of {right:g}", actual, hint, names=names, severity="warning", together=True)
+    odd: dict[tuple[float, str], list[str]] = defaultdict(list)
+    for pair in adapter.pairs:
+        given = {"SGLang 0.5.16": alpha / rank, "vLLM 0.26": own}
+        wrong = {engine: scale for engine, scale in given.items() if not math.isclose(pair.scale, scale)}
+        if wrong:
+            words = [f"{engine} scales it by {scale:g}" for engine, scale in wrong.items()]
+            odd[pair.scale, ", ".join(words)].append(pair.a.name)
+    for (right, actual), names in odd.items():
+        hint = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
+        yield Issue(f"a scale of {right:g}", actual, hint, names=names, severity="warning", together=True)
 
 
 @check(
