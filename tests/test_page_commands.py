@@ -8,10 +8,12 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
 import torch
+import yaml
 from families.case import MOE, SIZES, Case, save
 from huggingface_hub import HfFileSystem, constants
 from releases.record import load
@@ -224,3 +226,37 @@ def test_a_job_starts_only_behind_its_check(number: int, shell: Shell, tiny: Pat
     for name, code in ((tiny.name, 0), ("broken", 1)):
         done = bash(text, programs, HF=name, LOAD="qwen3-megatron", REF="qwen3-megatron")
         assert done.returncode == code, done.stdout + done.stderr
+
+
+def snippet(key: str) -> Any:
+    """The configuration in docs/hooks.md that has this key at its top."""
+    found = [yaml.safe_load(block.text) for block in BLOCKS if block.page == "docs/hooks.md" and block.kind == "yaml"]
+    [one] = [content for content in found if key in content]
+    return one
+
+
+def test_configurations_of_ci_run_the_check_and_keep_its_report(shell: Shell, tiny: Path, tmp_path: Path) -> None:
+    steps = snippet("jobs")["jobs"]["preflight"]["steps"]
+    [check] = [step["run"] for step in steps if "ckptkit preflight" in step.get("run", "")]
+    [summary] = [step for step in steps if "SUMMARY" in step.get("run", "")]
+    gitlab = snippet("stages")["preflight"]
+    [hook] = snippet("repos")["repos"][0]["hooks"]
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "ckptkit").write_text(f"#!/bin/bash\n{PROGRAMS['ckptkit']}\n")
+    (programs / "ckptkit").chmod(0o755)
+    shell.run(f"ckptkit convert {tiny.name} qwen3-megatron")
+    shutil.copytree(tiny, "broken")
+    next(Path("broken").glob("*.safetensors")).unlink()
+    for name, code, said in ((tiny.name, 0, "PASSED"), ("broken", 1, "FAILED")):
+        for command in (check, *gitlab["script"]):
+            line = command.replace("/hf/qwen3", name).replace("/ckpt/qwen3", "qwen3-megatron")
+            assert bash(line, programs).returncode == code, line
+        assert bash(summary["run"], programs, GITHUB_STEP_SUMMARY="summary.md").returncode == 0
+        assert said in Path("summary.md").read_text()
+        assert all(Path(file).exists() for file in (*gitlab["artifacts"]["paths"], "preflight.xml", "preflight.sarif"))
+        Path("run-job.sh").write_text(f"python3 train.py --hf-checkpoint {name} --load qwen3-megatron\n")
+        assert (bash(f"{hook['entry']} run-job.sh", programs).returncode == 0) == (code == 0)
+    assert summary["if"] == "always()"
+    assert gitlab["artifacts"]["when"] == "always"
+    assert re.search(hook["files"], "scripts/run-qwen3.sh")
