@@ -271,6 +271,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK304",
     "scales are finite and not zero, and weight_shape is true",
     stage="quantization",
+    explained_by=("CK204",),
     rationale="A scale of zero silences a group of weights, one of NaN poisons it; decompressors take the row length "
     "from weight_shape. A negative scale is sound where the grid has them, as AutoRound's symmetric one, and turns the "
     "sign of a group of weights where it has none.",

@@ -81,7 +81,7 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for broken in (True, False):
         for names in group_by_pattern(name for name in wrong if _is_broken(values.stats[name]) == broken):
             worst = max(names, key=lambda name: wrong[name].largest)
-            actual = _described(wrong[worst], worst, values.stats[worst])
+            actual = _described(wrong[worst], worst if len(names) > 1 else None, values.stats[worst])
             yield Issue("the bits of the source", actual, hint, names=names, file=subject.path)
 
 
@@ -138,13 +138,15 @@ def _origin_of(subject: Subject, name: str) -> str | None:
     return None if (found := values.source_names.get(stats.digest)) == name else found
 
 
-def _described(difference: Difference, name: str, stats: Extremes) -> str:
+def _described(difference: Difference, name: str | None, stats: Extremes) -> str:
+    """How a tensor differs; `name`: it is the worst of several."""
     if difference.source.shape != difference.actual.shape:
         return f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
     numel = math.prod(difference.actual.shape)
     rows = f", {difference.rows}" if difference.rows else ""
     by = f"by up to {difference.largest:.3g}" if stats.finite else "with NaN or infinity among them"
-    return f"{difference.unequal} of {numel} elements differ in {name}{rows}, {by}"
+    where = f" in {name}" if name else ""
+    return f"{difference.unequal} of {numel} elements differ{where}{rows}, {by}"
 
 
 @check(
