@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.adapters import KINDS, MLP, made, randomized
+from support.nightly import daily
 from torch import Tensor, nn
 
 from ckptkit.app.api import convert, quantize
@@ -46,7 +47,7 @@ def opened(path: Path, base: str = "base") -> Adapter:
     return Adapter(AdapterFiles(path / "adapter"), HfCheckpoint(path / base), "adapter")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", daily(KINDS, ("dense", "dora", "fused experts", "other names")))
 def test_merging_gives_what_peft_merges(kind: str, adapters: Callable[[str], Path]) -> None:
     path = adapters(kind)
     adapter = opened(path)
