@@ -39,6 +39,7 @@ DRAFTS = {
     "glm_moe_dsa-shared": "DeepseekV32MTP" if NEWER else "DeepSeekMTP",
     "glm4_moe_lite": "Glm4MoeLiteMTP",
     "hy_v3": "HYV3MTP",
+    "nemotron_h-latent": "NemotronHMTP",
     "deepseek_v4": "DeepSeekV4MTP",
     "qwen3_next": "Qwen3NextMTP",
     "qwen3_5": "Qwen3_5MTP",

@@ -98,10 +98,20 @@ class Loaded:
     def concerns(self, name: str) -> bool:
         """Whether a tensor belongs here, and not to a draft model or to what is only carried along.
 
-        Scales and codes of what is carried do: engines load the weight beside them, and without them as other numbers.
+        Scales and codes of a tower that is carried do: engines load the weight beside them, and without them as other
+        numbers.
         """
         carried = family_of(self.config).carries(name) and not name.endswith(_OF_QUANTIZED)
-        return not carried and not name.startswith(self.draft_prefixes)
+        return not carried and not name.startswith((*self.draft_prefixes, *self.carried_drafts))
+
+    @cached_property
+    def carried_drafts(self) -> tuple[str, ...]:
+        """How the names of multi-token prediction layers begin that no Megatron holds, and so no rule is for."""
+        family = family_of(self.config)
+        if (release := family.release) is None:
+            return ()
+        drafts = release.drafts(release.text(self.config), release.root)
+        return tuple(one.prefix for one in drafts if family.carries(one.prefix))
 
     @cached_property
     def draft_prefixes(self) -> tuple[str, ...]:
