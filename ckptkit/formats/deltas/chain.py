@@ -29,7 +29,7 @@ FileFault = tuple[Path, Fault]
 
 _AGAIN = "copy this version again from where the trainer published it; if it is the same there, publish a full one"
 _CUT = (
-    "the trainer was stopped while it published, or the copy is not complete: copy it again, or remove it if it is last"
+    "the trainer was stopped while it published, or the copy is not complete: copy it again, or take the version before"
 )
 
 
