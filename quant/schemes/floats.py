@@ -320,7 +320,9 @@ def _reader_notes(
     if scheme.name == "nvfp4":
         unread = [_NOT_LOADED] if class_tree(config).outside and "sglang" in readers else []
         return [*unread, *tiles.kernel_notes("NVFP4", chosen, config, scheme.kind.block[1], readers)]
-    engines = [words for name, words in _ENGINES.items() if name in readers and not _loads_blocks(config, name)]
+    # vLLM has a spelling of MXFP8 of its own, in which the scales have another name.
+    asked = [name for name in _ENGINES if name in readers and not (scheme.name == "mxfp8" and name == "vllm")]
+    engines = [_ENGINES[name] for name in asked if not _loads_blocks(config, name)]
     if scheme.name in ("fp8-block", "mxfp8") and scheme.formula != _CT and engines:
         notes += (
             f"{' and '.join(engines)}: this model's class takes weight_scale_inv for one scale of a whole tensor, and "

@@ -236,6 +236,7 @@ def test_what_blocks_do_not_divide_stays_with_all_that_engines_join_to_it(
         ("llama", FloatScheme("fp8-block", "compressed-tensors"), []),
         ("llama", FloatScheme("fp8-channel"), []),
         ("mistral3", FloatScheme("fp8-block"), ["SGLang 0.5.16 and vLLM 0.26: this model's class takes"]),
+        ("mistral3", FloatScheme("mxfp8"), ["SGLang 0.5.16: this model's class takes"]),
         (
             "nemotron_h",
             FloatScheme("fp8-block"),
