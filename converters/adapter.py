@@ -117,15 +117,15 @@ class Adapter:
     """An adapter over a base model: its pairs, whole tensors that replace the base's, and what does not fit.
 
     `saved`: the adapter's tensors by the base's names; `copies`: those that are the base's own, which PEFT saves beside
-    the factors of an embedding. Raises CkptkitError for kinds of adapters that are not read, and
-    for a base of no known family.
+    the factors of an embedding. Raises CkptkitError for kinds of adapters that are not read, for a base of no known
+    family, and for modules whose names in the base are not known.
     """
 
     def __init__(self, files: AdapterFiles, base: Checkpoint, where: str) -> None:
         self.files, self.base, self.where = files, base, where
         self.family = family_of(base.config)
         self.faults: list[Fault] = []
-        self._check_kind(files.config)
+        require_lora(files.config, where)
         self.pairs: list[Pair] = []
         self.saved: dict[str, TensorSpec] = {}
         self.copies: dict[str, TensorSpec] = {}
@@ -140,24 +140,26 @@ class Adapter:
             match = FACTOR.fullmatch(f"{stem}A")
             self._add_pair(match[1].removeprefix(_ROOT) if match else stem, parts, embedding)
 
-    def _check_kind(self, config: Mapping[str, Any]) -> None:
-        if (kind := config.get("peft_type")) != "LORA":
-            raise UnsupportedError(f"{self.where}/{ADAPTER_CONFIG}: peft_type {shortened(kind)} is not read", _BY_HAND)
-        odd = [key for key in _OTHERS if config.get(key)]
-        odd += ["bias"] if config.get("bias", "none") != "none" else []
-        if odd:
-            message = f"{self.where}/{ADAPTER_CONFIG}: an adapter with {odd[0]} {shortened(config[odd[0]])} is not read"
-            raise UnsupportedError(message, _BY_HAND)
-
     def _fault(self, name: str, expected: str, actual: str) -> None:
         self.faults.append(Fault(expected, actual, name))
+
+    def _lost(self, name: str, module: str) -> None:
+        """A name that the base does not have: a fault, unless the base may only spell it otherwise.
+
+        transformers renames towers, and whole models of families of which no spelling of releases is stated.
+        """
+        towers = {part.strip(".").rpartition(".")[2] for part in self.family.carried}
+        if self.family.release is None or not towers.isdisjoint(module.split(".")):
+            message = f"{self.where}: the base has no {module}, and how it would spell that is not known"
+            raise UnsupportedError(message, _BY_HAND)
+        self._fault(name, "a tensor of the base model", f"the base has no {module}")
 
     def _add_saved(self, spec: TensorSpec) -> None:
         """A whole tensor (`modules_to_save`)."""
         own = _SAVED.sub("", spec.name.removeprefix(_ROOT)).replace(".base_layer.", ".")
         target = next((self.base.specs[one] for one in self._names(own) if one in self.base.specs), None)
         if target is None:
-            self._fault(spec.name, "a tensor of the base model", "the base has none of this name")
+            self._lost(spec.name, own)
         elif target.shape != spec.shape:
             self._fault(spec.name, f"shape {list(target.shape)}, as in the base", f"{list(spec.shape)}")
         else:
@@ -170,7 +172,7 @@ class Adapter:
         a, b, magnitude = parts["A"], parts["B"], parts.get("magnitude_vector")
         candidates = self._targets(module)
         if not candidates:
-            return self._fault(a.name, "a weight of the base model", f"the base has no {module}")
+            return self._lost(a.name, module)
         targets = next((one for one in candidates if _fit(a, b, magnitude, one, embedding)), None)
         if targets is None:
             one = candidates[0]
@@ -208,7 +210,7 @@ class Adapter:
 
     def _names(self, own: str) -> Iterator[str]:
         """What the base may call a module or tensor of transformers' class."""
-        yield own
+        yield from (own, own.removeprefix("model."))
         if release := self.family.release:
             yield release.name(own.removeprefix("model.").removeprefix("language_model."))
             yield own.replace("lm_head", release.head, 1)
@@ -271,6 +273,17 @@ class Adapter:
     def _taken(self, name: str, spec: TensorSpec) -> Step:
         whole = TensorSpec(name, spec.shape, self.base.specs[name].dtype)
         return Step((spec.name,), (whole,), lambda one: [one[0].to(whole.torch_dtype)], "take from the adapter")
+
+
+def require_lora(config: Mapping[str, Any], where: str) -> None:
+    """Raises UnsupportedError for an adapter_config.json of another kind of adapter than is read here."""
+    if (kind := config.get("peft_type")) != "LORA":
+        raise UnsupportedError(f"{where}/{ADAPTER_CONFIG}: peft_type {shortened(kind)} is not read", _BY_HAND)
+    odd = [key for key in _OTHERS if config.get(key)]
+    odd += ["bias"] if config.get("bias", "none") != "none" else []
+    if odd:
+        message = f"{where}/{ADAPTER_CONFIG}: an adapter with {odd[0]} {shortened(config[odd[0]])} is not read"
+        raise UnsupportedError(message, _BY_HAND)
 
 
 def _fit(a: TensorSpec, b: TensorSpec, magnitude: TensorSpec | None, targets: Targets, embedding: bool) -> bool:

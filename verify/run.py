@@ -56,16 +56,24 @@ def verify(
     if subject.options.adapter is not None and not subject.source_is_hf:
         raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
     if is_adapter(subject.path):
-        return _of_adapter(subject, path, source, command)
+        _check_adapter(subject, hf)
+        return _report(subject, "adapter", path, source, command)
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
+    return _report(subject, "deltas" if subject.is_deltas else None, path, source, command)
+
+
+def _report(
+    subject: Subject, stage: str | None, path: str | Path, source: str | Path | None, command: Sequence[str]
+) -> Report:
+    """Runs the checks. `stage`: the one of what lies there; None: a checkpoint, which has all others."""
     others = {"launch", "adapter", "deltas"}
-    of_deltas = subject.is_deltas
-    checks = [one for one in all_checks() if (one.stage == "deltas" if of_deltas else one.stage not in others)]
+    checks = [one for one in all_checks() if (one.stage == stage if stage else one.stage not in others)]
     chosen, left_out = choose(subject, checks)
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, chosen)
     findings = with_causes(outcome.findings, {one.code: one.explained_by for one in chosen})
+    is_lora = stage == "adapter"
     return Report(
         version=program_version(),
         command=tuple(command),
@@ -74,39 +82,20 @@ def verify(
         checks=outcome.checks,
         findings=findings,
         facts=_with_left_out(outcome.facts, left_out),
-        heat=_heat(subject, findings),
+        heat={} if is_lora else _heat(subject, findings),
         reasons=outcome.reasons,
-        model=model_of(subject),
+        model="LoRA adapter" if is_lora else model_of(subject),
         date=now(),
         asked=looked_at(outcome.checks),
-        not_asked=_not_asked(subject),
+        not_asked=[] if is_lora and source else ["base model"] if is_lora else _not_asked(subject),
     )
 
 
-def _of_adapter(subject: Subject, path: str | Path, source: str | Path | None, command: Sequence[str]) -> Report:
-    """The report on a PEFT adapter, beside the base that `source` is, or another adapter."""
-    if subject.options != VerifyOptions():
+def _check_adapter(subject: Subject, hf: str | Path | None) -> None:
+    """Raises UsageError for options about a model."""
+    if hf is not None or subject.options != VerifyOptions():
         hint = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), and verify what that gives"
-        raise UsageError(f"{path} is an adapter, of which nothing but --source can be asked", hint)
-    chosen, left_out = choose(subject, [one for one in all_checks() if one.stage == "adapter"])
-    read = [one for one in (subject.path, subject.source_path) if one]
-    with unchanged([weights_at(one) for one in read], is_own):
-        outcome = run_checks(subject, chosen)
-    return Report(
-        version=program_version(),
-        command=tuple(command),
-        checkpoint=str(path),
-        source=str(source) if source else None,
-        checks=outcome.checks,
-        findings=outcome.findings,
-        facts=_with_left_out(outcome.facts, left_out),
-        heat={},
-        reasons=outcome.reasons,
-        model="LoRA adapter",
-        date=now(),
-        asked=looked_at(outcome.checks),
-        not_asked=[] if source else ["base model"],
-    )
+        raise UsageError(f"{subject.path} is an adapter, of which nothing but --source can be asked", hint)
 
 
 def _with_left_out(facts: Mapping[str, list[str]], left_out: list[str]) -> dict[str, list[str]]:

@@ -30,6 +30,7 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "embedding": ("qwen3-untied", {"target_modules": ["embed_tokens", "o_proj"]}),
     "fused experts": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     "all linear": ("qwen3_moe", {"target_modules": "all-linear"}),
+    "mtp": ("glm4_moe-mtp", {"target_modules": ["q_proj", "o_proj"]}),
     "other names": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     "nested": ("gemma3", {"target_modules": r".*language_model.*\.(q_proj|down_proj)"}),
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckptkit.core.errors import MissingError
+from ckptkit.core.errors import MissingError, UnsupportedError
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.storage.directory import directory
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
 
 
 def is_adapter(path: Path) -> bool:
@@ -22,7 +23,7 @@ def is_adapter(path: Path) -> bool:
 class AdapterFiles(HfCheckpoint):
     """An adapter as it is stored; `config` is adapter_config.json. Opening reads headers only.
 
-    Raises CkptkitError where either file is missing or damaged.
+    Raises CkptkitError where either file is missing or damaged, and UnsupportedError for a pickle.
     """
 
     def __init__(self, root: Path) -> None:
@@ -30,7 +31,9 @@ class AdapterFiles(HfCheckpoint):
         self.root = self.directory.path
         self.config = read_json(self.root / ADAPTER_CONFIG)
         if not os.path.lexists(self.root / ADAPTER_WEIGHTS):
-            hint = "save the adapter with save_pretrained(..., safe_serialization=True); pickles (.bin) are not read"
+            hint = "save the adapter with save_pretrained(..., safe_serialization=True)"
+            if os.path.lexists(self.root / _PICKLE):
+                raise UnsupportedError(f"{self.root / _PICKLE} is a pickle, which is not read", hint)
             raise MissingError(f"{self.root} has no {ADAPTER_WEIGHTS}", hint)
         self.shards = {ADAPTER_WEIGHTS: read_shard(self.root / ADAPTER_WEIGHTS).sound()}
         self._shard_of = {name: shard for shard in self.shards.values() for name in shard.specs}

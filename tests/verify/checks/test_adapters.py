@@ -159,7 +159,63 @@ def test_options_of_models_are_refused(root: Path, tmp_path: Path) -> None:
     shutil.copytree(path / "adapter", tmp_path / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
     torch.save({}, tmp_path / "pickled" / "adapter_model.bin")
     report = verify(tmp_path / "pickled")
-    assert [(finding.code, finding.severity) for finding in report.findings] == [("CK131", "error")]
+    assert (report.findings, report.status) == ([], "inconclusive")
+
+
+def left_out(*layers: int) -> Change:
+    return drop(*(f"layers.{layer}.self_attn.q_proj.lora_{part}.weight" for layer in layers for part in "AB"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "config"),
+    [
+        (
+            "dense",
+            left_out(10, 11),
+            {"target_modules": r".*\.layers\.\d\.self_attn\.q_proj|.*(k|v|o|gate|up|down)_proj"},
+        ),
+        ("dense", left_out(3), {"exclude_modules": ["model.layers.3.self_attn.q_proj"]}),
+        ("mtp", nothing, {}),
+    ],
+    ids=["layers by an expression", "a module left out", "a base with MTP layers"],
+)
+def test_layers_that_a_run_leaves_out_are_no_fault(
+    kind: str, change: Change, config: dict[str, object], root: Path, tmp_path: Path
+) -> None:
+    path = of_kind(kind, root)
+    changed = edited(path, tmp_path / "adapter", change, **config)
+    assert verify(changed, source=path / "base").findings == []
+    assert verify(changed).findings == []
+
+
+@pytest.mark.parametrize("config", [{"peft_type": "LOHA"}, {"bias": "all"}, {"use_qalora": True}], ids=str)
+def test_adapters_of_other_kinds_are_inconclusive(config: dict[str, object], root: Path, tmp_path: Path) -> None:
+    path = of_kind("dense", root)
+    other = edited(path, tmp_path / "adapter", nothing, **config)
+    for source in (None, path / "base"):
+        report = verify(other, source=source)
+        assert (report.findings, report.status) == ([], "inconclusive")
+
+
+def test_names_that_the_base_may_only_spell_otherwise_are_inconclusive(root: Path, tmp_path: Path) -> None:
+    def in_the_tower(tensors: dict[str, Tensor]) -> None:
+        tower = "base_model.model.model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"
+        tensors |= {f"{tower}.lora_A.weight": torch.ones(4, 8), f"{tower}.lora_B.weight": torch.ones(8, 4)}
+
+    path = of_kind("nested", root)
+    report = verify(edited(path, tmp_path / "adapter", in_the_tower), source=path / "base")
+    assert (report.findings, report.status) == ([], "inconclusive")
+    assert any("how it would spell that is not known" in reason for reason in report.reasons)
+
+
+def test_an_expert_that_was_not_trained_is_a_warning(root: Path, tmp_path: Path) -> None:
+    def one_expert(tensors: dict[str, Tensor]) -> None:
+        name = "base_model.model.model.layers.2.mlp.experts.7.up_proj"
+        tensors |= {f"{name}.lora_A.weight": torch.ones(4, 128), f"{name}.lora_B.weight": torch.zeros(96, 4)}
+
+    path = of_kind("fused experts", root)
+    report = verify(edited(path, tmp_path / "adapter", one_expert))
+    assert [(finding.code, finding.severity) for finding in report.findings] == [("CK133", "warning")]
 
 
 STATED = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 8}

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckptkit.core.errors import CkptkitError
-from ckptkit.core.specs import TensorSpec
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles, is_adapter
-from converters.adapter import FACTOR, Adapter
+from converters.adapter import FACTOR, Adapter, require_lora
+from converters.config.values import integer, number
 from converters.hf_names import layer_of
-from verify.check import Tally, always, check
+from converters.planner import dims_of
+from verify.check import Tally, check
+from verify.evidence.folding import pattern_of
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
 _AGAIN = "export the adapter again from the run"
-_NUMBER = re.compile(r"(?<=layers\.)\d+")
-_GIVEN_AWAY = "no base model was given as --source"
+_NO_BASE = "no base model was given as --source"
+# Keys by which a run leaves out modules of some layers.
+_CHOOSING = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")
 
 
 def adapter_files(subject: Subject) -> AdapterFiles:
@@ -42,7 +44,7 @@ def over_base(subject: Subject) -> Adapter:
 
 def without_base(subject: Subject) -> str | None:
     """For checks that need the base model."""
-    return _GIVEN_AWAY if subject.source_path is None or is_adapter(subject.source_path) else None
+    return _NO_BASE if subject.source_path is None or is_adapter(subject.source_path) else None
 
 
 def without_other(subject: Subject) -> str | None:
@@ -53,44 +55,35 @@ def without_other(subject: Subject) -> str | None:
 
 @check(
     "CK131",
-    "factors are in pairs, and in every layer",
+    "factors are in pairs",
     stage="adapter",
     gate=True,
-    rationale="An engine adds B A to a weight only where it finds both, and leaves out a layer without a word.",
+    rationale="An engine adds B A to a weight only where it finds both, and leaves out the rest without a word.",
     fix="Export the adapter again; compare the number of its tensors with what the trainer has.",
-    unless=always,
 )
 def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """A and B of each module, of one rank; a kind of module that some layers have and others have not."""
+    """The files are whole, and A and B of each module are there.
+
+    Raises UnsupportedError for a pickle, and for another kind of adapter, which has no such factors.
+    """
     try:
         files = subject.once(adapter_files)
+    except UnsupportedError:
+        raise
     except CkptkitError as error:
         yield Issue("an adapter that PEFT saved", error.message, error.hint or _AGAIN, file=subject.path)
         return
-    parts: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
-    for name, spec in files.specs.items():
+    require_lora(files.config, str(subject.path))
+    parts: dict[str, set[str]] = defaultdict(set)
+    for name in files.specs:
         if match := FACTOR.fullmatch(name):
-            parts[name[: match.start(3)].removesuffix(".lora_")][match[3]] = spec
+            parts[name[: match.start(3)]].add(match[3])
     tally.compared(0, len(files.specs))
     if not parts:
         yield Issue("factors lora_A and lora_B", "none", _AGAIN, file=subject.path)
-        return
-    alone = {stem: next(iter(own)) for stem, own in parts.items() if not {"A", "B"} <= own.keys()}
-    for part in "AB":
-        names = [f"{stem}.lora_{part}" for stem, found in alone.items() if found == part]
-        yield Issue("factors A and B in pairs", f"lora_{part} alone", _AGAIN, names=names, file=subject.path)
-    layers = {stem: layer_of(f"{stem}.weight") for stem in parts}
-    of_kind: dict[str, set[int]] = defaultdict(set)
-    for stem, layer in layers.items():
-        if layer is not None:
-            of_kind[_NUMBER.sub("{}", stem)].add(layer)
-    everywhere = set().union(*of_kind.values())
-    chosen = files.config.get("layers_to_transform")
-    for kind, found in of_kind.items() if chosen is None and subject.source_path is None else ():
-        lost = sorted(everywhere - found)
-        if lost and 2 * len(found) > len(everywhere):
-            names = [kind.replace("{}", str(layer), 1) for layer in lost]
-            yield Issue("a pair in every layer, as in the others", "none", _AGAIN, names=names, file=subject.path)
+    for part, other in ("AB", "BA"):
+        names = [f"{stem}{part}" for stem, found in parts.items() if other not in found]
+        yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names, file=subject.path)
 
 
 @check(
@@ -110,19 +103,28 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for fault in adapter.faults:
         names = None if fault.name is None else [fault.name]
         yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, names=names, file=subject.path)
-    chosen = adapter.files.config.get("layers_to_transform")
-    yield from _lost_layers(adapter) if chosen is None else ()
+    yield from _lost_layers(adapter)
 
 
 def _lost_layers(adapter: Adapter) -> Iterator[Issue]:
+    """Layers without a pair that others have, where the run cannot have chosen layers.
+
+    Multi-token prediction layers are not in transformers' classes, so that PEFT never has them.
+    """
+    config, layers = adapter.files.config, dims_of(adapter.base.config).layers
+    modules = config.get("target_modules")
+    if not isinstance(modules, list) or any(config.get(key) for key in _CHOOSING) or any("." in one for one in modules):
+        return
     changed = {spec.name for pair in adapter.pairs for spec in pair.targets.specs}
-    kinds = {re.sub(r"\d+", "{}", name) for name in changed if layer_of(name) is not None}
-    same = [name for name in adapter.base.specs if re.sub(r"\d+", "{}", name) in kinds]
-    lost = [name for name in same if name not in changed]
-    if len(lost) < len(changed):  # else the run chose layers by an expression
-        yield Issue(
-            "a pair for each weight of this kind", "none", _AGAIN, names=lost, file=adapter.files.root, together=True
-        )
+    kinds = {pattern_of(name) for name in changed}
+    lost = [
+        name
+        for name in adapter.base.specs
+        if name not in changed and (layer := layer_of(name)) is not None and layer < layers
+        if pattern_of(name) in kinds
+    ]
+    expected = "a pair for each weight of this kind"
+    yield Issue(expected, "none", _AGAIN, names=lost, file=adapter.files.root, together=True)
 
 
 @check(
@@ -134,7 +136,10 @@ def _lost_layers(adapter: Adapter) -> Iterator[Issue]:
     fix="Export the adapter again; compare with what the trainer holds.",
 )
 def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """No NaN, no infinity; no factor of zeros while others are not."""
+    """No NaN, no infinity; no factor of zeros while others are not.
+
+    Of experts that is a warning: one that no token was sent to was not trained.
+    """
     files = subject.once(adapter_files)
     zeros: list[str] = []
     factors = 0
@@ -149,8 +154,12 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if factors and 2 * len(zeros) >= factors:
         hint = "the adapter changes nothing: was it saved before the first step?"
         yield Issue("factors that are not zero", "zeros", hint, names=zeros, together=True, severity="warning")
-    else:
-        yield Issue("factors that are not zero", "zeros", _AGAIN, names=zeros, file=subject.path)
+        return
+    expected, of_experts = "factors that are not zero", [name for name in zeros if ".experts." in name]
+    others = [name for name in zeros if name not in of_experts]
+    yield Issue(expected, "zeros", _AGAIN, names=others, file=subject.path)
+    hint = "was no token sent to these experts?"
+    yield Issue(expected, "zeros", hint, names=of_experts, file=subject.path, severity="warning")
 
 
 @check(
@@ -199,12 +208,17 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What each engine multiplies by, against adapter_config.json."""
     adapter = subject.once(over_base)
-    rank, own = adapter.scale_of("")
-    alpha = own * (math.sqrt(rank) if adapter.files.config.get("use_rslora") else rank)
-    tally.compared(0, len(adapter.pairs))
+    config = adapter.files.config
+    rank, alpha = integer(config, "r", 8), number(config, "lora_alpha", 8)
+    tally.compared(0, 1 + len(adapter.pairs))
+    if rank < 1:
+        return  # which engines refuse, and CK132 says
+    given = {
+        "SGLang 0.5.16": alpha / rank,
+        "vLLM 0.26": alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+    }
     odd: dict[tuple[float, str], list[str]] = defaultdict(list)
     for pair in adapter.pairs:
-        given = {"SGLang 0.5.16": alpha / rank, "vLLM 0.26": own}
         wrong = {engine: scale for engine, scale in given.items() if not math.isclose(pair.scale, scale)}
         if wrong:
             words = [f"{engine} scales it by {scale:g}" for engine, scale in wrong.items()]
