@@ -130,6 +130,10 @@ def _mtp_by_name(content: dict[str, Any]) -> None:
     content["ignore"] = [*kept, "mtp.fc", *(f"mtp.layers.0.{part}" for part in parts)]
 
 
+def _without_drafts(content: dict[str, Any]) -> None:
+    content["ignore"] = [entry for entry in content["ignore"] if "mtp" not in entry]
+
+
 def _cache_scales(work: Path) -> None:
     """Calibrated scales of the FP8 cache, as compressed-tensors stores them."""
     path = work / "CKPT"
@@ -433,6 +437,18 @@ REPORTS = (
         "lint: exposed",
         ("mtp.layers.0.self_attn",),
         quantization(_mtp_by_name),
+        _int4_without("re:mtp.*"),
+    ),
+    Report(
+        "vllm#53387",
+        "2026-08",
+        "INT4 with the MTP layer in BF16, and a list that does not name it: vLLM builds the draft's fc by the target's "
+        "scheme, looks for fc.weight_packed and ends in a ValueError.",
+        f"{VERIFY} --reader vllm",
+        "qwen3_5-tiles/",
+        "CK302",
+        ("vLLM 0.26 would pack mtp.fc.weight",),
+        quantization(_without_drafts),
         _int4_without("re:mtp.*"),
     ),
     Report(
