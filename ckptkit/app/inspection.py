@@ -19,6 +19,7 @@ from ckptkit.formats.deltas.chain import chain_at
 from ckptkit.formats.deltas.replay import patches_of
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.adapter import AdapterFiles, is_adapter
+from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
 from ckptkit.formats.hf.remote import config_at, opened
 from ckptkit.formats.hf.side_files import is_quantized
@@ -99,6 +100,9 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         facts["parameters"] = sum(math.prod(spec.shape) for spec in specs.values())
     facts["dtypes"] = dict(Counter(spec.dtype for spec in specs.values()))
     if isinstance(checkpoint, HfCheckpoint):
+        if records := downloads_in(location.path):
+            origins = ", ".join(dict.fromkeys(one.origin for one in records.values()))
+            facts["download"] = f"{origins}: {len(records)} files have a recorded hash, which `ckptkit verify` compares"
         facts["files"] = {file: len(shard.specs) for file, shard in checkpoint.shards.items()}
         facts["config"] = _selected(checkpoint.config, lambda value: not isinstance(value, dict))
         if rope := _rope(checkpoint.config):

@@ -48,9 +48,15 @@ def absent(path: Path) -> str:
     return f"no {path.name} in it" if target is None else f"its {path.name} is a link to {target}, where nothing is"
 
 
+def snapshot_of(root: Path) -> tuple[str, str] | None:
+    """Model (`ORG/NAME`) and revision of a directory that is a snapshot in the hub's cache; None where it is none."""
+    found = _SNAPSHOT.fullmatch(str(root.absolute()))
+    return None if found is None else (found[1].replace("--", "/", 1), found[2])
+
+
 def fetch_again(root: Path) -> str:
     """How to get the files behind links that lead nowhere."""
-    if (found := _SNAPSHOT.fullmatch(str(root.absolute()))) is None:
+    if (found := snapshot_of(root)) is None:
         return "copy the files behind the links too (`cp -rL`), or download them again"
-    name = found[1].replace("--", "/", 1)
-    return f"the blobs of this snapshot are gone: `hf download {name} --revision {found[2]}` fetches them again"
+    name, revision = found
+    return f"the blobs of this snapshot are gone: `hf download {name} --revision {revision}` fetches them again"

@@ -58,6 +58,10 @@ EXAMPLES = {
         "a table of DeepSeek-V4 that went through bfloat16",
         "layers.1.ffn.gate.tid2eid: expected numbers from 0 to 11; actual 0 to 12",
     ),
+    "CK124": (
+        "a shard that the hub's client received with other bytes than were published",
+        "…: expected SHA-256 …, as its blob is called; actual …: other bytes",
+    ),
     "CK119": (
         "the manifest was changed after it had been signed",
         "expected a signature of ckptkit.json by the key mine.pub; actual it signs another manifest, or this one was"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from mutations.edits import INDEX, edit_index, names, replace, shard_of, tensor, write_index
+from support.fake_hub import download
 
 from reports.report import Change, Report
 
 VERIFY = "ckptkit verify CKPT"
-MANIFEST = "ckptkit verify CKPT --manifest MANIFEST"
 LAST = "model.layers.11."
 
 
@@ -83,17 +84,24 @@ def _zeroed(path: Path) -> None:
     replace(path, {name: torch.zeros_like(tensor(path, name))})
 
 
-def _other_bytes(path: Path) -> None:
-    """A shard of the right length and header, with other bytes in one matrix."""
+def _downloaded(work: Path, **where: Path) -> Path:
+    """Where huggingface_hub itself puts the checkpoint, in place of which it then is."""
+    (work / "CKPT").rename(work / "published")
+    return download("org/model", work / "published", **where)
+
+
+def _in_cache(work: Path) -> None:
+    (work / "CKPT").symlink_to(_downloaded(work, cache_dir=work / "cache"))
+
+
+def _received(path: Path) -> None:
+    """Other bytes in one matrix, as of a download: the file is as old as it was."""
     name = names(path, f"{LAST}mlp.down_proj.weight")[0]
-    found = tensor(path, name)
-    replace(path, {name: (found.view(torch.int16) ^ 0x0111).view(found.dtype)})
-
-
-def _manifest(work: Path) -> None:
-    from ckptkit.app.api import make_manifest
-
-    make_manifest(work / "CKPT", work / "MANIFEST")
+    file = shard_of(path, name)
+    before, content = file.stat().st_mtime, bytearray(file.read_bytes())
+    content[-1] ^= 0x01
+    file.write_bytes(content)
+    os.utime(file, (before, before))
 
 
 def _dangling(path: Path) -> None:
@@ -232,23 +240,24 @@ REPORTS = (
         "huggingface_hub#3643",
         "2025-12",
         "A download succeeds with other bytes than were published; nothing hashes them afterwards.",
-        MANIFEST,
+        VERIFY,
         "qwen2-untied/hf",
-        "CK120",
-        ("model.layers.11.",),
-        on_checkpoint(_other_bytes),
-        _manifest,
+        "CK124",
+        ("model.layers.11.", "hf download ", "--force-download"),
+        on_checkpoint(_received),
+        lambda work: _downloaded(work, local_dir=work / "CKPT"),
     ),
     Report(
         "vllm#53537",
         "2026-08",
         "One shard of a quantized model (INT8 there, INT4 here) has a sound header and wrong bytes; only tool calls "
         "are cut short.",
-        "ckptkit verify CKPT --source RELEASE",
+        VERIFY,
         "qwen2-untied-tiles/int4",
-        "CK305",
-        ("model.layers.11.",),
-        on_checkpoint(_other_bytes),
+        "CK124",
+        ("model.layers.11.", "hf download org/model "),
+        on_checkpoint(_received),
+        _in_cache,
     ),
     Report(
         "VoiceStudio#1056",

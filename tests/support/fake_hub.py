@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -17,16 +17,26 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 @contextmanager
-def fake_hub(repository: str, root: Path, asked: list[str]) -> Iterator[str]:
+def fake_hub(repository: str, root: Path, asked: list[str], sent: Mapping[str, bytes] | None = None) -> Iterator[str]:
     """The address of a hub whose `repository` (`org/name`) holds the files of `root`.
 
-    Appends method and path of each request to `asked`.
+    Appends method and path of each request to `asked`. `sent`: what is sent of a file in place of what is published.
     """
-    with serving(_handler(repository, root, asked)) as address:
+    with serving(_handler(repository, root, asked, sent or {})) as address:
         yield address
 
 
-def _handler(repository: str, root: Path, asked: list[str]) -> type[BaseHTTPRequestHandler]:
+def download(repository: str, root: Path, sent: Mapping[str, bytes] | None = None, **where: Path) -> Path:
+    """Where huggingface_hub itself puts the files of `root`, to a `cache_dir` or a `local_dir`; without a network."""
+    from huggingface_hub import hf_hub_download
+
+    files = [str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file()]
+    with fake_hub(repository, root, [], sent) as address:
+        paths = [Path(hf_hub_download(repository, file, endpoint=address, **where)) for file in files]
+    return paths[0].parent
+
+
+def _handler(repository: str, root: Path, asked: list[str], sent: Mapping[str, bytes]) -> type[BaseHTTPRequestHandler]:
     api, files = f"/api/models/{repository}", f"/{repository}/resolve/"
 
     class Hub(BaseHTTPRequestHandler):
@@ -53,17 +63,15 @@ def _handler(repository: str, root: Path, asked: list[str]) -> type[BaseHTTPRequ
                 )
                 self.answer_json([_entry(root, root / name) for name in wanted if name and (root / name).exists()])
             elif path.startswith(files) and (root / path.removeprefix(files).partition("/")[2]).is_file():
-                self.answer_file((root / path.removeprefix(files).partition("/")[2]).read_bytes())
+                self.answer_file(path.removeprefix(files).partition("/")[2])
             else:
                 self.answer(404, b"", {"X-Error-Code": "EntryNotFound" if path.startswith(files) else "RepoNotFound"})
 
         do_HEAD = do_POST = do_GET  # noqa: N815
 
-        def answer_file(self, content: bytes) -> None:
-            status, headers = (
-                200,
-                {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"},
-            )
+        def answer_file(self, name: str) -> None:
+            content, tag = sent.get(name, (root / name).read_bytes()), etag(root / name)
+            status, headers = 200, {"ETag": f'"{tag}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
             if (asked_for := self.headers.get("Range")) is not None:
                 first, last = asked_for.removeprefix("bytes=").split("-")
                 begin, end = int(first), min(int(last), len(content) - 1) if last else len(content) - 1
@@ -83,6 +91,14 @@ def _handler(repository: str, root: Path, asked: list[str]) -> type[BaseHTTPRequ
                 self.wfile.write(content)
 
     return Hub
+
+
+def etag(path: Path) -> str:
+    """As the hub has it: of weights, which it stores apart, the SHA-256; of small files what git calls the blob."""
+    content = path.read_bytes()
+    if path.suffix == ".safetensors":
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def _entry(root: Path, path: Path) -> dict[str, Any]:

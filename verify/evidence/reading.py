@@ -1,20 +1,34 @@
-"""Reads all the bytes of a checkpoint and its source in one pass, with few tensors in memory: threads, or Ray."""
+"""Reads all the bytes of a checkpoint and its source in one pass, with few tensors in memory: threads, or Ray.
+
+The same pass hashes whole files, where the model hub's client has recorded the hash of what it downloaded.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.extents import Reader, byte_ranges_of
 from ckptkit.core.progress import progress
+from ckptkit.formats.hf.hub_cache import Download, downloads_in
+from ckptkit.formats.hf.reader import INDEX, HfCheckpoint
+from ckptkit.formats.hf.side_files import is_weight
+from ckptkit.storage.file_hash import FileHash
 from converters.experts import is_fused
 from converters.foreign import refuse_foreign, refuse_stated
+from verify.evidence.hf_files import HfFiles
 from verify.evidence.on_ray import parts_on_ray
 from verify.evidence.subject import Subject
 from verify.evidence.values import Groups, Values, common_groups, look, sides
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MEMORY = 8 << 30  # bytes of tensors in memory over all threads; a single group may need more
 
@@ -32,24 +46,90 @@ def stored_values(subject: Subject) -> Values:
     return _pass(subject, stored=True)
 
 
+def downloads(subject: Subject) -> Mapping[str, Download]:
+    """What the model hub's client has recorded of the files of an HF directory, by relative name."""
+    return downloads_in(subject.path) if subject.is_hf else {}
+
+
+def file_hashes(subject: Subject) -> Mapping[str, FileHash]:
+    """The files to compare with such a record: those of weights that loaders open, and those beside weights.
+
+    Those of weights are hashed as their tensors are read.
+    """
+    shards = subject.hf_files.shards if subject.is_hf else {}
+    return {
+        name: FileHash(
+            subject.path / name, record.digest, min(shards[name].offsets.values(), default=0) if name in shards else 0
+        )
+        for name, record in subject.once(downloads).items()
+        if name in (*shards, INDEX) or not is_weight(name)
+    }
+
+
+class _Hashed(HfCheckpoint):
+    """An HF directory whose files are hashed as its tensors are read."""
+
+    def __init__(self, files: HfFiles, hashes: Mapping[str, FileHash]) -> None:
+        super().__init__(files.root, files.shards)
+        self._hashes = hashes
+
+    def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
+        found = super().read(names, reader)
+        for name, tensor in found.items():
+            shard = self._shard_of[name]
+            # What lies in the memory of a reader does not stay there.
+            if reader is None and (hashed := self._hashes.get(shard.path.name)) is not None:
+                hashed.add(shard.offsets[name], tensor)
+        return found
+
+
+def alternating(homes: Sequence[object], width: int) -> list[int]:
+    """Numbers of `homes` in an order that goes through `width` of the homes at a time, each from its first to its last.
+
+    A file is hashed from its beginning to its end, by one thread at a time.
+    """
+    queues: dict[object, deque[int]] = {}
+    for number, home in enumerate(homes):
+        queues.setdefault(home, deque()).append(number)
+    waiting, order = list(queues.values()), []
+    active = [waiting.pop(0) for _ in waiting[:width]]
+    while active:
+        order += [queue.popleft() for queue in active]
+        if not all(active):
+            active = [queue for queue in active if queue]
+            active += [waiting.pop(0) for _ in waiting[: width - len(active)]]
+    return order
+
+
 def _pass(subject: Subject, stored: bool) -> Values:
     if subject.is_hf:
         refuse_foreign(subject.checkpoint.specs, subject.path)
         refuse_stated(subject.checkpoint.config, subject.path)
-    checkpoint, source = sides(subject, stored)
+    hashes = {} if subject.options.ray is not None else subject.once(file_hashes)
+    hashed = _Hashed(subject.hf_files, hashes) if hashes else None
+    checkpoint, source = sides(subject, stored, hashed)
     specs, values = checkpoint.specs, Values()
     groups = list(common_groups(checkpoint, source))
+    homes = [_file_of(checkpoint, names) if hashes else None for names in groups]
+    order = alternating(homes, os.cpu_count() or 1)
     if source is not None:
         values.only_source = [name for name in source.specs if name not in specs]
         values.only_here = [name for name in specs if name not in source.specs]
     with (
         progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance,
-        _parts(subject, stored, checkpoint, source, groups) as parts,
+        _parts(subject, stored, checkpoint, source, [groups[number] for number in order]) as parts,
     ):
-        for part in parts:
-            values.add(part)
+        found = {}
+        for number, part in zip(order, parts, strict=True):
+            found[number] = part
             advance(sum(stats.nbytes for stats in part.stats.values()))
+    for number in range(len(groups)):
+        values.add(found[number])
     return values
+
+
+def _file_of(checkpoint: Checkpoint, names: Sequence[str]) -> object:
+    return next((one.path for one in byte_ranges_of(checkpoint, names)), None)
 
 
 @contextmanager

@@ -86,9 +86,12 @@ def as_hf_view(checkpoint: Checkpoint, where: Path, release: Collection[str] = (
     )
 
 
-def sides(subject: Subject, stored: bool) -> tuple[Checkpoint, Checkpoint | None]:
-    """The checkpoint and its source with HF names; `stored`: the checkpoint alone, with its names on disk."""
-    checkpoint, source = subject.checkpoint, None if stored else subject.source
+def sides(subject: Subject, stored: bool, opened: Checkpoint | None = None) -> tuple[Checkpoint, Checkpoint | None]:
+    """The checkpoint and its source with HF names; `stored`: the checkpoint alone, with its names on disk.
+
+    opened: the checkpoint, where it was opened for the purpose.
+    """
+    checkpoint, source = opened or subject.checkpoint, None if stored else subject.source
     if source is None:
         return (checkpoint if stored or subject.is_megatron else as_hf_view(checkpoint, subject.path)), None
     return as_hf_view(checkpoint, subject.path, source.specs), source_as_hf(subject, checkpoint.specs)

@@ -1,17 +1,26 @@
-"""Finds a model that a launch names as on a hub (`ORG/NAME`) in the local cache of such models, without a network."""
+"""Finds models (`ORG/NAME`) in the local cache of the hub's client, and what it recorded of files; needs no network."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import INDEX, read_json
+from ckptkit.formats.hf.side_files import is_hidden
+from ckptkit.storage.links import snapshot_of
+from ckptkit.storage.regular import read_regular
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_MODEL = "ORG/NAME"
+_MAX_METADATA = 4096  # bytes of a file of three short lines
+_END_OF_TIME = 4e9  # seconds since 1970, some hundred years
+_MAX_LINKS = 8  # from a file to its blob there are one or two
 
 
 @dataclass(frozen=True)
@@ -65,3 +74,66 @@ def _is_whole(snapshot: Path) -> bool:
     weights = index.get("weight_map")
     names = set(map(str, weights.values())) if isinstance(weights, dict) else set()
     return all((snapshot / name).exists() for name in names) and any(snapshot.glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class Download:
+    """What the hub's client has recorded of a file that it downloaded.
+
+    digest: in hexadecimal, the SHA-256 of a file that the hub stores apart, the SHA-1 of git's blob of a small one.
+    record: where that stands: a blob of the cache, or a file of metadata beside the downloaded one.
+    time: seconds since 1970 at which the file was as downloaded; one that is newer has been changed or replaced since.
+    origin: the model, where it is known, and its revision.
+    fetch: the command that downloads it again.
+    """
+
+    digest: str
+    record: Path
+    time: float
+    origin: str
+    fetch: str
+
+
+def downloads_in(root: Path) -> dict[str, Download]:
+    """The files of an HF directory that the hub's client has downloaded and says the content of, by relative name.
+
+    In its cache, files are links to blobs whose names are hashes of the content. `hf download --local-dir` leaves
+    metadata below `.cache/huggingface/download`. What is not as the client writes it counts as no record, as for
+    itself. Source: huggingface_hub `file_download.py` and `_local_folder.py`.
+    """
+    found: dict[str, Download] = {}
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        if path.is_file() and not is_hidden(name) and (record := _cached(root, name) or _local(root, name)) is not None:
+            found[name] = record
+    return found
+
+
+def _cached(root: Path, name: str) -> Download | None:
+    """The record of a link to a blob, which may be a link itself, into a store that models share."""
+    link = root / name
+    for _ in range(_MAX_LINKS):
+        if not link.is_symlink():
+            return None
+        target = Path(os.path.realpath(link.parent), os.readlink(link))
+        link = Path(os.path.realpath(target.parent), target.name)
+        if link.parent.name == "blobs" and _DIGEST.fullmatch(link.name):
+            model, revision = snapshot_of(Path(os.path.realpath(root))) or (_MODEL, "REVISION")
+            fetch = ["hf", "download", model, name, "--revision", revision, "--force-download"]
+            origin = f"{model} at {revision}"
+            return Download(link.name, link, (root / name).lstat().st_mtime, origin, shlex.join(fetch))
+    return None
+
+
+def _local(root: Path, name: str) -> Download | None:
+    """The record in the metadata of a download with --local-dir: three lines, commit, hash and time."""
+    record = root / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+    try:
+        lines = read_regular(record, _MAX_METADATA).decode().splitlines()
+        commit, digest, time = lines[0].strip(), lines[1].strip(), float(lines[2])
+    except (OSError, ValueError, IndexError):
+        return None
+    if not (_DIGEST.fullmatch(digest) and _DIGEST.fullmatch(commit) and 0 < time < _END_OF_TIME):
+        return None
+    fetch = ["hf", "download", _MODEL, name, "--revision", commit, "--local-dir", str(root), "--force-download"]
+    return Download(digest, record, time, f"revision {commit}", shlex.join(fetch))

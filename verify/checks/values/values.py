@@ -84,6 +84,7 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "every value is finite",
     stage="values",
     needs=("sound headers",),
+    explained_by=("CK124",),
     rationale="One NaN or infinity in a weight makes every token after it NaN.",
     fix="Find the last good checkpoint of the run; or copy the file again, if the source is finite.",
 )
@@ -106,6 +107,7 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "no tensor is all zero or constant",
     stage="values",
     needs=("sound headers",),
+    explained_by=("CK124",),
     rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and "
     "wrongly.",
     fix="Convert again from the release. A hole in a file reads as zeros: compare the file with its source.",

@@ -1,0 +1,273 @@
+"""CK124: what huggingface_hub has downloaded itself, to its cache and to a directory, from a hub of this process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub._local_folder import read_download_metadata
+from huggingface_hub.utils._shared_blobs import publish_blob_to_shared_store
+from support.check_examples import hold_example
+from support.fake_hub import SHA, download
+from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
+
+from ckptkit.app.inspection import inspect
+from ckptkit.formats.hf.hub_cache import downloads_in
+from ckptkit.storage.file_hash import FileHash
+from verify.evidence.reading import alternating
+from verify.run import verify
+
+NAME, FUSED, MODEL = "qwen2-untied", "qwen3_moe", "org/model"
+
+
+def spoiled(release: Path) -> dict[str, bytes]:
+    """The last shard with another bit in its last tensor, and the tokenizer's settings cut short by nothing."""
+    file = sorted(release.glob("*.safetensors"))[-1]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0x01
+    return {file.name: bytes(content)}
+
+
+@pytest.fixture(params=["cache_dir", "local_dir"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Path]:
+    """Both ways in which the hub's client keeps files."""
+    return {request.param: tmp_path / "there"}
+
+
+def test_a_sound_download_passes_and_says_what_it_is(releases: PathOf, where: dict[str, Path]) -> None:
+    path = download(MODEL, releases(NAME), **where)
+    report = verify(path)
+    assert (report.status, report.findings) == ("passed", [])
+    files = len(list(releases(NAME).iterdir()))
+    origin = f"{MODEL} at {SHA}" if "cache_dir" in where else f"revision {SHA}"
+    assert report.facts["download"] == [f"{origin}: {files} of {files} files have the bytes that were published"]
+    checked = next(one for one in report.checks if one.code == "CK124")
+    assert checked.tensors_compared == files
+    assert checked.bytes_compared == sum(file.stat().st_size for file in releases(NAME).iterdir())
+
+
+def test_other_bytes_than_were_published_are_an_error_with_the_command(
+    releases: PathOf, where: dict[str, Path], only: OnlyFinding
+) -> None:
+    """The client takes them without a word; headers, sizes and every other check are as in the sound twin."""
+    sent = spoiled(releases(NAME))
+    path = download(MODEL, releases(NAME), sent, **where)
+    [(name, content)] = sent.items()
+    assert (path / name).read_bytes() == content
+    report = verify(path)
+    finding = only(report)
+    assert (finding.code, finding.severity, finding.file) == ("CK124", "error", str(path / name))
+    assert hashlib.sha256((releases(NAME) / name).read_bytes()).hexdigest() in finding.expected
+    assert finding.actual == f"{hashlib.sha256(content).hexdigest()}: other bytes"
+    command = f"hf download {MODEL if 'cache_dir' in where else 'ORG/NAME'} {name} --revision {SHA}"
+    to = "" if "cache_dir" in where else f" --local-dir {path}"
+    if "cache_dir" in where:
+        hold_example("CK124", finding)
+    assert finding.hint == f"download it again: `{command}{to} --force-download`"
+
+
+def test_a_small_file_that_lost_a_byte(releases: PathOf, where: dict[str, Path], only: OnlyFinding) -> None:
+    content = (releases(NAME) / "generation_config.json").read_bytes()
+    path = download(MODEL, releases(NAME), {"generation_config.json": content.replace(b"{", b"{ ", 1)}, **where)
+    finding = only(verify(path))
+    assert (finding.code, finding.file) == ("CK124", str(path / "generation_config.json"))
+    assert finding.expected.startswith("git's SHA-1 ")
+
+
+def test_git_itself_calls_a_small_file_so(releases: PathOf, tmp_path: Path) -> None:
+    path = releases(NAME) / "config.json"
+    named = subprocess.run(["git", "hash-object", str(path)], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert FileHash(path, named.stdout.strip()).finish()
+    assert FileHash(path, hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest()).finish()
+    assert not FileHash(path, hashlib.sha1(b"another", usedforsecurity=False).hexdigest()).finish()
+
+
+def test_a_file_that_was_edited_after_the_download_is_a_warning(
+    releases: PathOf, where: dict[str, Path], only: OnlyFinding
+) -> None:
+    path = download(MODEL, releases(NAME), **where)
+    file = path / "generation_config.json"
+    file.write_text(file.read_text() + "\n")
+    os.utime(file, (file.stat().st_mtime + 60,) * 2)
+    if "local_dir" in where:
+        assert read_download_metadata(path, file.name) is None  # the client too takes it for changed
+    report = verify(path)
+    assert (report.status, only(report).severity) == ("passed", "warning")
+    assert "changed or replaced since" in only(report).actual
+    assert only(report).hint.startswith("if the change was meant, nothing; else download it again")
+
+
+def test_a_file_that_was_touched_and_not_changed_is_sound(releases: PathOf, where: dict[str, Path]) -> None:
+    path = download(MODEL, releases(NAME), **where)
+    os.utime(path / "config.json", (2e9, 2e9))
+    assert verify(path).findings == []
+
+
+def test_inspect_says_what_has_a_record(releases: PathOf, where: dict[str, Path]) -> None:
+    path = download(MODEL, releases(NAME), **where)
+    files = len(list(releases(NAME).iterdir()))
+    assert f": {files} files have a recorded hash" in inspect(path)["download"]
+    assert "download" not in inspect(releases(NAME))
+
+
+def test_what_was_put_in_place_of_a_file_has_no_record(releases: PathOf, tmp_path: Path) -> None:
+    path = download(MODEL, releases(NAME), cache_dir=tmp_path / "cache")
+    file = sorted(path.glob("*.safetensors"))[0]
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)
+    report = verify(path)
+    assert report.findings == []
+    assert report.facts["download"][0].endswith(f"; no record of {file.name}")
+
+
+def test_files_that_models_share_are_known_by_the_name_of_their_blob(
+    releases: PathOf, tmp_path: Path, only: OnlyFinding
+) -> None:
+    """In the shared store they lie under the hash of Xet, which is another one of 64 digits."""
+    cache = tmp_path / "cache"
+    path = download(MODEL, releases(NAME), cache_dir=cache)
+    file = sorted(path.glob("*.safetensors"))[0]
+    blob = file.parent / os.readlink(file)
+    shared = publish_blob_to_shared_store(
+        blob_path=os.path.normpath(blob), xet_hash="ab" * 32, cache_dir=cache, expected_size=blob.stat().st_size
+    )
+    assert shared
+    assert file.resolve().name == "ab" * 32
+    assert verify(path).findings == []
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    before = file.stat().st_mtime
+    file.write_bytes(bytes(content))
+    os.utime(file, (before, before))
+    assert only(verify(path)).code == "CK124"
+
+
+def test_a_snapshot_that_is_reached_by_a_link(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    path = download(MODEL, releases(NAME), spoiled(releases(NAME)), cache_dir=tmp_path / "cache")
+    (tmp_path / "model").symlink_to(path)
+    assert f"hf download {MODEL} " in only(verify(tmp_path / "model")).hint
+
+
+def test_the_cache_answers_for_itself(releases: PathOf, tmp_path: Path) -> None:
+    """The layout of the tests is that of the client: it finds its own files there."""
+    path = download(MODEL, releases(NAME), cache_dir=tmp_path / "cache")
+    assert try_to_load_from_cache(MODEL, "config.json", cache_dir=tmp_path / "cache") == str(path / "config.json")
+    assert set(downloads_in(path)) == {file.name for file in releases(NAME).iterdir()}
+
+
+def test_every_file_differs_as_with_names_of_a_mirror(releases: PathOf, tmp_path: Path) -> None:
+    path = download(MODEL, releases(NAME), cache_dir=tmp_path / "cache")
+    for link in sorted(path.iterdir()):
+        blob = Path(os.path.normpath(link.parent / os.readlink(link)))
+        other = blob.with_name(blob.name[::-1])
+        blob.rename(other)
+        link.unlink()
+        link.symlink_to(Path("../../blobs", other.name))
+    report = verify(path)
+    assert {finding.code for finding in report.findings} == {"CK124"}
+    assert all("HF_ENDPOINT" in finding.hint for finding in report.findings)
+
+
+def test_metadata_that_the_client_did_not_write_is_no_record(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases(NAME))
+    record = path / ".cache" / "huggingface" / "download" / "config.json.metadata"
+    record.parent.mkdir(parents=True)
+    digest = "0" * 64
+    for text in (
+        *("", "x\ny\nz\n", f"{SHA}\n{'0' * 32}\n1\n", f"{SHA}\n{digest}\nnan\n", f"{SHA}\n{digest}\n-1e300\n"),
+        *(f"{SHA}\n{digest}\n", f"../..\n{digest}\n1\n", f"{SHA}\n{digest}\n1\n" + "x" * 5000),
+    ):
+        record.write_text(text)
+        assert downloads_in(path) == {}, text
+    report = verify(path)
+    assert report.findings == []
+    assert "CK124: the model hub's client has left no record of a download here" in report.facts["not applicable"]
+    record.write_text(f"{SHA}\n{digest}\n1\n")
+    assert downloads_in(path).keys() == {"config.json"}
+
+
+def test_quantized_and_fused_files_are_hashed_beside_their_source(
+    releases: PathOf, tmp_path: Path, codes: CodesOf
+) -> None:
+    """Experts that lie fused are read as one tensor an expert, and their files are hashed as they are."""
+    release = releases(FUSED, fused=True)
+    path = download(MODEL, release, local_dir=tmp_path / "sound")
+    assert codes(verify(path, source=releases(FUSED))) == []
+    path = download(MODEL, release, spoiled(release), local_dir=tmp_path / "spoiled")
+    assert "CK124" in codes(verify(path, source=releases(FUSED)))
+
+
+def test_one_reading_is_enough(releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights, no byte behind the header is read for the hash."""
+    path = download(MODEL, releases(NAME), local_dir=tmp_path / "there")
+    ends: dict[str, int] = {}
+    read = FileHash._read
+
+    def spied(self: FileHash, end: int) -> None:
+        before = self.size - self.unread
+        read(self, end)
+        if self.path.suffix == ".safetensors":
+            ends[self.path.name] = ends.get(self.path.name, 0) + (self.size - self.unread) - before
+
+    monkeypatch.setattr(FileHash, "_read", spied)
+    assert verify(path).findings == []
+    assert ends.keys() == {file.name for file in path.glob("*.safetensors")}
+    for name, count in ends.items():
+        with (path / name).open("rb") as file:
+            assert count == 8 + int.from_bytes(file.read(8), "little")
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_pieces_in_any_order_and_twice(threads: int, tmp_path: Path) -> None:
+    """Pieces that never come are read; those of a header too."""
+    content = torch.arange(256, dtype=torch.uint8).repeat(64)
+    file = tmp_path / "file"
+    file.write_bytes(b"header" + bytes(content.tolist()))
+    one = FileHash(file, hashlib.sha256(file.read_bytes()).hexdigest(), begin=6)
+    starts = [start for start in range(0, len(content), 512) if start != 5120]
+    order = [*starts[1:9][::-1], *starts, *starts[:4]]
+
+    def give(own: list[int]) -> None:
+        for start in own:
+            one.add(6 + start, content[start : start + 512])
+
+    givers = [Thread(target=give, args=(order[number::threads],)) for number in range(threads)]
+    for giver in givers:
+        giver.start()
+    for giver in givers:
+        giver.join()
+    assert one.unread == len(content) - 5120
+    assert one.finish()
+
+
+def test_pieces_that_are_too_far_ahead_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.storage.file_hash._AHEAD", 1000)
+    content = torch.arange(200, dtype=torch.uint8).repeat(20)
+    file = tmp_path / "file"
+    file.write_bytes(bytes(content.tolist()))
+    one = FileHash(file, hashlib.sha256(file.read_bytes()).hexdigest())
+    for start in range(3600, -1, -400):
+        one.add(start, content[start : start + 400])
+    assert one.unread == 3600
+    assert one.finish()
+
+
+def test_files_are_gone_through_a_few_at_a_time() -> None:
+    assert alternating([], 2) == []
+    assert alternating("aaabbc", 1) == [0, 1, 2, 3, 4, 5]
+    assert alternating("aaabbcdd", 2) == [0, 3, 1, 4, 2, 5, 6, 7]
+
+
+def test_a_copy_of_the_whole_cache_is_judged_as_the_cache(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    download(MODEL, releases(NAME), spoiled(releases(NAME)), cache_dir=tmp_path / "cache")
+    shutil.copytree(tmp_path / "cache", tmp_path / "copied", symlinks=True)
+    path = tmp_path / "copied" / "models--org--model" / "snapshots" / SHA
+    assert only(verify(path)).code == "CK124"

@@ -1,0 +1,110 @@
+"""CK124: compares files with the hashes that the model hub's client recorded when it downloaded them; no network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+
+from ckptkit.core.progress import progress
+from ckptkit.core.specs import summarize
+from ckptkit.formats.hf.hub_cache import Download
+from ckptkit.storage.file_hash import FileHash
+from verify.check import Tally, check
+from verify.checks.values.values import UNREAD
+from verify.evidence.reading import downloads, file_hashes, read_values
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.skip import Skip
+
+DOWNLOAD = "download"  # the fact that says what was downloaded
+_SLACK_S = 1  # as the client allows, since times of files are not exact
+_MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
+
+
+def not_downloaded(subject: Subject) -> str | None:
+    """For checks of a download."""
+    return None if subject.once(downloads) else "the model hub's client has left no record of a download here"
+
+
+@check(
+    "CK124",
+    "files hold the bytes that were published",
+    stage="values",
+    needs=("sound headers",),
+    rationale="A download can end with the right length, a sound header and other bytes, and no later download repairs "
+    "it: the hub's client takes a file that is there as it is. Its cache names a blob by the hash of the content.",
+    fix="Download the named files again, with --force-download. If they are wrong again, look at disk, memory and "
+    "proxy.",
+    unless=not_downloaded,
+)
+def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """SHA-256 (of small files git's SHA-1) of the weight files that loaders open, and of the files beside them.
+
+    A file that is newer than its record was changed or replaced since: if it differs, that is a warning. Files without
+    a record are not judged.
+    """
+    subject.once(read_values)  # hashes weights on its way
+    records = subject.once(downloads)
+    hashes = subject.once(file_hashes)
+    whole = _finished(hashes)
+    if not whole:
+        raise Skip(UNREAD)
+    differ = [name for name, is_same in whole.items() if not is_same]
+    for name in whole:
+        tally.compared(hashes[name].size)
+    for name in differ:
+        yield _issue(subject, name, hashes[name], records[name], all_differ=len(whole) == len(differ) > 1)
+    origins = ", ".join(dict.fromkeys(records[name].origin for name in whole))
+    fact = f"{origins}: {len(whole) - len(differ)} of {len(whole)} files have the bytes that were published"
+    unknown = [file for file in subject.hf_files.wanted if file not in records]
+    without = f"; no record of {summarize(unknown)}" if unknown else ""
+    tally.facts[DOWNLOAD] = [fact + without]
+
+
+def _finished(hashes: Mapping[str, FileHash]) -> dict[str, bool]:
+    """Whether each file has its hash; files that cannot be read, of which CK201 speaks, are left out."""
+
+    unread = {name: one.unread for name, one in hashes.items()}
+    found = {}
+    with progress("hashing files", sum(unread.values())) as advance, ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, is_same in zip(hashes, pool.map(_finish, hashes.values()), strict=True):
+            advance(unread[name])
+            if is_same is not None:
+                found[name] = is_same
+    return found
+
+
+def _finish(one: FileHash) -> bool | None:
+    try:
+        return one.finish()
+    except OSError:
+        return None
+
+
+def _issue(subject: Subject, name: str, found: FileHash, record: Download, *, all_differ: bool) -> Issue:
+    path = subject.path / name
+    shard = subject.hf_files.shards.get(name)
+    kind = "SHA-256" if len(record.digest) == 64 else "git's SHA-1"
+    place = "as its blob is called" if record.record.name == record.digest else f"as {record.record.name} has it"
+    expected, actual = f"{kind} {record.digest}, {place}", f"{found.actual}: other bytes"
+    changed = path.stat().st_mtime
+    is_newer = changed - _SLACK_S > record.time
+    hint = f"download it again: `{record.fetch}`{_MIRROR if all_differ else ''}"
+    if is_newer:
+        actual += f", of {_time(changed)}, and the download is of {_time(record.time)}: changed or replaced since"
+        hint = f"if the change was meant, nothing; else {hint}"
+    return Issue(
+        expected,
+        actual,
+        hint,
+        names=None if shard is None else shard.specs,
+        file=path,
+        severity="warning" if is_newer else "error",
+        together=True,
+    )
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")
