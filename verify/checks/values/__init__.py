@@ -3,6 +3,7 @@
 MAY_IMPORT = (
     "ckptkit.core",
     "ckptkit.formats",
+    "ckptkit.storage",
     "ckptkit.transfer",
     "converters",
     "quant",
