@@ -13,6 +13,7 @@ from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedErro
 from ckptkit.core.printable import shortened
 from converters import families
 from converters.config.bounds import check_config
+from converters.draft import is_draft
 from converters.family import ModelFamily
 
 
@@ -43,7 +44,7 @@ _OTHERS = (
     (
         r"(?i).*(eagle|nextn|mtp|medusa|speculator|draft).*",
         "a draft model for speculative decoding",
-        "convert the model that it drafts for",
+        "`ckptkit verify DRAFT --source TARGET` looks at EAGLE's; give the model that it drafts for",
     ),
     (
         r"(?i).*(classification|reward).*",
@@ -63,6 +64,9 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
     check_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        if is_draft(config):  # of any model_type, or speculators' own
+            what, hint = _OTHERS[0][1:]
+            raise UnsupportedError(f"config.json: {config['architectures'][0]} is {what}, which is not supported", hint)
         stated = isinstance(model_type, str) and model_type != ""
         raise (UnknownModelError if stated else CkptkitError)(
             f"config.json: model_type {shortened(model_type)} is not supported",

@@ -44,6 +44,7 @@ LOOKS_AT: dict[str, str] = {
     "configuration": "files",
     "values": "values",
     "adapter": "adapter",
+    "draft": "draft model",
     "quantization": "files",
     **{one.name: one.looks_at for one in registry.WITNESSES if one.looks_at},
     "behaviour": "behaviour",

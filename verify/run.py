@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -13,9 +13,11 @@ from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, is_nemo, iteration_of, locate, refuse_url
 from ckptkit.formats.hf.adapter import is_adapter
+from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.other_weights import refuse_other_format
 from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
+from converters.draft import is_draft
 from verify.check import NOT_APPLICABLE, Skip, all_checks, choose, looked_at, run_checks
 from verify.checks.values.manifest import manifest_verifier
 from verify.evidence.expected import model_of, usable_config
@@ -29,6 +31,29 @@ from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, 
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.registry import programs_not_asked
 from verify.witnesses.rollouts.run import recording_of
+
+
+@dataclass(frozen=True)
+class _OfItsOwn:
+    """What has checks of its own: as the report names it, what its source is, and what else may be asked."""
+
+    what: str
+    model: str
+    source: str
+    hint: str
+
+
+_OF_ITS_OWN = {
+    "adapter": _OfItsOwn(
+        "an adapter",
+        "LoRA adapter",
+        "base model",
+        "merge it (`ckptkit convert BASE DST --merge ADAPTER`), and verify what that gives",
+    ),
+    "draft": _OfItsOwn(
+        "a draft model", "EAGLE draft model", "target", "verify the model that it drafts for with the other options"
+    ),
+}
 
 
 def verify(
@@ -55,9 +80,9 @@ def verify(
         raise UsageError("an adapter without a source", "give the base that it was merged into too (--source)")
     if subject.options.adapter is not None and not subject.source_is_hf:
         raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
-    if is_adapter(subject.path):
-        _check_adapter(subject, hf)
-        return _report(subject, "adapter", path, source, command)
+    if stage := _stage_of_its_own(subject.path):
+        _check_options(subject, hf, _OF_ITS_OWN[stage])
+        return _report(subject, stage, path, source, command)
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
     return _report(subject, "deltas" if subject.is_deltas else None, path, source, command)
@@ -67,13 +92,13 @@ def _report(
     subject: Subject, stage: str | None, path: str | Path, source: str | Path | None, command: Sequence[str]
 ) -> Report:
     """Runs the checks. `stage`: the one of what lies there; None: a checkpoint, which has all others."""
-    others = {"launch", "adapter", "deltas"}
+    others = {"launch", "deltas", *_OF_ITS_OWN}
     checks = [one for one in all_checks() if (one.stage == stage if stage else one.stage not in others)]
     chosen, left_out = choose(subject, checks)
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, chosen)
     findings = with_causes(outcome.findings, {one.code: one.explained_by for one in chosen})
-    is_lora = stage == "adapter"
+    own = _OF_ITS_OWN.get(stage or "")
     return Report(
         version=program_version(),
         command=tuple(command),
@@ -82,20 +107,30 @@ def _report(
         checks=outcome.checks,
         findings=findings,
         facts=_with_left_out(outcome.facts, left_out),
-        heat={} if is_lora else _heat(subject, findings),
+        heat={} if own else _heat(subject, findings),
         reasons=outcome.reasons,
-        model="LoRA adapter" if is_lora else model_of(subject),
+        model=own.model if own else model_of(subject),
         date=now(),
         asked=looked_at(outcome.checks),
-        not_asked=[] if is_lora and source else ["base model"] if is_lora else _not_asked(subject),
+        not_asked=([] if source else [own.source]) if own else _not_asked(subject),
     )
 
 
-def _check_adapter(subject: Subject, hf: str | Path | None) -> None:
+def _stage_of_its_own(path: Path) -> str | None:
+    """The stage of what is no checkpoint of a supported model: an adapter, or a draft model."""
+    if is_adapter(path):
+        return "adapter"
+    with suppress(CkptkitError):
+        if (path / "config.json").exists() and is_draft(read_config(path)):
+            return "draft"
+    return None
+
+
+def _check_options(subject: Subject, hf: str | Path | None, own: _OfItsOwn) -> None:
     """Raises UsageError for options about a model."""
     if hf is not None or subject.options != VerifyOptions():
-        hint = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), and verify what that gives"
-        raise UsageError(f"{subject.path} is an adapter, of which nothing but --source can be asked", hint)
+        message = f"{subject.path} is {own.what}, of which nothing but --source can be asked"
+        raise UsageError(message, own.hint)
 
 
 def _with_left_out(facts: Mapping[str, list[str]], left_out: list[str]) -> dict[str, list[str]]:

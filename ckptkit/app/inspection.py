@@ -28,6 +28,7 @@ from ckptkit.formats.torch_dist.training_state import described, training_state
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.url import is_url, place
 from converters.config.values import language_part
+from converters.draft import draft_of, is_draft
 from converters.megatron.arguments import megatron_args
 from converters.megatron.hybrid_model import is_hybrid, stored_pattern
 from converters.megatron.legacy import LegacyCheckpoint
@@ -105,6 +106,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
             facts["download"] = f"{origins}: {len(records)} files have a recorded hash, which `ckptkit verify` compares"
         facts["files"] = {file: len(shard.specs) for file, shard in checkpoint.shards.items()}
         facts["config"] = _selected(checkpoint.config, lambda value: not isinstance(value, dict))
+        facts |= _draft_facts(checkpoint.config)
         if rope := _rope(checkpoint.config):
             facts["rope"] = rope
         facts["quantization"] = _quantization(checkpoint)
@@ -123,6 +125,19 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         facts["unwitnessed"] = message
     facts["names"] = _folded(specs)
     return facts
+
+
+def _draft_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an EAGLE draft model: what it is, and the sizes of the target that it drafts for."""
+    if not is_draft(config):
+        return {}
+    draft = draft_of(config)
+    target = {"hidden_size": draft.target_hidden, "vocab_size": draft.vocabulary}
+    layers = ", ".join(map(str, draft.layer_ids)) or "the engine's default"
+    return {
+        "draft": f"{draft.label} that can propose {draft.draft_vocabulary} tokens",
+        "target": target | ({"states": draft.states, "layers": layers} if draft.version == 3 else {}),
+    }
 
 
 def _adapter_facts(here: Directory) -> dict[str, Any]:

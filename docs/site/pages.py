@@ -54,6 +54,10 @@ EXAMPLES = {
         "an adapter whose alpha was doubled on its way to the engine",
         "expected lora_alpha 8, as the source has; actual 16",
     ),
+    "CK142": (
+        "a draft model whose d2t holds tokens where engines add the place",
+        "d2t: expected d2t[i] + i of 0 to 351, each once; actual 7 are others, 4 stand twice",
+    ),
     "CK215": (
         "a table of DeepSeek-V4 that went through bfloat16",
         "layers.1.ffn.gate.tid2eid: expected numbers from 0 to 11; actual 0 to 12",

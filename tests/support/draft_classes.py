@@ -1,0 +1,112 @@
+"""Loads draft models into an engine's own classes: `python draft_classes.py ENGINE TARGET OUTPUT DRAFT...`.
+
+OUTPUT gets JSON: for each draft what its class left unwritten of its parameters, which were poisoned before, and where
+each tensor went; or what the engine refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from verify.witnesses.loading.bits import difference, poison, poisoned
+from verify.witnesses.loading.engine import Build, Weights
+from verify.witnesses.loading.placement import Placement, flat
+from verify.witnesses.loading.trace import Trace
+from verify.witnesses.process.exit_report import PhaseLog
+
+SCRATCH = Path(mkdtemp(prefix="drafts-"))
+
+
+class Seen:
+    """What one load showed."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.held = engine, dict[str, Any]()
+
+    def __call__(self, model: nn.Module, weights: Weights, device: torch.device) -> None:
+        before = {name: one.detach() for name, one in model.state_dict(keep_vars=True).items()}
+        poison(one for name, one in before.items() if not self.engine.has_default(name))
+        given: dict[str, torch.Tensor] = {}
+
+        def noted() -> Weights:
+            for name, one in weights:
+                given[name] = one
+                yield name, one
+
+        with Trace(before.values()) as trace:
+            self.engine.load(model, trace.feed(noted()))
+        after = {name: one.detach() for name, one in model.state_dict(keep_vars=True).items()}
+        pieces = Placement.of(trace, after).pieces
+        wrong = [
+            name
+            for name, found in pieces.items()
+            for piece in found
+            if difference(piece.actual(after[piece.param]), piece.cast(piece.taken(given[name])))
+        ]
+        self.held = {
+            "class": type(model).__name__,
+            "unwritten": sorted(name for name, one in after.items() if bool(poisoned(flat(one)).any())),
+            "places": {name: sorted({piece.param for piece in pieces.get(name, ())}) for name in given},
+            "wrong": sorted(set(wrong)),
+            "tokens": tokens_of(model),
+        }
+
+
+def tokens_of(model: Any) -> list[int] | None:
+    """The target's tokens that the engine takes the draft's for, as it computes them."""
+    if (hot := getattr(model, "hot_token_id", None)) is not None:
+        return [int(one) for one in hot]
+    if (shift := getattr(model, "draft_id_to_target_id", None)) is not None:
+        return [int(one) for one in torch.arange(shift.numel()) + shift]
+    return None
+
+
+def load(name: str, target: Path, draft: Path, phases: PhaseLog) -> dict[str, Any]:
+    """Builds and loads one draft model."""
+    engine: Any = import_module(f"verify.witnesses.{name}.adapter")
+    seen = Seen(engine)
+    if name == "sglang":
+        engine.build(Build(draft, SCRATCH), seen, phases)
+        return seen.held
+    import_module("verify.witnesses.vllm.platform").choose(SCRATCH)  # before anything of vLLM
+    from vllm.engine import arg_utils
+
+    method = "eagle3" if "eagle3" in (draft / "config.json").read_text().lower() else "eagle"
+    original = arg_utils.EngineArgs
+
+    def with_draft(**given: Any) -> Any:
+        return original(
+            **given | {"speculative_config": {"method": method, "model": str(draft), "num_speculative_tokens": 1}}
+        )
+
+    with patch.object(arg_utils, "EngineArgs", with_draft):
+        engine.build(Build(target, SCRATCH, draft=True), seen, phases)
+    return seen.held
+
+
+def main() -> None:
+    """Loads each, and goes on after one that the engine refuses."""
+    name, target, output, *drafts = sys.argv[1:]
+    found: dict[str, Any] = {}
+    for draft in drafts:
+        try:
+            found[draft] = load(name, Path(target), Path(draft), PhaseLog(SCRATCH / "report"))
+        except Exception as error:  # noqa: BLE001 - what an engine refuses is what is asked
+            found[draft] = {"refused": f"{type(error).__name__}: {error}"}
+    Path(output).write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""EAGLE draft models with random weights, as trainers save them, for a target of hidden size 128 and 352 tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+HIDDEN, TOKENS, DRAFTED, INNER, HEADS, KEYS, HEAD = 128, 352, 64, 80, 4, 2, 16
+_SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEYS,
+    "head_dim": HEAD,
+    "num_hidden_layers": 1,
+    "vocab_size": TOKENS,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+_EAGLE3: dict[str, Any] = {"model_type": "llama", "draft_vocab_size": DRAFTED, **_SIZES}
+LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8], "use_aux_hidden_state": True}}
+_LLAMA = {"architectures": ["LlamaForCausalLMEagle3"], **_EAGLE3}
+_SPECULATORS = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 1}],
+        "verifier": {"name_or_path": None, "architectures": ["Qwen3ForCausalLM"]},
+    },
+    "draft_vocab_size": DRAFTED,
+    "eagle_aux_hidden_state_layer_ids": [2, 6, 11],
+    "transformer_layer_config": {"model_type": "llama", **_SIZES},
+    "torch_dtype": "bfloat16",
+}
+_EAGLE = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "bias": False, **_SIZES}
+# By who saves them so: config.json, what the first layer is called, and which other tensors there are.
+KINDS: Mapping[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "SpecForge": (_LLAMA, "midlayer.", ("d2t", "t2d", "lm_head")),
+    "AngelSlim": (
+        _LLAMA | {"architectures": ["Eagle3LlamaForCausalLM"]},
+        "midlayer.",
+        ("d2t", "t2d", "lm_head", "embed"),
+    ),
+    "ModelOpt": (_LLAMA | LAYERS, "layers.0.", ("d2t", "lm_head")),
+    "ModelOpt, all tokens": (_LLAMA | LAYERS | {"draft_vocab_size": TOKENS}, "layers.0.", ("lm_head",)),
+    "EAGLE 3.1": (_LLAMA | {"fc_norm": True, "norm_output": True}, "layers.0.", ("d2t", "t2d", "lm_head", "fc_norm")),
+    "speculators": (_SPECULATORS, "layers.0.", ("d2t", "t2d", "lm_head", "embed")),
+    "a narrow draft": (
+        _LLAMA | {"hidden_size": 48, "target_hidden_size": HIDDEN},
+        "midlayer.",
+        ("d2t", "t2d", "lm_head", "embed"),
+    ),
+    "Qwen3's decoder": (
+        _LLAMA | {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"},
+        "layers.0.",
+        ("d2t", "t2d", "lm_head", "qk"),
+    ),
+    "EAGLE": (_EAGLE, "layers.0.", ("fc.bias",)),
+    "EAGLE for vLLM": (_EAGLE | {"architectures": ["EagleLlamaForCausalLM"]}, "layers.0.", ("embed",)),
+    "Qwen2's EAGLE": (
+        _EAGLE | {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"},
+        "layers.0.",
+        ("fc.bias", "qkv.bias"),
+    ),
+}
+
+
+def tensors_of(kind: str) -> dict[str, Tensor]:
+    """The tensors of a kind, written by hand."""
+    config, first, parts = KINDS[kind]
+    torch.manual_seed(3)
+    hidden, drafted = config.get("hidden_size", HIDDEN), config.get("draft_vocab_size", TOKENS)
+    eagle3 = "Eagle3" in config["architectures"][0]
+    width = 2 * hidden if eagle3 else hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{first}self_attn.q_proj.weight": (64, width),
+        f"{first}self_attn.k_proj.weight": (32, width),
+        f"{first}self_attn.v_proj.weight": (32, width),
+        f"{first}self_attn.o_proj.weight": (hidden, 64),
+        f"{first}mlp.gate_proj.weight": (80, hidden),
+        f"{first}mlp.up_proj.weight": (80, hidden),
+        f"{first}mlp.down_proj.weight": (hidden, 80),
+        f"{first}post_attention_layernorm.weight": (hidden,),
+        "fc.weight": (hidden, 384 if eagle3 else 256),
+    }
+    if eagle3:
+        norms = (f"{first}input_layernorm.weight", f"{first}hidden_norm.weight", "norm.weight")
+        shapes |= dict.fromkeys(norms, (hidden,))
+    shapes |= {"lm_head.weight": (drafted, hidden)} if "lm_head" in parts else {}
+    shapes |= {"embed_tokens.weight": (TOKENS, hidden)} if "embed" in parts else {}
+    shapes |= {"fc.bias": (hidden,)} if "fc.bias" in parts else {}
+    shapes |= {f"fc_norm.{at}.weight": (128,) for at in range(3)} if "fc_norm" in parts else {}
+    shapes |= {f"{first}self_attn.{one}_norm.weight": (16,) for one in "qk"} if "qk" in parts else {}
+    if "qkv.bias" in parts:
+        shapes |= {f"{first}self_attn.{one}_proj.bias": (64 if one == "q" else 32,) for one in "qkv"}
+    found = {name: torch.randn(shape).mul(0.05).bfloat16() for name, shape in shapes.items()}
+    chosen = torch.randperm(TOKENS)[:DRAFTED].sort().values
+    if "d2t" in parts:
+        found["d2t"] = chosen - torch.arange(DRAFTED)
+    if "t2d" in parts:
+        found["t2d"] = torch.zeros(TOKENS, dtype=torch.bool)
+        found["t2d"][chosen] = True
+    return found
+
+
+def save_draft(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
+    """A draft model in a new directory."""
+    path.mkdir(parents=True)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def made_draft(kind: str, path: Path) -> Path:
+    """A sound draft model."""
+    return save_draft(path, tensors_of(kind), KINDS[kind][0])

@@ -1,0 +1,236 @@
+"""What `verify` says of EAGLE draft models: nothing of sound ones, as trainers save them; each fault by its code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import HF_CASES, case
+from support import models
+from support.check_examples import hold_example
+from support.drafts import KINDS, TOKENS, made_draft, save_draft, tensors_of
+from torch import Tensor
+
+from ckptkit.app.api import convert, inspect, quantize
+from ckptkit.core.errors import UnsupportedError, UsageError
+from quant.formats.scheme import QuantScheme
+from verify.run import verify
+
+Change = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target") / "target"
+    case.save("qwen3-untied", HF_CASES["qwen3-untied"], path, torch.bfloat16)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sound_draft_model_has_no_error(kind: str, target: Path, tmp_path: Path) -> None:
+    path = made_draft(kind, tmp_path / "draft")
+    report = verify(path, source=target)
+    # The embedding of a sound copy is the target's; these are random.
+    assert [one.actual for one in report.findings if "embed_tokens" not in str(one.tensor)] == []
+    assert (report.status, report.asked, report.not_asked) == ("passed", ["draft model"], [])
+    assert verify(path).status == "passed"
+
+
+def test_a_copy_of_the_targets_embedding_is_compared(target: Path, tmp_path: Path) -> None:
+    embedding = models.tensors(target)["model.embed_tokens.weight"]
+    config, sound = KINDS["AngelSlim"][0], tensors_of("AngelSlim") | {"embed_tokens.weight": embedding}
+    assert verify(save_draft(tmp_path / "sound", sound, config), source=target).findings == []
+    other = sound | {"embed_tokens.weight": embedding + 1}
+    (found,) = verify(save_draft(tmp_path / "other", other, config), source=target).findings
+    assert (found.code, found.severity, found.tensor) == ("CK144", "warning", "embed_tokens.weight")
+
+
+def drop(*names: str) -> Change:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            del tensors[name]
+
+    return change
+
+
+def nothing(tensors: dict[str, Tensor]) -> None: ...
+
+
+def of_two_states(tensors: dict[str, Tensor]) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"][:, :256]
+
+
+def renamed(tensors: dict[str, Tensor]) -> None:
+    """As a class that wraps the decoder calls it."""
+    tensors["model.norm.weight"] = tensors.pop("norm.weight")
+
+
+def as_tokens(tensors: dict[str, Tensor]) -> None:
+    """The tokens themselves, not how far they are from the place."""
+    tensors["d2t"] = tensors["d2t"] + torch.arange(64)
+
+
+def never_filled(tensors: dict[str, Tensor]) -> None:
+    """As SpecForge's class makes the tables."""
+    tensors["d2t"], tensors["t2d"] = torch.zeros(64, dtype=torch.int64), torch.ones(TOKENS, dtype=torch.bool)
+
+
+def of_another_run(tensors: dict[str, Tensor]) -> None:
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
+def beyond(tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"][-1] = TOKENS
+
+
+def not_a_number(tensors: dict[str, Tensor]) -> None:
+    tensors["midlayer.mlp.up_proj.weight"][3, 4] = float("nan")
+
+
+def zeroed(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"].zero_()
+
+
+# What is changed, keys of the config, the check, and words of its finding.
+FAULTS: dict[str, tuple[Change, dict[str, Any], str, str]] = {
+    "a projection is missing": (drop("midlayer.self_attn.k_proj.weight"), {}, "CK141", "in no shard"),
+    "the output layer is missing": (drop("lm_head.weight"), {}, "CK141", "in no shard"),
+    "the table is missing": (drop("d2t"), {}, "CK141", "in no shard"),
+    "two states of three": (of_two_states, {}, "CK141", "[128, 256]"),
+    "a name of another class": (renamed, {}, "CK141", "none of its names"),
+    "another number of draft tokens": (nothing, {"draft_vocab_size": 96}, "CK141", "[64"),
+    "a list of two layers": (
+        nothing,
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}},
+        "CK141",
+        "[128, 384]",
+    ),
+    "tokens in place of differences": (as_tokens, {}, "CK142", "are others"),
+    "tables that were never filled": (never_filled, {}, "CK142", f"{TOKENS} true"),
+    "a table of another run": (of_another_run, {}, "CK142", "differ"),
+    "a token beyond the vocabulary": (beyond, {}, "CK142", "1 are others"),
+    "not a number": (not_a_number, {}, "CK143", "NaN"),
+    "an output layer of zeros": (zeroed, {}, "CK143", "zeros"),
+    "a layer that the target lacks": (
+        nothing,
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]}},
+        "CK144",
+        "[11]",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str, target: Path, tmp_path: Path) -> None:
+    change, config, code, words = FAULTS[fault]
+    tensors = tensors_of("SpecForge")
+    change(tensors)
+    report = verify(save_draft(tmp_path / "draft", tensors, KINDS["SpecForge"][0] | config), source=target)
+    assert {one.code for one in report.findings} == {code}
+    assert any(words in one.actual for one in report.findings)
+    assert report.status == "failed"
+    if fault == "tokens in place of differences":
+        assert report.findings[0].hint.startswith("it holds tokens themselves")
+        hold_example("CK142", report.findings[0])
+
+
+def test_a_draft_of_another_target_is_found(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    case.save("gemma3_text", HF_CASES["gemma3_text"], other, torch.bfloat16)
+    config = json.loads((other / "config.json").read_text()) | {"hidden_size": 64, "vocab_size": 99}
+    (other / "config.json").write_text(json.dumps(config))
+    found = verify(made_draft("SpecForge", tmp_path / "draft"), source=other).findings
+    assert [(one.code, one.expected, one.actual) for one in found] == [
+        ("CK144", "states of width 64, as the target has them", "hidden_size 128"),
+        ("CK144", "vocab_size 99, as the target", "352"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "config", "words"),
+    [
+        ("EAGLE", drop("fc.bias"), {}, ["not stored: SGLang 0.5.16 adds random numbers"]),
+        ("EAGLE", nothing, {"bias": True}, ["not stored: what memory held stays in it"]),
+        (
+            "SpecForge",
+            lambda tensors: tensors.update(
+                {f"midlayer.self_attn.{one}_proj.bias": torch.ones(64 if one == "q" else 32) for one in "qkv"}
+            ),
+            {"attention_bias": True},
+            [
+                "not stored: what memory held stays in it",
+                "attention_bias true: SGLang 0.5.16 drops those of q, k and v",
+            ],
+        ),
+    ],
+)
+def test_what_an_engines_class_has_beside_it_is_a_warning(
+    kind: str, change: Change, config: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    """`tests/verify/witnesses/test_draft_classes.py` shows that engines do so."""
+    tensors = tensors_of(kind)
+    change(tensors)
+    found = verify(save_draft(tmp_path / "draft", tensors, KINDS[kind][0] | config)).findings
+    assert [(one.code, one.severity, one.actual) for one in found] == [("CK141", "warning", one) for one in words]
+
+
+def test_a_list_of_layers_means_another_layer_to_each_engine(target: Path, tmp_path: Path) -> None:
+    notes = verify(made_draft("ModelOpt", tmp_path / "draft"), source=target).facts["notes"]
+    assert any("what layers 1, 5, 8 put out, vLLM 0.26 what they take in" in note for note in notes)
+    path = made_draft("speculators", tmp_path / "other")
+    assert verify(path, source=target).facts["notes"] == ["SGLang 0.5.16 has no class Eagle3Speculator"]
+
+
+def test_zeros_alone_are_a_warning(tmp_path: Path) -> None:
+    tensors = tensors_of("ModelOpt") | {"d2t": torch.zeros(64, dtype=torch.int64)}
+    report = verify(save_draft(tmp_path / "draft", tensors, KINDS["ModelOpt"][0]))
+    assert [(one.code, one.severity) for one in report.findings] == [("CK142", "warning")]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"eagle_config": {"parallel_draft_step": 4}},
+        {"architectures": ["Eagle3Speculator"], "transformer_layer_config": {"model_type": "gpt_oss"}},
+    ],
+)
+def test_of_drafts_that_are_not_read_it_is_inconclusive(config: dict[str, Any], tmp_path: Path) -> None:
+    path = save_draft(tmp_path / "draft", tensors_of("SpecForge"), KINDS["SpecForge"][0] | config)
+    report = verify(path)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert any("not read" in reason for reason in report.reasons)
+
+
+def test_inspect_says_what_it_is_and_for_which_target(tmp_path: Path) -> None:
+    facts = inspect(made_draft("ModelOpt", tmp_path / "draft"))
+    assert facts["draft"] == "EAGLE3 draft model that can propose 64 tokens"
+    assert facts["target"] == {"hidden_size": 128, "vocab_size": 352, "states": 3, "layers": "1, 5, 8"}
+    default = inspect(made_draft("SpecForge", tmp_path / "other"))
+    assert default["target"]["layers"] == "the engine's default"
+
+
+@pytest.mark.parametrize("kind", ["SpecForge", "speculators", "EAGLE"])
+def test_convert_and_quantize_refuse_it_in_words(kind: str, tmp_path: Path) -> None:
+    path, words = made_draft(kind, tmp_path / "draft"), "a draft model for speculative decoding, which is not supported"
+    with pytest.raises(UnsupportedError, match=words):
+        convert(path, tmp_path / "out")
+    with pytest.raises(UnsupportedError, match=words):
+        quantize(path, tmp_path / "out", QuantScheme(32, "qmax7"))
+
+
+def test_nothing_else_is_asked_of_it(tmp_path: Path) -> None:
+    path = made_draft("SpecForge", tmp_path / "draft")
+    with pytest.raises(UsageError, match="is a draft model, of which nothing but --source can be asked"):
+        verify(path, against=frozenset({"sglang"}))
+
+
+def test_files_that_cannot_be_read_are_a_finding(tmp_path: Path) -> None:
+    path = made_draft("SpecForge", tmp_path / "draft")
+    (path / "model.safetensors").write_bytes(b"\x08")
+    (found,) = verify(path).findings
+    assert found.code == "CK141"
