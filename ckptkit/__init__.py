@@ -1,8 +1,9 @@
 """Converts HF <-> Megatron checkpoints, quantizes them to INT4 or FP8, and proves what Megatron and SGLang loaded.
 
-`convert`, `quantize`, `inspect`, `make_manifest`, `lint`, `verify`, `preflight`, `diff` and `triage` return data and
-raise `CkptkitError`; the command line is a thin cover over them. `int4_scheme` makes the `QuantScheme` that `convert`
-and `quantize` take, or a `FloatScheme` is one; the other classes are what the functions return.
+`open` gives any checkpoint as named tensors that are read lazily. `convert`, `quantize`, `inspect`, `make_manifest`,
+`lint`, `verify`, `preflight`, `diff` and `triage` return data and raise `CkptkitError`; the command line is a thin
+cover over them. `int4_scheme` makes the `QuantScheme` that `convert` and `quantize` take, or a `FloatScheme` is one;
+the other classes are what the functions return.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from verify.diff.diff import diff
     from verify.diff.result import Diff
     from verify.launch.preflight import preflight
+    from verify.opened import LazyTensor, LazyTensors, OpenedCheckpoint, open  # noqa: A004 - as `gzip.open`
     from verify.report import CheckResult, Finding, Report
     from verify.run import verify
     from verify.triage.triage import Triage, triage
@@ -39,7 +41,10 @@ __all__ = [
     "Finding",
     "FloatScheme",
     "Forecast",
+    "LazyTensor",
+    "LazyTensors",
     "LintReport",
+    "OpenedCheckpoint",
     "QuantScheme",
     "Report",
     "Triage",
@@ -50,6 +55,7 @@ __all__ = [
     "int4_scheme",
     "lint",
     "make_manifest",
+    "open",
     "preflight",
     "quantize",
     "triage",
@@ -62,7 +68,10 @@ _HOME = {
     "Diff": "verify.diff.result",
     "Finding": "verify.report",
     "Forecast": "ckptkit.app.forecast",
+    "LazyTensor": "verify.opened",
+    "LazyTensors": "verify.opened",
     "LintReport": "quant.lint.lint",
+    "OpenedCheckpoint": "verify.opened",
     "FloatScheme": "quant.schemes.floats",
     "QuantScheme": "quant.formats.scheme",
     "Report": "verify.report",
@@ -73,6 +82,7 @@ _HOME = {
     "int4_scheme": "quant.schemes.w4a16",
     "lint": "quant.lint.lint",
     "make_manifest": "ckptkit.app.api",
+    "open": "verify.opened",
     "preflight": "verify.launch.preflight",
     "quantize": "ckptkit.app.api",
     "triage": "verify.triage.triage",

@@ -105,6 +105,9 @@ def blocks(page: str) -> list[Block]:
 def run_page(page: str, shell: Shell) -> None:
     """Runs the blocks of a page. A remark says which exit code a command has, if it is not 0."""
     for block in blocks(page):
+        if block.kind == "python":
+            exec(block.text, {})  # noqa: S102 - as a reader would
+            continue
         for line in block.commands:
             command, _, remark = line.partition("  # exits ")
             assert shell.run(command, block.without)[0] == int(remark or 0), command
@@ -114,14 +117,15 @@ def test_every_block_is_text_or_runs_or_says_why_not() -> None:
     shell = [block for block in BLOCKS if block.kind in ("bash", "console")]
     assert {block.kind for block in BLOCKS} == {"bash", "console", "python", "text", "yaml"}
     assert [block for block in shell if not block.mark] == []
-    assert [block for block in BLOCKS if block.mark and block not in shell] == []
+    python = [block for block in BLOCKS if block.kind == "python" and block.mark == "run"]
+    assert [block for block in BLOCKS if block.mark and block not in [*shell, *python]] == []
     for block in shell:
         assert bool(block.reason) == (block.mark == "not run" or bool(block.without)), block
         if block.without:
             assert block.without in block.text
         if block.reason:
             print(f"{block.page}: {block.mark} {block.without or ''}: {block.reason}")
-    assert sum(len(re.findall("<!-- (?:not )?run", page.read_text())) for page in PAGES) == len(shell), (
+    assert sum(len(re.findall("<!-- (?:not )?run", page.read_text())) for page in PAGES) == len([*shell, *python]), (
         "a mark stands before no block"
     )
     # Of a line that begins as a command does in a block of text, nobody would know whether it is right.

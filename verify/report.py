@@ -6,8 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
+# The formats know what a report is, which so finds them by name, as `verify.check` finds the checks.
+_WRITERS = "verify.reports"
 SCHEMA = "ckptkit-report/2"
 
 # How the verdict says that something was not looked at; of programs, that they were not asked.
@@ -118,6 +122,14 @@ class Report:
             without.setdefault(_WITHOUT.get(name, "not asked"), []).append(name)
         looked_at = f"{', '.join(most)} and {last}" if most else last
         return "; ".join([looked_at, *(f"{', '.join(names)} {how}" for how, names in without.items())])
+
+    def write(self, path: str | Path) -> None:
+        """Writes the report to a file in the format of its ending: .json, .html, .md, .sarif, or .xml (JUnit).
+
+        An older report there is replaced, any other file is not. Raises CkptkitError where no report can be written
+        there (another ending, no such directory, a file that is not a report), and OSError as writing does.
+        """
+        import_module(_WRITERS).write_report(self, Path(path))
 
     def to_json(self) -> dict[str, Any]:
         """The report in the `ckptkit-report/2` format, which other programs depend on."""

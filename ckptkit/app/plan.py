@@ -11,7 +11,6 @@ from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.allocator import gc_paused
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
-from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
 from ckptkit.formats.deltas.chain import chain_at
@@ -19,7 +18,7 @@ from ckptkit.formats.deltas.replay import base_of, open_deltas
 from ckptkit.formats.detect import Kind, Location, OfKind, locate
 from ckptkit.formats.files import FILE_BYTES, Files
 from ckptkit.formats.hf.adapter import AdapterFiles
-from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
+from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import MANIFEST, layout_for, main_dtype, stored_layout
 from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
@@ -33,15 +32,13 @@ from converters.open import open_megatron
 from converters.passthrough import (
     FOLDER,
     lost_towers,
-    only_passthrough,
-    passthrough_beside,
     passthrough_of,
     require_towers,
 )
-from converters.planner import HYBRID, MCORE, dims_of, own_dialect, to_hf, to_megatron
+from converters.planner import HYBRID, MCORE, dims_of, own_dialect, to_megatron
 from converters.registry import check_unwitnessed
 from converters.stored import remarks, require_mtp
-from verify.evidence.plain import plain
+from verify.evidence.plain import as_release, plain, reference_of
 
 if TYPE_CHECKING:
     from quant.schemes.interface import Scheme
@@ -162,23 +159,16 @@ def _dtype_args(view: Checkpoint) -> dict[str, Any]:
 def _to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = open_megatron(location, here[options.hf] if options.hf else None)
     check_unwitnessed(source.config, options.unwitnessed)
-    if has_weights(source.hf_path) and not only_passthrough(reference := plain(source.hf)):
-        layout: Layout | None = _layout(reference, options)
-    else:
-        layout = stored_layout(location.root / MANIFEST)
+    reference = reference_of(source)
+    layout = stored_layout(location.root / MANIFEST) if reference is None else _layout(reference, options)
     release = {name for names in (layout or {}).values() for name in names}
     require_mtp(source.config, source.specs, release, str(location.path))
     fused = is_fused(release) or only_fused(source.config)
     packs = options.scheme is not None
     if options.scheme is not None:
         _require_separate_experts(source.config, options.scheme)
-    view: Checkpoint = to_hf(
-        source, str(location.path), fused=fused and not packs, dtype=options.cast_to, release=release
-    )
-    untouched = passthrough_beside(source, source.hf, location.root, plain)
-    require_towers(source.config, untouched.specs if untouched else (), str(location.path))
-    if untouched:
-        view = Joined(view, untouched)
+    view = as_release(source, location.root, release, fused=fused and not packs, dtype=options.cast_to)
+    require_towers(source.config, view.specs, str(location.path))
     view = _merged(view, options)
     if layout is None or options.max_shard_size or (fused and packs):
         layout = _cut(view, options)

@@ -32,6 +32,9 @@ class Checkpoint(Protocol):
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """These tensors on the CPU, contiguous, in the dtype of their spec."""
 
+    def files_of(self, names: Sequence[str]) -> list[str]:
+        """Paths or URLs of the files that these tensors are read from, each once. Opens none."""
+
 
 class CheckpointWriter(Protocol):
     """Takes each tensor once, in any order. Nothing is visible under the final path before `finish`."""

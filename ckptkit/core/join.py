@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,10 @@ class Joined:
     @property
     def groups(self) -> Sequence[tuple[str, ...]]:
         return [*self._parts[0].groups, *self._parts[1].groups]
+
+    def files_of(self, names: Sequence[str]) -> list[str]:
+        found = (part.files_of([name for name in names if name in part.specs]) for part in self._parts)
+        return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def byte_ranges(self, names: Sequence[str]) -> Iterator[ByteRange]:
         """What is read of local files to make these tensors."""

@@ -123,6 +123,9 @@ class View:
         """What is read of the source to make these."""
         return list(dict.fromkeys(name for step in self._steps(names) for name in step.inputs))
 
+    def files_of(self, names: Sequence[str]) -> list[str]:
+        return self.source.files_of(self.inputs(names))
+
     def byte_ranges(self, names: Sequence[str]) -> Iterable[ByteRange]:
         """What is read of local files to make these tensors."""
         return byte_ranges_of(self.source, self.inputs(names))

@@ -122,6 +122,10 @@ class LegacyCheckpoint:
     def groups(self) -> Sequence[tuple[str, ...]]:
         return [(name,) for name in self.specs]
 
+    def files_of(self, names: Sequence[str]) -> list[str]:
+        copies = (copy for name in names for copies in self._tensors[name].parts for copy in copies)
+        return list(dict.fromkeys(str(copy.rank) for copy in copies))
+
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._tensors[name].read() for name in names}
 

@@ -13,17 +13,14 @@ from ckptkit.core.specs import summarize
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.reader import has_weights
-from ckptkit.formats.hf.side_files import is_quantized
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.megatron.legacy import LegacyCheckpoint
-from converters.open import open_megatron
 from converters.planner import dims_of, rules_in, tied_head
 from converters.registry import family_of
 from converters.stored import as_stored
 from verify.evidence.expected import fp32_names
-from verify.evidence.hf_files import HfFiles
-from verify.evidence.plain import plain
 from verify.evidence.values import as_hf_view
+from verify.opened import opened_at
 
 # Keys of a config.json that say nothing about the model.
 _NOT_OF_MODEL = {
@@ -56,30 +53,18 @@ def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
     places = locate(a), locate(b)
     if places[0].is_hf and places[1].is_hf:
         refuse_hf(hf, a)
-    stored = [_open(place, hf, other) for place, other in (places, places[::-1])]
+    both = [opened_at(place, _config_for(place, hf, other)) for place, other in (places, places[::-1])]
+    stored = [one.checkpoint for one in both]
     sides, why = _under_common_names(stored, places)
     notes = [*why, *_padding(stored, places), *_borrowed(stored, sides, places), *_configs(stored)]
-    return Sides(sides[0], sides[1], (_words(places[0]), _words(places[1])), tuple(notes))
+    return Sides(sides[0], sides[1], (both[0].words, both[1].words), tuple(notes))
 
 
-def _open(place: Location, hf: str | Path | None, other: Location) -> Checkpoint:
-    if not place.is_megatron:
-        return plain(place.path, Path(hf) if hf else None)
-    beside = (place.root / "hf" / "config.json").exists()
-    return open_megatron(place, hf or (other.path if other.is_hf and not beside else None))
-
-
-def _words(place: Location) -> str:
-    if place.is_deltas:
-        return "HF, replayed from deltas"
-    if place.is_megatron:
-        return "Megatron legacy (mp_rank_*)" if place.legacy else "Megatron torch_dist"
-    config = HfFiles(place.path).config
-    if not config or not is_quantized(config):
-        return "HF"
-    from quant.formats.dequantize import format_of
-
-    return f"HF, {format_of(config).words}, dequantized"
+def _config_for(place: Location, hf: str | Path | None, other: Location) -> str | Path | None:
+    """Where a side's config, or the base of its deltas, is: a Megatron side without one has that of an HF side."""
+    if hf or not place.is_megatron or not other.is_hf or (place.root / "hf" / "config.json").exists():
+        return hf
+    return other.path
 
 
 def _under_common_names(

@@ -1,25 +1,41 @@
-"""Opens an HF directory as plain weights, whether or not it is a quantized release."""
+"""Opens checkpoints as plain weights, whether or not they are quantized, and Megatron's under HF names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.join import Joined
 from ckptkit.core.plan import Step, View
 from ckptkit.formats.deltas.replay import open_deltas
-from ckptkit.formats.detect import is_deltas
-from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.formats.hf.side_files import is_quantized
+from ckptkit.formats.detect import MANIFEST, Location, is_deltas
+from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
+from ckptkit.formats.hf.side_files import is_quantized, stored_layout
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.directory import Directory
+from converters.experts import is_fused, only_fused
 from converters.foreign import refuse_foreign, refuse_stated
-from converters.planner import copies_of
+from converters.megatron.legacy import LegacyCheckpoint
+from converters.open import open_megatron
+from converters.passthrough import only_passthrough, passthrough_beside
+from converters.planner import copies_of, to_hf
 from converters.stored import as_stored
 
 
-def plain(path: Path | Directory, base: Path | None = None) -> HfCheckpoint | View:
+def open_plain(location: Location, hf: str | Path | Directory | None = None) -> Checkpoint:
+    """What was located, under its names on disk: Megatron's tensors, or HF as `plain`.
+
+    `hf`: the config of a Megatron checkpoint that has none beside it, or the base of deltas. Raises CkptkitError.
+    """
+    if location.is_megatron:
+        return open_megatron(location, hf)
+    return plain(location.path if location.is_deltas else location.directory, hf)
+
+
+def plain(path: Path | Directory, base: str | Path | Directory | None = None) -> HfCheckpoint | View:
     """The checkpoint, or the newest version of deltas against `base`; a quantized one as what it dequantizes to.
 
     Raises CkptkitError as `refuse_foreign` and `quant.formats.dequantize.dequantized`.
@@ -28,6 +44,45 @@ def plain(path: Path | Directory, base: Path | None = None) -> HfCheckpoint | Vi
     refuse_foreign(source.specs, path)
     refuse_stated(source.config, path)
     return _dequantized(source, str(path)) if is_quantized(source.config) else source
+
+
+def reference_of(source: TorchDistCheckpoint | LegacyCheckpoint) -> HfCheckpoint | View | None:
+    """The release that gives the config of a Megatron checkpoint; None where only its config and side files are there.
+
+    Raises CkptkitError as `plain`.
+    """
+    if not has_weights(source.hf_path):
+        return None
+    reference = plain(source.hf)
+    return None if only_passthrough(reference) else reference
+
+
+def release_of(source: TorchDistCheckpoint | LegacyCheckpoint, root: Path) -> Collection[str]:
+    """Names in the release of a Megatron checkpoint: from `reference_of` or the manifest in `root`; else none."""
+    if (reference := reference_of(source)) is not None:
+        return reference.specs
+    layout = stored_layout(root / MANIFEST) or {}
+    return {name for names in layout.values() for name in names}
+
+
+def as_release(
+    source: TorchDistCheckpoint | LegacyCheckpoint,
+    root: Path,
+    release: Collection[str] = (),
+    *,
+    fused: bool | None = None,
+    dtype: str | None = None,
+) -> Checkpoint:
+    """A Megatron checkpoint under HF names, with what Megatron does not hold from its HF directory or `root`.
+
+    `release`, `fused` and `dtype` as in `to_hf`; fused None: as the release or, without names of it, the model's own
+    class has its experts. Raises CkptkitError as `to_hf`.
+    """
+    if fused is None:
+        fused = is_fused(release) or only_fused(source.config)
+    view = to_hf(source, str(source.path), fused=fused, dtype=dtype, release=release)
+    untouched = passthrough_beside(source, source.hf, root, plain)
+    return Joined(view, untouched) if untouched else view
 
 
 def comparable(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:

@@ -19,7 +19,7 @@ from converters.open import open_checkpoint
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.megatron_files import MegatronFiles
-from verify.evidence.plain import comparable, plain
+from verify.evidence.plain import comparable, open_plain, plain
 from verify.options import VerifyOptions
 
 if TYPE_CHECKING:
@@ -174,10 +174,7 @@ class Subject(OfKind):
             return Adapter(AdapterFiles(adapter), plain(self.source_path), str(adapter)).merged()
         if self.is_hf and is_quantized(self.checkpoint.config):
             return comparable(open_checkpoint(self.source_path, hf=self.hf_path), self.checkpoint)
-        place = locate(self.source_path)
-        if place.is_megatron:
-            return open_checkpoint(self.source_path, hf=self.hf_path)
-        return plain(place.path, self.hf_path)
+        return open_plain(locate(self.source_path), self.hf_path)
 
     @cached_property
     def source_is_hf(self) -> bool:

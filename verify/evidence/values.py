@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
 from ckptkit.core.specs import TensorSpec, ranges
 from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.experts import is_fused, unfuse
 from converters.megatron.legacy import LegacyCheckpoint
-from converters.passthrough import passthrough_beside
-from converters.planner import to_hf
 from verify.evidence.extremes import Extremes, as_integers, digest_of, extremes, same_bytes
-from verify.evidence.plain import plain
+from verify.evidence.plain import as_release
 from verify.evidence.plausible.profile import Profile, profile_of
 from verify.evidence.subject import Subject
 
@@ -76,9 +73,7 @@ def as_hf_view(checkpoint: Checkpoint, where: Path, release: Collection[str] = (
     does not fit.
     """
     if isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
-        view = to_hf(checkpoint, str(where), release=release)
-        untouched = passthrough_beside(checkpoint, checkpoint.hf_path, locate(where).root, plain)
-        return Joined(view, untouched) if untouched else view
+        return as_release(checkpoint, locate(where).root, release, fused=False)
     return (
         View(checkpoint, unfuse(checkpoint.specs, checkpoint.config, str(where)))
         if is_fused(checkpoint.specs)

@@ -27,7 +27,7 @@ def write_report(report: Report, path: Path) -> None:
     Raises CkptkitError where `fault_of` says why not, since something else may have come there meanwhile, and OSError.
     """
     if (fault := fault_of(path)) is not None:
-        raise CkptkitError(fault, "name another file with --report")
+        raise CkptkitError(fault, "name another file for the report")
     write_whole(path, text_of(report, path.suffix))
 
 

@@ -186,6 +186,10 @@ class HfCheckpoint:
         """Which tensors stand in which file, in file order: what a writer needs to cut shards the same way."""
         return {file: list(shard.specs) for file, shard in self.shards.items()}
 
+    def files_of(self, names: Sequence[str]) -> list[str]:
+        shards = (self._shard_of[name] for name in names)
+        return list(dict.fromkeys(str(shard.remote or shard.path) for shard in shards))
+
     def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
         """What is read of a local disk to make these tensors."""
         for name in names:

@@ -447,6 +447,9 @@ class TorchDistCheckpoint:
             raise DamagedError(f"{self.path}: the stored training arguments have no end", "the checkpoint is damaged")
         return found
 
+    def files_of(self, names: Sequence[str]) -> list[str]:
+        return list(dict.fromkeys(str(wanted.path) for wanted in self.byte_ranges(names)))
+
     def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
         """Where the chunks of these tensors stand."""
         for blob in {

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.fixture_types import PathOf
 from support.remote_servers import Bucket, Request, breaking, serving, use_s3
 
+import ckptkit
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -56,6 +57,20 @@ def test_tensors_config_and_side_files_are_those_of_the_release(releases: PathOf
         assert list(side_files(here.path)) == list(side_files(source))
         assert all((here.path / path).read_bytes() == (source / path).read_bytes() for path in side_files(source))
     assert not here.path.exists()
+
+
+def test_open_reads_a_url_after_its_headers_are_gone(releases: PathOf, bucket: Bucket) -> None:
+    source = releases("qwen2-tied")
+    bucket.put_directory(source, "models/qwen")
+    local, remote = ckptkit.open(source), ckptkit.open(bucket.url("models/qwen"))
+    assert (remote.path, remote.config) == (bucket.url("models/qwen"), local.config)
+    for name, tensor in remote.layer(3).items():
+        truth = load_file(local[name].files[0])[name]
+        assert torch.equal(tensor.read(), truth)
+        assert torch.equal(tensor[1:3], truth[1:3])
+        assert tensor.files == [bucket.url(f"models/qwen/{Path(local[name].files[0]).name}")]
+    merged = "decoder.layers.3.mlp.linear_fc1.weight"
+    assert torch.equal(remote.as_megatron()[merged].read(), local.as_megatron()[merged].read())
 
 
 def test_a_path_of_this_machine_is_left_as_it_is(two: Path) -> None:

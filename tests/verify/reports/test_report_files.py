@@ -175,7 +175,7 @@ def test_report_over_a_report_or_nothing_is_written_whole(tmp_path: Path, ending
     }
     if before in old:
         path.write_text(old[before], encoding="utf-8")
-    write_report(REPORT, path)
+    REPORT.write(str(path))
     assert path.read_text(encoding="utf-8") == text_of(REPORT, ending)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -203,7 +203,7 @@ def test_report_over_a_file_that_is_no_report_is_refused(tmp_path: Path, ending:
         (tmp_path / "precious").rename(path)
     before = {file.name: file.read_text() for file in tmp_path.iterdir()}
     with pytest.raises(CkptkitError, match=f"is there and is not a {ending} report of ckptkit, so it is not replaced"):
-        write_report(REPORT, path)
+        REPORT.write(path)
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
 
 
