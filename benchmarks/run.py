@@ -18,7 +18,7 @@ from rich.table import Table
 
 SECTIONS = (
     *("kernels", "cuda", "offline", "convert", "scale", "verifier", "witness", "megatron", "layouts", "plan"),
-    *("launches", "ray"),
+    *("launches", "ray", "quality"),
 )
 _MODULES = {"ray": "ray_scaling", "megatron": "megatron_load"}  # where the section's name is a package's
 

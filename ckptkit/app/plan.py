@@ -41,7 +41,7 @@ from converters.stored import remarks, require_mtp
 from verify.evidence.plain import as_release, plain, reference_of
 
 if TYPE_CHECKING:
-    from quant.schemes.interface import Scheme
+    from quant.schemes.interface import Packing, Scheme
 
 Layout = Mapping[str, list[str]]
 
@@ -61,6 +61,7 @@ class ConversionPlan(OfKind):
     `side_files`: the HF directory whose config, tokenizer and code go into `side_folder` of the destination. `layout`:
     how HF weights are, or on the way back will be, cut into files. `dequantized`: how a quantized source was quantized,
     in words. `notes`: what the user should know of the source and, where it is quantized, before it is served.
+    `packing`: what is quantized, if anything.
     """
 
     kind: Kind
@@ -71,6 +72,7 @@ class ConversionPlan(OfKind):
     config: Mapping[str, Any] = field(default_factory=dict)
     dequantized: str | None = None
     notes: tuple[str, ...] = ()
+    packing: Packing | None = None
 
     @property
     def view(self) -> Checkpoint:
@@ -228,17 +230,18 @@ def _hf_plan(
     stored: Checkpoint | None = None,
 ) -> ConversionPlan:
     layout = layout_for(view, layout)
-    notes: tuple[str, ...] = ()
+    packing: Packing | None = None
     if options.scheme is not None:
         from quant.planner import quantized, quantized_layout
         from quant.schemes.interface import Request
 
         like = HfCheckpoint(here[options.like]) if options.like else None
         request = Request(str(side_files), like, stored, options.preset, options.readers, options.tp, options.device)
-        view, notes = quantized(view, options.scheme, request)
+        view, packing = quantized(view, options.scheme, request)
         layout = quantized_layout(layout, view)
     outputs = (Output(view, SafetensorsFiles(view.specs, layout)),)
-    return ConversionPlan("hf", location, outputs, side_files, layout, view.config, notes=notes)
+    notes = packing.notes if packing is not None else ()
+    return ConversionPlan("hf", location, outputs, side_files, layout, view.config, notes=notes, packing=packing)
 
 
 def _format_words(config: Mapping[str, Any]) -> str:

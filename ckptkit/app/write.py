@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ckptkit.app.plan import ConversionPlan
 from ckptkit.core.progress import note, size
+from ckptkit.formats.files import Digests
 from ckptkit.transfer.copy import copy
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import Journal
@@ -22,8 +23,18 @@ def write_files(
     for output, files in zip(plan.outputs, left, strict=True):
         if files:
             names = {name for file in files for name in output.files.names[file]}
-            writer = FilesWriter(partial, output.files, files, journal.record, journal.check_goes_on)
+            writer = FilesWriter(partial, output.files, files, _recorder(plan, journal), journal.check_goes_on)
             copy(output.view, writer, "writing", workers, only=names, memory=memory)
+
+
+def _recorder(plan: ConversionPlan, journal: Journal) -> Callable[[str, Digests], None]:
+    """Records a file that is whole, with the errors of the matrices in it."""
+    errors = plan.packing.errors if plan.packing else {}
+
+    def record(file: str, digests: Digests) -> None:
+        journal.record(file, digests, {name: errors[name] for name in digests if name in errors})
+
+    return record
 
 
 def _unfinished(plan: ConversionPlan, journal: Journal, wanted: Sequence[Sequence[str]]) -> list[list[str]]:

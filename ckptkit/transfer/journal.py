@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,10 @@ JOURNAL = ".ckptkit"
 _ASKED = "asked.json"
 _RUN = "run-"
 _STOPPED = ".stopped"
+_MEASURED = ".measured"
+
+# Numbers that were measured while tensors were written, by name.
+Measured = Mapping[str, Sequence[float]]
 
 
 class Journal:
@@ -84,9 +88,11 @@ class Journal:
         """Whether a run has begun here."""
         return (self._folder / _ASKED).exists()
 
-    def record(self, file: str, digests: Digests) -> None:
-        """Notes that a file is whole. Raises as `check_goes_on`."""
+    def record(self, file: str, digests: Digests, measured: Measured | None = None) -> None:
+        """Notes that a file is whole, and what was measured of its tensors. Raises as `check_goes_on`."""
         self.check_goes_on()
+        if measured:
+            _write(self._record(file).with_suffix(_MEASURED), measured)
         _write(self._record(file), {name: digest.to_json() for name, digest in digests.items()})
 
     def recorded(self, file: str) -> dict[str, TensorDigest] | None:
@@ -96,6 +102,11 @@ class Journal:
         found = {name: TensorDigest.parse(entry) for name, entry in read_json(self._record(file)).items()}
         digests = {name: digest for name, digest in found.items() if digest is not None}
         return digests if len(digests) == len(found) else None
+
+    def measured(self, file: str) -> Measured:
+        """What was measured of a finished file's tensors."""
+        path = self._record(file).with_suffix(_MEASURED)
+        return read_json(path) if path.exists() else {}
 
     def intact(self, file: str, files: Files) -> bool:
         """Whether a file was finished and its bytes are what they were.

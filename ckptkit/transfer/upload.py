@@ -13,7 +13,7 @@ from ckptkit.formats.files import Digests
 from ckptkit.formats.hf.reader import INDEX, SINGLE
 from ckptkit.formats.hf.side_files import MANIFEST, is_hidden
 from ckptkit.storage.url import Store, is_url
-from ckptkit.transfer.journal import Journal
+from ckptkit.transfer.journal import Journal, Measured
 
 # Without these no reader takes shards for a model: they come last, in this order, and go first.
 _LAST = ("config.json", INDEX)
@@ -79,10 +79,10 @@ class _Uploading(Journal):
         super().__init__(root)
         self._upload = upload
 
-    def record(self, file: str, digests: Digests) -> None:
+    def record(self, file: str, digests: Digests, measured: Measured | None = None) -> None:
         self._upload.put(self._root / file, file)
         (self._root / file).unlink()
-        super().record(file, digests)
+        super().record(file, digests, measured)
 
 
 @contextmanager

@@ -83,12 +83,12 @@ def kernel(weight: torch.dtype, scale: torch.dtype, grid: Grid, symmetric: bool)
     return compiled(quantize)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compiles a function at its first call, and keeps the code on disk for later processes."""
     try:
-        kept: Callable[..., Any] = njit(**_OPTIONS, cache=True)(function)
+        kept: Callable[..., Any] = njit(**_OPTIONS, **options, cache=True)(function)
     except RuntimeError:  # neither this folder nor the user's cache can be written
-        kept = njit(**_OPTIONS)(function)
+        kept = njit(**_OPTIONS, **options)(function)
     return kept
 
 

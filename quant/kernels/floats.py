@@ -109,7 +109,7 @@ def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None]
         part = slice(begin, min(begin + step, rows))
         factors = scales[begin // height : -(-part.stop // height)].float().repeat_interleave(height, 0)
         factors = factors[: part.stop - begin].repeat_interleave(width, 1)[:, :columns]
-        stored, wanted = _numbers(packed.codes[part]) * factors, weight[part].float()
+        stored, wanted = numbers_of(packed.codes[part]) * factors, weight[part].float()
         differ = stored != wanted
         if not first and bool(differ.any()):
             row, column = differ.nonzero()[0].tolist()
@@ -122,8 +122,8 @@ def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None]
         )
 
 
-def _numbers(codes: Tensor) -> Tensor:
-    """The number of each code, float32 [rows, columns]."""
+def numbers_of(codes: Tensor) -> Tensor:
+    """The number of each code, float32 [rows, columns]. E2M1 is uint8, two codes a byte."""
     if codes.dtype != torch.uint8:
         return codes.float()
     each = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=codes.device)

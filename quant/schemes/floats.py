@@ -8,7 +8,7 @@ in `N.weight_packed`. Activations are quantized by the engine while it runs, if 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,10 @@ from converters.stored import as_stored
 from quant.formats.floats.layout import Layout
 from quant.formats.floats.table import compressed_nvfp4, modelopt_nvfp4, mxfp4
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
+from quant.formats.squared_error import SquaredError
 from quant.kernels.float_roundings import Fp8Weight, blocks_of
 from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from quant.kernels.rounding_error import float_error
 from quant.patterns.entries import check_entries
 from quant.schemes.interface import Request
 from quant.selection import tiles
@@ -173,6 +175,7 @@ class FloatWeights:
     quantized: tuple[str, ...] = ()  # modules by every name that an engine asks by
     # Whether MXFP8 is spelled as vLLM's class of ModelOpt's format reads it.
     for_vllm: bool = False
+    errors: dict[str, SquaredError] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -196,9 +199,13 @@ class FloatWeights:
         scheme, names = self.scheme, [spec.name for spec in specs]
         weights = [tensor.to(self.device) for tensor in tensors]
         packed, second = _quantize(weights, scheme, names)
-        if scheme.exact:
-            for weight, one, name in zip(weights, packed, names, strict=True):
-                check_exact(weight, _whole(one, second, scheme.layout), scheme.kind.block, name)
+        ending = "" if scheme.layout is None else scheme.layout.codes
+        for weight, tensor, one, name in zip(weights, tensors, packed, names, strict=True):
+            whole = _whole(one, second, scheme.layout)
+            if scheme.exact:
+                check_exact(weight, whole, scheme.kind.block, name)
+            on_cpu = Fp8Weight(whole.codes.cpu(), whole.scales.cpu())
+            self.errors[name + ending] = float_error(tensor, on_cpu, scheme.kind.block)
         shared = [] if second is None else [second]
         return [part.cpu() for one in packed for part in (*one, *shared)]
 

@@ -14,6 +14,8 @@ from quant.selection.readers import ALL_READERS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quant.formats.squared_error import SquaredError
+
 
 class Scheme(Protocol):
     """What a user asks for, as data; its constructor refuses contradictions."""
@@ -88,6 +90,10 @@ class Packing(Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know before the result is served."""
+
+    @property
+    def errors(self) -> Mapping[str, SquaredError]:
+        """How far each weight that `pack` has packed is from its source, by the name of the tensor with its codes."""
 
 
 class SchemeModule(Protocol):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +21,13 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.remote import config_at
 from converters.registry import family_of
 from converters.stored import as_stored
-from quant.formats.packing import CODES_PER_WORD
+from quant.formats.packing import CODES_PER_WORD, Packed
 from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT
 from quant.formats.scheme import Grid, QuantScheme, Search, quantization_config
+from quant.formats.squared_error import SquaredError
 from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
 from quant.kernels.dispatch import quantize_pack
+from quant.kernels.rounding_error import int4_error
 from quant.requantize import StoredScheme, requantize, stored_parts, stored_scheme
 from quant.schemes.interface import Request
 from quant.selection import tiles
@@ -88,6 +90,7 @@ class PackedWeights:
     kept_scales: bool = False
     notes: tuple[str, ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
+    errors: dict[str, SquaredError] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -124,11 +127,14 @@ class PackedWeights:
             packed = requantize(weight, before, scheme, spec.name)
         else:
             (packed,) = quantize_pack([weight], scheme, [spec.name])
+        zero = packed.zero_point
+        packed = Packed(packed.words.cpu(), packed.scale.cpu(), None if zero is None else zero.cpu())
+        self.errors[module + PACKED] = int4_error(tensor, packed)
         parts = [packed.words, packed.scale, torch.tensor(spec.shape)]
         if (zero_point := packed.zero_point) is not None:
             turned = self._is_turned(spec)
             parts.append(for_sglang_experts(zero_point, spec.shape[0], spec.name) if turned else zero_point)
-        return [part.cpu() for part in parts]
+        return parts
 
     def config(self) -> dict[str, Any]:
         """As `Packing.config`."""

@@ -116,6 +116,34 @@ def test_transformers_unpacks_int4_to_the_compressors_weights(int4: Callable[[st
     assert logits.std() > 0
 
 
+def test_the_result_says_how_much_smaller_it_is_and_how_far_from_its_source(
+    releases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = models.tensors(releases("glm4_moe"))
+    packed = quantize(releases("glm4_moe"), tmp_path / "out", QuantScheme(32, "qmax7")).packed
+    assert packed is not None
+    sums = dict.fromkeys(packed.kinds, (0, 0.0, 0.0))
+    for module, stored, scheme in compressed(tmp_path / "out"):
+        weight = source[f"{module}.weight"].double()
+        read = PackedQuantizationCompressor.decompress(stored, scheme)["weight"].double()
+        kind = next((f"{part}." for part in ("shared_experts", "experts") if f".{part}." in module), "")
+        kind += module.rpartition(".")[2]
+        count, error, norm = sums[kind]
+        sums[kind] = count + 1, error + float(((read - weight) ** 2).sum()), norm + float((weight**2).sum())
+    assert len(sums) == 4 + 3 * 3  # attention; dense, routed and shared MLPs
+    assert {kind: one.matrices for kind, one in packed.kinds.items()} == {kind: one[0] for kind, one in sums.items()}
+    for kind, (_, error, norm) in sums.items():
+        assert packed.kinds[kind].relative_error == pytest.approx((error / norm) ** 0.5, rel=1e-3), kind
+    total = sum(error for _, error, _ in sums.values()) / sum(norm for *_, norm in sums.values())
+    assert packed.relative_error == pytest.approx(total**0.5, rel=1e-3)
+    written = models.tensors(tmp_path / "out")
+    assert packed.checkpoint_before == sum(tensor.nbytes for tensor in source.values())
+    assert packed.checkpoint_after == sum(tensor.nbytes for tensor in written.values())
+    assert packed.matrices == sum(name.endswith("_packed") for name in written)
+    assert packed.before == sum(tensor.nbytes for name, tensor in source.items() if f"{name}_packed" in written)
+    assert packed.after == sum(tensor.nbytes for name, tensor in written.items() if "weight_" in name)
+
+
 @pytest.mark.parametrize("name", sorted(models.configs()))
 def test_packed_modules_are_those_of_the_file(int4: Callable[[str, str], Path], name: str) -> None:
     checkpoint = HfCheckpoint(int4(name, "qmax7"))

@@ -119,7 +119,8 @@ def _run(options: RunOptions, as_json: bool) -> None:
     result = run(options)
     if as_json:
         forecast = result.forecast and asdict(result.forecast)
-        echo_json({**vars(result), "layout": dict(result.layout), "forecast": forecast})
+        packed = result.packed and asdict(result.packed)
+        echo_json({**vars(result), "layout": dict(result.layout), "forecast": forecast, "packed": packed})
     else:
         _print_result(result)
     if options.dry_run:
@@ -139,7 +140,7 @@ def _print_result(result: ConversionResult) -> None:
     if result.dequantized:
         total += f", dequantized from {result.dequantized}"
     if result.forecast is None:
-        echo(f"{result.destination} ({result.format}): {total}")
+        echo(f"{result.destination} ({result.format}): {total}", *_packed(result))
         return
     from ckptkit.app.forecast import lines
 
@@ -148,4 +149,12 @@ def _print_result(result: ConversionResult) -> None:
         echo(f"  {name}")
     for file, names in result.layout.items():
         echo(f"  {file}: {len(names)} tensors")
-    echo(*lines(result.forecast))
+    echo(*_packed(result), *lines(result.forecast))
+
+
+def _packed(result: ConversionResult) -> list[str]:
+    if result.packed is None:
+        return []
+    from ckptkit.app.packed import lines
+
+    return lines(result.packed)

@@ -75,6 +75,18 @@ def test_only_unfinished_files_are_written_again(run: Run, tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "out", "whole"]
 
 
+def test_a_resumed_run_reports_the_error_of_all_that_was_packed(
+    releases: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = quantize(releases("qwen3_moe"), tmp_path / "whole", int4_scheme(group_size=32))
+    with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
+        quantize(releases("qwen3_moe"), tmp_path / "out", int4_scheme(group_size=32), workers=1)
+    resumed = quantize(releases("qwen3_moe"), tmp_path / "out", int4_scheme(group_size=32), resume=True)
+    assert resumed.packed == whole.packed
+    assert resumed.packed is not None
+    assert resumed.packed.relative_error
+
+
 def test_a_finished_file_that_was_damaged_since_is_written_again(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

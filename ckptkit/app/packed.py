@@ -1,0 +1,92 @@
+"""Sums up a quantization: how many matrices were packed, how much smaller they are, and how far from their source."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckptkit.app.plan import ConversionPlan
+from ckptkit.core.plan import View
+from ckptkit.core.progress import size
+from quant.formats.squared_error import SquaredError
+from quant.schemes.interface import Packing
+
+_EXPERTS = ("experts", "shared_experts", "shared_expert")
+
+
+@dataclass(frozen=True)
+class PackedKind:
+    """Matrices of one kind of layer. The error as in `PackedWeights`."""
+
+    matrices: int
+    relative_error: float | None
+
+
+@dataclass(frozen=True)
+class PackedSummary:
+    """What was packed.
+
+    `before`, `after`: bytes of the packed matrices in the source's dtype, and as they are stored with their scales.
+    `checkpoint_before`, `checkpoint_after`: the same of all tensors.
+    `relative_error`: the Frobenius norm of what packing changed, as a share of that of the weights. None in a dry run,
+    and where weights of more than 1e19 have squares beyond float32.
+    `kinds`: by kind of layer (`q_proj`, `experts.down_proj`).
+    """
+
+    matrices: int
+    before: int
+    after: int
+    checkpoint_before: int
+    checkpoint_after: int
+    relative_error: float | None = None
+    kinds: Mapping[str, PackedKind] = field(default_factory=dict)
+
+
+def summary(plan: ConversionPlan, errors: Mapping[str, SquaredError]) -> PackedSummary | None:
+    """Sums up what a plan packs. `errors`: of each matrix, by the name of the tensor with its codes.
+
+    None for a plan that packs nothing.
+    """
+    if plan.packing is None or not isinstance(plan.view, View):
+        return None
+    source = plan.view.source.specs
+    total = sum(spec.nbytes for spec in source.values())
+    written = sum(spec.nbytes for spec in plan.view.specs.values())
+    before = sum(source[name].nbytes for name in plan.packing.names)
+    found = SquaredError.total(errors.values()).relative if errors else None
+    kinds = _kinds(plan.packing, errors)
+    return PackedSummary(len(plan.packing.names), before, before - total + written, total, written, found, kinds)
+
+
+def _kinds(packing: Packing, errors: Mapping[str, SquaredError]) -> dict[str, PackedKind]:
+    counts, measured = defaultdict[str, int](int), defaultdict[str, list[SquaredError]](list)
+    for name in packing.names:
+        counts[_kind(name)] += 1
+    for name, error in errors.items():
+        measured[_kind(name)].append(error)
+    return {
+        kind: PackedKind(count, SquaredError.total(measured[kind]).relative if kind in measured else None)
+        for kind, count in sorted(counts.items())
+    }
+
+
+def _kind(name: str) -> str:
+    module = name.split(".")[:-1]
+    experts = [part for part in module[:-1] if part in _EXPERTS]
+    return ".".join([*experts[-1:], module[-1]])
+
+
+def lines(found: PackedSummary) -> list[str]:
+    """The summary in words."""
+    ratio, whole = found.before / max(found.after, 1), found.checkpoint_before / max(found.checkpoint_after, 1)
+    packed = f"{found.matrices} matrices: {size(found.before)} as {size(found.after)}, {ratio:.2f} times smaller"
+    text = [f"packed {packed} (the checkpoint {whole:.2f} times)"]
+    if found.relative_error is not None:
+        each = [f"{kind} {_percent(one.relative_error)}" for kind, one in found.kinds.items()]
+        text.append(f"relative error {_percent(found.relative_error)}: {', '.join(each)}")
+    return text
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.2%}"
