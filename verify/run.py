@@ -73,6 +73,16 @@ def verify(
     file which an option names cannot be used, that options contradict each other, that a dependency is missing, or that
     the model cannot be cut into these sizes.
     """
+    return report_on(subject_of(path, source, hf, **options), path, source, command)
+
+
+def subject_of(
+    path: str | Path,
+    source: str | Path | None = None,
+    hf: str | Path | None = None,
+    **options: Unpack[GivenVerifyOptions],
+) -> Subject:
+    """What `verify` looks at, before anything has been read of the weights. Raises as `verify`."""
     if hf is not None:
         _check_hf(hf)
     subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
@@ -82,17 +92,15 @@ def verify(
         raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
     if stage := _stage_of_its_own(subject.path):
         _check_options(subject, hf, _OF_ITS_OWN[stage])
-        return _report(subject, stage, path, source, command)
+        return subject
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
-    return _report(subject, "deltas" if subject.is_deltas else None, path, source, command)
+    return subject
 
 
-def _report(
-    subject: Subject, stage: str | None, path: str | Path, source: str | Path | None, command: Sequence[str]
-) -> Report:
-    """Runs the checks. `stage`: the one of what lies there; None: a checkpoint, which has all others."""
-    others = {"launch", "deltas", *_OF_ITS_OWN}
+def report_on(subject: Subject, path: str | Path, source: str | Path | None, command: Sequence[str]) -> Report:
+    """Runs the checks of what `subject_of` made of a `path` and a `source`. Raises as `verify`."""
+    stage, others = stage_of(subject), {"launch", "deltas", *_OF_ITS_OWN}
     checks = [one for one in all_checks() if (one.stage == stage if stage else one.stage not in others)]
     chosen, left_out = choose(subject, checks)
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
@@ -114,6 +122,11 @@ def _report(
         asked=looked_at(outcome.checks),
         not_asked=([] if source else [own.source]) if own else _not_asked(subject),
     )
+
+
+def stage_of(subject: Subject) -> str | None:
+    """The one stage whose checks look at what lies there; None: a checkpoint, which has all others."""
+    return _stage_of_its_own(subject.path) or ("deltas" if subject.is_deltas else None)
 
 
 def _stage_of_its_own(path: Path) -> str | None:

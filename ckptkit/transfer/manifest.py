@@ -187,6 +187,14 @@ def write_manifest(
     write_whole(path, f"{text}{{\n{lines}\n }}\n}}\n" if digests else json.dumps(content, indent=1) + "\n")
 
 
+def digest_of_all(tensors: Mapping[str, TensorDigest]) -> str:
+    """A BLAKE3 that stands for all tensors, in whatever files they lie: of a line of JSON for each, by name."""
+    digest = blake3()
+    for name in sorted(tensors):
+        digest.update(json.dumps([name, *tensors[name].to_json()]).encode() + b"\n")
+    return digest.hexdigest()
+
+
 def read_manifest(path: Path) -> Manifest:
     """The digests of a manifest. Raises CkptkitError when it is none, or has none."""
     content = read_json(path)

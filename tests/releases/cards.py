@@ -19,7 +19,6 @@ from ckptkit.app.api import inspect, model_arguments
 from ckptkit.app.forecast import START, Forecast, forecast_bytes
 from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions, run_options
-from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import View
 from ckptkit.core.specs import fold
@@ -35,6 +34,7 @@ from quant.selection.readers import RULES
 from quant.selection.reading import read_all
 from releases.header_only import write
 from releases.record import Release, load
+from verify.reports.card import dtype_counts
 from verify.run import verify
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/cards"
@@ -73,7 +73,7 @@ def card(release: Release, path: str | Path) -> str:
 
 def _head(release: Release, facts: dict[str, Any]) -> Iterator[str]:
     name = release.model.partition("/")[2]
-    dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(facts["dtypes"].items()))
+    dtypes = dtype_counts(Counter(facts["dtypes"]).elements())
     yield from (f"# {name}", "Written by `make cards`; see [all cards](index.md).", "")
     yield from ("| | |", "| --- | --- |")
     yield f"| release | [{release.model}](https://huggingface.co/{release.model}) |"
@@ -95,7 +95,7 @@ def _megatron(path: str | Path, empty: Path) -> Iterator[str]:
     with ExitStack() as stack:
         plan = make_plan(options, _sources(options, stack))
         yield from ("", "## To Megatron", f"`ckptkit convert {Path(str(path)).name} DST --workers {WORKERS}` plans", "")
-        yield f"- {len(plan.view.specs):,} tensors: {_kinds(plan.view)}"
+        yield f"- {len(plan.view.specs):,} tensors: {dtype_counts(spec.dtype for spec in plan.view.specs.values())}"
         yield from _forecast(options, plan)
         yield from (f"- {note}" for note in plan.notes)
     yield from ("", "Megatron's arguments, as `ckptkit inspect --megatron-args` prints them:", "```text")
@@ -104,11 +104,6 @@ def _megatron(path: str | Path, empty: Path) -> Iterator[str]:
 
 def _sources(options: RunOptions, stack: ExitStack) -> dict[str, Any]:
     return {source: stack.enter_context(opened(source)) for source in options.sources}
-
-
-def _kinds(view: Checkpoint) -> str:
-    counted = Counter(spec.dtype for spec in view.specs.values())
-    return ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(counted.items()))
 
 
 def _forecast(options: RunOptions, plan: ConversionPlan) -> Iterator[str]:
@@ -139,7 +134,7 @@ def _int4(path: str | Path, empty: Path) -> Iterator[str]:
                 yield ""
                 continue
             yield from (f"`ckptkit quantize {Path(str(path)).name} DST{words} --group-size 32` plans", "")
-            yield f"- {len(plan.view.specs):,} tensors: {_kinds(plan.view)}"
+            yield f"- {len(plan.view.specs):,} tensors: {dtype_counts(spec.dtype for spec in plan.view.specs.values())}"
             yield from _forecast(options, plan)
             yield from _decision(plan)
         return

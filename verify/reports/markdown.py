@@ -13,36 +13,41 @@ _SHOWN = 20  # findings of one code
 
 def markdown(report: Report) -> str:
     """Findings, the worst first, a line each; their details by code; facts and checks; the verdict as the last line."""
-    shown, source = groups(report, _SHOWN), f" against {_code(report.source)}" if report.source else ""
-    lines = [f"# ckptkit: {report.verdict}", "", f"{_code(report.checkpoint)}{source}", "", *_reasons(report)]
+    source = f" against {code(report.source)}" if report.source else ""
+    lines = [f"# ckptkit: {report.verdict}", "", f"{code(report.checkpoint)}{source}", "", *body(report)]
+    about = [plain(text) for text in (report.model, report.date) if text]
+    made = f"Made by ckptkit {plain(report.version)} with {code(' '.join(report.command))}"
+    lines += [f"{' · '.join([*about, made])}.", "", f"**{report.verdict}**: {plain(headline(report))}"]
+    return "\n".join(lines) + "\n"
+
+
+def body(report: Report) -> list[str]:
+    """The lines of what was found, of facts and of checks."""
+    shown, lines = groups(report, _SHOWN), _reasons(report)
     if shown:
         lines += [*(f"- {group.severity} {_line(anchor, one)}" for group in shown for anchor, one in group.shown), ""]
     for group in shown:
-        lines += [f"## {group.code} {group.severity}: {_plain(group.title)}", "", *_findings(group), ""]
+        lines += [f"## {group.code} {group.severity}: {plain(group.title)}", "", *_findings(group), ""]
     for name, facts in report.facts.items():
-        lines += [f"## {_plain(name)}", "", *(f"- {_plain(fact)}" for fact in facts), ""]
+        lines += [f"## {plain(name)}", "", *(f"- {plain(fact)}" for fact in facts), ""]
     lines += ["<details>", f"<summary>{totals(report)}</summary>", ""]
     lines += ["| code | check | status | compared | seconds |", "| --- | --- | --- | ---: | ---: |"]
-    lines += [*(_row(check) for check in report.checks), "", "</details>", ""]
-    about = [_plain(text) for text in (report.model, report.date) if text]
-    made = f"Made by ckptkit {_plain(report.version)} with {_code(' '.join(report.command))}"
-    lines += [f"{' · '.join([*about, made])}.", "", f"**{report.verdict}**: {_plain(headline(report))}"]
-    return "\n".join(lines) + "\n"
+    return [*lines, *(_row(check) for check in report.checks), "", "</details>", ""]
 
 
 def _line(anchor: str, finding: Finding) -> str:
     about = subject_of(finding)
     follows = f" (follows from {finding.cause})" if finding.cause else ""
-    return f"**{anchor}** {_code(about) + ': ' if about else ''}{_plain(finding.actual)}{follows}"
+    return f"**{anchor}** {code(about) + ': ' if about else ''}{plain(finding.actual)}{follows}"
 
 
 def _reasons(report: Report) -> list[str]:
-    return [*(f"- not looked at: {_plain(reason)}" for reason in report.reasons), ""] if report.reasons else []
+    return [*(f"- not looked at: {plain(reason)}" for reason in report.reasons), ""] if report.reasons else []
 
 
 def _row(check: CheckResult) -> str:
     title = check.title if check.reason is None else f"{check.title} ({check.reason})"
-    return f"| {check.code} | {_plain(title)} | {check.status} | {check.tensors_compared} | {check.seconds:.1f} |"
+    return f"| {check.code} | {plain(title)} | {check.status} | {check.tensors_compared} | {check.seconds:.1f} |"
 
 
 def _findings(group: Group) -> list[str]:
@@ -51,25 +56,25 @@ def _findings(group: Group) -> list[str]:
 
 
 def _finding(anchor: str, finding: Finding) -> list[str]:
-    about = _code(finding.tensor) if finding.tensor else _code(finding.file) if finding.file else ""
+    about = code(finding.tensor) if finding.tensor else code(finding.file) if finding.file else ""
     count = f" ({finding.count} tensors)" if finding.count > 1 else ""
     lines = [f"- **{anchor}** {about}{count}".rstrip()]
-    lines += [f"  - file: {_code(finding.file)}"] if finding.file and finding.tensor else []
-    lines += [f"  - rank: {_plain(finding.rank)}"] if finding.rank else []
+    lines += [f"  - file: {code(finding.file)}"] if finding.file and finding.tensor else []
+    lines += [f"  - rank: {plain(finding.rank)}"] if finding.rank else []
     return [
         *lines,
-        f"  - expected: {_plain(finding.expected)}",
-        f"  - actual: {_plain(finding.actual)}",
-        f"  - next: {_plain(finding.hint)}",
+        f"  - expected: {plain(finding.expected)}",
+        f"  - actual: {plain(finding.actual)}",
+        f"  - next: {plain(finding.hint)}",
     ]
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """The text on one line, with the characters that mean something in Markdown or HTML escaped."""
     return re.sub(r"([\\`*_\[\]<>|#&~$!])", r"\\\1", printable(text))
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """A code span, in which nothing is markup but the pipes of tables and the backticks that end it."""
     content = printable(text)
     fence = "`" * (max((len(run) for run in re.findall("`+", content)), default=0) + 1)

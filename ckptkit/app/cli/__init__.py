@@ -45,6 +45,7 @@ _MODULES = {
     "lint": "inspection",
     "manifest": "inspection",
     "verify": "verification",
+    "card": "verification",
     "preflight": "verification",
     "triage": "comparison",
     "explain": "explanation",

@@ -40,6 +40,25 @@ _WRITING = (
     Excludes(("max_shard_size", "file_bytes"), "--file-bytes is the old name of --max-shard-size: give one of them"),
     Excludes(("like", "preset"), "both say what is packed: give one of them"),
 )
+_VERIFYING: Sequence[Rule] = (
+    Needs(
+        _MEGATRON,
+        ("against_megatron",),
+        "add --against-megatron, or leave it out: files and values do not depend on how Megatron is launched",
+    ),
+    Needs(("dp_attention",), ("against_sglang",), "add --against-sglang and --tp, or leave it out"),
+    Needs(("vllm_python",), ("against_vllm",), "add --against-vllm, or leave it out"),
+    Needs(
+        ("sglang_python",),
+        ("against_sglang", "engine", "update", "release_resume", "rollout_data"),
+        "add --against-sglang, --engine or --rollout-data, or leave it out",
+    ),
+    Needs(("megatron_python",), ("against_megatron",), "add --against-megatron, or leave it out"),
+    Needs(("dp_attention",), ("tp",), "add --tp: a single rank keeps attention whole as it is"),
+    Needs(("manifest_key",), ("manifest",), "add --manifest FILE, whose signature is verified with the key"),
+    Needs(("adapter",), ("source",), "add --source BASE, which it was merged into"),
+    Needs(("rollout_temperature",), ("rollout_data",), "add --rollout-data FILE, which was sampled at it"),
+)
 
 RULES: Mapping[str, Sequence[Rule]] = {
     "convert": (
@@ -65,26 +84,12 @@ RULES: Mapping[str, Sequence[Rule]] = {
         Needs(("key",), ("sign", "judge"), "add the one that the key is for"),
         Needs(("sign", "judge"), ("key",), "add --key FILE, a PEM file"),
     ),
-    "verify": (
+    "verify": (*_GLOBAL, _SHOWN, *_VERIFYING),
+    "card": (
         *_GLOBAL,
-        _SHOWN,
-        Needs(
-            _MEGATRON,
-            ("against_megatron",),
-            "add --against-megatron, or leave it out: files and values do not depend on how Megatron is launched",
-        ),
-        Needs(("dp_attention",), ("against_sglang",), "add --against-sglang and --tp, or leave it out"),
-        Needs(("vllm_python",), ("against_vllm",), "add --against-vllm, or leave it out"),
-        Needs(
-            ("sglang_python",),
-            ("against_sglang", "engine", "update", "release_resume", "rollout_data"),
-            "add --against-sglang, --engine or --rollout-data, or leave it out",
-        ),
-        Needs(("megatron_python",), ("against_megatron",), "add --against-megatron, or leave it out"),
-        Needs(("dp_attention",), ("tp",), "add --tp: a single rank keeps attention whole as it is"),
-        Needs(("manifest_key",), ("manifest",), "add --manifest FILE, whose signature is verified with the key"),
-        Needs(("adapter",), ("source",), "add --source BASE, which it was merged into"),
-        Needs(("rollout_temperature",), ("rollout_data",), "add --rollout-data FILE, which was sampled at it"),
+        *_VERIFYING,
+        Needs(("key",), ("sign",), "add --sign, which the key is for"),
+        Needs(("sign",), ("key",), "add --key FILE, a PEM file"),
     ),
     "preflight": (
         *_GLOBAL,
@@ -105,6 +110,7 @@ RULES: Mapping[str, Sequence[Rule]] = {
 
 # Options whose effect hangs on what lies at the paths: the run refuses them once it has looked.
 OF_CONTENT: Mapping[str, frozenset[str]] = {
+    "card": frozenset({"hf"}),
     "convert": frozenset({"hf", "dialect", "quantization", "merge", "dtype"}),
     "diff": frozenset({"hf"}),
     "inspect": frozenset({"hf"}),

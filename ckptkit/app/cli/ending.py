@@ -22,6 +22,7 @@ CLOSED: Mapping[str, str] = {
     "convert": "`verify` with the source",
     "quantize": "`verify` with the source",
     "verify": "under --json `explain` of the first finding, which the text has itself",
+    "card": "`verify` of a copy",
     "preflight": "under --json `explain` of the first finding, which the text has itself",
     "lint": "`lint --fix` where that changes the list; after it `verify`",
     "manifest": "`verify` of a copy",
@@ -51,6 +52,13 @@ def end_report(report: Report, as_json: bool, files: Sequence[Path]) -> None:
     # The text has the counts and this command.
     after = f"ckptkit explain {groups(report, 1)[0].code}" if as_json and report.findings else None
     closing("; ".join(lines) or _DONE, after)
+
+
+def end_card(page: Path, is_signed: bool) -> None:
+    """Ends `card`, which wrote a page and its JSON."""
+    digests = page.with_suffix(".json")
+    after = ["ckptkit", "verify", "COPY", "--manifest", str(digests), *["--manifest-key", "PUBLIC.pem"] * is_signed]
+    closing(f"card in {page}, digests in {digests}", shlex.join(after))
 
 
 def end_lint(report: LintReport, as_json: bool) -> None:

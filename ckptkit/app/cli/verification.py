@@ -1,15 +1,16 @@
-"""The verbs that judge: `verify` and `preflight`."""
+"""The verbs that judge: `verify`, `card` and `preflight`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.app.cli import options as common
-from ckptkit.app.cli.ending import end_report
+from ckptkit.app.cli.ending import end_card, end_report
 from ckptkit.app.cli.output import echo, echo_json, saying
 from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
 from ckptkit.core.progress import phase
@@ -20,17 +21,17 @@ if TYPE_CHECKING:
     from verify.report import Report
 
 
-@click.command(cls=Verb, short_help="Prove a checkpoint: files, values, real engines.")
-@click.argument("checkpoint", type=common.PATH)
-@click.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared.")
-@click.option("--adapter", type=common.PATH, help="A PEFT adapter (LoRA) that was merged into --source.")
-@common.local_hf
-@click.option(
-    "--against-megatron",
-    is_flag=True,
-    help="Load it into real Megatron, one process a rank, and compare every parameter.",
-)
-@common.together(
+# What is verified, and how: of `verify` and of `card`.
+_asking = common.together(
+    click.argument("checkpoint", type=common.PATH),
+    click.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared."),
+    click.option("--adapter", type=common.PATH, help="A PEFT adapter (LoRA) that was merged into --source."),
+    common.local_hf,
+    click.option(
+        "--against-megatron",
+        is_flag=True,
+        help="Load it into real Megatron, one process a rank, and compare every parameter.",
+    ),
     *(
         click.option(
             f"--against-{one.name}",
@@ -38,54 +39,59 @@ if TYPE_CHECKING:
             help=f"Load it into the real {one.label} model class, one process a rank, and compare every parameter.",
         )
         for one in ENGINES
-    )
+    ),
+    common.pythons,
+    click.option("--engine", is_flag=True, help="Serve it with a live SGLang engine. Needs GPUs, as do the next two."),
+    click.option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change."),
+    click.option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost."),
+    click.option(
+        "--logits",
+        is_flag=True,
+        help="Does it predict text? Asks transformers, on the CPU. With --engine, compares what the engine computes "
+        "with transformers; with --against-megatron, of a Megatron checkpoint, what Megatron computes.",
+    ),
+    click.option(
+        "--rollout-data",
+        type=common.PATH,
+        help="A rollout that slime or miles recorded (--save-debug-rollout-data): log-probabilities and prompts are "
+        "computed again with transformers.",
+    ),
+    click.option(
+        "--rollout-temperature",
+        type=click.FloatRange(0, min_open=True),
+        help="... and was sampled at this temperature. [default: as it says, or 1]",
+    ),
+    click.option(
+        "--manifest",
+        type=common.PATH,
+        help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.",
+    ),
+    click.option(
+        "--manifest-key",
+        type=common.PATH,
+        help="... and is signed with the private key of this public one (`ckptkit manifest --sign`).",
+    ),
+    common.parallel,
+    click.option(
+        "--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"
+    ),
+    click.option("--dp-attention", is_flag=True, help="With --tp: SGLang keeps attention whole on every rank."),
+    click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank."),
+    common.megatron,
+    click.option(
+        "--reader",
+        "readers",
+        multiple=True,
+        type=click.Choice(ALL_READERS),
+        help="Whose reading of an INT4 checkpoint's `ignore` list counts. Repeatable. "
+        "[default: sglang, slime and miles]",
+    ),
+    common.ray,
 )
-@common.pythons
-@click.option("--engine", is_flag=True, help="Serve it with a live SGLang engine. Needs GPUs, as do the next two.")
-@click.option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change.")
-@click.option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost.")
-@click.option(
-    "--logits",
-    is_flag=True,
-    help="Does it predict text? Asks transformers, on the CPU. With --engine, compares what the engine computes with "
-    "transformers; with --against-megatron, of a Megatron checkpoint, what Megatron computes.",
-)
-@click.option(
-    "--rollout-data",
-    type=common.PATH,
-    help="A rollout that slime or miles recorded (--save-debug-rollout-data): log-probabilities and prompts are "
-    "computed again with transformers.",
-)
-@click.option(
-    "--rollout-temperature",
-    type=click.FloatRange(0, min_open=True),
-    help="... and was sampled at this temperature. [default: as it says, or 1]",
-)
-@click.option(
-    "--manifest",
-    type=common.PATH,
-    help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.",
-)
-@click.option(
-    "--manifest-key",
-    type=common.PATH,
-    help="... and is signed with the private key of this public one (`ckptkit manifest --sign`).",
-)
-@common.parallel
-@click.option(
-    "--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"
-)
-@click.option("--dp-attention", is_flag=True, help="With --tp: SGLang keeps attention whole on every rank.")
-@click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank.")
-@common.megatron
-@click.option(
-    "--reader",
-    "readers",
-    multiple=True,
-    type=click.Choice(ALL_READERS),
-    help="Whose reading of an INT4 checkpoint's `ignore` list counts. Repeatable. [default: sglang, slime and miles]",
-)
-@common.ray
+
+
+@click.command(cls=Verb, short_help="Prove a checkpoint: files, values, real engines.")
+@_asking
 @common.reports
 @common.strict
 @common.every
@@ -100,14 +106,62 @@ def verify(
     **options: Any,
 ) -> None:
     """Prove CHECKPOINT: files, values, quantization, and what real Megatron, SGLang and vLLM make of it."""
-    pythons = common.pythons_of({f"{name}_python": options.pop(f"{name}_python") for name in common.PROGRAMS})
-    asked = {one.name: options.pop(one.option.removeprefix("--").replace("-", "_")) for one in WITNESSES}
-    against = frozenset(name for name, wanted in asked.items() if wanted)
+    asked = _asked(options)
     with phase("loading ckptkit and torch"):
         from verify.run import verify as run
 
-    report = run(checkpoint, against=against, command=sys.argv, readers=readers or None, pythons=pythons, **options)
+    report = run(checkpoint, command=sys.argv, readers=readers or None, **asked)
     print_report(report, as_json, strict, reports, every)
+
+
+def _asked(options: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of `verify.run.verify` that options of `_asking` come to."""
+    pythons = common.pythons_of({f"{name}_python": options.pop(f"{name}_python") for name in common.PROGRAMS})
+    asked = {one.name: options.pop(one.option.removeprefix("--").replace("-", "_")) for one in WITNESSES}
+    return options | {"against": frozenset(name for name, wanted in asked.items() if wanted), "pythons": pythons}
+
+
+@click.command(cls=Verb, short_help="Write what verify finds as a page to publish.")
+@_asking
+@click.option(
+    "--output",
+    type=common.PATH,
+    default=Path("card.md"),
+    show_default=True,
+    help="The page; beside it, with the ending .json, the report with a digest of every tensor and side file.",
+)
+@click.option("--sign", is_flag=True, help="Also sign the JSON with --key, into a file beside it that ends in .sig.")
+@click.option("--key", type=common.PATH, help="PEM file: the private key of --sign.")
+@common.strict
+def card(
+    checkpoint: Path, readers: tuple[str, ...], output: Path, key: Path | None, strict: bool, **options: Any
+) -> None:
+    """Write an audit card of CHECKPOINT: what `verify` finds with these options, as a page that others can publish.
+
+    It says what was compared with what, by which versions, in which time and memory, and the command that repeats it.
+    With its JSON `verify --manifest` proves a copy; signed, that also says who vouches for it.
+    """
+    options.pop("sign")
+    asked = _asked(options)
+    with phase("loading ckptkit and torch"):
+        from verify.card import make_card
+
+    command = ["ckptkit", *_repeated(sys.argv[1:])]
+    report = make_card(checkpoint, output, command=command, sign=key, readers=readers or None, **asked)
+    _show(report, every=False)
+    end_card(output, key is not None)
+    _exit(report, strict)
+
+
+def _repeated(words: Sequence[str]) -> list[str]:
+    """The words of a command line, less the key and where the card is written."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word in ("--output", "--key"):
+            next(rest)
+        elif word != "--sign" and not word.startswith(("--output=", "--key=")):
+            kept.append(word)
+    return kept
 
 
 @click.command(cls=LaunchVerb, short_help="Check a launch against its checkpoints, before the job.")
@@ -156,7 +210,6 @@ def preflight(
 def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...], every: bool = False) -> None:
     """Prints a report, writes it to the files `reports`, and raises SystemExit where its status is not `passed`."""
     from verify.reports import write_report
-    from verify.reports.render import render
 
     try:
         for path in reports:
@@ -166,14 +219,25 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         if as_json:
             echo_json(report.to_json())
         else:
-            with saying():
-                render(report, every=every)
+            _show(report, every=every)
+    end_report(report, as_json, reports)
+    _exit(report, strict)
+
+
+def _show(report: Report, *, every: bool) -> None:
+    from verify.reports.render import render
+
+    with saying():
+        render(report, every=every)
+
+
+def _exit(report: Report, strict: bool) -> None:
+    """Raises SystemExit where the status is not `passed`."""
     skipped = [check.code for check in report.checks if check.status == "skipped"]
     if strict and skipped:
         echo(f"--strict: skipped {', '.join(skipped)}", err=True)
     if strict and report.warnings:
         echo(f"--strict: warnings: {report.warnings}", err=True)
-    end_report(report, as_json, reports)
     if report.status == "failed" or (strict and (skipped or report.warnings) and report.status == "passed"):
         raise SystemExit(1)
     if report.status == "inconclusive":

@@ -27,6 +27,8 @@ ALWAYS = {
     "manifest": "output workers",
     "verify": "source against_megatron against_sglang against_vllm engine update release_resume logits rollout_data "
     "manifest tp pp ep etp readers ray every reports strict as_json",
+    "card": "source against_megatron against_sglang against_vllm engine update release_resume logits rollout_data "
+    "manifest tp pp ep etp readers ray output strict",
     "preflight": "every hf_checkpoint load ref_load tp pp ep reports strict as_json",
     "diff": "exact as_json",
     "triage": "as_json",
@@ -145,7 +147,7 @@ def test_flags_that_all_verbs_have_go_before_and_behind_the_verb(verb: str, flag
     ("words", "said"),
     [
         (["verfy", "x"], "there is no verb 'verfy': did you mean verify?"),
-        (["zzz"], "verbs: convert, diff, doctor, explain, inspect,"),
+        (["zzz"], "verbs: card, convert, diff, doctor, explain, inspect,"),
         (["verify", "x", "--against-megatrn"], "--against-megatron"),
         (["-q", "inspect", "x", "-v"], "--quiet and --verbose exclude each other"),
     ],
