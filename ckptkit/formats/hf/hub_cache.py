@@ -17,6 +17,7 @@ from ckptkit.storage.regular import read_regular
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_OFFLINE, _TRUE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), frozenset({"1", "ON", "YES", "TRUE"})
 _MODEL = "ORG/NAME"
 _MAX_METADATA = 4096  # bytes of a file of three short lines
 _END_OF_TIME = 4e9  # seconds since 1970, some hundred years
@@ -25,7 +26,10 @@ _MAX_LINKS = 8  # from a file to its blob there are one or two
 
 @dataclass(frozen=True)
 class HubModel:
-    """A name on a hub: its snapshot in the local cache, None where not all of it is there, and why."""
+    """A name on a hub: its snapshot in the local cache, and why; None where the start downloads some of it.
+
+    Where a download is forbidden, the snapshot is what the trainer has, whole or not, even if it is not there at all.
+    """
 
     name: str
     path: Path | None
@@ -48,10 +52,14 @@ def hub_model(text: str, environment: Mapping[str, str]) -> HubModel | None:
         found = try_to_load_from_cache(text, "config.json", cache_dir=cache)
     except HFValidationError:
         return None  # the trainer refuses it too
+    forbidden = next((name for name in _OFFLINE if environment.get(name, "").upper() in _TRUE), None)
     if not isinstance(found, str) or not Path(found).exists():
+        if forbidden:
+            folder = cache / f"models--{text.replace('/', '--')}"
+            return HubModel(text, folder, f"{text}, which is not in {cache}, and {forbidden} forbids a download")
         return HubModel(text, None, f"not in {cache}, so it is downloaded at the start; not looked at")
     snapshot = Path(found).parent
-    if not _is_whole(snapshot):
+    if not forbidden and not _is_whole(snapshot):
         why = f"in {cache} only in part, so the rest is downloaded at the start; not looked at"
         return HubModel(text, None, why)
     return HubModel(text, snapshot, f"{text} in the local hub cache")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.cli import cli
@@ -205,6 +206,38 @@ def test_a_model_that_is_in_the_cache_only_in_part_is_inconclusive(
     report = preflight(hf_checkpoint=REPOSITORY)
     assert (report.status, report.findings) == ("inconclusive", [])
     assert any("only in part, so the rest is downloaded at the start" in line for line in report.facts["not read"])
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("stack", LAUNCHES)
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_a_name_that_is_not_in_the_cache_is_an_error_where_downloads_are_forbidden(
+    stack: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(LocalEntryNotFoundError):  # what the trainer then ends with
+        snapshot_download(REPOSITORY, cache_dir=tmp_path / "hub", local_files_only=True)
+    launch = LAUNCHES[stack](tmp_path, REPOSITORY)
+    monkeypatch.setenv(variable, "0")
+    assert preflight(script=launch).status == "inconclusive"
+    monkeypatch.setenv(variable, "true")
+    report = preflight(script=launch)
+    assert report.status == "failed"
+    found = {(one.file, one.actual) for one in report.findings if one.code == "CK714"}
+    assert found == {(str(tmp_path / "hub" / f"models--{REPOSITORY.replace('/', '--')}"), "no such directory")}
+    assert f"{variable} forbids a download" in str(report.facts)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_of_a_part_in_the_cache_shards_are_missing_where_downloads_are_forbidden(
+    releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = in_cache(tmp_path / "hub", releases(NAME))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert preflight(hf_checkpoint=REPOSITORY).status == "passed"
+    sorted(snapshot.glob("*.safetensors"))[0].resolve().unlink()
+    assert "CK102" in [one.code for one in preflight(hf_checkpoint=REPOSITORY).findings]
 
 
 @pytest.mark.usefixtures("quiet")

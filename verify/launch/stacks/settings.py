@@ -147,6 +147,9 @@ class Settings:
         if hub.path is None:
             hint = "give a local copy of it as --hf-checkpoint"
             self._say(f"{self.place(key)} {word.text}: a name on a model hub, {hub.why}; {hint}")
+        elif not hub.path.exists():
+            note = f"{self.place(key)} is {hub.why}"
+            self.notes += [] if note in self.notes else [note]
         return hub.path
 
     def written(self) -> dict[str, Word]:
