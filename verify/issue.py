@@ -16,7 +16,8 @@ class Issue:
     """What should be, what is, and the next move.
 
     `names` are the tensors concerned: those that differ in layer and expert numbers only become one finding, or all of
-    them where `together` is set; of no names there is no finding. None: it concerns `count` other things.
+    them where `together` is set; of no names there is no finding. None: it concerns `count` other things. `explains`
+    are tensors that are wrong for the same reason, and that other checks judge.
     """
 
     expected: str
@@ -28,13 +29,23 @@ class Issue:
     severity: Severity = "error"
     together: bool = False
     count: int = 1
+    explains: Collection[str] = ()
 
     def findings(self, code: str) -> Iterator[Finding]:
         """The findings of the check `code`, with names folded."""
         file = None if self.file is None else str(self.file)
         for text, count, names in self._folded():
             yield Finding(
-                code, self.expected, self.actual, self.hint, text, count, file, self.rank, self.severity, names=names
+                code,
+                self.expected,
+                self.actual,
+                self.hint,
+                text,
+                count,
+                file,
+                self.rank,
+                self.severity,
+                names=names.union(self.explains),
             )
 
     def _folded(self) -> Iterator[tuple[str | None, int, frozenset[str]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -25,8 +25,8 @@ Status = Literal["passed", "failed", "skipped"]
 class Finding:
     """One thing that is wrong. `tensor` may be folded (`layers.{0..11}.mlp.gate.weight`); `count` says of how many.
 
-    `cause` is the anchor of the finding that explains this one, which then does not count. `names` are all the tensors;
-    they are not in the JSON.
+    `cause` is the anchor of the finding that explains this one, which then does not count. `names` are all the tensors,
+    and others that are wrong for the same reason; they are not in the JSON.
     """
 
     code: str
@@ -162,31 +162,6 @@ class Report:
             "facts": {key: list(values) for key, values in self.facts.items()},
             "heat": {layer: {kind: dict(cell) for kind, cell in cells.items()} for layer, cells in self.heat.items()},
         }
-
-
-def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """The findings, each with its `cause`: the first, as bad or worse, that half of its tensors are in.
-
-    `explained_by`: whose findings may be the cause of a check's, by code.
-    """
-    causes = dict(zip(anchors(findings), findings, strict=True))
-    return [
-        replace(
-            finding,
-            cause=next(
-                (
-                    anchor
-                    for code in explained_by.get(finding.code, ())
-                    for anchor, other in causes.items()
-                    if other.code == code
-                    and other.severity in ("error", finding.severity)
-                    and 2 * len(finding.names & other.names) >= max(1, len(finding.names))
-                ),
-                None,
-            ),
-        )
-        for finding in findings
-    ]
 
 
 def anchors(findings: Sequence[Finding]) -> list[str]:

@@ -18,6 +18,7 @@ from ckptkit.formats.other_weights import refuse_other_format
 from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.draft import is_draft
+from verify.causes import with_causes
 from verify.check import NOT_APPLICABLE, Skip, all_checks, choose, looked_at, run_checks
 from verify.checks.values.manifest import manifest_verifier
 from verify.evidence.expected import model_of, usable_config
@@ -26,7 +27,7 @@ from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
 from verify.options import GivenVerifyOptions, VerifyOptions, verify_options
-from verify.report import Finding, Report, now, with_causes
+from verify.report import Finding, Report, now
 from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.registry import programs_not_asked

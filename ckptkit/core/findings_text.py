@@ -39,7 +39,8 @@ class Entry:
 class TextReport:
     """What a verb says: findings, the worst first, then `sections`, `closing` lines, and the verdict.
 
-    `verdict` is a word or two, and the rest of its line. `more` says where to find what is left out.
+    `verdict` is a word or two, and the rest of its line. `more` says where to find what is left out. `headline` is a
+    sentence that comes before everything.
     """
 
     entries: Sequence[Entry]
@@ -47,6 +48,7 @@ class TextReport:
     sections: Mapping[str, Sequence[str]] = field(default_factory=dict)
     closing: Sequence[str] = ()
     more: str = ""
+    headline: str = ""
 
 
 def columns() -> int:
@@ -70,6 +72,7 @@ def _blocks(report: TextReport, width: int, every: bool) -> Iterator[Iterable[Li
     widths = [max((len(text) for text in texts), default=0) for texts in zip(*map(_label, listed), strict=True)]
     rest = len(report.entries) - len(listed)
     more = [("", f"and {rest} more finding{'s' * (rest > 1)}")] if rest else []
+    yield _wrapped(report.headline, "", "  ", width)
     yield [*(line for one in listed for line in _listed(one, widths, width)), *more]
     detailed = [one for one in (report.entries if every else _firsts(report.entries)) if one.fields]
     yield from (_detailed(one, width) for one in detailed)

@@ -77,7 +77,7 @@ class Rounding:
     def words(self) -> tuple[str, str]:
         """How far off it may be, and how far it is, for people."""
         if self.distance is None:
-            return f"at most {self.limit:.3f} steps", f"{self.steps:.3g} steps"
+            return f"at most {self.limit:.3f} quantization steps off", f"up to {self.steps:.3g} quantization steps off"
         return f"rows within {_GPTQ_LIMIT:.0%} of their norm", f"a row {self.distance:.0%} off"
 
 

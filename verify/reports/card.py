@@ -11,8 +11,9 @@ from pathlib import Path
 from ckptkit.core.progress import size
 from ckptkit.core.specs import TensorSpec
 from verify.report import Report
+from verify.reports.headline import headline
 from verify.reports.markdown import body, code, plain
-from verify.reports.text import headline, totals
+from verify.reports.text import totals
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from importlib.resources import files
 from ckptkit.core.printable import printable
 from verify.check import all_checks
 from verify.report import SCHEMA, Report
+from verify.reports.headline import headline
 from verify.reports.heat_table import heat_table
-from verify.reports.text import Group, groups, headline, rest, subject_of, totals
+from verify.reports.text import Group, groups, rest, subject_of, totals
 
 _SHOWN = 100  # findings of one code
 

@@ -6,18 +6,20 @@ import re
 
 from ckptkit.core.printable import printable
 from verify.report import CheckResult, Finding, Report
-from verify.reports.text import Group, groups, headline, rest, subject_of, totals
+from verify.reports.headline import headline
+from verify.reports.text import Group, groups, rest, subject_of, totals
 
 _SHOWN = 20  # findings of one code
 
 
 def markdown(report: Report) -> str:
-    """Findings, the worst first, a line each; their details by code; facts and checks; the verdict as the last line."""
+    """The cause in a sentence; findings, the worst first, a line each; their details; facts and checks; the verdict."""
     source = f" against {code(report.source)}" if report.source else ""
-    lines = [f"# ckptkit: {report.verdict}", "", f"{code(report.checkpoint)}{source}", "", *body(report)]
+    lines = [f"# ckptkit: {report.verdict}", "", f"**{plain(headline(report))}**", ""]
+    lines += [f"{code(report.checkpoint)}{source}", "", *body(report)]
     about = [plain(text) for text in (report.model, report.date) if text]
     made = f"Made by ckptkit {plain(report.version)} with {code(' '.join(report.command))}"
-    lines += [f"{' · '.join([*about, made])}.", "", f"**{report.verdict}**: {plain(headline(report))}"]
+    lines += [f"{' · '.join([*about, made])}.", "", f"**{report.verdict}**"]
     return "\n".join(lines) + "\n"
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from verify.check import NOT_APPLICABLE
 from verify.report import Finding, Report, anchors
+from verify.reports.headline import headline
 from verify.reports.text import groups, subject_of, totals
 
 _COLOR = {
@@ -35,7 +36,7 @@ class _Output(Console):
 
 
 def render(report: Report, console: Console | None = None, *, every: bool = False) -> None:
-    """Prints findings, the worst first, then facts, the passed checks in a line, and the verdict as the last line.
+    """Prints the cause in a sentence, findings, the worst first, facts, the checks in a line, and last the verdict.
 
     `every` adds the table of checks, all details and all facts. Goes to stdout unless a console is given.
 
@@ -57,7 +58,14 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
         if every or finding.cause is None
     ]
     return lay_out(
-        TextReport(found, _verdict(report), _sections(report, every), _closing(report, every), "--all shows them"),
+        TextReport(
+            found,
+            _verdict(report),
+            _sections(report, every),
+            _closing(report, every),
+            "--all shows them",
+            headline(report),
+        ),
         width,
         every,
     )

@@ -60,21 +60,6 @@ def totals(report: Report) -> str:
     return f"{ended}; {counts['tensors_compared']} comparisons, {size(counts['bytes_compared'])}"
 
 
-def headline(report: Report) -> str:
-    """The verdict in one sentence, which begins with the cause."""
-    errors = [one for one in report.findings if one.severity == "error" and one.cause is None]
-    if errors:
-        rest = len(errors) - 1
-        more = f", and {rest} more error{'s' * (rest > 1)}" if rest else ""
-        return f"Not fit for use: {said_of(errors[0])}{more}."
-    if report.status == "failed":
-        return "Not fit for use: a check failed."
-    if report.status == "inconclusive":
-        return "Nothing is known to be wrong, but something that was asked for could not be looked at."
-    warned = f", with {report.warnings} warning{'s' * (report.warnings > 1)} to read" if report.warnings else ""
-    return f"All {sum(check.status == 'passed' for check in report.checks)} checks passed{warned}."
-
-
 def said_of(finding: Finding) -> str:
     """A finding in one line: what it is about, and what is wrong; of several kinds only how many, where."""
     if finding.tensor and ", " in finding.tensor:

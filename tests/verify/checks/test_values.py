@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,10 @@ from safetensors.torch import save_file
 from support import models
 from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
 
-from ckptkit.app.api import convert
+from ckptkit.app.api import convert, quantize
+from quant.formats.scheme import QuantScheme
 from verify.report import Report
-from verify.reports.text import headline
+from verify.reports.headline import headline
 from verify.run import verify
 
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
@@ -134,7 +136,7 @@ def test_a_router_lost_on_the_way_is_one_error_with_its_difference_under_it(
     assert found["CK202"].cause == f"{code}-1"
     assert seen in found["CK202"].actual
     assert (report.errors, report.verdict) == (1, "FAILED with 1 error")
-    assert headline(report) == f"Not fit for use: {name}: {said}."
+    assert headline(report) == f"Router of layer 4: {said}."
 
 
 def test_another_difference_of_the_same_kind_is_an_error_of_its_own(releases: PathOf, copy_of: CopyOf) -> None:
@@ -176,7 +178,7 @@ def test_a_layer_stored_twice_is_one_error(releases: PathOf, copy_of: CopyOf) ->
         ("CK202", "layer 4 holds the values of layer 3", None),
         ("CK206", "layers 3 and 4 hold the same bytes", "CK202-1"),
     ]
-    assert headline(report) == "Not fit for use: layer 4 holds the values of layer 3 (12 tensors)."
+    assert headline(report) == "Layer 4 holds the values of layer 3."
 
 
 def test_experts_shifted_by_one_are_found(releases: PathOf, copy_of: CopyOf, codes: CodesOf) -> None:
@@ -392,3 +394,35 @@ def test_constant_tensor_says_whether_the_source_has_it_too(
     (finding,) = (one for one in verify(path, source=releases("qwen2-tied")).findings if one.code == "CK205")
     assert finding.hint.startswith("copy it from the release again")
     assert only(verify(path, source=path)).hint.startswith("the source holds the same")
+
+
+def test_exchanged_layers_of_packed_weights_are_one_error(releases: PathOf, tmp_path: Path) -> None:
+    """Plain tensors show whose values they are; packed ones only that they are far off, for the same reason."""
+    path = tmp_path / "int4"
+    quantize(releases("glm4_moe"), path, QuantScheme(32, "qmax7"))
+    found = models.tensors(path)
+    other = {"4": "6", "6": "4"}
+    swapped = {re.sub(r"(?<=layers\.)[46](?=\.)", lambda it: other[it[0]], name): one for name, one in found.items()}
+    for shard in path.glob("*.safetensors*"):
+        shard.unlink()
+    save_file(swapped, path / "model.safetensors")
+    report = verify(path, source=releases("glm4_moe"))
+    first, *others = report.findings
+    assert (first.code, first.actual, first.cause) == ("CK202", "layers 4 and 6 are exchanged", None)
+    assert len(others) > 5
+    assert {(one.code, one.cause) for one in others} == {("CK305", "CK202-1")}
+    assert report.errors == 1
+    assert headline(report) == "Layers 4 and 6 are exchanged."
+    assert {cell["failed"] > 0 for cell in report.heat["4"].values()} == {True}
+
+
+def test_a_bias_of_zeros_is_one_error_with_the_warning_under_it(releases: PathOf, copy_of: CopyOf) -> None:
+    """Without a source zeros may be how training starts, so by themselves they are a warning."""
+    path, name = copy_of(releases("qwen2-tied")), "model.layers.3.self_attn.k_proj.bias"
+    models.edit(path, name, torch.zeros_like(models.tensors(path)[name]))
+    report = verify(path, source=releases("qwen2-tied"))
+    assert [(one.code, one.severity, one.cause) for one in report.findings] == [
+        ("CK202", "error", None),
+        ("CK205", "warning", "CK202-1"),
+    ]
+    assert report.verdict == "FAILED with 1 error"

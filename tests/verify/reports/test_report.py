@@ -16,9 +16,10 @@ from support import models
 from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
+from verify.causes import with_causes
 from verify.check import Check, Run, Skip, Tally, Unable, run_checks
 from verify.evidence.subject import Subject
-from verify.report import CheckResult, Finding, Report, Severity, with_causes
+from verify.report import CheckResult, Finding, Report, Severity
 from verify.reports import text_of as text_in
 from verify.reports.render import render
 from verify.run import verify
@@ -235,7 +236,7 @@ def test_report_with_a_check_that_could_not_look_is_inconclusive() -> None:
     assert report.status == report.to_json()["status"] == "inconclusive"
     assert report.to_json()["reasons"] == ["CK701, CK702: no GPU"]
     lines = text_of(report).splitlines()
-    assert lines[:2] == ["not looked at:", "  CK701, CK702: no GPU"]
+    assert lines[:4] == ["Not known: no GPU.", "", "not looked at:", "  CK701, CK702: no GPU"]
     assert lines[-1] == "INCONCLUSIVE  /data/a against /data/b"
 
 
@@ -320,7 +321,7 @@ def test_every_format_has_the_verdict_of_a_pass() -> None:
     report = replace(report_of(passing), asked=("files",), not_asked=("weights", "engine"))
     scope = "PASSED files; weights not compared; engine not asked"
     assert f"# ckptkit: {scope}\n" in text_in(report, ".md")
-    assert f"**{scope}**: " in text_in(report, ".md")
+    assert f"**{scope}**\n" in text_in(report, ".md")
     assert f">{scope}<" in text_in(report, ".html")
     suite = ElementTree.fromstring(text_in(report, ".xml"))[0]  # noqa: S314 - our own text
     properties = {one.get("name"): one.get("value") for one in suite.iter("property")}
@@ -383,6 +384,9 @@ def test_text_says_findings_first_and_the_verdict_last() -> None:
     assert (
         text_of(REPORT)
         == """\
+e_score_correction_bias of router of layers 2 to 11: bfloat16 instead of
+  float32.
+
 error    CK203  model.layers.{2..11}.mlp.gate.e_score_correction_bias: bfloat16
 warning  CK107  two
 
@@ -417,7 +421,7 @@ def test_text_gives_details_of_the_first_finding_of_three_codes_and_of_all_if_as
     assert [line for line in lines if line.startswith("error  CK")] == [
         f"error  {one.code}  {one.actual}" for one in findings[:20]
     ]
-    assert lines[20] == "and 15 more findings"
+    assert lines[22] == "and 15 more findings"
     assert [line for line in lines if line.startswith("CK20")] == [
         f"CK20{code}-1 error" + ": dtypes" * (code == 3) for code in range(3)
     ]
@@ -483,3 +487,27 @@ def test_a_finding_follows_its_cause_in_every_format() -> None:
     assert 'follows from <a href="#CK205-1">' in text_in(made, ".html")
     assert "follows from: CK205-1" in text_in(made, ".xml")
     assert '"cause": "CK205-1"' in text_in(made, ".sarif")
+
+
+def test_a_cause_has_none_itself_and_two_that_explain_each_other_have_one() -> None:
+    names = frozenset({"model.layers.1.mlp.gate.weight"})
+    found = [Finding(f"CK{code}", "a", f"{code}", "c", *names, names=names) for code in (202, 205, 206, 505)]
+    explained_by = {"CK202": ("CK205",), "CK205": ("CK202",), "CK206": ("CK202",), "CK505": ("CK206",)}
+    assert [one.cause for one in with_causes(found, explained_by)] == ["CK205-1", None, "CK205-1", "CK205-1"]
+
+
+def test_parts_of_a_packed_weight_are_the_weight_and_a_move_is_known_by_its_words() -> None:
+    router, scale = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.weight_packed"
+    found = [
+        Finding("CK301", "plain", "packed", "c", scale, names=frozenset({scale})),
+        Finding("CK505", "alive", "zero", "c", router, names=frozenset({router})),
+    ]
+    assert [one.cause for one in with_causes(found, {"CK505": ("CK301",)})] == [None, "CK301-1"]
+    move = "layers 1 and 2 are exchanged"
+    here, there = ({f"{prefix}.layers.{layer}.a.weight" for layer in (1, 2)} for prefix in ("model", "decoder"))
+    found = [
+        Finding(code, "own", move, "c", "t", names=frozenset(it)) for code, it in (("CK202", here), ("CK402", there))
+    ]
+    assert [one.cause for one in with_causes(found, {"CK402": ("CK202",)})] == [None, "CK202-1"]
+    found[1] = replace(found[1], actual="layers 1 and 3 are exchanged")
+    assert [one.cause for one in with_causes(found, {"CK402": ("CK202",)})] == [None, None]

@@ -42,6 +42,7 @@ _INDICES = ("int64", "int32")
     "CK107",
     "dtypes are the same in every layer, and fp32 state is fp32",
     stage="headers",
+    explained_by=("CK203",),
     rationale="bfloat16 keeps 8 significant bits: a router bias around 6.9 that spans 0.2 falls into 8 distinct "
     "values, and routing changes.",
     fix="Convert again from the release with the dtype kept; router biases must stay fp32.",

@@ -29,6 +29,7 @@ from verify.issue import Issue
     rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config "
     "tells what should be there.",
     fix="Convert again from the release. If config.json belongs to another model, restore it.",
+    explained_by=("CK103", "CK110"),
 )
 def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Index, headers and config name the same tensors (Megatron: `.metadata` and config); no duplicates or orphans."""
@@ -109,10 +110,10 @@ def _verdict(
         if PACKED in name or name.endswith((SCALE, SHAPE)):
             return (
                 "no packed tensor, by config.json",
-                "stored",
+                "stored, and config.json does not say that it is packed",
                 "config.json has no quantization_config, or this weight is not packed as a whole",
             )
-        place = "stored" if stored else "in the index, but in no shard"
+        place = "stored, and config.json does not promise it" if stored else "in the index, but in no shard"
         return (
             "only tensors that config.json promises",
             place,

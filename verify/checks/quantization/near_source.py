@@ -24,6 +24,7 @@ _HINT = "quantize again from this source"
     "dequantized weights are within half a step of the source, those of GPTQ near it",
     stage="quantization",
     needs=("source",),
+    explained_by=("CK202", "CK204", "CK205", "CK304"),
     rationale="Nibbles in another order, scales of another tensor or a wrong zero point give weights that look like "
     "weights and are not. In FP8 and MXFP4 half a step is half the distance between the format's numbers around a "
     "weight.",

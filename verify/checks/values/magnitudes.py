@@ -51,6 +51,7 @@ def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "matrices are as large as their siblings",
     stage="values",
     needs=("sound headers",),
+    explained_by=("CK202", "CK204", "CK205"),
     rationale="A scale that was lost or applied twice makes a weight about 200 times too large. Memory that was never "
     "written holds numbers of any size.",
     fix="Convert again from the release. Of quantized releases, check that every scale was found and applied once.",
@@ -155,6 +156,7 @@ def _no_fp32_bias(subject: Subject) -> str | None:
     "float32 biases were not rounded on the way",
     stage="values",
     needs=("sound headers",),
+    explained_by=("CK202",),
     rationale="A buffer that a training framework cast to bfloat16 and saved as float32 again has the right dtype and "
     "has lost most of its values.",
     fix="Take the biases from the release, and keep the buffer in float32 while training.",

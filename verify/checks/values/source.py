@@ -13,7 +13,7 @@ from verify.checks.values.values import PARTS, UNREAD, counted
 from verify.evidence.expected import fp32_names, is_quantized, tied_head_of, usable_config
 from verify.evidence.extremes import Extremes, same_bytes
 from verify.evidence.floats.rounding import float_weights
-from verify.evidence.folding import group_by_pattern, pattern_of
+from verify.evidence.folding import group_by_pattern, layer_of, layers_of, pattern_of
 from verify.evidence.moved.moves import explain_moves
 from verify.evidence.moved.stages import stages_of
 from verify.evidence.packed import int4_format_of
@@ -68,7 +68,17 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     }
     for moved in explain_moves({name: _origin_of(subject, name) for name in wrong}, subject.once(stages_of)):
         expected = f"each {'layer' if moved.is_layers else 'tensor'}'s own values"
-        yield Issue(expected, moved.text, moved.hint, names=moved.names, together=True, file=subject.path)
+        layers = set(layers_of(moved.names)) if moved.is_layers else set()
+        packed = [name for name in floats.judged | quantized if layer_of(name) in layers]
+        yield Issue(
+            expected,
+            moved.text,
+            moved.hint,
+            names=moved.names,
+            together=True,
+            file=subject.path,
+            explains=packed,
+        )
         for name in moved.names:
             del wrong[name]
     hint = "convert again from the source; if that does not help, name the right --source"

@@ -58,6 +58,7 @@ def counted(tally: Tally, names: Sized, none: str) -> None:
     rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut "
     "short.",
     fix="Copy the named file again, or convert again.",
+    explained_by=("CK112", "CK117"),
 )
 def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor is read once; this pass also feeds the other CK2xx checks."""
@@ -107,7 +108,7 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "no tensor is all zero or constant",
     stage="values",
     needs=("sound headers",),
-    explained_by=("CK124",),
+    explained_by=("CK124", "CK202"),
     rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and "
     "wrongly.",
     fix="Convert again from the release. A hole in a file reads as zeros: compare the file with its source.",

@@ -59,9 +59,12 @@ Issues = Callable[[EngineFacts, Subject, Tally], Iterator[Issue]]
 
 
 def each_engine(
-    number: int, title: str, *, rationale: str, fix: str, unless: Unless = always
+    number: int, title: str, *, rationale: str, fix: str, unless: Unless = always, explained_by: tuple[str, ...] = ()
 ) -> Callable[[Issues], dict[str, Run]]:
-    """Registers a check once for every engine; `{engine}` in the texts is what it is called."""
+    """Registers a check once for every engine; `{engine}` in the texts is what it is called.
+
+    In `explained_by` `{engine}3` is the third check of the same engine.
+    """
 
     def register(issues: Issues) -> dict[str, Run]:
         return {
@@ -73,6 +76,7 @@ def each_engine(
                 rationale=rationale.format(engine=engine.label),
                 fix=fix.format(engine=engine.label, sizes=engine.sizes),
                 unless=unless,
+                explained_by=tuple(code.format(engine=engine.codes) for code in explained_by),
             )(update_wrapper(partial(issues, engine), issues))
             for engine in ENGINES
         }
@@ -191,6 +195,7 @@ def _requantized(params: Mapping[str, float]) -> Iterator[str]:
     rationale="{engine} allocates parameters without filling them and never checks that all were loaded: an unwritten "
     "one serves garbage with HTTP 200.",
     fix="Give the checkpoint the tensors that the finding names, under names that {engine} knows.",
+    explained_by=("CK104", "CK301", "CK302", "{engine}3"),
 )
 def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
@@ -208,6 +213,7 @@ def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
     rationale="Most of {engine}'s loaders skip a name that they do not know, silently: the parameter keeps what "
     "memory held.",
     fix="Follow the hint: it depends on what kind of tensor {engine} has no place for.",
+    explained_by=("CK104", "CK301", "CK302"),
 )
 def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every tensor of the checkpoint was written into a parameter."""
@@ -263,6 +269,7 @@ def same_values(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
     fix=f"Leave routers out of quantization: add the entry that the finding names (in most families `{KEEP_ROUTER}`) "
     "to quantization_config.ignore, and quantize again.",
     unless=no_routers,
+    explained_by=("CK202", "CK204", "CK205", "CK301", "CK302", "{engine}2", "{engine}3"),
 )
 def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The router of every layer with experts, after loading: written, finite, neither zero nor constant."""

@@ -128,6 +128,7 @@ def _is_alias(key: str, missing: set[str], names: Container[str]) -> bool:
     "every rank holds its slice of the source",
     stage="megatron",
     needs=("megatron",),
+    explained_by=("CK202",),
     rationale="Names and shapes can all be right while a rank holds another layer's, another expert's or another "
     "slice's values.",
     fix="Convert again from the source; if it stays, please report it with the megatron-core version.",
