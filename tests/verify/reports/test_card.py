@@ -140,7 +140,7 @@ def test_a_card_of_a_broken_checkpoint_says_so_and_exits_with_1(
     edit_json(path / "config.json", rms_norm_eps=0.5)
     assert card(path, "--source", releases(NAME)).exit_code == 1
     page = Path("card.md").read_text()
-    assert page.startswith(f"# {path.name}: FAILED\n\nconfig.json: rms_norm_eps = 0.5 instead of 1e-06. ")
+    assert page.startswith(f"# {path.name}: FAILED\n\nconfig.json: rms\\_norm\\_eps = 0.5 instead of 1e-06. ")
     assert "## CK702 error: " in page
     assert content()["report"]["status"] == "failed"
     assert len(read_manifest(Path("card.json")).tensors) == len(content()["tensors"])
