@@ -1,7 +1,7 @@
 """Hooks of slime and miles, as their options name them: `--custom-megatron-init-path ckptkit.hooks.after_init`."""
 
 from ckptkit.app.hooks import after_init, after_save, after_weight_write, before_log_prob, before_train_step
-from ckptkit.app.job.watch import watch_updates
+from ckptkit.app.job.watch import watch_rollout, watch_updates
 from ckptkit.app.job.weight_sync import SyncResult, WeightSyncCheck
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "after_weight_write",
     "before_log_prob",
     "before_train_step",
+    "watch_rollout",
     "watch_updates",
 ]

@@ -1,4 +1,4 @@
-"""Engines for tests of weight updates: a server that answers as SGLang's does, and a model kept as SGLang keeps it.
+"""Engines for tests of weight updates: servers that answer as SGLang's and vLLM's do, and a model kept as they keep it.
 
 How Qwen3-MoE is fused and cut is written out here by hand, one rank after another, and shares nothing with ckptkit.
 """
@@ -158,3 +158,62 @@ class FakeEngine:
             for rank in range(self.tp)
         ]
         return 200, {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": ""}
+
+
+class FakeVllm(FakeEngine):
+    """The same as ranks of vLLM 0.33 keep it, in one pipeline stage or two.
+
+    Without `checker` it answers as 0.31 and older do, by a worker extension, unless it has no `reader` either.
+    """
+
+    def __init__(self, tp: int = 1, pp: int = 1, *, checker: bool = True, reader: bool = True, **changes: Any) -> None:
+        super().__init__(tp)
+        self.pp, self.checker, self.reader = pp, checker, reader
+        sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, **changes}
+        self.info = {"vllm_config": {"parallel_config": sizes, "model_config": {"quantization": None}}}
+
+    def stage(self, stage: int, rank: int) -> dict[str, Tensor]:
+        """The parameters of a rank of a stage: the first has the first layer and the embeddings, the last the rest."""
+        found = self.rank(rank)
+        early = ("model.embed_tokens.", "model.layers.0.")
+        return {
+            name.replace(".experts.", ".experts.routed_experts."): tensor
+            for name, tensor in found.items()
+            if self.pp == 1 or name.startswith(early) == (stage == 0)
+        }
+
+    def workers(self) -> list[dict[str, str]]:
+        """What vLLM's `compute_weight_checksums` gives, of each worker."""
+        return [
+            {f"dp0:pp{stage}:pcp0:tp{rank}:{name}": sha256(one) for name, one in self.stage(stage, rank).items()}
+            for stage in range(self.pp)
+            for rank in range(self.tp)
+        ]
+
+    def rpc(self, method: str) -> list[dict[str, Any]]:
+        """As `collective_rpc` of an engine that is no server."""
+        self.asked.append(method)
+        return [self.info["vllm_config"]] if method == "ckptkit_setup" else self.workers()
+
+    def answer(self, path: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+        self.asked.append(path)
+        match path:
+            case "server_info?config_format=json":
+                return 200, self.info
+            case "weight_info" if self.checker:
+                return 200, {"weight_version": self.version}
+            case "weight_checker" if self.checker:
+                assert body["action"] == "checksum"
+                return 200, {"checksums": {key: one for worker in self.workers() for key, one in worker.items()}}
+            case "collective_rpc" if self.reader:
+                assert body["method"] == "ckptkit_weights"
+                return 200, {"results": self.workers()}
+            case "collective_rpc":
+                return 500, {"detail": "Method 'ckptkit_weights' is not implemented."}
+            case _:
+                return 404, {"detail": "Not Found"}
+
+
+def sha256(tensor: Tensor) -> str:
+    """As vLLM computes it."""
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

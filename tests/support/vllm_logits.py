@@ -21,7 +21,7 @@ from torch import Tensor
 
 from support.processes import run_logged
 
-_SETTINGS = {
+SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -93,7 +93,7 @@ def log_probs(path: str, dtype: str) -> Tensor:
 
 
 def main(jobs: Path) -> None:
-    os.environ.update(_SETTINGS)
+    os.environ.update(SETTINGS)
     # SGLang's fork of DeepGEMM goes by the same name; vLLM has DeepGEMM itself among its own modules.
     sys.modules["deep_gemm"] = None  # type: ignore[assignment]
     import vllm.model_executor.models.registry as registry

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptkit.app.job.engines import Seat, Setup, State
-from ckptkit.app.job.predicted import SHARED, Cut, Order, canonical, shared_part_of
-from ckptkit.app.job.sent import Sent
+from ckptkit.app.job.engines import Seat, Setup, State, seat_label
+from ckptkit.app.job.predicted import SHARED, Cut, Order, canonical, missing_parts, shared_part_of
+from ckptkit.app.job.sent import UNUSED, Sent
 from ckptkit.core.specs import summarize
 
 Layout = tuple[tuple[str, str], ...]
@@ -60,6 +60,7 @@ class Judged:
     by_change: int
     unseen: Sequence[str]
     absent: Sequence[str]
+    not_sent: Sequence[str]
     known: Known
 
 
@@ -77,12 +78,16 @@ class _Rank:
 
     @property
     def label(self) -> str:
-        places = zip(("tensor", "data", "pipeline"), self.seat[::2], self.seat[1::2], strict=True)
-        return ", ".join([self.url, *(f"{name} parallel rank {at}" for name, at, size in places if size > 1)])
+        return ", ".join(filter(None, [self.url, seat_label(self.seat)]))
 
 
-def judge(sent: Sent, states: Mapping[str, State], setups: Mapping[str, Setup], known: Known) -> Judged:
-    """Compares every rank of every engine with what was sent, with what it held before, and with the other engines."""
+def judge(
+    sent: Sent, states: Mapping[str, State], setups: Mapping[str, Setup], known: Known, *, whole: bool = True
+) -> Judged:
+    """Compares every rank of every engine with what was sent, with what it held before, and with the other engines.
+
+    `whole`: everything that was sent is known, not chosen tensors alone.
+    """
     ranks = [
         _Rank(url, seat, setups[url], {canonical(name): checksum for name, checksum in checksums.items()})
         for url, state in states.items()
@@ -91,12 +96,19 @@ def judge(sent: Sent, states: Mapping[str, State], setups: Mapping[str, Setup], 
     equal, unequal, cuts = _by_value(sent, ranks, known.cuts)
     wrong = _Wrong()
     was, now = _Record.of(known.sources), _Record.of(sent.sources)
-    unseen = set[str]()
+    unseen, not_sent = set[str](), set[str]()
     by_change = 0
     for rank in ranks:
+        for param in _not_sent(sent, rank) if whole else ():
+            not_sent.add(param)
+            if _stale_head(sent, rank, param):
+                wrong.note(rank.label, _HEAD, param)
         before = known.held.get((rank.url, rank.seat), {})
         for param in _params(sent.sources, rank.checksums):
             if (rank, param) in equal:
+                continue
+            if whole and (lost_parts := missing_parts(param, sent.sources[param]) if param in sent.sources else []):
+                wrong.note(rank.label, f"{', '.join(lost_parts)} of it was not sent", param)
                 continue
             if (rank, param) in unequal and rank.key(sent, param) in cuts:
                 wrong.note(rank.label, _reason(sent, rank, param, before), param)
@@ -123,8 +135,23 @@ def judge(sent: Sent, states: Mapping[str, State], setups: Mapping[str, Setup], 
         by_change,
         sorted(unseen),
         sorted(_absent(sent, ranks, any(cut.shared for cut in cuts.values()))),
+        sorted(not_sent),
         Known(cuts, dict(sent.sources), {(rank.url, rank.seat): rank.checksums for rank in ranks}),
     )
+
+
+def changed_since(states: Mapping[str, State], known: Known) -> tuple[int, list[str]]:
+    """How many parameters are known from the last check, and a line for those of each rank that hold something else."""
+    count, lines = 0, []
+    for url, state in states.items():
+        for seat, checksums in state.ranks.items():
+            now = {canonical(name): checksum for name, checksum in checksums.items()}
+            before = known.held.get((url, seat), {})
+            count += len(before)
+            if changed := [name for name in before if before[name] != now.get(name)]:
+                label = ", ".join(filter(None, [url, seat_label(seat)]))
+                lines.append(f"{label}: {summarize(changed)}: not as at the last check")
+    return count, lines
 
 
 class _Wrong:
@@ -152,7 +179,7 @@ def _by_value(
     equal, unequal, cuts = set[tuple[_Rank, str]](), set[tuple[_Rank, str]](), dict(known)
     for rank in ranks:
         for param in _params(sent.sources, rank.checksums):
-            expected = _expected(sent, param, rank.seat[0])
+            expected = _expected(sent, param, rank)
             if not expected:
                 continue
             if cut := next((cut for cut, checksum in expected.items() if checksum == rank.checksums[param]), None):
@@ -164,13 +191,13 @@ def _by_value(
     return equal, unequal, cuts
 
 
-def _expected(sent: Sent, param: str, rank: int) -> dict[Cut, str]:
-    """What a rank of this tensor parallel rank may hold; nothing where that is not known."""
-    if any(f"{param}_{scale}" in sent.sources for scale in _SCALES):
-        return {}  # SGLang's checksum is of the weights that these stand for
+def _expected(sent: Sent, param: str, rank: _Rank) -> dict[Cut, str]:
+    """What a rank may hold, by how it is cut; nothing where that is not known."""
+    if rank.setup.dequantizes and any(f"{param}_{scale}" in sent.sources for scale in _SCALES):
+        return {}  # the checksum is of the weights that these stand for
     if param in sent.sources:
         found = sent.predicted.get(param, {})
-        return {cut: checksum for (cut, at), checksum in found.items() if cut.at(rank) == at}
+        return {cut: checksum for (cut, at), checksum in found.items() if cut.at(rank.seat[0]) == at}
     return {Cut(): sent.checksums[param]}
 
 
@@ -184,6 +211,25 @@ def _params(sources: Mapping[str, Sources], held: Collection[str]) -> Iterator[s
             yield param
         else:
             yield from (name for name, _ in parts.values() if name in held)
+
+
+_EMBEDDINGS, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+_HEAD = (
+    "nothing was sent for it, and it does not hold the embeddings that were sent: send a tied output layer under both "
+    "names"
+)
+
+
+def _not_sent(sent: Sent, rank: _Rank) -> list[str]:
+    """The parameters of a rank that nothing was sent for."""
+    covered = set(_params(sent.sources, rank.checksums))
+    return [name for name in rank.checksums if name not in covered and not name.endswith(f".{UNUSED}")]
+
+
+def _stale_head(sent: Sent, rank: _Rank, param: str) -> bool:
+    """Whether a parameter that nothing was sent for is an output layer unlike the embeddings that were sent."""
+    embeddings = _expected(sent, _EMBEDDINGS, rank) if param == _OUTPUT and _EMBEDDINGS in sent.sources else {}
+    return bool(embeddings) and rank.checksums[param] not in embeddings.values()
 
 
 def _reason(sent: Sent, rank: _Rank, param: str, before: Checksums) -> str:

@@ -1,36 +1,39 @@
 """What an engine's checksum of a parameter must be, computed from the tensors that a trainer sends.
 
-SGLang's checksums are of its own parameters: q, k and v in one, all experts of a layer in one, cut over ranks. Names
-say which tensors one is made of, and there are only a few ways to cut it. So the checksum of each is computed here; one
-that is equal to the engine's proves at once the way and the values.
+SGLang's and vLLM's checksums are of their own parameters: q, k and v in one, all experts of a layer in one, cut over
+ranks. Names say which tensors one is made of, and there are only a few ways to cut it. So the checksum of each is
+computed here; one that is equal to the engine's proves at once the way and the values.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Digest = Callable[[Tensor], str]
+from ckptkit.app.job.engines import Digest
+
 Order = tuple[int, ...]  # of a part within its parameter: its place, or its expert and its place there
 
 _PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
 _VOCABULARY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.weight")
 _ROUTER = re.compile(r".+\.(gate|router)\.weight")
-_VOCABULARY_ROWS = 64  # SGLang pads to a multiple, with zeros (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)
+_VOCABULARY_ROWS = 64  # engines pad to a multiple, with zeros (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(\w+)")
 _SHARED = re.compile(r"(.+)\.shared_experts\.(gate_proj|up_proj|down_proj)\.(\w+)")
 SHARED = 1 << 30  # as the number of an expert: the shared one, which SGLang may keep behind the last
 _PLACE = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
-# SGLang's names of fused layers (`packed_modules_mapping` of its models), and what is in them from top to bottom.
+# Engines' names of fused layers (`packed_modules_mapping` of their models), and what is in them from top to bottom.
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
+# vLLM's names of what SGLang calls otherwise.
+_SPELLED = {".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.", ".experts.routed_experts.": ".experts."}
 _FUSED_IN = {part: (name, place) for name, parts in _FUSED.items() for place, part in enumerate(parts)}
 
 
@@ -44,7 +47,9 @@ class Part:
 
 
 def canonical(name: str) -> str:
-    """A name without the prefix of the text model, which SGLang and releases spell in several ways."""
+    """A name as SGLang has it, without the text model's prefix, which engines and releases spell in several ways."""
+    for theirs, ours in _SPELLED.items():
+        name = name.replace(theirs, ours)
     return _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
 
 
@@ -70,6 +75,18 @@ def shared_part_of(name: str) -> Part | None:
         return None
     block, which, leaf = match.groups()
     return Part(part_of(f"{block}.experts.0.{which}.{leaf}").param, (SHARED, _PLACE[which]), None)
+
+
+def missing_parts(param: str, orders: Collection[Order]) -> list[str]:
+    """The parts that a parameter lacks of those that go with the ones it has: up with gate, k and v with q."""
+    routed = routed_of(orders)
+    if routed and len(routed[0]) == 2:
+        places = {place for _, place in routed}
+        experts = {expert for expert, _ in routed}
+        lost = sorted((expert, place) for expert in experts for place in places if (expert, place) not in orders)
+        return [f"{'up' if place else 'gate'}_proj of expert {expert}" for expert, place in lost]
+    fused = param.rpartition(".")[0].rpartition(".")[2]
+    return [name for place, name in enumerate(_FUSED.get(fused, ())) if (place,) not in orders]
 
 
 def kind_of(param: str) -> str:

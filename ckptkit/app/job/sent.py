@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
+from ckptkit.app.job.engines import Digest
 from ckptkit.app.job.predicted import (
     Cut,
-    Digest,
     Order,
     Part,
     Predicted,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _WIDE = ("torch.float32", "torch.float64")
-_UNUSED = "weight_shape"  # SGLang keeps that of one shard only, rounded, and never reads it
+UNUSED = "weight_shape"  # engines keep that of one shard only, rounded, and never read it
 
 
 class Sent:
@@ -61,7 +61,7 @@ class Sent:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Takes note of a tensor. One that comes again counts as it came last."""
-        if name.endswith(f".{_UNUSED}"):
+        if name.endswith(f".{UNUSED}"):
             return
         value = tensor.detach()
         self.checksums[canonical(name)] = checksum = self._digest(value)
@@ -85,7 +85,10 @@ class Sent:
         """All was sent: what is complete now is predicted, and nothing is kept any longer."""
         for param in list(self._parts):
             parts = self._parts.pop(param)
-            if len(next(iter(parts))) == 2 and whole(parts):
+            if parts.keys() == {(0,), (1,)} and ".qkv_proj." in param:
+                parts[2,] = parts[1,]  # some models use the keys as values, and store them once
+                self._predict(param, parts)
+            elif len(next(iter(parts))) == 2 and whole(parts):
                 self._predict(param, parts)
         self._held.clear()
 

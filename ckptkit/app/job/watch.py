@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 from ckptkit.app.job.weight_sync import WeightSyncCheck
@@ -65,6 +66,66 @@ def watch_updates(
 
     for name, method in (*zip(methods, (recorded, checked), strict=True), (_CHECK, None)):
         setattr(updater, name, method)
+
+
+def watch_rollout(adapter: type, *, urls: Callable[[Any], Iterable[str]] | None = None, **options: Any) -> None:
+    """From now on, objects of the class `adapter`, such as verl's `ServerAdapter`, check every Nth of their updates.
+
+    Its coroutine `update_weights` takes an iterable of (name, tensor) as its first argument; each is recorded before it
+    goes, and afterwards engines are asked. `urls` gives their addresses, and none where this process does not check
+    (None: that of the server which the object's `server_handle` is, on `rollout_rank` 0). `options` are those of
+    `WeightSyncCheck`; its `program` is vllm unless they say otherwise. Raises CkptkitError where the class has no such
+    method, or is watched already.
+    """
+    if _CHECK in vars(adapter):
+        raise CkptkitError(f"{adapter.__name__} is watched already", "call watch_rollout once in a process")
+    if not asyncio.iscoroutinefunction(updating := getattr(adapter, "update_weights", None)):
+        raise CkptkitError(
+            f"{adapter.__name__} has no coroutine update_weights",
+            "this release of the trainer sends weights otherwise; see docs/hooks.md for the classes that are known",
+        )
+    addresses = urls or _of_ray_server
+
+    @functools.wraps(updating)
+    async def checked(self: Any, weights: Any, *args: Any, **more: Any) -> Any:
+        if not (found := await asyncio.to_thread(lambda: list(addresses(self)))):
+            return await updating(self, weights, *args, **more)
+        check = vars(self).get(_CHECK) or WeightSyncCheck(found, **{"program": "vllm", **options})
+        setattr(self, _CHECK, check)
+        if check.due:
+            check.use(found)  # engines may have been started again
+        result = await updating(self, _recorded(check, weights), *args, **more)
+        await asyncio.to_thread(check.after_update)
+        return result
+
+    adapter.update_weights = checked  # type: ignore[attr-defined]
+    setattr(adapter, _CHECK, None)
+
+
+def _recorded(check: WeightSyncCheck, weights: Any) -> Iterator[Any] | AsyncIterator[Any]:
+    """The same pairs, each recorded before it is taken."""
+
+    def now() -> Iterator[Any]:
+        for name, tensor in weights:
+            check.record(name, tensor)
+            yield name, tensor
+
+    async def later() -> AsyncIterator[Any]:
+        async for name, tensor in weights:
+            check.record(name, tensor)
+            yield name, tensor
+
+    return later() if hasattr(weights, "__aiter__") else now()
+
+
+def _of_ray_server(adapter: Any) -> Iterable[str]:
+    if adapter.rollout_rank != 0:
+        return []
+    import ray
+
+    adapter._ensure_server_handle()
+    host, port = ray.get(adapter.server_handle.get_server_address.remote())
+    return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"]
 
 
 def _found(urls: Iterable[str | None]) -> list[str]:

@@ -1,8 +1,7 @@
 """Holds what a trainer sends in a weight update against the checksums of the engines that received it.
 
-SGLang's own weight checker gives a checksum of each of its parameters on each rank. Those are fused and cut; from the
-tensors that were sent the same checksums are computed here, with SGLang's own function.
-Source: SGLang 0.5.16, `srt/utils/weight_checker.py` and `srt/managers/mm_utils.py`.
+The weight checkers of SGLang and vLLM give a checksum of each of their parameters on each rank. Those are fused and
+cut; from the tensors that were sent the same checksums are computed here, with the engine's own function.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version as installed
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ckptkit.app.job.engines import Engine, Setup, State, waiting
-from ckptkit.app.job.judged import Judged, Known, judge
+from ckptkit.app.job.engines import Digest, Engine, Server, Setup, State, waiting
+from ckptkit.app.job.judged import Judged, Known, changed_since, judge
 from ckptkit.app.job.sent import Sent
-from ckptkit.core.errors import CkptkitError, MissingDependencyError
+from ckptkit.app.job.sglang import SglangEngine, computes_as, sglang_digest
+from ckptkit.app.job.vllm import Rpc, VllmEngine, vllm_digest
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import summarize
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ckptkit.app.job.predicted import Digest
-
+Program = Literal["sglang", "vllm"]
 _Answer = TypeVar("_Answer")
 _SHOWN = 20  # lines of a message
 _HINT = (
     "do not generate with these weights: send the whole update again. "
     "`ckptkit verify HF --update` tells whether the engine can take updates at all"
 )
+_LOST_HINT = "send the whole update before the next generation: vLLM's sleep level 2 keeps no weights"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class SyncResult:
     `by_value`: parameters whose checksum is that of the tensors sent. `by_change`: of the others, those that changed
     exactly if a tensor of theirs did since the last check. `unseen`: names of parameters sent but not compared by
     value, since the engine keeps them in a layout of its own, or there was no room to put them together. `absent`:
-    tensors that no rank has a parameter for. `seconds`: what this check took, its records included.
+    tensors that no rank has a parameter for. `not_sent`: parameters of engines that nothing was sent for. `seconds`:
+    what this check took, its records included.
     """
 
     version: str
@@ -54,6 +54,7 @@ class SyncResult:
     by_change: int
     unseen: Sequence[str]
     absent: Sequence[str]
+    not_sent: Sequence[str]
     seconds: float
 
 
@@ -64,9 +65,10 @@ class WeightSyncCheck:
     trainer with several senders has one check in each, and each checks what it sent itself.
 
     What it proves: every engine has the weight version; the ranks named as compared by value hold, bit for bit, what
-    was recorded (a checksum of 64 bits); engines that keep weights alike hold the same; other parameters changed if and
-    only if what was sent for them did. What it does not: that the trainer recorded the right values under the right
-    names, and that SGLang computes with a parameter as its name says. `ckptkit verify` and CK604 are for that.
+    was recorded (a checksum of 64 bits, of vLLM 256); engines that keep weights alike hold the same; other parameters
+    changed if and only if what was sent for them did. What it does not: that the trainer recorded the right values
+    under the right names, and that the engine computes with a parameter as its name says. `ckptkit verify` and CK604
+    are for that.
 
     The first check learns how each kind of parameter is cut. A kind of which no layer is found there is compared by
     change only, and said on standard error once. So the first check must not be the first time that something can be
@@ -75,8 +77,9 @@ class WeightSyncCheck:
 
     def __init__(
         self,
-        engines: str | Iterable[str],
+        engines: str | Rpc | Iterable[str | Rpc],
         *,
+        program: Program = "sglang",
         every: int = 1,
         tensors: str | None = None,
         room: int = 1 << 30,
@@ -86,10 +89,12 @@ class WeightSyncCheck:
     ) -> None:
         """`engines`: addresses such as `http://10.0.0.1:30000`, of engines and not of a router before them.
 
+        `program`: what they run. Of vLLM, `engines` may also be the `collective_rpc` of each, such as that of a
+        `vllm.LLM`, whose `worker_extension_cls` is then `ckptkit.hooks_vllm.WeightReader`.
         `tensors`: a regular expression; only HF names that it finds are looked at. `room`: bytes of tensors that are
         kept on their device until a parameter of theirs is complete. `headers`: go with each request, for engines with
-        an API key. `timeout`: seconds for each answer. `digest`: of a tensor, if not SGLang's own (`tensor_hash`).
-        Raises CkptkitError where SGLang is not installed and no `digest` is given.
+        an API key. `timeout`: seconds for each answer. `digest`: of a tensor, if not the engine's own (`tensor_hash` of
+        SGLang, SHA-256 of vLLM). Raises CkptkitError where SGLang's is wanted and SGLang is not installed.
         """
         if every < 1:
             raise CkptkitError(f"every is {every}", "give 1 to check each update, N to check every Nth")
@@ -97,7 +102,10 @@ class WeightSyncCheck:
         self._every, self._updates = every, 0
         self._wanted = re.compile(tensors or "")
         self._room, self._headers, self._timeout = room, dict(headers or {}), timeout
-        self._digest = digest or sglang_digest()
+        if program not in ("sglang", "vllm"):
+            raise CkptkitError(f"program is {program!r}", "it may be 'sglang' or 'vllm'")
+        self._program: Program = program
+        self._digest: Digest = digest or (vllm_digest if program == "vllm" else sglang_digest())
         self._own_digest = digest is None
         self._setups: dict[str, Setup] = {}
         self._known = Known()
@@ -106,13 +114,28 @@ class WeightSyncCheck:
         self._said = frozenset[str]()
         self.use(engines)
 
-    def use(self, engines: str | Iterable[str]) -> None:
-        """Names the engines anew, for instance after some were started again. What was learned stays."""
-        urls = [engines] if isinstance(engines, str) else list(engines)
-        if not urls:
+    def use(self, engines: str | Rpc | Iterable[str | Rpc]) -> None:
+        """Names the engines anew, for instance after some were started again. What was learned stays.
+
+        Asks those that are no address how they were started: during an update their workers may be busy with it.
+        """
+        given = [engines] if isinstance(engines, str) or callable(engines) else list(engines)
+        if not given:
             raise CkptkitError("there is no engine to check", "name the address of each engine")
-        self._engines = [Engine(url.rstrip("/"), self._headers, self._timeout) for url in urls]
-        self._setups = {}
+        self._engines = [self._engine(one, f"engine {number}") for number, one in enumerate(given, 1)]
+        if len(addresses := [one for one in given if isinstance(one, str)]) == len(given):
+            self._setups = {}
+        elif self._program == "sglang":
+            raise CkptkitError(f"{len(given) - len(addresses)} engines of SGLang are no address", "give addresses")
+        else:
+            self._setups = {}
+            self._learn_setups()
+
+    def _engine(self, given: str | Rpc, name: str) -> Engine:
+        if not isinstance(given, str):
+            return VllmEngine(name, None, given)
+        server = Server(given.rstrip("/"), self._headers, self._timeout)
+        return VllmEngine(server.url, server) if self._program == "vllm" else SglangEngine(server)
 
     @property
     def due(self) -> bool:
@@ -131,68 +154,102 @@ class WeightSyncCheck:
                 self._sent = self._begin()
             self._sent.add(name, tensor)
 
-    def after_update(self, version: str | int) -> SyncResult | None:
+    def after_update(self, version: str | int | None = None) -> SyncResult | None:
         """Asks every engine, all at once, and compares; None in an update that is not checked. Takes all its ranks.
 
+        `version`: the weight version that engines were given, which is compared where they tell theirs; None: none was.
         Raises CkptkitError naming engines, ranks, parameters and weight versions where anything is wrong, where an
         engine or one of its ranks does not answer, and where nothing was recorded.
         """
         due, sent, self._sent = self.due, self._sent, None
         self._updates += 1
+        name = str(self._updates if version is None else version)
         if not due:
             return None
         with self._timed():
             if sent is None:
                 raise CkptkitError(
-                    f"weight update {version}: no tensor was recorded, so nothing can be checked",
+                    f"weight update {name}: no tensor was recorded, so nothing can be checked",
                     "call `record` for each tensor that is sent",
                 )
             with waiting("the checksums of what was sent"):
                 sent.finish()
-            states = dict(zip([one.url for one in self._engines], self._asked(Engine.state), strict=True))
-            judged = judge(sent, states, self._setups, self._known)
-            self._raise(str(version), states, judged)
+            states = self._states()
+            judged = judge(sent, states, self._setups, self._known, whole=not self._wanted.pattern)
+            self._raise(name, version is not None, states, judged)
             self._known = judged.known
         result = SyncResult(
-            str(version), len(states), judged.by_value, judged.by_change, judged.unseen, judged.absent, self._spent
+            name,
+            len(states),
+            judged.by_value,
+            judged.by_change,
+            judged.unseen,
+            judged.absent,
+            judged.not_sent,
+            self._spent,
         )
         self._spent = 0.0
         self._say(result)
         return result
 
-    def _begin(self) -> Sent:
+    def after_resume(self) -> int:
+        """Holds every engine against its last check, where memory was released and resumed and nothing was sent since.
+
+        Returns how many parameters were compared. Raises CkptkitError naming those that are not as they were, and where
+        there was no check of these engines yet.
+        """
+        if not self._known.held:
+            raise CkptkitError("no earlier check of these engines is known", "call after_update first")
+        with self._timed():
+            self._learn_setups()
+            count, wrong = changed_since(self._states(), self._known)
+        if wrong:
+            raise CkptkitError("engines lost what they held at the last check", _LOST_HINT, _shown(wrong))
+        return count
+
+    def _learn_setups(self) -> None:
         if not self._setups:
-            self._setups = dict(zip([one.url for one in self._engines], self._asked(Engine.setup), strict=True))
+            self._setups = self._asked(lambda engine: engine.setup())
+
+    def _begin(self) -> Sent:
+        self._learn_setups()
         sizes = {setup.tp for setup in self._setups.values()}
         return Sent(self._digest, sizes, self._known.cuts_of(self._setups), self._known.counts, self._room)
 
-    def _asked(self, question: Callable[[Engine], _Answer]) -> list[_Answer]:
-        with ThreadPoolExecutor(len(self._engines)) as pool:
-            return list(pool.map(question, self._engines))
+    def _states(self) -> dict[str, State]:
+        return self._asked(lambda engine: engine.state(self._setups[engine.name]))
 
-    def _raise(self, version: str, states: Mapping[str, State], judged: Judged) -> None:
+    def _asked(self, question: Callable[[Engine], _Answer]) -> dict[str, _Answer]:
+        """The answer of each engine, by its name."""
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            answers = list(pool.map(question, self._engines))
+        return dict(zip([one.name for one in self._engines], answers, strict=True))
+
+    def _raise(self, version: str, told: bool, states: Mapping[str, State], judged: Judged) -> None:
+        """`told`: engines were given this version."""
         wrong = [
             f"{url} has weight version {state.version}, not {version}"
             for url, state in states.items()
-            if state.version != version
+            if told and state.version not in (None, version)
         ]
         wrong += judged.wrong
         # Of a whole model the norms are always kept as they are sent.
         if judged.compared and not judged.by_value and not self._wanted.pattern and self._same_function():
             wrong.append(f"none of the values that were sent is in {', '.join(states)}")
         if wrong:
-            rest = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-            raise CkptkitError(f"weight update {version} did not arrive as sent", _HINT, [*wrong[:_SHOWN], *rest])
+            raise CkptkitError(f"weight update {version} did not arrive as sent", _HINT, _shown(wrong))
 
     def _same_function(self) -> bool:
         """Whether the engines compute checksums as we do, as far as versions tell."""
-        own = None if not self._own_digest or find_spec("sglang") is None else installed("sglang")
-        return own is None or all(setup.version == own for setup in self._setups.values())
+        if self._program == "vllm" or not self._own_digest:
+            return True
+        return all(computes_as(setup.version) for setup in self._setups.values())
 
     def _say(self, result: SyncResult) -> None:
         news = {
             f"not compared by value: {summarize(result.unseen)}": result.unseen,
             f"sent, and no engine has a parameter of this name: {summarize(result.absent)}": result.absent,
+            f"held by engines, and nothing was sent for them: {summarize(result.not_sent)}": result.not_sent,
         }
         for line, names in news.items():
             if names and line not in self._said:
@@ -210,18 +267,6 @@ class WeightSyncCheck:
             self.seconds += took
 
 
-def sglang_digest() -> Digest:
-    """SGLang's own function for the checksum of a tensor, on a GPU where there is one: it gives another on a CPU."""
-    if find_spec("sglang") is None:
-        raise MissingDependencyError(
-            "SGLang is not installed here, and its checksums are needed", "install the engines' SGLang"
-        )
-    import torch
-    from sglang.srt.managers.mm_utils import tensor_hash
-
-    cuda = torch.cuda.is_available()
-
-    def digest(tensor: Tensor) -> str:
-        return f"{tensor_hash(tensor.cuda() if cuda else tensor):016x}"
-
-    return digest
+def _shown(lines: Sequence[str]) -> list[str]:
+    rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return [*lines[:_SHOWN], *rest]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.sync_engines import FakeEngine, digest, served, weights
+from support.sync_engines import FakeEngine, FakeVllm, digest, served, weights
 from torch import Tensor
 
 from ckptkit import CkptkitError
-from ckptkit.hooks import watch_updates
+from ckptkit.hooks import watch_rollout, watch_updates
 
 # Sends, as slime 624b824 and miles 31f1ca9 name it: `update_weight_from_tensor.py`, and of distributed updates
 # `update_weight_from_distributed.py` (slime) and `update_weight_from_distributed/broadcast.py` (miles).
@@ -115,3 +116,71 @@ def test_class_is_watched_once() -> None:
     watch_updates(watched, "_send_hf_params")
     with pytest.raises(CkptkitError, match="watched already"):
         watch_updates(watched, "_send_hf_params")
+
+
+class Adapter:
+    """Sends as verl 0210b18's `ServerAdapter` does, on every rank of an engine; one of them knows the server."""
+
+    def __init__(self, engine: FakeVllm, rollout_rank: int) -> None:
+        self.engine, self.rollout_rank, self.lose = engine, rollout_rank, ""
+
+    async def update_weights(self, pairs: Any, global_steps: int | None = None) -> str:
+        taken = [pair async for pair in pairs] if hasattr(pairs, "__aiter__") else list(pairs)
+        self.engine.load({name: one for name, one in taken if not self.lose or self.lose not in name}, global_steps)
+        return "done"
+
+
+async def asynchronous(version: int) -> AsyncIterator[tuple[str, Tensor]]:
+    for pair in weights(version).items():
+        yield pair
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_watched_rollout_is_checked_on_the_rank_that_knows_its_server(later: bool) -> None:
+    engine = FakeVllm()
+    with served(engine.answer) as url:
+        kind = type("Watched", (Adapter,), {"update_weights": Adapter.update_weights})
+        watch_rollout(kind, urls=lambda one: [url] if one.rollout_rank == 0 else [], every=2)
+        with pytest.raises(CkptkitError, match="Watched is watched already"):
+            watch_rollout(kind)
+        first, other = kind(engine, 0), kind(engine, 1)
+
+        def sent(version: int) -> Any:
+            return asynchronous(version) if later else iter(weights(version).items())
+
+        assert asyncio.run(other.update_weights(sent(1), global_steps=1)) == "done"
+        assert engine.asked == []
+        assert asyncio.run(first.update_weights(sent(1), global_steps=1)) == "done"
+        first.lose = ".layers.1."
+        asyncio.run(first.update_weights(sent(2), global_steps=2))  # not due
+        with pytest.raises(CkptkitError, match=r"layers\.1\."):
+            asyncio.run(first.update_weights(sent(3), global_steps=3))
+
+
+def test_address_of_a_server_in_a_ray_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeVllm()
+    with served(engine.answer) as url:
+        host, port = url.removeprefix("http://").split(":")
+        handle = SimpleNamespace(get_server_address=SimpleNamespace(remote=lambda: (host, int(port))))
+        ray = ModuleType("ray")
+        ray.get = lambda reference: reference  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "ray", ray)
+
+        class Verl(Adapter):
+            def _ensure_server_handle(self) -> bool:
+                self.server_handle = handle
+                return True
+
+            async def update_weights(self, pairs: Any, global_steps: int | None = None) -> str:
+                return await super().update_weights(pairs, global_steps)
+
+        watch_rollout(Verl)
+        assert asyncio.run(Verl(engine, 1).update_weights(iter(weights(1).items()))) == "done"
+        assert engine.asked == []
+        assert asyncio.run(Verl(engine, 0).update_weights(iter(weights(1).items()))) == "done"
+        assert "weight_checker" in engine.asked
+
+
+def test_class_that_updates_otherwise_is_refused() -> None:
+    with pytest.raises(CkptkitError, match="Other has no coroutine update_weights"):
+        watch_rollout(type("Other", (), {"update_weights": lambda self, weights: None}))

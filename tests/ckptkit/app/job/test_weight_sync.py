@@ -119,7 +119,7 @@ def test_engine_that_missed_the_update_is_named() -> None:
             engine.load(weights(2), 2)
         with pytest.raises(CkptkitError) as raised:
             check.after_update(2)
-        url = check._engines[1].url
+        url = check._engines[1].name
     assert raised.value.details[0] == f"{url} has weight version 1, not 2"
     assert all(line.startswith(url) for line in raised.value.details)
 
@@ -273,7 +273,7 @@ def test_engines_that_differ_in_an_unknown_layout_are_found() -> None:
         engines[2].load(exchanged(sent, *names), 1)
         with pytest.raises(CkptkitError) as raised:
             check.after_update(1)
-        url = check._engines[2].url
+        url = check._engines[2].name
     assert raised.value.details == (f"{url}: layers.2.mlp.experts.w13_weight: not the same in all engines",)
 
 

