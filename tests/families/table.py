@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+from support import sglang_cpu_families, vllm_cpu_families
 
 from converters.megatron.hybrid_model import gpt_only
 from converters.planner import dims_of
@@ -46,7 +48,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         module = family.read_dims.__module__
         dialects = ", ".join([*([] if alone else ["mcore"]), *family.dialects, *(["hybrid"] if hybrid else [])])
         if family.unwitnessed is not None:
-            witnesses = {f"nothing: {family.unwitnessed.reason}": None}
+            witnesses = {f"nothing of Megatron: {family.unwitnessed.reason}": None, **dict.fromkeys(engines(cases))}
             names = family.unwitnessed.names
             dialects = f"`--unwitnessed`: {names}'s names" if names else "none: no names are settled"
         yield (
@@ -58,6 +60,16 @@ def rows() -> Iterator[tuple[str, ...]]:
             dialects,
             ", ".join([f"`{prefix}*`" for prefix in family.carried] + [f"`*{end}`" for end in family.carried_ends]),
         )
+
+
+def engines(names: Collection[str]) -> Iterator[str]:
+    """The engines whose own forward pass, on the CPU, was compared with transformers', and for which test models."""
+    for engine, module in {"vLLM": vllm_cpu_families, "SGLang": sglang_cpu_families}.items():
+        if computed := [name for name in names if name in module.COMPUTED]:
+            yield f"{engine} with transformers" + (f" ({', '.join(computed)})" if len(computed) < len(names) else "")
+    for name in names:
+        if name in vllm_cpu_families.WITHOUT:
+            yield f"vLLM with transformers, without {vllm_cpu_families.WITHOUT[name][0]}"
 
 
 def table() -> str:

@@ -43,8 +43,9 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 }
 # What SGLang's class does not compute: biases of the MLP, which the witness names, and windows of Mistral and Phi-3.
 WITHOUT = ["llama-biases", "mistral-window", "phi3-tied-window"]
-# Ernie's is six times as far from float32 as transformers in bfloat16, which keeps its router in float32.
-ROUNDED_ROUTER = ["ernie4_5_moe"]
+# Experts are chosen by softmax scores without their bias, for which SGLang's kernel has no argument: six times as far
+# from float32 as transformers in bfloat16, and as far as transformers without the bias (docs/sglang-versions.md).
+WITHOUT_BIAS = ["ernie4_5_moe"]
 # What SGLang says where it does not build the model.
 SAID = {
     "mimo": "does not recognize this architecture",
@@ -77,7 +78,7 @@ SAID = {
 }
 # Of which transformers has no class, or whose embeddings of each layer have fewer rows than the prompts take.
 NOT_ASKED = [name for name in HF_CASES if name.startswith(("step3p", "gemma4-small", "kimi_k3", "glm5_next"))]
-COMPUTED = [name for name in HF_CASES if name not in (*SAID, *WITHOUT, *ROUNDED_ROUTER, *NOT_ASKED)]
+COMPUTED = [name for name in HF_CASES if name not in (*SAID, *WITHOUT, *WITHOUT_BIAS, *NOT_ASKED)]
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,13 @@ def test_sglang_computes_the_logits_of_transformers(
     assert ours <= exact.std() / 10 or name == "gemma4"  # whose test model bfloat16 turns into another
 
 
-@pytest.mark.parametrize("name", ROUNDED_ROUTER)
-def test_a_router_that_is_rounded_is_no_other_model(
+@pytest.mark.parametrize("name", WITHOUT_BIAS)
+def test_a_bias_that_is_left_out_shows_in_the_logits(
     name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]
 ) -> None:
-    answer, exact, _ = answers[name]
+    answer, exact, rounded = answers[name]
     assert answer.logits is not None, answer.said
-    assert distance(answer.logits, exact) <= exact.std() / 20
+    assert 4 * distance(rounded, exact) <= distance(answer.logits, exact) <= exact.std() / 20
 
 
 @pytest.mark.parametrize("name", WITHOUT)

