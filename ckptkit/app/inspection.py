@@ -45,6 +45,7 @@ _LAYOUTS: dict[Layout, str] = {
     "torch_dist": "Megatron torch_dist",
     "NeMo": "Megatron torch_dist, of NeMo 2",
     "fsdp_dtensor": "Megatron fsdp_dtensor",
+    "torch_dcp": "Megatron torch_dcp",
 }
 _ROTARY = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "rope_scaling", "rope_parameters")
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

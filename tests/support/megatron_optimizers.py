@@ -30,6 +30,20 @@ def optimizer_state(ddp: Any, sharded: Mapping[str, Any], metadata: Mapping[str,
     `sharded` is that of the chunk itself: it must hold the parameters that the optimizer has.
     """
     optimizer = made(ddp)
+    _step(optimizer)
+    with _cpu_for_cuda():
+        return optimizer.sharded_state_dict(sharded, metadata=dict(metadata))
+
+
+def plain_optimizer_state(model: Any) -> Any:
+    """What `state_dict` gives of the optimizer of a model in a wrapper of FSDP2, which is not a distributed one."""
+    optimizer = made(model, distributed=False)
+    _step(optimizer)
+    return optimizer.state_dict()
+
+
+def _step(optimizer: Any) -> None:
+    """One too small to show in bfloat16."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in one.optimizer.param_groups:
             group["lr"], group["weight_decay"] = 0.0, 0.0
@@ -40,8 +54,6 @@ def optimizer_state(ddp: Any, sharded: Mapping[str, Any], metadata: Mapping[str,
             for parameter in group["params"]:
                 # Half of the distance between two numbers of bfloat16 is 2**-9 of the larger one, or more.
                 parameter.data.mul_(1 + torch.rand_like(parameter) * 2**-10)
-    with _cpu_for_cuda():
-        return optimizer.sharded_state_dict(sharded, metadata=dict(metadata))
 
 
 def wrapped(chunk: Any, bucket_size: int | None = None) -> Any:
@@ -57,13 +69,13 @@ def wrapped(chunk: Any, bucket_size: int | None = None) -> Any:
     return DistributedDataParallel(chunk.config, config, chunk)
 
 
-def made(ddp: Any) -> Any:
+def made(ddp: Any, distributed: bool = True) -> Any:
     """Megatron's optimizer of a wrapped chunk."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     _as_if_on_a_gpu()
     config = OptimizerConfig(
-        optimizer="adam", lr=1e-4, bf16=True, use_distributed_optimizer=True, params_dtype=torch.bfloat16
+        optimizer="adam", lr=1e-4, bf16=True, use_distributed_optimizer=distributed, params_dtype=torch.bfloat16
     )
     with _cpu_for_cuda():
         return get_megatron_optimizer(config, [ddp])

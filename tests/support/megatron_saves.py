@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from converters.megatron.parallel import ParallelSizes
-from support.megatron_optimizers import optimizer_state, wrapped
+from support.megatron_optimizers import optimizer_state, plain_optimizer_state, wrapped
 from support.processes import run_module
 
 ITERATION = 10
@@ -33,7 +33,7 @@ class Save:
     each expert; `release` saves into `release/`; `legacy` saves one file a rank. `optimizer`: the format in which
     megatron-core's own distributed optimizer saves its state, in buckets of `bucket_size` elements where that is given;
     without it a first moment of zeros stands for that. `hybrid`: as a HybridModel, which `source` then holds.
-    `prefix`: of every key of the model, as a wrapper adds it.
+    `prefix`: of every key of the model, as a wrapper adds it. `fsdp2`: as a run with torch's FSDP2 saves `torch_dcp`.
     """
 
     config: Mapping[str, Any]
@@ -48,6 +48,7 @@ class Save:
     bucket_size: int | None = None
     hybrid: bool = False
     prefix: str = ""
+    fsdp2: bool = False
 
 
 # What the tests read: a release of `models.configs()`, and how it is saved. All of it takes four ranks.
@@ -71,6 +72,7 @@ SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "hybrid": True}),
     "hybrid, tied and uneven": ("qwen2-tied", {"sizes": ParallelSizes(pp=2, last=7), "hybrid": True}),
     "hybrid, mixers": ("nemotron_h", {"sizes": ParallelSizes(tp=2, pp=2, ep=2, last=6), "hybrid": True}),
+    "FSDP2": ("glm4_moe-mtp", {"sizes": ParallelSizes(), "fsdp2": True}),
     "legacy": ("qwen2-tied", {"sizes": ParallelSizes(), "release": True, "legacy": True}),
     "legacy, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2), "legacy": True}),
     "legacy, embedding and loss": (
@@ -164,7 +166,8 @@ def _save(save: Save, rank: int) -> None:
         "iteration": ITERATION,
         "opt_param_scheduler": {"max_lr": 1e-4},
     }
-    (_save_legacy if save.legacy else _save_torch_dist)(save, chunks, state, path)
+    written = _save_torch_dcp if save.fsdp2 else _save_legacy if save.legacy else _save_torch_dist
+    written(save, chunks, state, path)
 
 
 def _args(save: Save, dims: Any) -> Any:
@@ -247,6 +250,26 @@ def _moment(sharded: Any, prefix: str) -> Any:
     if not isinstance(sharded, (ShardedTensor, ShardedTensorFactory)):
         return None
     return make_sharded_optimizer_tensor(sharded, torch.zeros_like(sharded.data, dtype=torch.float32), prefix)
+
+
+def _save_torch_dcp(save: Save, chunks: Sequence[Any], state: dict[str, Any], path: Path) -> None:
+    """Megatron's own wrapper and optimizer, and what `generate_state_dict` and `save_checkpoint` do with them."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint import save as dcp_save
+    from torch.distributed.device_mesh import DeviceMesh
+
+    own = DeviceMesh.from_group
+    DeviceMesh.from_group = staticmethod(lambda group, device, **more: own(group, "cpu", **more))
+    (chunk,) = chunks
+    chunk.config.transformer_impl = "local"
+    model = TorchFullyShardedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
+    DeviceMesh.from_group = own
+    state["optimizer"] = plain_optimizer_state(model)
+    state["model"] = model.state_dict_for_save_checkpoint()
+    state["rng_state"] = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}]
+    dcp_save(state, storage_writer=FileSystemWriter(path))
 
 
 def _save_legacy(save: Save, chunks: Sequence[Any], state: dict[str, Any], path: Path) -> None:

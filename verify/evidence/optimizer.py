@@ -175,7 +175,7 @@ def _look_at_chunk(bucket: Bucket, kind: str, stored: StoredTensor, chunk: Chunk
     except CkptkitError as error:
         values.unreadable[stored.key] = error.message
         return 0
-    if not is_padding(chunk.offsets[0], tensor.numel()):
+    if len(chunk.offsets) != 1 or not is_padding(chunk.offsets[0], tensor.numel()):
         values.add(stored.key, _measured(kind, tensor))
     if kind in MASTERS and bucket.dtype in _ROUNDED and stored.dtype == "float32":
         even, up = values.masters[bucket.dtype]

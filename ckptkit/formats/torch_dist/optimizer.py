@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.(.+)")
 STATE = re.compile(r"state\.([a-z0-9_]+)\.(.+)")
 BUCKET = re.compile(r"distributed\.dp_group_idx_\d+\.gbuf_idx_\d+\.dtype_\(torch\.(\w+), .+\)\.bucket_idx_\d+\.(.+)")
+# torch_dcp: state by the number of a parameter, and float32 copies by group and place in it.
+NUMBERED = re.compile(r"optimizer\.state\.(\d+)\.(?!step$)([a-z0-9_]+)")
+NUMBERED_MASTER = re.compile(r"fp32_from_fp16_params\.(\d+)\.(\d+)")
 WHOLE = re.compile(r"distributed\.dp_group_idx_\d+\.param_state(/.*)?")
 # The float32 copy that a step is made on: of a distributed optimizer by bucket and by parameter, and of others.
 MASTERS = ("param", "fp32_param")
@@ -81,8 +84,26 @@ def optimizer_state(metadata: StoredMetadata) -> OptimizerState:
         elif bucket := BUCKET.fullmatch(found[2]):
             buckets[key.removesuffix(f".{bucket[2]}"), bucket[1]][bucket[2]] = stored
     opaque = tuple(key for key in metadata.objects if (found := OPTIMIZER.fullmatch(key)) and WHOLE.fullmatch(found[2]))
-    made = tuple(Bucket(key, dtype, kinds) for (key, dtype), kinds in buckets.items())
-    return OptimizerState(weights, dict(by_weight), made, tuple(unknown), opaque)
+    made = [Bucket(key, dtype, kinds) for (key, dtype), kinds in buckets.items()] + _numbered(metadata, weights)
+    return OptimizerState(weights, dict(by_weight), tuple(made), tuple(unknown), opaque)
+
+
+def _numbered(metadata: StoredMetadata, weights: Mapping[str, StoredTensor]) -> list[Bucket]:
+    """State by the number of a parameter, of which it is a bucket. Groups follow one another in both numberings."""
+    kinds: dict[int, dict[str, StoredTensor]] = defaultdict(dict)
+    masters: dict[tuple[int, int], StoredTensor] = {}
+    for key, stored in metadata.tensors.items():
+        name = key.removeprefix("optimizer.")
+        if state := NUMBERED.fullmatch(name):
+            kinds[int(state[1])][state[2]] = stored
+        elif master := NUMBERED_MASTER.fullmatch(name):
+            masters[int(master[1]), int(master[2])] = stored
+    if len(masters) == len(kinds):
+        for number, place in zip(sorted(kinds), sorted(masters), strict=True):
+            kinds[number]["fp32_param"] = masters[place]
+    dtypes = {stored.dtype for stored in weights.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "several"
+    return [Bucket(f"optimizer.optimizer.state.{number}", dtype, found) for number, found in sorted(kinds.items())]
 
 
 def is_flattened(weight: Shape, state: Shape) -> bool:

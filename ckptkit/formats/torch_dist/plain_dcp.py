@@ -9,14 +9,9 @@ from pathlib import Path
 from ckptkit.core.errors import UnsupportedError
 
 _OF_MEGATRON = re.compile(r"(?:^|\.)(?:(?:decoder|encoder|mtp)\.layers\.|embedding\.word_embeddings\.|output_layer\.)")
-# What Megatron-LM puts into every state dict beside the weights.
+# What Megatron-LM puts into every state dict beside the weights, and a pipeline chunk of a model.
 _ARGUMENTS = {"args", "checkpoint_version"}
-# Megatron-FSDP keeps its wrapper's name before those of the model, and random states by pipeline and tensor rank.
-_OF_MEGATRON_FSDP = re.compile(r"model\d*\.module\.|rng_state\.\(")
-_EXPORT = (
-    "save it with --ckpt-format torch_dist from a run without FSDP, or export it to HF from the run that wrote it "
-    "(Megatron-Bridge: AutoBridge.save_hf_pretrained)"
-)
+_CHUNK = re.compile(r"model\d+\.")
 _KEEP = "keep this directory: ckptkit has not looked at what is in it"
 
 
@@ -24,8 +19,8 @@ def refuse_plain_dcp(path: Path, keys: Collection[str], by_torch: bool) -> None:
     """Raises UnsupportedError, naming the format, where `path` is a DCP checkpoint and none of torch_dist.
 
     It may be sound. `keys` are those of its `.metadata`, and `by_torch` whether that says how names are nested. One of
-    torch_dist whose metadata.json and common state were lost is left to those who ask for them. Megatron-FSDP's of a
-    model in one piece is read (`fsdp_dtensor.py`), and has the keys of torch_dist by now.
+    torch_dist whose metadata.json and common state were lost is left to those who ask for them. Megatron-LM's of FSDP
+    runs are read (`fsdp.py`), and have the keys of torch_dist by now.
 
     Source: Megatron-LM `training/checkpointing.py` (`save_checkpoint`, `generate_state_dict`): for `fsdp_dtensor` and
     `torch_dcp` it calls torch's `save`, which writes neither file and, unlike Megatron's planner, how names are nested.
@@ -41,18 +36,14 @@ def refuse_plain_dcp(path: Path, keys: Collection[str], by_torch: bool) -> None:
 
 def _named(keys: Collection[str]) -> tuple[str, str]:
     """The format in words, and what to do."""
-    if not _ARGUMENTS.issubset(key.partition(".")[0] for key in keys):
+    if _ARGUMENTS.issubset(key.partition(".")[0] for key in keys) and any(map(_CHUNK.match, keys)):
         return (
-            "a checkpoint of torch.distributed.checkpoint (DCP) and not of Megatron",
-            "export it to HF safetensors with the trainer that wrote it, or read it with torch "
-            "(`python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE`)",
-        )
-    if any(map(_OF_MEGATRON_FSDP.match, keys)):
-        return (
-            "a checkpoint of Megatron-FSDP in pipeline chunks (--ckpt-format fsdp_dtensor)",
-            f"Megatron-LM loads it with --use-megatron-fsdp; for anything else {_EXPORT}",
+            "a checkpoint of Megatron-FSDP in pipeline chunks",
+            "Megatron-LM 0.16 to 0.19 neither saves nor loads those (--ckpt-format fsdp_dtensor): export it to HF from "
+            "the program that wrote it (Megatron-Bridge: AutoBridge.save_hf_pretrained)",
         )
     return (
-        "a Megatron-LM checkpoint of torch's FSDP2 (--ckpt-format torch_dcp)",
-        f"Megatron-LM loads it with --use-torch-fsdp2; for anything else {_EXPORT}",
+        "a checkpoint of torch.distributed.checkpoint (DCP) and not of Megatron",
+        "export it to HF safetensors with the trainer that wrote it, or read it with torch "
+        "(`python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE`)",
     )

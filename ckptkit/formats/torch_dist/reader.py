@@ -2,7 +2,7 @@
 
 Understands what this project and megatron-core write: one key per layer or all layers stacked, experts on an axis or
 one key each, gate and up together or apart, any grid of chunks, and `common.pt` (megatron-core up to 0.18) or a
-`common_state` object (from 0.19). And Megatron-FSDP's `fsdp_dtensor`, in the same kind of files.
+`common_state` object (from 0.19). And Megatron-LM's `fsdp_dtensor` and `torch_dcp`, in the same kind of files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MAX_AXES, TensorSpec
 from ckptkit.formats.megatron_config import config_in, hf_home
-from ckptkit.formats.torch_dist.fsdp_dtensor import COMMON, is_fsdp_dtensor, torch_dist_key
+from ckptkit.formats.torch_dist.fsdp import COMMON, fsdp_format, torch_dist_keys
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
 from ckptkit.formats.torch_save import unpickle
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
-Layout = Literal["torch_dist", "NeMo", "fsdp_dtensor"]
+Layout = Literal["torch_dist", "NeMo", "fsdp_dtensor", "torch_dcp"]
+OF_FSDP: tuple[Layout, ...] = ("fsdp_dtensor", "torch_dcp")
 _MAX_BYTES = 1 << 60  # of a file or an axis: what is larger is a mistake, and no offset that the kernel takes
 _MAX_NAMES = 500_000  # global tensors of one key or in all: a model of 10^12 parameters has 10^5
 _MAX_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of one key by layer and expert
@@ -132,8 +133,10 @@ def _read_metadata(path: Path, file: Path) -> StoredMetadata:
     tensors = {key: _stored(storage, key, entry) for key, entry in entries.items() if key not in objects}
     by_torch = bool(getattr(content, "planner_data", None))
     weights = [key for key in tensors if not NOT_WEIGHTS.fullmatch(key)]
-    if by_torch and is_fsdp_dtensor(entries):
-        return StoredMetadata(_renamed(path, tensors, torch_dist_key), objects, names, layout="fsdp_dtensor")
+    if by_torch and (layout := fsdp_format(entries)):
+        return StoredMetadata(
+            _renamed(path, tensors, torch_dist_keys(tensors).__getitem__), objects, names, layout=layout
+        )
     if not weights or not all(map(_WRAPPED.match, weights)):
         return StoredMetadata(tensors, objects, names, by_torch)
     objects = {_unwrapped(key): one for key, one in objects.items()}
@@ -426,7 +429,7 @@ class TorchDistCheckpoint:
         for key, blob in self.metadata.objects.items():
             if key.startswith("common_state/"):
                 return _mapping(blob)
-        if self.metadata.layout == "fsdp_dtensor":
+        if self.metadata.layout in OF_FSDP:
             return {key: blob.object() for key, blob in self.metadata.objects.items() if key in COMMON}
         raise MissingError(
             f"{self.path} has neither common.pt nor a common_state object",

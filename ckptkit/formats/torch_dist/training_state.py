@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.core.dtypes import ITEMSIZE
-from ckptkit.formats.torch_dist.optimizer import BUCKET, OPTIMIZER, STATE, WHOLE
+from ckptkit.formats.torch_dist.optimizer import BUCKET, NUMBERED, NUMBERED_MASTER, OPTIMIZER, STATE, WHOLE
 from ckptkit.formats.torch_dist.reader import StoredMetadata
 
 _OTHERS = {"rng_state": "random states", "rerun_state_machine": "rerun state machine"}
 # Formats that name state by parameter look alike on disk; content_metadata tells them apart.
-_BY_PARAMETER = "by parameter"
+_BY_PARAMETER, _BY_NUMBER = "by parameter", "by number"
 LEFT_OUT = "convert leaves it out"
 
 
@@ -50,7 +50,7 @@ def _optimizer(metadata: StoredMetadata, common: Mapping[str, Any]) -> dict[str,
         kind, layout = _kind(match[2])
         formats |= {layout} if layout else set()
         kinds[kind] += nbytes
-        parameters[kind] += elements
+        parameters[kind] += elements if layout else 0
         experts += nbytes if ".experts.experts." in key else 0
     if not kinds:
         return {}
@@ -81,6 +81,10 @@ def _kind(rest: str) -> tuple[str, str | None]:
         return match[1], _BY_PARAMETER
     if match := BUCKET.fullmatch(rest):
         return match[2], "dp_reshardable"
+    if match := NUMBERED.fullmatch(rest):
+        return match[2], _BY_NUMBER
+    if NUMBERED_MASTER.fullmatch(rest):
+        return "fp32_param", _BY_NUMBER
     if WHOLE.fullmatch(rest):
         return "param_state", "dp_zero_gather_scatter"
     return "settings", None

@@ -23,7 +23,7 @@ from verify.checks.witnesses.megatron import all_layers, right_slices, strict_lo
 from verify.evidence.subject import Subject
 from verify.launch.preflight import preflight
 
-LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how]
+LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how and "fsdp2" not in how]
 
 
 def opened(root: Path) -> TorchDistCheckpoint:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 HF = {"model.embed_tokens.weight": torch.ones(8, 4), "model.layers.0.mlp.up_proj.weight": torch.ones(8, 4)}
 
 
-def of_megatron_lm(prefix: str, rng_state: object, model: str = "model") -> dict[str, Any]:
+def of_megatron_lm(prefix: str, rng_state: object, model: str) -> dict[str, Any]:
     """As Megatron-LM's `generate_state_dict` puts it together, with what `preprocess_fsdp_dtensor_state_dict` makes.
 
     Written by hand from that source: Megatron-FSDP runs on GPUs only.
@@ -50,11 +50,11 @@ def of_megatron_lm(prefix: str, rng_state: object, model: str = "model") -> dict
 SAVED: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp_dtensor in pipeline chunks": (
         of_megatron_lm("module.", {"(0, 0)": [{"random_rng_state": (3, (1, 2), None)}]}, "model0"),
-        "is a checkpoint of Megatron-FSDP in pipeline chunks (--ckpt-format fsdp_dtensor)",
+        "is a checkpoint of Megatron-FSDP in pipeline chunks",
     ),
-    "torch_dcp": (
-        of_megatron_lm("", [{"random_rng_state": (3, (1, 2), None)}]),
-        "is a Megatron-LM checkpoint of torch's FSDP2 (--ckpt-format torch_dcp)",
+    "with arguments": (
+        {"args": Namespace(epochs=3), "checkpoint_version": 1.0, "model": HF},
+        "is a checkpoint of torch.distributed.checkpoint (DCP)",
     ),
     "nested": ({"model": HF, "optimizer": {"step": 3}}, "is a checkpoint of torch.distributed.checkpoint (DCP)"),
     "flat": (HF, "is a checkpoint of torch.distributed.checkpoint (DCP)"),

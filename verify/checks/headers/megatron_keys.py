@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
-from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
+from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, OF_FSDP
 from verify.check import Skip, Tally, check
 from verify.checks.headers.files import names_of
 from verify.checks.headers.torch_dist import only_megatron
@@ -33,14 +33,14 @@ _SHARD = re.compile(r"(.+)\._extra_state/shard_([\d.]+)_([\d.]+)")
 
 
 def only_torch_dist(subject: Subject) -> str | None:
-    """For checks of what Megatron-FSDP's checkpoints have no counterpart of."""
+    """For checks of what checkpoints of FSDP runs have no counterpart of."""
     if (reason := only_megatron(subject)) is not None:
         return reason
     try:
-        fsdp = subject.megatron_files.metadata.layout == "fsdp_dtensor"
+        fsdp = subject.megatron_files.metadata.layout in OF_FSDP
     except CkptkitError:  # CK111 says why it cannot be read
         return None
-    return "Megatron-FSDP names modules as they are and stores no extra states" if fsdp else None
+    return "Megatron-LM names modules as they are under FSDP, and their extra states otherwise" if fsdp else None
 
 
 def _weights(subject: Subject) -> list[str]:

@@ -10,7 +10,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
-from ckptkit.formats.torch_dist.reader import tiling_problem
+from ckptkit.formats.torch_dist.reader import OF_FSDP, tiling_problem
 from ckptkit.formats.torch_dist.training_state import described, training_state
 from verify.check import Skip, Tally, check, only
 from verify.checks.headers.files import names_of, require_metadata
@@ -69,7 +69,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         files.args  # noqa: B018 - a cached property that raises
     except CkptkitError as error:
         damage = error
-    if layout != "fsdp_dtensor":
+    if layout not in OF_FSDP:
         yield from _backend(weights)
     if damage is not None:
         hint = damage.hint or "convert or copy it again"
