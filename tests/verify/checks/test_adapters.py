@@ -31,7 +31,22 @@ LAYER = "base_model.model.model.layers.5.self_attn.q_proj"
 Change = Callable[[dict[str, Tensor]], object]
 # Scales that engines do not give a pair.
 BOTH, SGLANG = "SGLang 0.5.16 scales it by 2, vLLM 0.26 scales it by 2", "SGLang 0.5.16 scales it by 2"
-OTHER_SCALES = {"patterns": [BOTH, BOTH], "rslora": [SGLANG]}
+OTHER_SCALES = {"patterns": [BOTH, "vLLM 0.26 scales it by 2"], "rslora": [SGLANG]}
+# Parts that an engine's manager refuses or leaves out (test_adapter_managers.py).
+WITHOUT_V, ONE_PAIR = (
+    "SGLang 0.5.16 refuses q_proj without v_proj",
+    "SGLang 0.5.16 refuses experts of a layer in one pair",
+)
+NOT_TAKEN = {
+    "patterns": ["SGLang 0.5.16 refuses another rank than 4, which adapter_config.json has as r"],
+    "dora": ["SGLang 0.5.16 and vLLM 0.26 refuse DoRA", WITHOUT_V],
+    "saved": [WITHOUT_V, "SGLang 0.5.16 leaves it out silently, vLLM 0.26 refuses the adapter"],
+    "fused experts": [ONE_PAIR, WITHOUT_V],
+    "all linear": [ONE_PAIR],
+    "mtp": [WITHOUT_V],
+    "other names": [ONE_PAIR, WITHOUT_V],
+    "nested": [WITHOUT_V],
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +64,9 @@ def of_kind(kind: str, root: Path) -> Path:
 def test_a_sound_adapter_and_what_it_is_merged_to_have_no_finding(kind: str, root: Path, tmp_path: Path) -> None:
     path = of_kind(kind, root)
     report = verify(path / "adapter", source=path / "base")
-    assert [finding.actual for finding in report.findings] == OTHER_SCALES.get(kind, [])
-    assert {finding.code for finding in report.findings} <= {"CK135"}
+    words = {code: sorted(one.actual for one in report.findings if one.code == code) for code in ("CK135", "CK137")}
+    assert words == {"CK135": sorted(OTHER_SCALES.get(kind, [])), "CK137": sorted(NOT_TAKEN.get(kind, []))}
+    assert {finding.code for finding in report.findings} <= {"CK135", "CK137"}
     assert (report.status, report.asked) == ("passed", ["adapter"])
     assert verify(path / "adapter").status == "passed"
     assert verify(path / "adapter", source=path / "adapter").findings == []
@@ -132,7 +148,7 @@ def test_a_fault_is_found(fault: str, root: Path, tmp_path: Path) -> None:
     path = of_kind(kind, root)
     wrong = edited(path, tmp_path / "wrong", change, **config)
     base = of_kind("fused experts" if fault == "a base of another family" else kind, root) / "base"
-    found = {finding.code for finding in verify(wrong, source=base).findings}
+    found = {finding.code for finding in verify(wrong, source=base).findings} - {"CK137"}
     assert found >= {*beside_base.split()}
     assert bool(found) is bool(beside_base)
     against = verify(wrong, source=path / "adapter").findings
@@ -184,7 +200,7 @@ def test_layers_that_a_run_leaves_out_are_no_fault(
 ) -> None:
     path = of_kind(kind, root)
     changed = edited(path, tmp_path / "adapter", change, **config)
-    assert verify(changed, source=path / "base").findings == []
+    assert [one for one in verify(changed, source=path / "base").findings if one.code != "CK137"] == []
     assert verify(changed).findings == []
 
 

@@ -1,0 +1,145 @@
+"""Loads adapters by an engine's own LoRA manager: `python adapter_managers.py ENGINE JOBS`.
+
+JOBS is JSON: a list of [base, adapter, output]. Each output gets what the manager's buffers, scaled as it scales them,
+add to the base's weights, by the engine's module and the part of it; or `refused` with the engine's words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from verify.witnesses.loading.engine import Build, Weights
+from verify.witnesses.process.exit_report import PhaseLog
+
+SCRATCH = Path(mkdtemp(prefix="adapters-"))
+RANK = 8
+
+
+class Holding:
+    """Loads the weights as the engine does, and keeps the model."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __call__(self, model: nn.Module, weights: Weights, device: torch.device) -> None:
+        self.engine.load(model, weights)
+
+
+def in_sglang(base: Path, adapter: Path) -> dict[str, Tensor]:
+    """What SGLang's manager holds on the CPU."""
+    engine: Any = import_module("verify.witnesses.sglang.adapter")
+    model = engine.build(Build(base, SCRATCH), Holding(engine), PhaseLog(SCRATCH / "report"))
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.lora import lora_manager
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.runtime_context import get_server_args
+
+    reference = LoRARef(lora_name="one", lora_path=str(adapter), pinned=False)
+    manager = lora_manager.LoRAManager(
+        base_model=model,
+        base_hf_config=model.config,
+        max_loras_per_batch=1,
+        load_config=LoadConfig(load_format="auto"),
+        dtype=torch.float32,
+        server_args=get_server_args(),
+        lora_backend="torch_native",
+        max_lora_rank=RANK,
+        target_modules=None,
+        lora_paths=[reference],
+    )
+    manager.fetch_new_loras({reference.lora_id})
+    pool, scale = manager.memory_pool, manager.loras[reference.lora_id].scaling
+    rank, slot = manager.configs[reference.lora_id].r, pool.get_buffer_id(reference.lora_id)
+    found: dict[str, Tensor] = {}
+    for layer, modules in enumerate(manager.lora_modules):
+        for name in modules:
+            target = lora_manager.get_target_module_name(name, pool.target_modules)
+            a, b = (buffers[target][layer][slot].float() for buffers in (pool.A_buffer, pool.B_buffer))
+            for part, (rows, (start, end)) in enumerate(parts_of(modules[name], b.shape[0])):
+                found[f"{name}:{part}"] = b[start:end, :rank] @ a[rows * rank : (rows + 1) * rank] * scale
+    return found
+
+
+def parts_of(module: Any, rows: int) -> list[tuple[int, tuple[int, int]]]:
+    """The parts of a fused layer: of which rows of A, and of which of B."""
+    base = module.base_layer
+    sizes = getattr(base, "output_sizes", None) or [rows]
+    if type(base).__name__ == "QKVParallelLinear":
+        sizes = [base.q_proj_shard_size, base.kv_proj_shard_size, base.kv_proj_shard_size]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [(part, (end - size, end)) for part, (size, end) in enumerate(zip(sizes, ends, strict=True))]
+
+
+def in_vllm(base: Path, adapter: Path) -> dict[str, Tensor]:
+    """What vLLM's manager holds on the CPU."""
+    import_module("verify.witnesses.vllm.platform").choose(SCRATCH)
+    from unittest.mock import patch
+
+    from vllm.engine import arg_utils
+
+    engine: Any = import_module("verify.witnesses.vllm.adapter")
+    kept: dict[str, Any] = {}
+    original, configure = arg_utils.EngineArgs, engine.configure
+
+    def with_lora(**given: Any) -> Any:
+        return original(**given | {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1, "dtype": "float32"})
+
+    def noted(wanted: Build) -> Any:
+        kept["config"] = configure(wanted)
+        return kept["config"]
+
+    with patch.object(arg_utils, "EngineArgs", with_lora), patch.object(engine, "configure", noted):
+        model = engine.build(Build(base, SCRATCH), Holding(engine), PhaseLog(SCRATCH / "report"))
+    from vllm.config import set_current_vllm_config
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    config = kept["config"]
+    with set_current_vllm_config(config):
+        worker = WorkerLoRAManager(config, torch.device("cpu"), {})
+        worker.create_lora_manager(model, config)
+        worker.add_adapter(LoRARequest("one", 1, str(adapter)))
+    found: dict[str, Tensor] = {}
+    for name, module in worker._adapter_manager.modules.items():
+        a, b = module.lora_a_stacked, module.lora_b_stacked
+        if isinstance(a, Tensor):  # of embeddings A has a row for each token
+            a, b = (a.mT if a.dim() == 3 else a[:, 0],), (b,)
+            a = (a[0][:, None],)
+        for part, (one, other) in enumerate(zip(a, b, strict=True)):
+            found[f"{name}:{part}"] = other[0, 0].float() @ one[0, 0].float()
+    return found
+
+
+def unpinned(make: Any) -> Any:
+    """What makes a tensor, in memory that no GPU needs to reach."""
+    return lambda *words, pin_memory=False, **given: make(*words, **given)
+
+
+def main() -> None:
+    """Does each job."""
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    load = {"sglang": in_sglang, "vllm": in_vllm}[sys.argv[1]]
+    for base, adapter, output in json.loads(Path(sys.argv[2]).read_text()):
+        try:
+            found = load(Path(base), Path(adapter))
+            save_file({name: one.contiguous() for name, one in found.items()}, output)
+        except Exception as error:  # noqa: BLE001 - what an engine refuses is what is asked
+            Path(f"{output}.refused").write_text(f"{type(error).__name__}: {error}")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

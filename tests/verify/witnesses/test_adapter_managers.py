@@ -1,0 +1,126 @@
+"""What engines' own LoRA managers hold of an adapter is what its reading here says, and they refuse what CK137 says."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import adapters
+from support.processes import run_logged
+from torch import Tensor
+
+from ckptkit.formats.hf.adapter import AdapterFiles
+from converters.adapter import Adapter
+from verify.evidence.plain import plain
+
+pytestmark = pytest.mark.timeout(900)
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MADE: Mapping[str, dict[str, Any]] = {
+    "dense": {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
+    "rslora": {"target_modules": ATTENTION, "use_rslora": True},
+    "q and v": {"target_modules": ["q_proj", "v_proj"]},
+    "gate alone": {"target_modules": ["gate_proj"]},
+    "saved": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"]},
+    "q alone": {"target_modules": ["q_proj"]},
+    "k and v": {"target_modules": ["k_proj", "v_proj"]},
+    "up alone": {"target_modules": ["up_proj"]},
+    "two ranks": {"target_modules": [*ATTENTION, "down_proj"], "rank_pattern": {"down_proj": 6}},
+    "dora": {"target_modules": ATTENTION, "use_dora": True},
+}
+# What each manager says of those that it does not load.
+REFUSED = {
+    "sglang": {
+        "q alone": "'base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight'",
+        "k and v": "Cannot find target module name for base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight",
+        "up alone": "Cannot find target module name for base_model.model.model.layers.0.mlp.up_proj.lora_A.weight",
+        "two ranks": "does not match weight shape torch.Size([6, 288])",
+        "dora": "doesn't support DoRA",
+    },
+    "vllm": {"saved": "only supports modules_to_save being None", "dora": "does not yet support DoRA"},
+}
+# By how much an engine's own scale is off: 8 / 4 in place of 8 / sqrt(4), and of 8 / 6.
+LACKS = {("rslora", "sglang", ""): 2.0, ("two ranks", "vllm", "down_proj"): 2 / 3}
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+Loads = Mapping[str, Mapping[str, Tensor] | str]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapters")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapters, "KINDS", {name: ("qwen3-untied", options) for name, options in MADE.items()})
+        for name in MADE:
+            adapters.made(name, path / name)
+    return path
+
+
+def loaded(engine: str, root: Path, program: str) -> Loads:
+    """By adapter what is added to each weight by its HF name, or the manager's refusal."""
+    jobs = [[str(root / name / part) for part in ("base", "adapter", f"held.{engine}")] for name in MADE]
+    (root / f"{engine}.json").write_text(json.dumps(jobs))
+    log = root / f"{engine}.log"
+    words = (engine, root / f"{engine}.json")
+    assert run_logged(log, "support.adapter_managers", *words, program=program), log.read_text()[-3000:]
+    return {name: held(root / name / f"held.{engine}") for name in MADE}
+
+
+def held(path: Path) -> Mapping[str, Tensor] | str:
+    if (refused := path.with_name(f"{path.name}.refused")).exists():
+        return refused.read_text()
+    found = {}
+    for name, delta in load_file(path).items():
+        module, _, part = name.partition(":")
+        parent, _, leaf = module.rpartition(".")
+        if bool(delta.any()):
+            found[f"{parent}.{PARTS.get(leaf, (leaf,))[int(part)]}.weight"] = delta
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_sglang(root: Path) -> Loads:
+    return loaded("sglang", root, sys.executable)
+
+
+@pytest.fixture(scope="module")
+def in_vllm(root: Path) -> Loads:
+    return loaded("vllm", root, os.environ["CKPTKIT_VLLM_PYTHON"])
+
+
+def holds_what_is_read(name: str, root: Path, loads: Loads, engine: str) -> None:
+    """Every pair that is read here, at the place and scale that it is read with, but for scales that CK135 warns of."""
+    found = loads[name]
+    if (words := REFUSED[engine].get(name)) is not None:
+        assert isinstance(found, str)
+        assert words in found
+        return
+    assert not isinstance(found, str), found
+    adapter = Adapter(AdapterFiles(root / name / "adapter"), plain(root / name / "base"), name)
+    deltas = {
+        pair.targets.specs[0].name: pair.delta(*adapter.files.read([pair.a.name, pair.b.name]).values())
+        for pair in adapter.pairs
+    }
+    assert found.keys() == deltas.keys()
+    for weight, delta in deltas.items():
+        lacks = LACKS.get((name, engine, weight.split(".")[-2]), LACKS.get((name, engine, ""), 1.0))
+        torch.testing.assert_close(found[weight] * lacks, delta, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("name", MADE)
+def test_sglangs_manager_holds_what_is_read(name: str, root: Path, in_sglang: Loads) -> None:
+    """A whole tensor (`modules_to_save`) is in none of its buffers, and nothing says so."""
+    holds_what_is_read(name, root, in_sglang, "sglang")
+
+
+@pytest.mark.nightly
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", MADE)
+def test_vllms_manager_holds_what_is_read(name: str, root: Path, in_vllm: Loads) -> None:
+    holds_what_is_read(name, root, in_vllm, "vllm")
