@@ -1,0 +1,212 @@
+"""Reports about LoRA adapters and deltas: what exporters save of experts, what a merge loses, updates that are lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from mutations.edits import names, replace, tensor
+from safetensors.torch import load_file, save_file
+from support.deltas import publish_chain, version_at
+from torch import Tensor
+
+from ckptkit.app.api import convert
+from reports.report import SOURCE, Change, Report
+from reports.unreachable import TRAINER, UPDATE
+
+VERIFY, OVER_BASE = "ckptkit verify CKPT", "ckptkit verify CKPT --source RELEASE"
+WEIGHTS = "adapter_model.safetensors"
+RANK = 4
+
+
+def _save(path: Path, factors: Mapping[str, Tensor]) -> None:
+    path.mkdir()
+    save_file({f"base_model.model.{name}.weight": one for name, one in factors.items()}, path / WEIGHTS)
+    targets = ["gate_up_proj", "down_proj", "experts"]
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": targets}
+    (path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": SOURCE}))
+
+
+def _experts(release: Path) -> dict[str, tuple[int, int, int]]:
+    """The blocks of experts: how many, and their sizes."""
+    firsts = names(release, ".experts.0.gate_proj.weight")
+    blocks = {name.removesuffix(".0.gate_proj.weight"): tuple(tensor(release, name).shape) for name in firsts}
+    counts = {
+        one: len([name for name in names(release, f"{one}.") if name.endswith("up_proj.weight")]) for one in blocks
+    }
+    return {block: (counts[block], *sizes) for block, sizes in blocks.items()}  # type: ignore[misc]
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape) * 0.02
+
+
+def _shared_outer(work: Path) -> None:
+    """One A for gate and up of all experts and one B for down, as Megatron-Bridge exports and SGLang reads them."""
+    torch.manual_seed(5)
+    factors: dict[str, Tensor] = {}
+    for block, (experts, inner, hidden) in _experts(work / SOURCE).items():
+        factors[f"{block}.gate_up_proj.lora_A"] = _random(1, RANK, hidden)
+        factors[f"{block}.gate_up_proj.lora_B"] = _random(experts, 2 * inner, RANK)
+        factors[f"{block}.down_proj.lora_A"] = _random(experts, RANK, inner)
+        factors[f"{block}.down_proj.lora_B"] = _random(1, hidden, RANK)
+    _save(work / "CKPT", factors)
+
+
+def _without_shared(work: Path) -> None:
+    """What PEFT leaves that knows no module of the shared factors' names."""
+    factors = load_file(work / "CKPT" / WEIGHTS)
+    save_file({name: one for name, one in factors.items() if one.shape[0] != 1}, work / "CKPT" / WEIGHTS)
+
+
+def _one_pair(rank: int) -> Change:
+    """Experts of a layer in one pair, as PEFT has them, of this rank each."""
+
+    def prepare(work: Path) -> None:
+        torch.manual_seed(5)
+        factors: dict[str, Tensor] = {}
+        for block, (experts, inner, hidden) in _experts(work / SOURCE).items():
+            factors[f"{block}.base_layer.lora_A"] = _random(experts * rank, hidden)
+            factors[f"{block}.base_layer.lora_B"] = _random(2 * inner, rank * experts)
+            factors[f"{block}.lora_A"] = _random(experts * rank, inner)
+            factors[f"{block}.lora_B"] = _random(hidden, rank * experts)
+        shutil.rmtree(work / "CKPT", ignore_errors=True)
+        _save(work / "CKPT", factors)
+
+    return prepare
+
+
+def _merged(work: Path) -> None:
+    """The release with an adapter of its experts merged into it, and the adapter."""
+    _shared_outer(work)
+    (work / "CKPT").rename(work / "ADAPTER")
+    convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "ADAPTER")
+
+
+def _without_experts_deltas(work: Path) -> None:
+    """The grouped export writes the base's own experts."""
+    replace(work / "CKPT", {name: tensor(work / SOURCE, name) for name in names(work / SOURCE, ".experts.")})
+
+
+def _published(work: Path) -> None:
+    """Three deltas, and a host's own checkpoint after them."""
+    publish_chain(work / "DELTAS", (work / SOURCE).resolve(), ("xor",) * 3)
+    convert(work / "DELTAS", work / "CKPT", hf=(work / SOURCE).resolve())
+
+
+def _missed_the_last(work: Path) -> None:
+    """The engine could not apply the last delta, and said so to nobody."""
+    shutil.rmtree(work / "CKPT")
+    shutil.copytree(work / "DELTAS", work / "EARLIER")
+    shutil.rmtree(version_at(work / "EARLIER", 3))
+    convert(work / "EARLIER", work / "CKPT", hf=(work / SOURCE).resolve())
+
+
+def _chain(work: Path) -> None:
+    publish_chain(work / "CKPT", (work / SOURCE).resolve(), ("xor",) * 3)
+
+
+def _pruned(work: Path) -> None:
+    """The oldest version is pruned; the rest is replayed on the first base."""
+    shutil.rmtree(version_at(work / "CKPT", 1))
+
+
+REPORTS = (
+    Report(
+        "Megatron-Bridge#6076",
+        "2026-09",
+        "Shared-outer LoRA is saved as PEFT; PEFT has no module for the shared factors, drops them, and keeps those of "
+        "each expert.",
+        VERIFY,
+        "qwen3_moe/",
+        "CK131",
+        ("lora_A is missing", ".experts.gate_up_proj"),
+        _without_shared,
+        _shared_outer,
+    ),
+    Report(
+        "Megatron-Bridge#5588",
+        "2026-08",
+        "vLLM looks for the shared factor under the name of each expert, finds none, and ends in `lora_b is None`.",
+        OVER_BASE,
+        "qwen3_moe/",
+        prepare=_shared_outer,
+        verdict="sound",
+        reason="the adapter is whole, as SGLang reads it; for vLLM it is exported with the factor at each expert",
+    ),
+    Report(
+        "Automodel#3834",
+        "2026-09",
+        "A MoE adapter saves a smaller rank for each expert than adapter_config.json has: PEFT cannot load it.",
+        OVER_BASE,
+        "qwen3_moe/",
+        "CK132",
+        ("rank 4, as adapter_config.json says", "rank 1", ".experts."),
+        _one_pair(1),
+        _one_pair(RANK),
+        twin=VERIFY,
+    ),
+    Report(
+        "Megatron-Bridge#3341",
+        "2026-04",
+        "A grouped export of a merged model writes experts without what LoRA adds to them.",
+        "ckptkit verify CKPT --source RELEASE --adapter ADAPTER",
+        "qwen3_moe/",
+        "CK202",
+        (".mlp.experts.",),
+        _without_experts_deltas,
+        _merged,
+    ),
+    Report(
+        "slime#2104",
+        "2026-06",
+        "A delta that a host failed to apply is swallowed: its own checkpoint and the trainer part for the rest of the "
+        "run.",
+        "ckptkit verify CKPT --source DELTAS --hf RELEASE",
+        "qwen2-untied/",
+        "CK202",
+        ("model.",),
+        _missed_the_last,
+        _published,
+    ),
+    Report(
+        "SkyRL#1902",
+        "2026-07",
+        "A chain of deltas whose oldest version was pruned is replayed on the first base.",
+        OVER_BASE,
+        "qwen2-untied/",
+        "CK122",
+        (),
+        _pruned,
+        _chain,
+    ),
+    *(
+        Report(thread, month, what, verdict="beyond", reason=reason)
+        for thread, month, what, reason in (
+            (
+                "Megatron-Bridge#6075",
+                "2026-09",
+                "A factor that all experts share is exported once, or once an expert.",
+                "a choice of layout: both mean the same, and `verify` reads both",
+            ),
+            ("verl#7453", "2026-08", "A sync of LoRA weights takes them in another order than they were sent.", UPDATE),
+            ("verl#7327", "2026-08", "vLLM renames weights under LoRA, and the trainer's names match none.", UPDATE),
+            ("verl#7376", "2026-08", "The tied output layer is sent under a `.base_layer` name.", UPDATE),
+            ("miles#1727", "2026-07", "A sync of adapters needs its own comparison with the engine.", UPDATE),
+            ("miles#1722", "2026-07", "Which ranks write an adapter is decided wrongly.", TRAINER),
+            ("miles#1593", "2026-07", "Arguments about LoRA do not reach the bridge.", TRAINER),
+            ("slime#2119", "2026-06", "An engine that failed to apply a delta stays in the pool.", UPDATE),
+            ("trl#5937", "2026-07", "The version counts up without a transfer.", UPDATE),
+            ("vllm#53751", "2026-08", "A sparse patch in place that fails leaves a worker half patched.", UPDATE),
+            (
+                "vllm#55605",
+                "2026-09",
+                "Draft tokens of GLM-5.3 are hardly accepted under one quantization.",
+                "rounding of one scheme, which is right in the files: `verify --source` says how far each is off",
+            ),
+        )
+    ),
+)
