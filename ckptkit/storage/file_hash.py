@@ -54,6 +54,15 @@ class FileHash:
             if self._busy or not is_next:
                 return
             self._busy = True
+        try:
+            self._drain()
+        except BaseException:
+            with self._changed:  # others may wait for this thread
+                self._busy = False
+                self._changed.notify_all()
+            raise
+
+    def _drain(self) -> None:
         if self._done < self._begin:
             self._read(self._begin)
         while (following := self._next()) is not None:

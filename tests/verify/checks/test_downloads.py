@@ -100,8 +100,20 @@ def test_a_file_that_was_edited_after_the_download_is_a_warning(
         assert read_download_metadata(path, file.name) is None  # the client too takes it for changed
     report = verify(path)
     assert (report.status, only(report).severity) == ("passed", "warning")
-    assert "changed or replaced since" in only(report).actual
-    assert only(report).hint.startswith("if the change was meant, nothing; else download it again")
+    assert only(report).actual.startswith("other bytes in generation_config.json: changed or replaced at ")
+    assert only(report).hint.startswith("if the change was meant, nothing; else download again: `hf download ")
+
+
+def test_a_directory_that_was_saved_over_is_one_warning(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    path = download(MODEL, releases(NAME), local_dir=tmp_path / "there")
+    for file in sorted(path.glob("*.safetensors")):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 0x01
+        file.write_bytes(bytes(content))
+        os.utime(file, (file.stat().st_mtime + 60,) * 2)
+    finding = only(verify(path))
+    assert (finding.code, finding.severity) == ("CK124", "warning")
+    assert finding.count == len(list(path.glob("*.safetensors")))
 
 
 def test_a_file_that_was_touched_and_not_changed_is_sound(releases: PathOf, where: dict[str, Path]) -> None:
@@ -246,6 +258,22 @@ def test_pieces_in_any_order_and_twice(threads: int, tmp_path: Path) -> None:
         giver.join()
     assert one.unread == len(content) - 5120
     assert one.finish()
+
+
+def test_who_fails_lets_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file cannot be read, no thread waits for the one that was told so."""
+    monkeypatch.setattr("ckptkit.storage.file_hash._AHEAD", 1)
+    (tmp_path / "file").write_bytes(b"header" + bytes(8))
+    one = FileHash(tmp_path / "file", "0" * 64, begin=6)
+    (tmp_path / "file").unlink()
+    piece = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(FileNotFoundError):
+        one.add(6, piece)
+    other = Thread(target=one.add, args=(10, piece), daemon=True)
+    other.start()
+    other.join(60)
+    assert not other.is_alive()
+    assert one.unread == 14
 
 
 def test_pieces_that_are_too_far_ahead_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

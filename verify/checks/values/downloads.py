@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
@@ -51,11 +51,16 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     whole = _finished(hashes)
     if not whole:
         raise Skip(UNREAD)
-    differ = [name for name, is_same in whole.items() if not is_same]
     for name in whole:
         tally.compared(hashes[name].size)
+    differ = [name for name, is_same in whole.items() if not is_same]
+    changed = [name for name in differ if _changed(subject, name, records[name])]
+    mirror = _MIRROR if len(whole) == len(differ) > 1 else ""
     for name in differ:
-        yield _issue(subject, name, hashes[name], records[name], all_differ=len(whole) == len(differ) > 1)
+        if name not in changed:
+            yield _damaged(subject, name, hashes[name], records[name], mirror)
+    if changed:
+        yield _replaced(subject, changed, records)
     origins = ", ".join(dict.fromkeys(records[name].origin for name in whole))
     fact = f"{origins}: {len(whole) - len(differ)} of {len(whole)} files have the bytes that were published"
     unknown = [file for file in subject.hf_files.wanted if file not in records]
@@ -83,27 +88,36 @@ def _finish(one: FileHash) -> bool | None:
         return None
 
 
-def _issue(subject: Subject, name: str, found: FileHash, record: Download, *, all_differ: bool) -> Issue:
-    path = subject.path / name
-    shard = subject.hf_files.shards.get(name)
+def _changed(subject: Subject, name: str, record: Download) -> bool:
+    return (subject.path / name).stat().st_mtime - _SLACK_S > record.time
+
+
+def _damaged(subject: Subject, name: str, found: FileHash, record: Download, mirror: str) -> Issue:
     kind = "SHA-256" if len(record.digest) == 64 else "git's SHA-1"
     place = "as its blob is called" if record.record.name == record.digest else f"as {record.record.name} has it"
-    expected, actual = f"{kind} {record.digest}, {place}", f"{found.actual}: other bytes"
-    changed = path.stat().st_mtime
-    is_newer = changed - _SLACK_S > record.time
-    hint = f"download it again: `{record.fetch}`{_MIRROR if all_differ else ''}"
-    if is_newer:
-        actual += f", of {_time(changed)}, and the download is of {_time(record.time)}: changed or replaced since"
-        hint = f"if the change was meant, nothing; else {hint}"
+    shard = subject.hf_files.shards.get(name)
     return Issue(
-        expected,
-        actual,
-        hint,
+        f"{kind} {record.digest}, {place}",
+        f"{found.actual}: other bytes",
+        f"download it again: `{record.fetch}`{mirror}",
         names=None if shard is None else shard.specs,
-        file=path,
-        severity="warning" if is_newer else "error",
+        file=subject.path / name,
         together=True,
     )
+
+
+def _replaced(subject: Subject, names: Sequence[str], records: Mapping[str, Download]) -> Issue:
+    """Files that are newer than their records and differ from them: a warning, one for all of them."""
+    first, *more = names
+    actual = (
+        f"other bytes in {summarize(names)}: changed or replaced at {_time((subject.path / first).stat().st_mtime)}, "
+        f"after the download at {_time(records[first].time)}"
+    )
+    hint = (
+        f"if the change was meant, nothing; else download again: `{records[first].fetch}`{' and so on' if more else ''}"
+    )
+    expected = "the bytes that were downloaded"
+    return Issue(expected, actual, hint, file=subject.path, severity="warning", count=len(names))
 
 
 def _time(seconds: float) -> str:
