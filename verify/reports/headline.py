@@ -77,7 +77,7 @@ def _place(findings: Sequence[Finding], checkpoint: str) -> str:
     if len(findings) == 1 and ", " not in first.tensor:
         return _tensor(first.tensor)
     layers = layers_of(name for one in findings for name in one.names)
-    where = _layers("layer", ranges(layers)) if layers else ""
+    where = numbered("layer", ranges(layers)) if layers else ""
     if len(findings) > 1:
         count = f"{sum(one.count for one in findings)} tensors"
         return f"{count} of {where}" if where else count
@@ -95,19 +95,19 @@ def _tensor(name: str) -> str:
         module = _CONTAINERS.sub("", module)
     text = "router" if module in _ROUTER and match and not experts else module or leaf
     if leaf == "*":
-        return _layers("MTP layer" if match and "mtp" in name else "layer", match["layers"]) if match else name
+        return numbered("MTP layer" if match and "mtp" in name else "layer", match["layers"]) if match else name
     if module and leaf != "weight":
         text = f"{leaf} of {text}"
     if experts:
-        text += f" of {_layers('expert', experts[1])}"
+        text += f" of {numbered('expert', experts[1])}"
     if match:
         kind = "MTP layer" if match["mtp"] or "mtp." in match["home"] else "layer"
-        text += f" {'in' if experts else 'of'} {_layers(kind, match['layers'])}"
+        text += f" {'in' if experts else 'of'} {numbered(kind, match['layers'])}"
     return text
 
 
-def _layers(word: str, numbers: str) -> str:
-    """`layer 3`, or `layers 70 and 80`; `numbers` are folded."""
+def numbered(word: str, numbers: str) -> str:
+    """`layer 3`, or `layers 70 and 80`; `numbers` are folded as in names (`{70,80}`)."""
     return f"{word}{'s' * (not numbers.isdigit())} {_in_words(numbers.strip('{}'))}"
 
 

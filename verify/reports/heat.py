@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.core.specs import ranges
 from verify.report import Finding, anchors
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _NUMBERS = re.compile(r"\.(?:\d+|\{[^}]*\})(?=\.|$)")
 _LEAF = re.compile(r"\.(?:weight\w*|\w*bias)$")
 _PACKED_PART = re.compile(r"\.weight_\w+$")
 _CONTAINERS = ("model.", "language_model.", "decoder.", "self_attn.", "self_attention.", "mlp.", "attn.", "ffn.")
+_EXPERT = re.compile(r"\.experts\.(?:experts\.)?(\d{1,5})\.")
 _MORE = re.compile(r" and \d+ more$")
 _LINKS = 10  # findings that a cell names
 
@@ -52,6 +54,8 @@ class _Cell:
     wrong: set[str] = field(default_factory=set)
     blamed: bool = False
     findings: list[str] = field(default_factory=list)
+    experts: set[int] = field(default_factory=set)
+    wrong_experts: set[int] = field(default_factory=set)
 
     def add(self, name: str, one: Measured) -> None:
         self.names.add(name)
@@ -59,6 +63,12 @@ class _Cell:
         self.steps = _larger(self.steps, one.steps)
         if one.failed:
             self.wrong.add(name)
+        self.see_expert(name, one.failed)
+
+    def see_expert(self, name: str, wrong: bool) -> None:
+        """Counts the expert that a tensor is of, if it is of one."""
+        if match := _EXPERT.search(name):
+            (self.wrong_experts if wrong else self.experts).add(int(match[1]))
 
     def link(self, anchor: str, finding: Finding) -> None:
         self.blamed |= finding.severity == "error"
@@ -67,13 +77,17 @@ class _Cell:
 
     def to_json(self) -> dict[str, Any]:
         failed = max(len(self.wrong), int(self.blamed))
-        return {
+        cell = {
             "tensors": len(self.names),
             "max_error": self.error,
             "max_steps": self.steps,
             "failed": failed,
             "findings": self.findings,
         }
+        if not (self.experts or self.wrong_experts):
+            return cell
+        wrong = ranges(self.wrong_experts) if self.wrong_experts else None
+        return cell | {"experts": 1 + max(self.experts | self.wrong_experts), "failed_experts": wrong}
 
 
 def of_values(values: Values, rounded: Collection[str] = ()) -> Iterator[tuple[str, Measured]]:
@@ -104,6 +118,8 @@ def of_float_rounding(rounding: Mapping[str, FloatRounding]) -> Iterator[tuple[s
 def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:
     """Layer -> kind -> `{tensors, max_error, max_steps, failed, findings}`, as in the report; layers in order.
 
+    Cells of experts also have `experts`, their number, and `failed_experts`, which of them are wrong.
+
     `findings` are anchors (`CK202-1`), at most 10 a cell. A packed weight counts once, with its scale and shape.
     `failed` counts tensors known to be wrong, and is at least 1 where a finding of severity error names the cell.
     """
@@ -117,6 +133,9 @@ def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Findin
             cells.setdefault(place, _Cell()).link(anchor, finding)
         if named and _MORE.search(finding.tensor or ""):
             shortened.append((anchor, finding, named))
+        for name in finding.names if finding.severity == "error" else ():
+            if (cell := cells.get(_cell_of(name))) is not None:
+                cell.see_expert(name, wrong=True)
     _link_shortened(cells, shortened)
     heat: Heat = {}
     for layer, kind in sorted(cells, key=lambda place: _order(place[0])):
@@ -142,7 +161,7 @@ def cells_of(text: str) -> Iterator[CellKey]:
     seen: set[CellKey] = set()
     for name in _MORE.sub("", text).split(", ") if text else ():
         match = _LAYER.match(name)
-        numbers = _expand(match["layers"]) if match else [0]
+        numbers = expand(match["layers"]) if match else [0]
         _, kind = _cell_of(name)
         found = {(_row(match, number), kind) for number in numbers} - seen
         seen |= found
@@ -151,7 +170,7 @@ def cells_of(text: str) -> Iterator[CellKey]:
 
 def _cell_of(name: str) -> CellKey:
     match = _LAYER.match(name)
-    return _row(match, _expand(match["layers"])[0] if match else 0), _kind(match["tail"] if match else name)
+    return _row(match, expand(match["layers"])[0] if match else 0), _kind(match["tail"] if match else name)
 
 
 def _row(match: re.Match[str] | None, number: int) -> str:
@@ -169,7 +188,7 @@ def _kind(tail: str) -> str:
     return kind
 
 
-def _expand(text: str) -> list[int]:
+def expand(text: str) -> list[int]:
     """The numbers of `{0..3,7}`, or of a bare `5`."""
     numbers: list[int] = []
     for part in text.strip("{}").split(","):

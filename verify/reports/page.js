@@ -3,7 +3,7 @@
   "use strict";
   const form = document.getElementById("filter");
   if (!form) return;
-  const rows = [...document.querySelectorAll("tbody.finding")];
+  const rows = [...document.querySelectorAll("article.finding")];
   const words = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
 
   const apply = () => {
@@ -20,7 +20,7 @@
   // A link to a finding that the filter hides takes the filter away.
   const reveal = () => {
     const target = document.getElementById(location.hash.slice(1));
-    const row = target && target.closest("tbody.finding");
+    const row = target && target.closest("article.finding");
     if (!row) return;
     if (row.hidden) {
       form.reset();

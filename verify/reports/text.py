@@ -51,6 +51,18 @@ def subject_of(finding: Finding) -> str:
     return finding.file or ""
 
 
+def duration(seconds: float) -> str:
+    """A time as people read it: `0.4 s`, `2 min 12 s`, `1 h 5 min`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 def totals(report: Report) -> str:
     """How many checks there were and how they ended, and how much was compared."""
     counts = report.to_json()["counts"]

@@ -484,7 +484,7 @@ def test_a_finding_follows_its_cause_in_every_format() -> None:
     assert "CK202-1** `model.layers.1.mlp.gate.weight`: 8 of 8 elements differ (follows from CK205-1)" in text_in(
         made, ".md"
     )
-    assert 'follows from <a href="#CK205-1">' in text_in(made, ".html")
+    assert '<dt>follows from it</dt><dd id="CK202-1" tabindex="-1"><b>CK202-1</b>' in text_in(made, ".html")
     assert "follows from: CK205-1" in text_in(made, ".xml")
     assert '"cause": "CK205-1"' in text_in(made, ".sarif")
 

@@ -25,7 +25,7 @@ REPORT = Report(
     ),
     findings=(
         Finding("CK202", "the bits", "others", "convert again", "model.layers.{2..4}.self_attn.q_proj.weight", 3),
-        Finding("CK202", "the bits", "others", "convert again", EVIL),
+        Finding("CK202", "the bits", "some others", "convert again", EVIL),
         Finding("CK107", "one dtype", "two", "look", severity="warning"),
     ),
     facts={"stages": ["<b>0</b>"]},
@@ -61,11 +61,15 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
 def test_it_renders_without_a_network_and_runs_nothing_of_what_it_reports(tab: browser.Page, path: Path) -> None:
     tab.open(path)
     assert tab.problems == []
-    assert tab.run("document.querySelector('h1').textContent").startswith(
+    assert tab.run("document.querySelector('.verdict').textContent").startswith(
         "FAILED with 2 errors and 1 warning a</title><script>"
+    )
+    assert tab.run("document.querySelector('h1').textContent") == (
+        "q_proj of layers 2 to 4: others, expected the bits, and 1 more error."
     )
     assert tab.run("document.title").startswith("failed: a</title>")
     assert tab.run("document.images.length") == 0
+    assert tab.run("document.querySelector('.map svg').clientWidth") > 100
     assert tab.run("document.scripts.length") == 1
     assert tab.run("performance.getEntriesByType('resource').length") == 0
     assert EVIL in tab.run("document.body.textContent")
@@ -78,7 +82,7 @@ def test_a_link_opens_its_finding(tab: browser.Page, path: Path) -> None:
     assert tab.run("document.activeElement.id") == "CK202-2"
     tab.open(path)
     assert tab.run(opened) == ""
-    tab.run("document.querySelector('table.heat a').click()")
+    tab.run("document.querySelector('.map td.sum a').click()")
     assert tab.run("new Promise((done) => setTimeout(done, 100))") is None
     assert tab.run(opened) == "CK202-1"
 
@@ -89,9 +93,9 @@ def test_the_keyboard_reaches_a_finding_and_opens_it(tab: browser.Page, path: Pa
     for _ in range(40):
         tab.press("Tab", 9)
         reached.append(tab.run("document.activeElement.textContent"))
-        if reached[-1] == "cause and details of CK202-1":
+        if reached[-1] == "details of CK202-1":
             break
-    assert reached[-1] == "cause and details of CK202-1"
+    assert reached[-1] == "details of CK202-1"
     assert tab.run("getComputedStyle(document.activeElement).outlineStyle") != "none"
     tab.press("Enter", 13)
     assert tab.run("document.activeElement.parentElement.open")
@@ -99,7 +103,7 @@ def test_the_keyboard_reaches_a_finding_and_opens_it(tab: browser.Page, path: Pa
 
 def test_the_filter_filters_and_a_link_to_what_it_hides_takes_it_away(tab: browser.Page, path: Path) -> None:
     tab.open(path)
-    rows = "[...document.querySelectorAll('tbody.finding')].filter((e) => e.offsetHeight)"
+    rows = "[...document.querySelectorAll('article.finding')].filter((e) => e.offsetHeight)"
     visible = f"{rows}.map((e) => e.dataset.code + e.dataset.severity).join()"
     assert tab.run(visible) == "CK202error,CK202error,CK107warning"
 
@@ -127,9 +131,17 @@ def test_text_can_be_read(tab: browser.Page, path: Path, scheme: str) -> None:
     background = tab.run(
         "getComputedStyle(document.documentElement).colorScheme + getComputedStyle(document.body).backgroundColor"
     )
-    chosen = "body, h1 *, h2, dt, dd, td, th, a, summary, label, .error, .warning, .failed, .skipped, .quiet"
+    chosen = "body, h1, h2, h3 *, b, dt, dd, td, th, a, summary, label, small, .status, .stages *, .sum *, .quiet"
     worst = tab.run(
         f"[...document.querySelectorAll('{chosen}')].map((e) => [({CONTRAST})(e), e.outerHTML.slice(0, 80)])"
         ".sort((a, b) => a[0] - b[0])[0]"
     )
     assert worst[0] >= 4.5, (background, worst)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_wider_than_the_screen(tab: browser.Page, path: Path, width: int) -> None:
+    tab.width(width)
+    tab.open(path, "#CK202-1")
+    assert tab.run("document.documentElement.scrollWidth") <= width
+    assert tab.run("document.querySelector('.map td').getBoundingClientRect().width") > 300

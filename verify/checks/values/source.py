@@ -156,7 +156,8 @@ def _described(difference: Difference, name: str | None, stats: Extremes) -> str
     rows = f", {difference.rows}" if difference.rows else ""
     by = f"by up to {difference.largest:.3g}" if stats.finite else "with NaN or infinity among them"
     where = f" in {name}" if name else ""
-    return f"{difference.unequal} of {numel} elements differ{where}{rows}, {by}"
+    constant = f"all {stats.low:g}: ".replace("all 0:", "all zero:") if stats.constant else ""
+    return f"{constant}{difference.unequal} of {numel} elements differ{where}{rows}, {by}"
 
 
 @check(

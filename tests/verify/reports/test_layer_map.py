@@ -1,0 +1,127 @@
+"""The map with layers across: what is drawn where, which experts are wrong, the strip, and a page that stays small."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ckptkit.core.specs import summarize
+from verify.report import CheckResult, Finding, Report
+from verify.reports import text_of
+from verify.reports.heat import Measured, heat_map
+from verify.reports.layer_map import layer_map
+from verify.reports.stages import stages
+from verify.reports.text import duration
+
+LAYERS, EXPERTS = 100, 200
+
+
+def names() -> list[str]:
+    plain = [
+        f"model.layers.{layer}.{tail}.weight"
+        for layer in range(LAYERS)
+        for tail in ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp.gate")
+    ]
+    experts = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for layer in range(3, LAYERS)
+        for expert in range(EXPERTS)
+        for part in ("gate", "up", "down")
+    ]
+    return [*plain, *experts, "model.embed_tokens.weight", "lm_head.weight"]
+
+
+def large() -> Report:
+    """A model in which layers 70 and 80 are exchanged, and a rank's experts of layer 42 are another's."""
+    every = names()
+    moved = frozenset(name for name in every if name.startswith(("model.layers.70.", "model.layers.80.")))
+    local = frozenset(f"model.layers.42.mlp.experts.{expert}.up_proj.weight" for expert in range(96, 128))
+    findings = [
+        Finding("CK202", "own", "layers {70,80} are exchanged", "again", summarize(moved), len(moved), names=moved),
+        Finding("CK202", "own", "other experts", "again", summarize(local), len(local), names=local),
+    ]
+    heat = heat_map(((name, Measured(0.0, failed=name in moved | local)) for name in every), findings)
+    checks = (CheckResult("CK202", "values", "failed", None, len(every), 8, 132.4),)
+    return Report("0", ("ckptkit",), "/a", "/b", checks, findings, {}, heat)
+
+
+def test_a_large_model_is_a_small_page_that_shows_where() -> None:
+    page = text_of(large(), ".html")
+    assert len(page) < 60_000
+    assert len(re.findall(r"<[a-z]", page)) < 600
+    assert '<path class="failed" d="M70 0v200h1v-200zM80 0v200h1v-200z">' in page
+    assert '<path class="failed" d="M42 96v32h1v-32z"><title>experts 96 to 127 of layer 42</title>' in page
+    assert "✗ layers 42, 70 and 80" in page
+    assert page.index("Layers 70 and 80 are exchanged, and 1 more error.") < page.index('<ol class="stages"')
+    assert page.index('<ol class="stages"') < page.index("experts down") < page.index('<article class="finding')
+
+
+def test_the_map_has_what_the_report_says_of_each_layer() -> None:
+    cell = {"tensors": 1, "max_error": 0.0, "max_steps": None, "failed": 0, "findings": []}
+    wrong = cell | {"max_error": 0.5, "failed": 1, "findings": ["CK202-1"]}
+    heat = {str(layer): {"q_proj": wrong if layer == 3 else cell, "norms": cell} for layer in range(5)}
+    heat |= {"mtp 0": {"norms": cell}, "outside layers": {"lm_head": wrong, "embed_tokens": cell}}
+    found = layer_map(heat, {"CK202-1": "CK202-1"})
+    assert [(row.kind, row.style, row.summary, row.link) for row in found.rows] == [
+        ("q_proj", "failed", "✗ layer 3", "CK202-1"),
+        ("norms", "equal", "equal", None),
+    ]
+    assert [(area.style, area.path) for area in found.rows[0].areas] == [
+        ("equal", "M0 0h3v1h-3zM4 0h1v1h-1z"),
+        ("failed", "M3 0h1v1h-1z"),
+    ]
+    assert found.rows[0].areas[1].described == "q_proj, layer 3: 1 tensors; 1 wrong; largest difference 0.5; CK202-1"
+    assert [(row.kind, row.summary) for row in found.outside] == [("lm_head", "✗ wrong"), ("embed_tokens", "equal")]
+    assert [label for _, label in found.ticks] == ["0", "1", "2", "3", "4", "mtp 0"]
+    assert found.experts is None
+    assert [style for style, _ in found.legend] == ["failed", "equal", "empty"]
+
+
+def test_cells_of_experts_say_which_of_them_are_wrong() -> None:
+    name = "model.layers.5.mlp.experts.{}.up_proj.weight"
+    heat = heat_map(((name.format(expert), Measured(0.0, failed=expert in (6, 7, 9))) for expert in range(12)), ())
+    assert {key: heat["5"]["experts.up_proj"][key] for key in ("experts", "failed_experts")} == {
+        "experts": 12,
+        "failed_experts": "{6..7,9}",
+    }
+    sound = heat_map([(name.format(3), Measured(0.0)), ("lm_head.weight", Measured(0.0))], ())
+    assert sound["5"]["experts.up_proj"]["failed_experts"] is None
+    assert "experts" not in sound["outside layers"]["lm_head"]
+
+
+def test_the_strip_says_what_was_asked_and_what_was_not() -> None:
+    checks = (
+        CheckResult("CK101", "config", "passed", None, 1),
+        CheckResult("CK202", "values", "failed", None, 3, 8, 132.4),
+        CheckResult("CK305", "steps", "failed", None, 3),
+        CheckResult("CK401", "loads", "passed", None, 3),
+        CheckResult("CK501", "loads", "skipped", "SGLang is not installed"),
+    )
+    findings = (
+        Finding("CK202", "a", "b", "c", "x"),
+        Finding("CK305", "a", "b", "c", "x", cause="CK202-1"),
+        Finding("CK401", "a", "b", "c", "x", severity="warning"),
+    )
+    report = replace(
+        large(), checks=checks, findings=findings, reasons=("CK501: SGLang is not installed",), not_asked=("vLLM",)
+    )
+    assert [(one.name, one.style, one.outcome, one.detail) for one in stages(report)] == [
+        ("Source", "passed", "given", "b"),
+        ("Files", "passed", "✓ passed", "1 check"),
+        ("Values", "failed", "✗ 1 error", "1 check, 2 min 12 s"),
+        ("Quantization", "failed", "✗ same cause", "1 check"),
+        ("Megatron", "warning", "! 1 warning", "1 check"),
+        ("SGLang", "skipped", "? not known", "1 check"),
+        ("vLLM", "unasked", "not asked", "--against-vllm"),
+    ]
+    alone = replace(report, source=None, not_asked=("source", "vLLM"))
+    assert next(one.outcome for one in stages(alone)) == "not given"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (9.9, "9.9 s"), (59.4, "59 s"), (132.4, "2 min 12 s"), (3900, "1 h 5 min")]
+)
+def test_times_are_as_people_read_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

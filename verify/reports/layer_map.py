@@ -1,0 +1,227 @@
+"""The heat map of a report as pictures: a strip of layers for each kind of tensor, and layers across, experts down.
+
+A picture is a few SVG paths however many layers and experts there are, so the page of a large model stays small.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from ckptkit.core.specs import ranges
+from verify.reports.headline import numbered
+from verify.reports.heat import OUTSIDE, expand
+
+# Shades of a cell that is not wrong, by its largest error: what each begins above, whatever the other cells are. Half a
+# quantization step is what rounding does, and no difference from the source is none, so neither is shaded.
+_STEPS = (0.55, 1.0, 2.0, 4.0)
+_ERRORS = (0.0, 1e-4, 1e-2, 1.0)
+_SHADES = ("heat-1", "heat-2", "heat-3", "heat-4")
+_MEANINGS = {
+    "failed": "wrong",
+    "warning": "a warning names it",
+    "equal": "equal to the source, bit for bit",
+    "near": "rounded as its format wants",
+    "read": "read, with nothing to compare with",
+    "shade": "differs, the darker the more",
+    "empty": "not there, or not looked at",
+}
+_WORST = ("failed", "warning", *reversed(_SHADES), "near", "read", "equal")
+_ROWS = 60  # kinds of tensors that are shown, the worst first
+_TICKS = 10
+_EXPERTS_PX = (72, 220)  # the least and the largest height of the picture of experts
+
+Cells = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Area:
+    """Cells of one colour that lead to the same finding: CSS class, SVG path, description, link."""
+
+    style: str
+    path: str
+    described: str
+    link: str | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of tensor: its areas, and what is to say of all its layers."""
+
+    kind: str
+    areas: Sequence[Area]
+    style: str
+    summary: str
+    link: str | None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Experts by layers; `height` is in pixels."""
+
+    experts: int
+    height: int
+    areas: Sequence[Area]
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """Rows over `layers` columns, the rows of what lies outside layers, experts where one is wrong, and the legend.
+
+    `ticks` are labels of layers and where they stand, in per cent; `grid` is the path of the lines between layers.
+    """
+
+    layers: int
+    ticks: Sequence[tuple[float, str]]
+    grid: str
+    rows: Sequence[Row]
+    outside: Sequence[Row]
+    experts: Picture | None
+    legend: Sequence[tuple[str, str]]
+    more: int
+
+
+def layer_map(heat: Mapping[str, Cells], targets: Mapping[str, str]) -> LayerMap:
+    """The map of a report; `targets` says where a link to a finding leads."""
+    columns = [layer for layer in heat if layer != OUTSIDE]
+    kinds = list(dict.fromkeys(kind for layer in columns for kind in heat[layer]))
+    rows = sorted((_row(kind, columns, heat, targets) for kind in kinds), key=lambda row: _WORST.index(row.style))
+    outside = [_row(kind, [OUTSIDE], heat, targets) for kind in heat.get(OUTSIDE, {})]
+    outside.sort(key=lambda row: _WORST.index(row.style))
+    styles = {area.style for row in (*rows, *outside) for area in row.areas}
+    styles |= {"shade"} if styles & set(_SHADES) else set()
+    styles |= {"empty"} if any(len(cells) < len(kinds) for layer, cells in heat.items() if layer != OUTSIDE) else set()
+    return LayerMap(
+        len(columns),
+        list(_ticks(columns)),
+        "".join(f"M{at} 0v1" for at in range(1, len(columns))),
+        rows[:_ROWS],
+        outside[:_ROWS],
+        _experts(columns, heat, targets),
+        [(style, meaning) for style, meaning in _MEANINGS.items() if style in styles],
+        max(0, len(rows) - _ROWS),
+    )
+
+
+def _row(kind: str, columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping[str, str]) -> Row:
+    found: dict[tuple[str, str | None], list[int]] = defaultdict(list)
+    for at, layer in enumerate(columns):
+        if (cell := heat[layer].get(kind)) is not None:
+            style = style_of(cell)
+            found[style, _link(cell, targets) if style in ("failed", "warning") else None].append(at)
+    areas = []
+    for (style, link), places in found.items():
+        names, cells = [columns[at] for at in places], [heat[columns[at]][kind] for at in places]
+        path = "".join(f"M{first} 0h{count}v1h-{count}z" for first, count in _runs(places))
+        areas.append(Area(style, path, f"{kind}, {_named(names)}: {_described(cells)}", link))
+    worst = min((style for style, _ in found), key=_WORST.index)
+    (_, link), places = next(item for item in found.items() if item[0][0] == worst)
+    several = [at for (style, _), group in found.items() for at in group if style == worst]
+    cells = [heat[columns[at]][kind] for at in several]
+    return Row(kind, areas, worst, _summary(worst, [columns[at] for at in several], cells), link)
+
+
+def style_of(cell: Mapping[str, Any]) -> str:
+    """The CSS class of a cell."""
+    if cell["failed"] or cell["findings"]:
+        return "failed" if cell["failed"] else "warning"
+    if cell["max_steps"] is None and cell["max_error"] is None:
+        return "read"
+    by_steps = cell["max_steps"] is not None
+    size = cell["max_steps"] if by_steps else cell["max_error"]
+    level = sum(size > least for least in (_STEPS if by_steps else _ERRORS))
+    return _SHADES[level - 1] if level else "near" if by_steps else "equal"
+
+
+def _link(cell: Mapping[str, Any], targets: Mapping[str, str]) -> str | None:
+    return next((targets[anchor] for anchor in cell["findings"] if anchor in targets), None)
+
+
+def _summary(style: str, layers: Sequence[str], cells: Sequence[Mapping[str, Any]]) -> str:
+    where = "" if list(layers) == [OUTSIDE] else _named(layers)
+    if style == "failed":
+        return f"✗ {where or 'wrong'}"
+    if style == "warning":
+        return f"! {where or 'a warning'}"
+    steps, error = _largest(cells, "max_steps"), _largest(cells, "max_error")
+    if steps is not None:
+        return f"≤ {steps:.2f} steps off"
+    return "read" if error is None else f"differs by ≤ {error:.1e}" if error else "equal"
+
+
+def _described(cells: Sequence[Mapping[str, Any]]) -> str:
+    """All that is known of some cells, for those who point at them or have them read out."""
+    steps, error = _largest(cells, "max_steps"), _largest(cells, "max_error")
+    wrong = sum(cell["failed"] for cell in cells)
+    findings = list(dict.fromkeys(anchor for cell in cells for anchor in cell["findings"]))
+    parts = [f"{sum(cell['tensors'] for cell in cells)} tensors"]
+    parts += [f"{wrong} wrong"] if wrong else []
+    parts += [f"largest difference {error:.3g}"] if error is not None else []
+    parts += [f"at most {steps:.3f} quantization steps off"] if steps is not None else []
+    parts += [", ".join(findings[:_TICKS])] if findings else []
+    return "; ".join(parts)
+
+
+def _largest(cells: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return max((cell[key] for cell in cells if cell[key] is not None), default=None)
+
+
+def _named(layers: Sequence[str]) -> str:
+    numbers = [int(layer) for layer in layers if layer.isdecimal()]
+    others = [layer for layer in layers if not layer.isdecimal()]
+    return ", ".join([*([numbered("layer", ranges(numbers))] if numbers else []), *others[:_TICKS]])
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first and the length of every run of numbers in a row."""
+    for _, group in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
+        run = [place for _, place in group]
+        yield run[0], len(run)
+
+
+def _ticks(columns: Sequence[str]) -> Iterator[tuple[float, str]]:
+    steps = (mantissa * 10**power for power in range(5) for mantissa in (1, 2, 5))
+    step = next((step for step in steps if len(columns) <= step * _TICKS), 10**5)
+    for at, layer in enumerate(columns):
+        if at % step == 0:
+            yield round(100 * (at + 0.5) / len(columns), 2), layer
+
+
+def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping[str, str]) -> Picture | None:
+    """Which experts of which layers are wrong; None where none is."""
+    sizes = {
+        at: max((cell.get("experts", 0) for cell in heat[layer].values()), default=0)
+        for at, layer in enumerate(columns)
+    }
+    wrong: dict[str | None, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for at, layer in enumerate(columns):
+        for cell in heat[layer].values():
+            if text := cell.get("failed_experts"):
+                wrong[_link(cell, targets)][at].update(expand(text))
+    if not wrong:
+        return None
+    experts = max(sizes.values())
+    around = "".join(f"M{at} 0v{count}h1v-{count}z" for at, count in sizes.items() if count)
+    areas = [Area("equal", around, "nothing wrong was found", None)]
+    for link, layers in wrong.items():
+        path = "".join(_column(at, layers[at]) for at in layers)
+        areas.append(Area("failed", path, "; ".join(_experts_of(layers, columns)), link))
+    return Picture(experts, min(max(_EXPERTS_PX[0], 12 * experts), _EXPERTS_PX[1]), areas)
+
+
+def _column(at: int, experts: Iterable[int]) -> str:
+    return "".join(f"M{at} {first}v{count}h1v-{count}z" for first, count in _runs(sorted(experts)))
+
+
+def _experts_of(layers: Mapping[int, set[int]], columns: Sequence[str]) -> Iterator[str]:
+    """`experts 6 to 11 of layers 3 and 5`, at most so many as a person reads."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for at, experts in layers.items():
+        alike[numbered("expert", ranges(experts))].append(columns[at])
+    for text, names in list(alike.items())[:_TICKS]:
+        yield f"{text} of {_named(names)}"
+    if len(alike) > _TICKS:
+        yield "and others"
