@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,16 @@ def rows() -> Iterator[tuple[str, ...]]:
         )
 
 
-def engines(names: Collection[str]) -> Iterator[str]:
-    """The engines whose own forward pass, on the CPU, was compared with transformers', and for which test models."""
-    for engine, module in {"vLLM": vllm_cpu_families, "SGLang": sglang_cpu_families}.items():
-        if computed := [name for name in names if name in module.COMPUTED]:
-            yield f"{engine} with transformers" + (f" ({', '.join(computed)})" if len(computed) < len(names) else "")
-    for name in names:
+def engines(cases: Mapping[str, Case]) -> Iterator[str]:
+    """The engines whose own forward pass, on the CPU, was compared, with what, and for which of these test models."""
+    for engine, computed in {"vLLM": vllm_cpu_families.COMPUTED, "SGLang": sglang_cpu_families.COMPUTED}.items():
+        by_witness: dict[str, list[str]] = {}
+        for name in cases:
+            if name in computed:
+                by_witness.setdefault(cases[name].witness, []).append(name)
+        for witness, names in by_witness.items():
+            yield f"{engine} with {witness}" + (f" ({', '.join(names)})" if len(names) < len(cases) else "")
+    for name in cases:
         if name in vllm_cpu_families.WITHOUT:
             yield f"vLLM with transformers, without {vllm_cpu_families.WITHOUT[name][0]}"
 

@@ -113,6 +113,7 @@ CASES = {
         lambda: Olmo3Config(**WITHOUT_HEAD_DIM, sliding_window=5, rope_parameters=dict(YARN)),
         edit=as_v4,
         reference=yarn_in_full_layers,
+        witness="transformers, YaRN in full layers alone",
     ),
     "olmo3-tied-window-everywhere": Case(
         lambda: Olmo3Config(**WITHOUT_HEAD_DIM, tie_word_embeddings=True, layer_types=["sliding_attention"] * 12),

@@ -17,12 +17,13 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 COMPUTED = (
     *("qwen2-untied", "qwen3-tied", "llama", "mistral", "glm4", "gemma3_text", "qwen2_5_vl", "qwen3_vl-tied"),
     *("qwen3_moe", "glm4_moe", "qwen3_vl_moe", "deepseek_v3", "moonlight", "glm4_moe_lite", "kimi_k2", "mixtral"),
-    *("ministral3", "phi3", "hy_v3", "exaone_moe-groups-tied", "olmoe", "gemma4-small"),
+    *("ministral3", "phi3", "hy_v3", "exaone_moe", "exaone_moe-groups-tied", "olmoe", "gemma4-small", "step3p5"),
 )
+# Classes whose window is one token longer than the config's, which here says one less for them.
+LONGER_WINDOW = ("exaone_moe", "step3p5")
 DAILY = ("qwen3_moe", "deepseek_v3")
-# What its class does not compute: biases of the MLP, which the witness names, windows of Mistral and Phi-3, and
-# EXAONE-MoE's window, which is one token longer.
-WITHOUT = ("llama-biases", "mistral-window", "phi3-tied-window", "exaone_moe")
+# What its class does not compute: biases of the MLP, which the witness names, and windows of Mistral and Phi-3.
+WITHOUT = ("llama-biases", "mistral-window", "phi3-tied-window")
 # What needs a GPU: Triton kernels of linear attention, of mixers, of Qwen2-MoE's shared expert and of MiniMax's norms;
 # sinks, indexers and an activation, which its torch paths do not know. ERNIE's bias of two axes is not made for them.
 RAISED = {

@@ -5,6 +5,7 @@ As tests/gpu/test_sglang_logits_gpu.py, for what SGLang computes with torch alon
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import pytest
@@ -12,7 +13,7 @@ from support import sglang_cpu_logits
 from support.logits import distance, saved_with_logits, sized
 from support.nightly import collected, daily
 from support.processes import python
-from support.sglang_cpu_families import COMPUTED, DAILY, RAISED, SIZES, WITHOUT
+from support.sglang_cpu_families import COMPUTED, DAILY, LONGER_WINDOW, RAISED, SIZES, WITHOUT
 from torch import Tensor
 
 # SGLang's logits or its refusal, and transformers' logits in float32 and in bfloat16.
@@ -36,6 +37,10 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for name in sorted(collected(request, "name")):
         case = sized(name, SIZES.get(name, {}))
         expected[name] = saved_with_logits(name, case, root / "models" / name)
+        if name in LONGER_WINDOW:
+            file = root / "models" / name / "config.json"
+            config = json.loads(file.read_text())
+            file.write_text(json.dumps(config | {"sliding_window": config["sliding_window"] - 1}))
     found = sglang_cpu_logits.run(root / "models", root / "answers", root / "log")
     return {name: (found[name], *logits) for name, logits in expected.items()}
 
@@ -54,7 +59,7 @@ def test_sglang_computes_the_logits_of_transformers(name: str, answers: Mapping[
 def test_what_sglangs_class_leaves_out_shows_in_the_logits(name: str, answers: Mapping[str, Answer]) -> None:
     answer, exact, rounded = answers[name]
     assert isinstance(answer, Tensor), answer
-    assert distance(answer, exact) > 10 * distance(rounded, exact)
+    assert distance(answer, exact) > 20 * distance(rounded, exact)
 
 
 @pytest.mark.parametrize("name", daily(RAISED, ("qwen3_5",)))
