@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.side_files import quantization_of
 
 _BITSANDBYTES = (".weight.absmax", ".weight.nested_absmax", ".weight.quant_map", ".SCB")
@@ -19,6 +20,7 @@ _HINTS = {
     "AWQ or AutoRound": f"{_START}; `ckptkit quantize` makes INT4 of it that SGLang, vLLM and slime read",
     "NVIDIA ModelOpt's AWQ": _START,
 }
+_OF_ADAPTERS = ".adapter."
 _STACKED = ".switch_mlp."  # mlx-lm's module of routed experts, in quantized and other models
 # Beginnings of compressed-tensors' names of floating formats that are not read (`CompressionFormat`).
 _NOT_READ = ("mxfp6",)
@@ -45,6 +47,25 @@ def refuse_foreign(names: Collection[str], where: object) -> None:
         raise UnsupportedError(
             f"{where} holds weights in the quantized format of {found}, which ckptkit does not read", _HINTS[found]
         )
+
+
+def refuse_adapters(names: Collection[str], where: object) -> None:
+    """Raises UnsupportedError where tensors of a Megatron checkpoint are of LoRA adapters.
+
+    Of a base weight Megatron-Bridge (`peft/adapter_wrapper.py`), which NeMo-RL, verl and miles train with, saves
+    `adapter.linear_in` and `adapter.linear_out`, or those of `adapter.adapter_q` and the like for parts of a fused one.
+    """
+    pairs = [name for name in names if _OF_ADAPTERS in name and name.endswith(".linear_in.weight")]
+    if not pairs:
+        return
+    alone = all(_OF_ADAPTERS in name for name in names if not name.endswith("_extra_state"))
+    beside = "and no model" if alone else "beside the weights"
+    raise UnsupportedError(
+        f"{where} holds LoRA adapters of Megatron {beside}, {len(pairs)} pairs ({summarize(pairs)}), which are not "
+        "converted",
+        "export them as PEFT where they were trained (Megatron-Bridge's AutoBridge.save_hf_adapter), then `ckptkit "
+        "verify ADAPTER --source BASE` and `ckptkit convert BASE DST --merge ADAPTER`",
+    )
 
 
 def refuse_stated(config: Mapping[str, Any], where: object) -> None:

@@ -14,6 +14,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import is_quantized, main_dtype
 from converters.config.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
+from converters.foreign import refuse_adapters
 from converters.megatron.hybrid_model import hybrid_mappings, is_hybrid
 from converters.ops.basic import Copy, GateUp, GateUpInOne
 from converters.ops.hybrid import ZeroPadded
@@ -149,6 +150,7 @@ def to_hf(
     are repeated, and experts are fused only where it fuses them. MTP layers without any tensor are left out, as in
     `to_megatron`. The dialect follows from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
     """
+    refuse_adapters(source.specs, where)
     config = as_stored(source.config, source.specs, release)
     rules = rules_in(config, source.specs)
     require(where, [rule.megatron for rule in rules], source.specs)

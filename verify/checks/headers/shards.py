@@ -24,6 +24,7 @@ _ADAPTER_NAMES = (
     "lora_magnitude",
     ".adapter.linear_in.",
     ".adapter.linear_out.",
+    ".adapter.adapter_",
 )
 _WRAPPER = "base_model.model."
 
