@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 from ckptkit.core.errors import UsageError
 from quant.selection.readers import readers_of
 from verify.witnesses.megatron.options import MegatronOptions
-from verify.witnesses.registry import WITNESSES, with_implied
+from verify.witnesses.registry import ENGINES, WITNESSES, with_implied
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class VerifyOptions:
     etp: Megatron's tensor parallel size inside experts; None: tp, or 1 with ep.
     dp_attention: SGLang keeps attention whole on every rank.
     megatron: the rest of Megatron's launch.
-    against: names of `verify.witnesses.registry.WITNESSES` to ask.
+    against: names of `verify.witnesses.registry.WITNESSES` to ask. `engine` is vLLM with `vllm`, else SGLang.
     readers: who will load or send INT4 weights, as `--reader` has them; None: `quant.selection.readers.RL_READERS`.
         An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
     manifest: a file with a digest of every tensor.
@@ -59,6 +59,10 @@ class VerifyOptions:
         if unknown := self.against.difference(names):
             raise UsageError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, names))}")
         object.__setattr__(self, "against", with_implied(self.against))
+        if "engine" in self.against and self.against >= {one.name for one in ENGINES}:
+            raise UsageError(
+                "--engine serves the checkpoint with one engine", "give --against-sglang or --against-vllm, not both"
+            )
         if "megatron" not in self.against:
             self.megatron.refuse(self.vpp)
         if self.dp_attention and ("sglang" not in self.against or self.tp == 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.vllm.facts import VLLM
 
@@ -24,11 +25,16 @@ class Witness:
 WITNESSES = (
     Witness("megatron", "--against-megatron", "Megatron", "Megatron"),
     *(Witness(one.name, f"--against-{one.name}", one.label, one.label) for one in ENGINES),
-    Witness("engine", "--engine", SGLANG.label, "engine"),
+    Witness("engine", "--engine", looks_at="engine"),
     Witness("update", "--update", implies="engine"),
     Witness("release-resume", "--release-resume", implies="engine"),
     Witness("logits", "--logits"),
 )
+
+
+def live_engine(against: frozenset[str]) -> EngineFacts:
+    """The engine that serves the checkpoint: vLLM where it is the one that is asked, else SGLang."""
+    return VLLM if VLLM.name in against and SGLANG.name not in against else SGLANG
 
 
 def with_implied(against: frozenset[str]) -> frozenset[str]:
@@ -39,4 +45,5 @@ def with_implied(against: frozenset[str]) -> frozenset[str]:
 def programs_not_asked(against: frozenset[str]) -> list[str]:
     """The programs that none of these witnesses asks."""
     asked = {one.program for one in WITNESSES if one.name in against}
+    asked |= {live_engine(against).label} if "engine" in against else set()
     return [one for one in dict.fromkeys(one.program for one in WITNESSES) if one is not None and one not in asked]

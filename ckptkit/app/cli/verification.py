@@ -41,7 +41,11 @@ _asking = common.together(
         for one in ENGINES
     ),
     common.pythons,
-    click.option("--engine", is_flag=True, help="Serve it with a live SGLang engine. Needs GPUs, as do the next two."),
+    click.option(
+        "--engine",
+        is_flag=True,
+        help="Serve it with a live engine: SGLang, with --against-vllm vLLM. Needs GPUs, as do the next two.",
+    ),
     click.option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change."),
     click.option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost."),
     click.option(

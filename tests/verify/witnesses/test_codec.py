@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
+from ckptkit.core.errors import UsageError
 from verify.check import LOOKS_AT, NEEDS, WITNESSES, all_checks
+from verify.options import VerifyOptions
 from verify.witnesses.process.codec import load, save
-from verify.witnesses.registry import ENGINES, programs_not_asked, with_implied
+from verify.witnesses.registry import ENGINES, live_engine, programs_not_asked, with_implied
 
 
 class Place(NamedTuple):
@@ -58,3 +62,11 @@ def test_updates_imply_a_live_engine_which_is_sglang() -> None:
     assert asked == {"update", "engine"}
     assert programs_not_asked(asked) == ["Megatron", "vLLM"]
     assert programs_not_asked(frozenset({"logits"})) == ["Megatron", "SGLang", "vLLM"]
+    assert programs_not_asked(frozenset({"vllm", "engine"})) == ["Megatron", "SGLang"]
+
+
+def test_the_engine_is_vllm_where_that_alone_is_asked() -> None:
+    asked = {"engine", "vllm"}
+    assert [live_engine(frozenset(one)).name for one in ({"engine"}, asked)] == ["sglang", "vllm"]
+    with pytest.raises(UsageError, match="--engine serves the checkpoint with one engine"):
+        VerifyOptions(against=frozenset({"update", "sglang", "vllm"}))

@@ -26,6 +26,10 @@ from verify.checks.witnesses import engine as engine_checks
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
+from verify.witnesses.live import process
+from verify.witnesses.live import run as engine_run
+from verify.witnesses.live.job import AGAIN, FIRST, RESUMED, EngineJob, EngineReport, Reload
+from verify.witnesses.live.run import EngineRun
 from verify.witnesses.loading.job import ONE_RANK
 from verify.witnesses.process import run as process_run
 from verify.witnesses.process.codec import load, save
@@ -35,10 +39,7 @@ from verify.witnesses.reference.distance import best_tokens, distance, not_finit
 from verify.witnesses.reference.job import Answers, Continuation, Judged, Reference, ReferenceJob
 from verify.witnesses.reference.process import run as run_reference
 from verify.witnesses.reference.run import prompts_of
-from verify.witnesses.sglang.live import process, readback
-from verify.witnesses.sglang.live import run as engine_run
-from verify.witnesses.sglang.live.job import AGAIN, FIRST, RESUMED, EngineJob, EngineReport, Reload
-from verify.witnesses.sglang.live.run import EngineRun
+from verify.witnesses.sglang.live import readback
 
 ASKED = frozenset({"engine", "update", "release-resume", "logits"})
 CODES = ("CK511", "CK512", "CK513", "CK601")
@@ -207,7 +208,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def reports(server: Any, root: Path, **asked: bool) -> EngineReport:
     job = EngineJob("", [[1, 2]], str(root / "report"), **asked)
     with PhaseLog(root / "ending") as phases:
-        *_, last = process._reports(job, server, phases)
+        *_, last = process._reports(job, server, phases, "0.5.16")
     return last
 
 
@@ -490,7 +491,7 @@ NO_MEMORY = (
 def served(monkeypatch: pytest.MonkeyPatch, path: Path, log: str, *asked: str) -> tuple[Outcome, Ended]:
     """CK511 to CK513 where an engine ends with this log."""
     ended = Ended(log)
-    monkeypatch.setattr(engine_run, "_sizes", lambda subject: ONE_RANK)
+    monkeypatch.setattr(engine_run, "_sizes", lambda engine, subject: ONE_RANK)
     monkeypatch.setattr(process_run, "run_ranks", ended)
     checks = [one for one in all_checks() if one.code in ("CK511", "CK512", "CK513") and set(one.needs) <= {*asked}]
     return run_checks(Subject(path, options=VerifyOptions(against=frozenset(asked))), checks), ended

@@ -19,14 +19,14 @@ from verify.checks.witnesses import behaviour
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.skip import Unable
+from verify.witnesses.live.job import AGAIN, FIRST, EngineReport
+from verify.witnesses.live.run import EngineRun
 from verify.witnesses.process.codec import load, save
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.reference.distance import rerouted
 from verify.witnesses.reference.job import Answers, Continuation, Judged, Reference, ReferenceJob
 from verify.witnesses.reference.process import run as run_job
 from verify.witnesses.reference.text import figures, openings_of, tokenizer_of
-from verify.witnesses.sglang.live.job import AGAIN, FIRST, EngineReport
-from verify.witnesses.sglang.live.run import EngineRun
 
 OPENING = [5, 9, 2, 40]
 FINITE = Judged([-1.0, -2.0], [[7, 1], [8, 1]], [[-0.7, -1.4]] * 2)
@@ -229,7 +229,7 @@ def test_choices_are_not_asked_of_a_class_that_cannot_tell_them(
 ) -> None:
     """Nothing that was asked for is then missing: the rest of --logits is judged."""
     models.save("mixtral", tmp_path / "mixtral")
-    monkeypatch.setattr("verify.witnesses.sglang.live.run.package_release", lambda package: (0, 5, 16))
+    monkeypatch.setattr("verify.witnesses.live.run.package_release", lambda package: (0, 5, 16))
     (routing,) = (one for one in all_checks() if one.code == "CK605")
     reason = routing.left_out(
         Subject(tmp_path / "mixtral", options=VerifyOptions(against=frozenset({"engine", "logits"})))
@@ -237,7 +237,7 @@ def test_choices_are_not_asked_of_a_class_that_cannot_tell_them(
     assert (
         reason == "MixtralForCausalLM has no layer_id in its routers before SGLang 0.5.23, so it cannot report experts"
     )
-    monkeypatch.setattr("verify.witnesses.sglang.live.run.package_release", lambda package: (0, 5, 23))
+    monkeypatch.setattr("verify.witnesses.live.run.package_release", lambda package: (0, 5, 23))
     assert (
         routing.left_out(Subject(tmp_path / "mixtral", options=VerifyOptions(against=frozenset({"engine", "logits"}))))
         is None

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError
 from quant.online import sglang_reload
+from verify.witnesses.live.job import EngineJob
+from verify.witnesses.live.server import Refused
 from verify.witnesses.process.codec import load, save
 from verify.witnesses.sglang.live import server as server_module
-from verify.witnesses.sglang.live.job import EngineJob
 from verify.witnesses.sglang.live.readback import POISON, RECORD
 from verify.witnesses.sglang.live.server import Server, start
-from verify.witnesses.sglang.live.sessions import BEGIN, END, Refused
+from verify.witnesses.sglang.live.sessions import BEGIN, END
 
 Answer = tuple[bool, str]
 

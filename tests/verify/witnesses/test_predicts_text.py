@@ -23,13 +23,13 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
 from verify.skip import Unable
+from verify.witnesses.live.job import AGAIN, FIRST, EngineReport
+from verify.witnesses.live.run import EngineRun
 from verify.witnesses.reference import run as reference_run
 from verify.witnesses.reference.job import Answers, Continuation, Judged, Predicted, Reference
 from verify.witnesses.reference.prediction import TEXTS, bits_a_byte, predicted, texts_of
 from verify.witnesses.reference.text import tokenizer_of
 from verify.witnesses.registry import with_implied
-from verify.witnesses.sglang.live.job import AGAIN, FIRST, EngineReport
-from verify.witnesses.sglang.live.run import EngineRun
 
 LOGITS = frozenset({"logits"})
 # As SmolLM2-135M-Instruct measures, and the same with the first norm of every layer less one.

@@ -12,11 +12,18 @@ from verify.evidence.expected import config_of, usable_config
 from verify.evidence.folding import LAYER
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.witnesses.live.job import FIRST, EngineReport
+from verify.witnesses.live.run import (
+    NO_COUNT,
+    engine_of,
+    no_choices,
+    run_engine,
+    run_engine_reference,
+    run_source,
+)
 from verify.witnesses.loading.names import routers
 from verify.witnesses.reference.job import Predicted
 from verify.witnesses.reference.run import run_prediction
-from verify.witnesses.sglang.live.job import FIRST, EngineReport
-from verify.witnesses.sglang.live.run import NO_COUNT, no_choices, run_engine, run_engine_reference, run_source
 
 if TYPE_CHECKING:
     from verify.witnesses.reference.text import Figures
@@ -38,12 +45,13 @@ def _engine(subject: Subject) -> EngineReport:
 
 @check(
     "CK604",
-    "a live SGLang engine writes text that transformers would write",
+    "a live engine writes text that transformers would write",
     stage="behaviour",
     needs=("engine", "logits"),
     rationale="Log-probabilities of random prompts say little of what users read: a model that is slightly wrong "
     "everywhere drifts into repetition or noise as it writes.",
-    fix="Compare the figures with those of the source; then `verify --against-sglang`, and --source for the values.",
+    fix="Compare the figures with those of the source; then `verify --against-sglang` or --against-vllm, and --source "
+    "for the values.",
 )
 def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Greedy continuations of fixed openings: what transformers, and the source's weights in it, make of them."""
@@ -56,18 +64,20 @@ def text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     reference = subject.once(run_engine_reference)
     exact, dtype, rounded = reference.exact, reference.dtype, reference.rounded
     tokenizer = tokenizer_of(subject.path)
+    engine = engine_of(subject)
     ours, judged = figures(report.written, tokenizer), loss(exact.scored)
     tally.compared(0, count)
     tally.facts["text"] = [
-        f"SGLang {report.version} writes: {ours}",
+        f"{engine.label} {report.version} writes: {ours}",
         f"transformers gives that text perplexity {perplexity(judged)} ({dtype}: {perplexity(loss(rounded.scored))})",
         *([] if tokenizer else ["no tokenizer.json, so random tokens are continued"]),
     ]
     if not abs(judged - ours.loss) <= APART_NATS:  # NaN too
         yield Issue(
             f"text with a log-probability within {APART_NATS} nats a token of what transformers gives it",
-            f"{-ours.loss:.2f} a token by SGLang, {-judged:.2f} by transformers",
-            "SGLang computes something else than the weights say: see CK601, and run `verify --against-sglang`",
+            f"{-ours.loss:.2f} a token by {engine.label}, {-judged:.2f} by transformers",
+            f"{engine.label} computes something else than the weights say: see CK601, and run `verify "
+            f"--against-{engine.name}`",
             file=subject.path,
         )
     whose = "transformers"
@@ -113,7 +123,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if predicted is None:
         raise Unable("transformers gave no log-probabilities")
     yield from _predicts(predicted, subject, tally)
-    tally.note(f"--logits asked transformers alone ({reference.dtype}), no engine: --engine --logits asks SGLang too")
+    tally.note(f"--logits asked transformers alone ({reference.dtype}), no engine: --engine --logits asks one too")
     if not looks_trained(predicted):
         raise Unable("the weights look untrained, so whether they predict text is not judged")
 
@@ -142,7 +152,7 @@ def _unlike_source(ours: float, source: float, subject: Subject) -> Iterator[Iss
     if not abs(source - ours) <= APART_NATS:
         yield Issue(
             f"text that the source would write, within {APART_NATS} nats a token",
-            f"{-ours:.2f} a token by SGLang, {-source:.2f} by the source",
+            f"{-ours:.2f} a token by {engine_of(subject).label}, {-source:.2f} by the source",
             "quantization costs this much, or these are other weights: CK305 and CK202 tell",
             file=subject.path,
             severity="warning",
@@ -164,12 +174,12 @@ def _worse(ours: Figures, theirs: Figures, whose: str, subject: Subject) -> Iter
 
 def _no_choices(subject: Subject) -> str | None:
     config = usable_config(subject)
-    return no_routers(subject) or (no_choices(config) if config is not None else None)
+    return no_routers(subject) or (no_choices(engine_of(subject), config) if config is not None else None)
 
 
 @check(
     "CK605",
-    "SGLang's routers choose the experts that transformers chooses",
+    "an engine's routers choose the experts that transformers chooses",
     stage="behaviour",
     needs=("engine", "logits"),
     rationale="A router bias rounded to bfloat16, or a score function that an engine takes otherwise, sends tokens to "
@@ -192,8 +202,9 @@ def routing(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(ours))
     usual = sum(noise.values()) / len(noise)
     worst = max(ours, key=lambda layer: ours[layer])
+    label = engine_of(subject).label
     tally.facts["choices of experts"] = [
-        f"SGLang {report.version}: {sum(ours.values()) / len(ours):.2%} are not those of transformers in float32; "
+        f"{label} {report.version}: {sum(ours.values()) / len(ours):.2%} are not those of transformers in float32; "
         f"most in layer {worst}, {ours[worst]:.2%}",
         f"transformers in {dtype}: {usual:.2%}, most {max(noise.values()):.2%}",
     ]

@@ -1,4 +1,4 @@
-"""What a live SGLang engine shows of the checkpoint. One run of it serves all these checks."""
+"""What a live engine, SGLang or vLLM, shows of the checkpoint. One run of it serves all these checks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from verify.check import Skip, Tally, Unable, check
 from verify.evidence.folding import by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.sglang.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
-from verify.witnesses.sglang.live.run import (
+from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
+from verify.witnesses.live.run import (
     EngineRun,
+    engine_of,
+    names_of,
     no_second_load,
     run_draft_engine,
     run_engine,
     run_engine_reference,
 )
-from verify.witnesses.sglang.names import has_default
 
 DECODING = "with speculative decoding"
 _OF_THE_CACHE = (
@@ -29,11 +30,12 @@ FURTHEST = 3.0  # times the noise of the format; docs/gpu-results.md has what so
 
 @check(
     "CK511",
-    "a live SGLang engine answers with numbers",
+    "a live engine answers with numbers",
     stage="engine",
     needs=("engine",),
     rationale="An engine whose log-probabilities are NaN still answers 200, and its process ends with 0.",
-    fix="Verify the same directory with --against-sglang: it names what SGLang never wrote or dropped.",
+    fix="Verify the same directory with --against-sglang, or --against-vllm: it names what the engine never wrote or "
+    "dropped.",
 )
 def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
@@ -50,7 +52,8 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
         return
     report = run.require_report()
-    tally.facts["SGLang engine"] = [f"SGLang {report.version}, on {report.device}", *_held(report)]
+    label = engine_of(subject).label
+    tally.facts[f"{label} engine"] = [f"{label} {report.version}, on {report.device}", *_held(report)]
     for name, given in report.passes.items():
         broken, count = not_finite(given)
         tally.compared(0, count)
@@ -58,9 +61,13 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(
                 "a finite log-probability for every token",
                 f"{broken} of {count} are not, {name}",
-                "run `verify --against-sglang`: a router that is zero or unwritten does this",
+                f"run `verify {_against(subject)}`: a router that is zero or unwritten does this",
                 file=subject.path,
             )
+
+
+def _against(subject: Subject) -> str:
+    return f"--against-{engine_of(subject).name}"
 
 
 def _held(report: EngineReport) -> list[str]:
@@ -78,8 +85,8 @@ def _held(report: EngineReport) -> list[str]:
     stage="engine",
     needs=("update",),
     rationale="A trainer loads the engine anew at every step. What the second load changes is served with 200.",
-    fix="Where only the update by tensor fails, mend the trainer's sender; where both do, SGLang cannot reload this "
-    "model: keep to versions and formats whose update this check passes.",
+    fix="Where only the update by tensor fails, mend the trainer's sender; where both do, the engine cannot reload "
+    "this model: keep to versions and formats whose update this check passes.",
 )
 def second_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The whole checkpoint, twice by tensor and twice from disk, the first time over poisoned parameters."""
@@ -92,7 +99,7 @@ def second_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     stage="engine",
     needs=("release-resume",),
     rationale="Released memory comes back with other contents: what no update sends, such as buffers, is lost.",
-    fix="Report it to SGLang with the tensors named, and release only kv_cache until then.",
+    fix="Report it to the engine's project with the tensors named, and release only kv_cache until then.",
 )
 def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Memory is released and resumed and weights are updated; then every tensor is compared, buffers included."""
@@ -109,13 +116,16 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
     for decoding, run in runs.items():
         if run is None or run.report is None:
             continue
-        tally.facts |= {f"SGLang engine, {decoding}": _held(run.report)} if decoding else {}
+        engine = f"{engine_of(subject).label} engine"
+        tally.facts |= {f"{engine}, {decoding}": _held(run.report)} if decoding else {}
         for step in _steps(run.report, kind):
             if not step.refused:
                 tally.compared(run.report.held_bytes, run.report.held - len(run.report.volatile))
             yield from _differences(step, earlier.get(step.name), subject)
             earlier.setdefault(step.name, step)
-    reasons = [_unseen(decoding, run, kind) for decoding, run in runs.items() if run is not None]
+    reasons = [
+        _unseen(engine_of(subject).label, decoding, run, kind) for decoding, run in runs.items() if run is not None
+    ]
     if any(reasons):
         raise Unable("; ".join(filter(None, reasons)))
 
@@ -124,7 +134,7 @@ def _steps(report: EngineReport, kind: str) -> Sequence[Reload]:
     return [step for step in report.reloads if step.name.startswith(kind)]
 
 
-def _unseen(decoding: str, run: EngineRun, kind: str) -> str | None:
+def _unseen(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
     """Why an engine does not say whether it can load weights again; None where it does."""
     if run.report is None:
         return f"{decoding}: {run.failed or 'the engine gave no report'}"
@@ -132,12 +142,12 @@ def _unseen(decoding: str, run: EngineRun, kind: str) -> str | None:
     if not run.report.complete:
         return f"{of}the engine ended, which says nothing about the checkpoint: {run.failed}"
     if not _steps(run.report, kind):
-        return f"{of}not run, since SGLang refused an update before it (CK512, CK513)"
+        return f"{of}not run, since {label} refused an update before it (CK512, CK513)"
     return None
 
 
 def _refused(step: Reload, subject: Subject) -> Issue:
-    hint = "SGLang cannot load this checkpoint a second time this way; later steps were not run"
+    hint = f"{engine_of(subject).label} cannot load this checkpoint a second time this way; later steps were not run"
     return Issue(
         "the same checkpoint loaded again",
         f"refused while {step.name}: {step.refused}",
@@ -154,24 +164,25 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
         yield from () if step.refused == other.refused else (_refused(step, subject),)
         return
     expected = "the bits of the first load"
-    hint = "SGLang serves something else after this update than after a start: do not train with updates of this kind"
+    label = engine_of(subject).label
+    hint = f"{label} serves something else after this update than after a start: do not train with updates of this kind"
     by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
     for held in sorted({*step.changed} - {*other.changed}):
         rank, _, name = held.partition(" ")
         by_place[rank, " in the draft model" if name.startswith(DRAFT) else ""].append(name)
     for (rank, where), names in by_place.items():
         actual = f"other bits{where} after {step.name}"
-        scales = [name for name in names if has_default(name)]
+        scales = [name for name in names if names_of(subject).has_default(name)]
         yield Issue(expected, actual, hint, names=[name for name in names if name not in scales], rank=rank)
         yield Issue(expected, actual, _OF_THE_CACHE, names=scales, rank=rank, severity="warning")
     named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *other.changed)}
     by_checker = sorted({*step.unequal} - named - {*other.unequal})
-    yield Issue(expected, f"SGLang's weight checker found other bits after {step.name}", hint, names=by_checker)
+    yield Issue(expected, f"{label}'s weight checker found other bits after {step.name}", hint, names=by_checker)
 
 
 @check(
     "CK601",
-    "a live SGLang engine computes what transformers computes",
+    "a live engine computes what transformers computes",
     stage="behaviour",
     needs=("engine", "logits"),
     rationale="Weights in their places can still be used wrongly: another rotary base, another norm, a kernel's fault.",
@@ -189,32 +200,33 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     found, noise = distance(passes[FIRST], exact), distance(reference.rounded.judged, exact)
     between = distance(passes[FIRST], passes[AGAIN])
     tally.compared(0, sum(len(answer.tokens) for answer in exact))
-    unit = max(noise.mean, 1e-4)
+    unit, label = max(noise.mean, 1e-4), engine_of(subject).label
     tally.facts["log-probabilities"] = [
-        f"SGLang from transformers in float32: {found}",
+        f"{label} from transformers in float32: {found}",
         f"transformers in {dtype} from float32: {noise}",
-        f"SGLang from pass to pass: mean {between.mean:.4f}, largest {between.largest:.3f}",
-        f"SGLang is {found.mean / unit:.2f} times the noise away",
+        f"{label} from pass to pass: mean {between.mean:.4f}, largest {between.largest:.3f}",
+        f"{label} is {found.mean / unit:.2f} times the noise away",
     ]
     if not found.mean <= FURTHEST * unit:  # NaN too
         yield Issue(
             f"log-probabilities within {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})",
             f"{found.mean / unit:.1f} times: {found}",
-            "SGLang and transformers compute other things from the same weights: compare config.json with the release",
+            f"{label} and transformers compute other things from the same weights: compare config.json with the "
+            "release",
             file=subject.path,
         )
     if not between.mean <= FURTHEST * unit:
         yield Issue(
             f"the same answers to the same prompts, but for {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})",
             f"{between.mean / unit:.1f} times: mean {between.mean:.4f}, largest {between.largest:.3f}",
-            "SGLang's kernels for this format do not repeat themselves: try another format or group size; CK309 names "
-            "one known cause",
+            f"{label}'s kernels for this format do not repeat themselves: try another format or group size; CK309 "
+            "names one known cause",
             file=subject.path,
         )
     if best_tokens(passes[FIRST]) == 1 < best_tokens(exact):
         yield Issue(
             f"{best_tokens(exact)} different most probable tokens, as in transformers",
             "the same most probable token at every position",
-            "run `verify --against-sglang`: a part of the model is dead",
+            f"run `verify {_against(subject)}`: a part of the model is dead",
             file=subject.path,
         )

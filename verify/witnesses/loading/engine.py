@@ -42,6 +42,11 @@ class EngineFacts:
     stages: bool = False  # it can be cut into pipeline stages
     attention_whole: bool = False  # each of its ranks can keep attention whole
     shares_experts: bool = True  # of its ranks fewer than all may keep whole experts, and cut those
+    live: str = ""  # the module that serves a checkpoint with it (`verify.witnesses.live.server.Adapter`)
+    names: str = ""  # the module that knows its parameters by name (`Names`)
+    cpu_package: str | None = None  # the distribution that serves without a GPU
+    tells_choices: bool = False  # a running engine can say which experts it chose
+    updates_draft: bool = False  # the witness updates a running engine's draft model too
     # Endings of parameters that its own steps after loading are known to put in a wrong order, and what to do then.
     misorders: tuple[tuple[str, str], ...] = ()
     # Distributions that are not to be in its environment, and what becomes of it.
@@ -71,6 +76,16 @@ class Step:
     module: nn.Module
     run: Callable[[], None]
     layout: Layout | None  # what it makes of the module's parameters; None: they stay as they are
+
+
+class Names(Protocol):
+    """What a module about an engine's names offers. Nothing in it imports the engine."""
+
+    def has_default(self, param: str) -> bool:
+        """As `Engine.has_default`."""
+
+    def not_reloadable(self, names: Iterable[str]) -> list[str]:
+        """The tensors of a checkpoint that a running engine cannot load a second time, so that it is not tried."""
 
 
 class Engine(Protocol):

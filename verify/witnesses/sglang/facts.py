@@ -17,4 +17,8 @@ SGLANG = EngineFacts(
     attention_whole=True,
     unfused_option="--disable-shared-experts-fusion",
     hidden=("SGLANG_USE_CPU_ENGINE",),
+    live="verify.witnesses.sglang.live.server",
+    names="verify.witnesses.sglang.names",
+    tells_choices=True,
+    updates_draft=True,
 )

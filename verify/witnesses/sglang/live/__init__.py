@@ -1,15 +1,11 @@
-"""A live SGLang engine on GPUs: what it answers, and what it holds after weight updates."""
+"""A live SGLang engine on GPUs: the requests that trainers send it, and what its ranks write down."""
 
 MAY_IMPORT = (
     "ckptkit.core",
-    "ckptkit.storage",
     "ckptkit.formats",
-    "converters",
-    "quant",
-    "verify.evidence",
-    "verify.skip",
+    "quant.formats",
+    "verify.witnesses.live",
     "verify.witnesses.loading",
-    "verify.witnesses.process",
     "verify.witnesses.reference",
     "verify.witnesses.sglang",
 )

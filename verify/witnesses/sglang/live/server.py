@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,17 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE_INV
+from verify.witnesses.live.job import DRAFT, EngineJob
+from verify.witnesses.live.server import NotTried, buckets
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.reference.job import SHORT, TOP, Continuation, Judged, Routed
 from verify.witnesses.sglang.adapter import draft_class
-from verify.witnesses.sglang.live.job import DRAFT, EngineJob
 from verify.witnesses.sglang.live.readback import PACKED, POISON, RECORD
-from verify.witnesses.sglang.live.sessions import LOADERS, Refused, granted, has_sessions, loading, looking
+from verify.witnesses.sglang.live.sessions import LOADERS, granted, has_sessions, loading, looking
 from verify.witnesses.sglang.names import fuses_shared
 
 RELOADABLE = "CompressedTensorsWNA16MoE"  # the only packed layers that can be opened again
-BUCKET_BYTES = 512 << 20
 _NAMED = re.compile(r"^name=(\S+) ", re.MULTILINE)  # in the checker's message, a line a tensor
-
-
-class NotTried(Refused):
-    """A request that is known to end this SGLang was not sent; the message says why."""
 
 
 class Server:
@@ -246,15 +242,11 @@ def _continued(answer: Mapping[str, Any]) -> Continuation:
     return Continuation([int(found[1]) for found in written], [float(found[0]) for found in written])
 
 
-def buckets(checkpoint: HfCheckpoint) -> Iterator[list[tuple[str, Tensor]]]:
-    """Every tensor once, in lists of at least BUCKET_BYTES, the last one less."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in chain.from_iterable(checkpoint.read(names).items() for names in checkpoint.groups):
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
+def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:
+    """A running engine. Raises CkptkitError where it cannot do what the job asks; SGLang itself ends this process."""
+    return Server(job, checkpoint, start(job, checkpoint))
+
+
+def version() -> str:
+    """SGLang's release."""
+    return installed("sglang")

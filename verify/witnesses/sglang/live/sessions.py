@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from verify.witnesses.live.server import Refused
 from verify.witnesses.sglang.live.readback import POISON, RECORD
 
 BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
 LOADERS = [BEGIN, END, RECORD, POISON]  # what an engine is started with as `custom_weight_loader`
 Send = Callable[[Sequence[Any], str | None], None]
-
-
-class Refused(Exception):  # noqa: N818
-    """SGLang answered that it did not do what was asked; the message is its own."""
 
 
 def granted(answer: Sequence[Any]) -> None:

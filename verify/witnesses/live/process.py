@@ -1,10 +1,11 @@
-"""A live engine as a witness: `python -m verify.witnesses.sglang.live.process JOB.json` serves it and reports.
+"""A live engine as a witness: `python -m verify.witnesses.live.process JOB.json` serves it and reports.
 
 The engine answers the prompts; then, as asked, the whole checkpoint is pushed into it again through the requests that
-trainers use, and everything that it holds is read back and compared with what it held after its first load. SGLang's
-own checker compares too. Parameters are poisoned before the first update of a kind, so what an update leaves out shows.
+trainers use, and everything that it holds is read back and compared with what it held after its first load. The
+engine's own checker compares too, where it has one. Parameters are poisoned before the first update of a kind, so what
+an update leaves out shows.
 
-SGLang is imported inside functions alone. Nothing that an engine does is a verdict by itself: one that dies makes the
+Engines are imported inside functions alone. Nothing that an engine does is a verdict by itself: one that dies makes the
 report inconclusive.
 """
 
@@ -12,34 +13,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from ckptkit.core.errors import words_of
 from ckptkit.formats.hf.reader import HfCheckpoint
+from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineJob, EngineReport, Reload
+from verify.witnesses.live.server import Adapter, NotTried, Refused, Server
 from verify.witnesses.process.codec import save
 from verify.witnesses.process.entry import run_job
 from verify.witnesses.process.exit_report import Phase, PhaseLog
-from verify.witnesses.sglang.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineJob, EngineReport, Reload
-from verify.witnesses.sglang.live.server import NotTried, Server, start
-from verify.witnesses.sglang.live.sessions import Refused
 
 
 def run(job: EngineJob, phases: PhaseLog) -> None:
-    """Starts the engine and does what the job asks; saves the report after each step. Raises whatever SGLang raises."""
+    """Starts the engine and does what the job asks; saves the report after each step. Raises whatever it raises."""
     phases.enter(Phase("starting the engine"))
-    checkpoint = HfCheckpoint(job.checkpoint)
-    server = Server(job, checkpoint, start(job, checkpoint))
+    adapter: Adapter = import_module(job.adapter)
+    server = adapter.serve(job, HfCheckpoint(job.checkpoint))
     try:
-        for report in _reports(job, server, phases):
+        for report in _reports(job, server, phases, adapter.version()):
             save(report, Path(job.report))
     finally:
         server.stop()
 
 
-def _reports(job: EngineJob, server: Server, phases: PhaseLog) -> Iterator[EngineReport]:
+def _reports(job: EngineJob, server: Server, phases: PhaseLog, version: str) -> Iterator[EngineReport]:
     """The report so far, after the first answers and after each step; the last one is complete."""
     phases.enter(Phase("reading back what the engine holds"))
     first = server.held() if job.reloads else {}
@@ -47,8 +47,8 @@ def _reports(job: EngineJob, server: Server, phases: PhaseLog) -> Iterator[Engin
     passes = {FIRST: server.answers(), AGAIN: server.answers()}
     volatile = _changed(first, server.held()) if first else []
     report = EngineReport(
-        version("sglang"),
-        torch.cuda.get_device_name(),
+        version,
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU",
         passes,
         len(first),
         sum(size for _, size in first.values()),
@@ -70,7 +70,7 @@ def _reports(job: EngineJob, server: Server, phases: PhaseLog) -> Iterator[Engin
         yield report
         refused = bool(reload.refused)
         if reload.refused and reload.tried:
-            break  # what SGLang holds now is not known
+            break  # what it holds now is not known
     yield replace(report, complete=True)
 
 

@@ -27,6 +27,7 @@ class EngineJob:
     length: int = LENGTH  # at most, after an opening
     routed_layers: int = 0  # of how many layers the experts of short prompts are recorded
     draft: bool = False  # it decodes speculatively, with the directory's multi-token prediction layers
+    adapter: str = ""  # the module that starts it (`live.server.Adapter`)
 
     @property
     def reloads(self) -> bool:
@@ -36,12 +37,12 @@ class EngineJob:
 
 @dataclass(frozen=True)
 class Reload:
-    """What a second load left. Tensors by SGLang's names."""
+    """What a second load left. Tensors by the engine's names."""
 
     name: str
     refused: str = ""  # why it did not load
     changed: Sequence[str] = ()  # found by our read-back unlike those of the first load
-    unequal: Sequence[str] = ()  # named by SGLang's own checker
+    unequal: Sequence[str] = ()  # named by the engine's own checker
     tried: bool = True  # False: not, since that would end the engine
 
 

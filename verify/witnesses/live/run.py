@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from ckptkit.core.installation import package_release
@@ -14,11 +15,11 @@ from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.values import language_part
 from converters.planner import dims_of
 from converters.registry import family_of
-from quant.formats.part_names import PACKED
-from quant.formats.zero_points import is_expert
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
+from verify.witnesses.live.job import FIRST, EngineJob, EngineReport
+from verify.witnesses.loading.engine import EngineFacts, Names
 from verify.witnesses.loading.job import EngineSizes
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.loading.run import check_class, engine_sizes, interpreter_of, require
@@ -28,18 +29,16 @@ from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
 from verify.witnesses.reference.prediction import texts_of
 from verify.witnesses.reference.run import check_reference, prompts_of, run_reference
 from verify.witnesses.reference.text import openings_of, tokenizer_of
-from verify.witnesses.sglang.facts import SGLANG
-from verify.witnesses.sglang.live.job import FIRST, EngineJob, EngineReport
-from verify.witnesses.sglang.names import fuses_shared
+from verify.witnesses.registry import live_engine
 
-_WITNESS = "verify.witnesses.sglang.live.process"
-# What SGLang says of layers that its kernels or ranks cannot cut, and where it looks for tensors of other names.
+_WITNESS = "verify.witnesses.live.process"
+# What engines say of layers that their kernels or ranks cannot cut, and where they look for tensors of other names.
 _BY_SHAPE = re.compile(
     r"Invalid thread config|(?:not|must be) divisible by|not evenly divisible|Unsupported shapes"
     r"|KeyError\b.*in load_weights\b"
 )
-NO_COUNT = "SGLang gives the choices of experts only with num_experts_per_tok in config.json"
-_START_S = 1200  # importing SGLang and compiling its kernels on a cold machine
+NO_COUNT = "an engine gives the choices of experts only with num_experts_per_tok in config.json"
+_START_S = 1200  # importing an engine and compiling its kernels on a cold machine
 _PASSES = 8  # over the weights, at most
 
 
@@ -71,21 +70,35 @@ def run_engine(subject: Subject) -> EngineRun:
 def run_draft_engine(subject: Subject) -> EngineRun | None:
     """Loads weights again as asked, with the checkpoint's multi-token prediction layers as draft model.
 
-    None where it holds no such layers. This engine answers no prompts: those are the model's own business. Raises
-    Unable where that cannot be done here.
+    None where it holds no such layers, and for an engine whose draft models are not updated here. This engine answers
+    no prompts: those are the model's own business. Raises Unable where that cannot be done here.
     """
-    return _served(subject, draft=True) if draft_names(config_of(subject), subject.checkpoint.specs) else None
+    if not engine_of(subject).updates_draft or not draft_names(config_of(subject), subject.checkpoint.specs):
+        return None
+    return _served(subject, draft=True)
+
+
+def engine_of(subject: Subject) -> EngineFacts:
+    """The engine that serves the subject."""
+    return live_engine(subject.against)
+
+
+def names_of(subject: Subject) -> Names:
+    """What is known of the parameters of that engine by their names."""
+    names: Names = import_module(engine_of(subject).names)
+    return names
 
 
 def _served(subject: Subject, draft: bool) -> EngineRun:
-    sizes = _sizes(subject)
+    engine = engine_of(subject)
+    sizes = _sizes(engine, subject)
     config = config_of(subject)
-    check_class(SGLANG, config)
+    check_class(engine, config)
     logits = "logits" in subject.against and not draft
     again = subject.once(no_second_load) is None
     prompts = [] if draft else prompts_of(config, logits)
     openings = openings_of(tokenizer_of(subject.path), config, prompts) if logits else []
-    layers = _routed_layers(config) if logits else 0
+    layers = _routed_layers(engine, config) if logits else 0
     job = EngineJob(
         str(subject.path),
         prompts,
@@ -95,9 +108,10 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
         openings=openings,
         routed_layers=layers,
         draft=draft,
+        adapter=engine.live,
     )
     limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES)
-    report, failed = ask(job, _WITNESS, EngineReport, limit_s, interpreter_of(SGLANG, subject))
+    report, failed = ask(job, _WITNESS, EngineReport, limit_s, interpreter_of(engine, subject))
     if report is not None:
         return EngineRun(report, prompts, failed, openings, layers)
     if _BY_SHAPE.search(failed):
@@ -105,15 +119,17 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
     return EngineRun(None, failed=f"the engine failed, which says nothing about the checkpoint: {failed}")
 
 
-def _routed_layers(config: Mapping[str, Any]) -> int:
-    """The layers of a model with experts whose choices SGLang gives; 0 where it gives none."""
+def _routed_layers(engine: EngineFacts, config: Mapping[str, Any]) -> int:
+    """The layers of a model with experts whose choices the engine gives; 0 where it gives none."""
     counted = "num_experts_per_tok" in language_part(config)
     dims = dims_of(config)
-    return dims.layers if dims.experts and counted and no_choices(config) is None else 0
+    return dims.layers if dims.experts and counted and no_choices(engine, config) is None else 0
 
 
-def no_choices(config: Mapping[str, Any]) -> str | None:
-    """Why SGLang's class cannot tell which experts a token is sent to; None where it can."""
+def no_choices(engine: EngineFacts, config: Mapping[str, Any]) -> str | None:
+    """Why an engine's class cannot tell which experts a token is sent to; None where it can."""
+    if not engine.tells_choices:
+        return f"{engine.label} is not asked for the experts that it chose"
     family = family_of(config)
     if package_release("sglang") >= family.engine("sglang").layer_id_since:
         return None
@@ -124,16 +140,14 @@ def no_choices(config: Mapping[str, Any]) -> str | None:
 
 
 def no_second_load(subject: Subject) -> str | None:
-    """Why SGLang cannot be updated with this checkpoint, known before it starts; None where it may be."""
-    specs = subject.hf_files.specs
-    joined = fuses_shared(specs)
-    packed = (name for name in specs if name.endswith(PACKED) and not is_expert(name))
-    other = [name for name in packed if not (joined and ".shared_experts." in name)]
+    """Why the engine cannot be updated with this checkpoint, known before it starts; None where it may be."""
+    other = names_of(subject).not_reloadable(subject.hf_files.specs)
     if not other:
         return None
+    label = engine_of(subject).label
     return (
-        f"not tried, since SGLang cannot load INT4 layers other than routed experts a second time: {summarize(other)}; "
-        "leave only experts in INT4 (`ckptkit quantize --preset rl`)"
+        f"not tried, since {label} cannot load INT4 layers other than routed experts a second time: "
+        f"{summarize(other)}; leave only experts in INT4 (`ckptkit quantize --preset rl`)"
     )
 
 
@@ -167,15 +181,17 @@ def _written(report: EngineReport) -> Ids:
     return [one.ids for one in report.written]
 
 
-def _sizes(subject: Subject) -> EngineSizes:
+def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
     """The engine's sizes. Raises Unable unless an engine can serve the subject here."""
     import torch
 
-    require(SGLANG, subject)
+    on_cpu = engine.cpu_package is not None and interpreter_of(engine, subject).release(engine.cpu_package) is not None
+    if not on_cpu:
+        require(engine, subject)
     if subject.is_megatron:
         raise Unable("an engine serves HF directories: export it (`ckptkit convert`) and verify the export")
-    if torch.cuda.device_count() < max(1, subject.tp):
-        raise Unable(f"needs CUDA: one GPU a rank for {subject.tp}, and there are {torch.cuda.device_count()} here")
-    if (sizes := engine_sizes(SGLANG, subject)) is None:
-        raise Unable("an engine has no such sizes: --ep divides --tp, and there is no --pp")
+    if (sizes := engine_sizes(engine, subject)) is None:
+        raise Unable(f"{engine.label} has no such sizes: {engine.sizes}")
+    if not on_cpu and torch.cuda.device_count() < sizes.ranks:
+        raise Unable(f"needs CUDA: one GPU a rank for {sizes.ranks}, and there are {torch.cuda.device_count()} here")
     return sizes

@@ -1,0 +1,65 @@
+"""`verify --against-vllm --update --release-resume --logits` with a real `vllm.LLM` on a GPU.
+
+Sound models pass, broken updates do not. tests/verify/witnesses/vllm/test_vllm_live_cpu.py has what needs no GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import models
+from support.engine_models import ATTENTION, ROUTER, saved, verified
+from support.sglang_runs import written
+from support.vllm_live import FAULTS, reports
+
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+from verify.report import Report
+from verify.witnesses.process.interpreter import python_of
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.vllm,
+    pytest.mark.timeout(1500),
+]
+ALL = frozenset({"vllm", "engine", "update", "release-resume", "logits"})
+CODES = ("CK511", "CK512", "CK513", "CK601", "CK604")
+
+
+def live(report: Report) -> dict[str, tuple[str, str | None]]:
+    return {one.code: (one.status, one.reason) for one in report.checks if one.code in CODES}
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_updates_sleep_and_logits_of_sound_models_pass(name: str, tmp_path: Path) -> None:
+    report = verified(saved(name, tmp_path), ALL)
+    assert live(report) == dict.fromkeys(CODES, ("passed", None)), report.findings
+    assert report.findings == []
+
+
+def test_int4_is_repacked_by_each_update(tmp_path: Path) -> None:
+    quantize(
+        saved("moe", tmp_path), tmp_path / "int4", QuantScheme(32, "qmax7", (ATTENTION, ROUTER)), readers=("vllm",)
+    )
+    report = verified(tmp_path / "int4", ALL)
+    assert live(report) == dict.fromkeys(CODES, ("passed", None)), report.findings
+
+
+def test_tensor_that_updates_leave_out_is_named(tmp_path: Path) -> None:
+    lost = "model.layers.3.mlp.down_proj.weight"
+    source = saved("dense", tmp_path)
+    kept = {name: tensor for name, tensor in models.tensors(source).items() if name != lost}
+    report = verified(written(tmp_path, "lost", source, kept), ALL - {"logits"})
+    found = {(one.code, one.tensor) for one in report.findings if one.code.startswith("CK51")}
+    assert found >= {("CK512", lost), ("CK513", lost)}
+
+
+def test_planted_faults_are_named(tmp_path: Path) -> None:
+    found = reports(tmp_path, saved("moe", tmp_path / "model"), program=python_of("vllm", {}), gpu=True)
+    sound = found.pop("none")
+    assert [one.changed for one in sound.reloads] == [[]] * 4
+    assert found.keys() == FAULTS.keys()
+    for fault, report in found.items():
+        assert any(one.changed for one in report.reloads[:2]), fault

