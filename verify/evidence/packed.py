@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ckptkit.core.checkpoint import Checkpoint
 from quant.formats.groups import Group, group_of
 from quant.formats.part_names import (
     SCALE,
@@ -19,6 +21,7 @@ from quant.formats.part_names import (
 )
 from quant.formats.scheme import EXPERTS_ZERO_POINTS
 from verify.evidence.expected import weights_of
+from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
 
 
@@ -85,24 +88,26 @@ class Scale:
 
 def read_scales(subject: Subject) -> list[Scale]:
     """Every scale of the checkpoint with the weight_shape beside it, in order. Raises CkptkitError."""
-    return list(_scales(subject))
+    checkpoint = subject.checkpoint
+    modules = list(packed_in(checkpoint.specs))
+    largest = max((spec.nbytes for name, spec in checkpoint.specs.items() if name.endswith(SCALE)), default=0)
+    # Several threads of torch's own would wait for one another at every small step, on a busy machine for minutes.
+    with threads(largest) as pool:
+        return list(pool.map(partial(_scale, checkpoint), modules))
 
 
-def _scales(subject: Subject) -> Iterator[Scale]:
-    specs = subject.checkpoint.specs
-    for module in packed_in(specs):
-        parts = [module + SCALE, module + SHAPE]
-        found = subject.checkpoint.read([part for part in parts if part in specs])
-        scale, shape = found.get(parts[0]), found.get(parts[1])
-        nbytes = sum(tensor.nbytes for tensor in found.values())
-        stated = None if shape is None else tuple(int(size) for size in shape.flatten().tolist())
-        if scale is None:
-            yield Scale(module, 0, 0, 0, 0, None, stated, nbytes)
-            continue
-        good = scale[scale.isfinite() & (scale != 0)].float().abs()
-        wrong, zero, negative = (int(found.sum()) for found in (~scale.isfinite(), scale == 0, scale < 0))
-        middle = float(good.median()) if good.numel() else None
-        yield Scale(module, scale.numel(), wrong, zero, negative, middle, stated, nbytes)
+def _scale(checkpoint: Checkpoint, module: str) -> Scale:
+    parts = [module + SCALE, module + SHAPE]
+    found = checkpoint.read([part for part in parts if part in checkpoint.specs])
+    scale, shape = found.get(parts[0]), found.get(parts[1])
+    nbytes = sum(tensor.nbytes for tensor in found.values())
+    stated = None if shape is None else tuple(int(size) for size in shape.flatten().tolist())
+    if scale is None:
+        return Scale(module, 0, 0, 0, 0, None, stated, nbytes)
+    good = scale[scale.isfinite() & (scale != 0)].float().abs()
+    wrong, zero, negative = (int(found.sum()) for found in (~scale.isfinite(), scale == 0, scale < 0))
+    middle = float(good.median()) if good.numel() else None
+    return Scale(module, scale.numel(), wrong, zero, negative, middle, stated, nbytes)
 
 
 def part_shapes(

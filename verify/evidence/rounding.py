@@ -1,4 +1,4 @@
-"""Measures how far packed INT4 weights are off their source, dequantized with compressed-tensors' own unpacking.
+"""Measures how far packed INT4 weights are off their source, unpacked here and not by what packs them.
 
 The bound on the error of a rounded weight, in steps (one step is the scale of its group):
 - Inside the grid rounding is to the nearest code, so the error is at most 1/2.
@@ -30,16 +30,22 @@ point of another group move it by more than its norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.progress import progress
 from ckptkit.core.specs import TensorSpec
+from ckptkit.storage.buffers import ON_THE_WAY
 from converters.planner import expected_hf
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.scheme import KEPT_SCALES
 from verify.evidence.expected import config_of, packed_parts, weights_of
 from verify.evidence.packed import Int4Format, int4_format_of, observer_kwargs, part_shapes
+from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
 from verify.evidence.values import source_as_hf
 
@@ -92,29 +98,80 @@ def rounding_of(subject: Subject) -> dict[str, Rounding]:
     if form is None or subject.source is None:
         return {}
     source = source_as_hf(subject)
-    shapes, found = expected_hf(config), dict[str, Rounding]()
+    shapes = expected_hf(config)
     modules = {module for module in packed_in(specs) if _fits(module, specs, config, form, shapes)}
-    for group in source.groups:
-        names = [name for name in group if name.removesuffix(".weight") in modules]
-        for name, original in source.read(names).items() if names else ():
-            # A source of another size is another model, which CK702 says.
-            if tuple(original.shape) == shapes[name]:
-                module = name.removesuffix(".weight")
-                parts = subject.checkpoint.read([f"{module}.{part}" for part in packed_parts(config)])
-                found[name] = _rounding(parts, module, form, original, config)
+    # A source of another size is another model, which CK702 says.
+    packed = {
+        name
+        for name, spec in source.specs.items()
+        if name.removesuffix(".weight") in modules and spec.shape == shapes[name]
+    }
+    groups = [names for group in source.groups if (names := [name for name in group if name in packed])]
+    sizes = [sum(source.specs[name].nbytes for name in names) for names in groups]
+    look = partial(_look, subject.checkpoint, source, form, config)
+    found: dict[str, Rounding] = {}
+    with progress("comparing INT4", sum(sizes)) as advance, threads(max(sizes, default=0)) as pool:
+        for nbytes, part in zip(sizes, pool.map(look, groups), strict=True):
+            advance(nbytes)
+            found |= part
+    return found
+
+
+def _look(
+    checkpoint: Checkpoint, source: Checkpoint, form: Int4Format, config: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, Rounding]:
+    found = {}
+    for name, original in source.read(names).items():
+        module = name.removesuffix(".weight")
+        parts = checkpoint.read([f"{module}.{part}" for part in packed_parts(config)])
+        found[name] = _rounding(parts, module, form, original, config)
     return found
 
 
 def _rounding(
     parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor, config: Mapping[str, Any]
 ) -> Rounding:
-    scale, grid = parts[module + SCALE], grid_of(config)
+    scale, grid, gptq = parts[module + SCALE], grid_of(config), is_gptq(config)
     signed = form.symmetric and bool((scale < 0).any())
-    steps = worst_steps(parts, module, form, original, signed)
-    limit = bound_in_steps(scale.dtype, form.symmetric, is_searched(config), signed)
-    off = scale_off(scale, original, form, grid) if grid and steps <= limit else 0.0
-    distance = worst_row(parts, module, form, original) if is_gptq(config) else None
-    return Rounding(steps, limit, off, sum(tensor.nbytes for tensor in parts.values()), distance)
+    steps, off, distances = [], [], []
+    for rows, some in in_runs(parts, module, form, original):
+        steps.append(worst_steps(some, module, form, rows, signed))
+        off.append(scale_off(some[module + SCALE], rows, form, grid) if grid else 0.0)
+        distances.append(worst_row(some, module, form, rows) if gptq else 0.0)
+    worst, limit = _largest(steps), bound_in_steps(scale.dtype, form.symmetric, is_searched(config), signed)
+    return Rounding(
+        steps=worst,
+        limit=limit,
+        scale_off=_largest(off) if worst <= limit else 0.0,
+        nbytes=sum(tensor.nbytes for tensor in parts.values()),
+        distance=_largest(distances) if gptq else None,
+    )
+
+
+def in_runs(
+    parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor
+) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+    """Runs of rows of a weight [rows, columns] with their own parts.
+
+    Each temporary float32 array of a run is so small that malloc keeps its memory. Of whole matrices the kernel takes
+    back and clears every page of each: half of the time was its.
+    """
+    rows, columns = original.shape
+    least = 8 if form.bits == 4 else 32  # rows whose zero points fill whole words
+    several = max(least, ON_THE_WAY // (4 * columns) // least * least)
+    for begin in range(0, rows, several):
+        end = min(rows, begin + several)
+        at, words = slice(begin, end), slice(begin * form.bits // 32, form.words(end))
+        some = {module + part: parts[module + part][at] for part in (PACKED, SCALE)}
+        if not form.symmetric:
+            zero = parts[module + ZERO_POINT]
+            some[module + ZERO_POINT] = zero[:, words] if _is_turned(form, module) else zero[words]
+        yield original[at], some
+
+
+def _largest(values: Sequence[float]) -> float:
+    """The largest; NaN where one is."""
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 def _fits(
@@ -134,23 +191,40 @@ def _fits(
 
 
 def dequantized(
-    parts: Mapping[str, Tensor], module: str, form: Int4Format, shape: tuple[int, ...]
+    parts: Mapping[str, Tensor], module: str, form: Int4Format, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """float32 weights [rows, groups, group] and scales [rows, groups] of one module; a short last group ends in 0."""
-    # Imported here because it brings transformers with it, which takes seconds.
-    import torch
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-    codes = grouped(unpack_from_int32(parts[module + PACKED], form.bits, torch.Size(shape)).float(), form)
+    codes = grouped(_codes(parts[module + PACKED], form.bits, shape).float(), form)
     scale = parts[module + SCALE].float()
     if not form.symmetric:
         rows, groups, stored = shape[0], form.groups(shape[1]), parts[module + ZERO_POINT]
-        if form.sglang_experts and ".experts." in module:
-            zero = _in_rows(unpack_from_int32(stored, form.bits, torch.Size((groups, rows))))
+        if _is_turned(form, module):
+            zero = _in_rows(_codes(stored, form.bits, (groups, rows)))
         else:
-            zero = unpack_from_int32(stored, form.bits, torch.Size((rows, groups)), packed_dim=0)
+            zero = _codes(stored.T, form.bits, (groups, rows)).T
         codes = codes - zero.unsqueeze(-1)
     return codes * scale.unsqueeze(-1), scale
+
+
+def _codes(words: Tensor, bits: int, shape: Sequence[int]) -> Tensor:
+    """int8 [rows, columns] of `shape`, from int32 words along the rows; of 4 bits eight a word, the lowest first, each
+    plus 8. Source: compressed-tensors `pack_to_int32`. Other widths are unpacked by compressed-tensors.
+    """
+    import torch
+
+    if bits != 4:
+        # Brings transformers with it, which takes longer to import than a small checkpoint to compare.
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+        found: Tensor = unpack_from_int32(words, bits, torch.Size(shape))
+        return found
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, : shape[1]].view(torch.int8) - 8
+
+
+def _is_turned(form: Int4Format, module: str) -> bool:
+    """Whether zero points are [groups, words of rows], as SGLang reads those of experts."""
+    return form.sglang_experts and ".experts." in module
 
 
 def _in_rows(zero_point: Tensor) -> Tensor:

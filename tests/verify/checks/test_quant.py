@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
+from quant.formats.zero_points import for_sglang_experts
 from verify.evidence.packed import Int4Format
-from verify.evidence.rounding import bound_in_steps, worst_steps
+from verify.evidence.rounding import bound_in_steps, in_runs, worst_steps
 from verify.run import verify
 
 INDEX = "model.safetensors.index.json"
@@ -359,3 +360,28 @@ def test_dequantization_agrees_with_compressed_tensors() -> None:
             "weight"
         ]
         assert worst_steps(parts, "m", Int4Format(4, 32, symmetric), back.float()) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["symmetric", "asymmetric", "asymmetric, as SGLang reads experts"])
+def test_runs_of_rows_have_their_own_parts(layout: str) -> None:
+    """Of 204 rows, each run but the last of 64; zero points of eight rows share a word."""
+    torch.manual_seed(5)
+    symmetric, turned, rows = layout == "symmetric", layout.endswith("experts"), 208 if "SGLang" in layout else 204
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, strategy="group", group_size=128)
+    parts = compressed(torch.randn(rows, 2048) + torch.linspace(-2, 2, rows)[:, None], symmetric=symmetric, group=128)
+    state = {name.removeprefix("m."): tensor for name, tensor in parts.items()}
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    weight = PackedQuantizationCompressor.decompress(state, scheme)["weight"].float()
+    parts = {name.replace("m.", "m.experts.0."): tensor for name, tensor in parts.items()}
+    if turned:
+        zero = parts["m.experts.0.weight_zero_point"]
+        parts["m.experts.0.weight_zero_point"] = for_sglang_experts(zero, rows, "m.experts.0")
+    form = Int4Format(4, 128, symmetric, turned)
+    weight[-1, -1] += 3 * parts["m.experts.0.weight_scale"][-1, -1]
+    runs = list(in_runs(parts, "m.experts.0", form, weight))
+    assert torch.equal(torch.cat([original for original, _ in runs]), weight)
+    steps = [worst_steps(some, "m.experts.0", form, original) for original, some in runs]
+    assert len(runs) == 4
+    assert max(steps[:-1]) < 1e-4
+    assert steps[-1] == pytest.approx(3, abs=1e-3)
+    assert worst_steps(parts, "m.experts.0", form, weight) == pytest.approx(3, abs=1e-3)

@@ -90,7 +90,7 @@ def _inexact(rounding: Mapping[str, FloatRounding], subject: Subject) -> Iterato
 
 
 def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Compares INT4, unpacked by compressed-tensors."""
+    """Compares INT4."""
     config, _, _ = packed_weights(subject)
     if subject.source is None or is_quantized(subject.source.config):
         raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
