@@ -5,15 +5,18 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.progress import size
 from ckptkit.core.specs import TensorSpec
+from verify.check import NOT_APPLICABLE
 from verify.report import Report
 from verify.reports.headline import headline
 from verify.reports.markdown import body, code, plain
 from verify.reports.text import totals
+
+_IN_HEAD = ("download", "megatron", "SGLang", "vLLM", "SGLang engine")  # facts with what was asked, and its release
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,9 @@ def page(card: Card) -> str:
     lines = [f"# {plain(Path(report.checkpoint).absolute().name)}: {report.status.upper()}", ""]
     lines += [f"{plain(headline(report))} Audited with ckptkit; its JSON is {code(card.digests.name)}.", ""]
     lines += ["| | |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in _rows(card)), ""]
-    lines += [
-        "## Repeat it",
-        "",
-        *(f"- {what}: {code(command)}" for what, command in _commands(card)),
-        "",
-        *body(report),
-    ]
+    lines += ["## Repeat it", "", *(f"- {what}: {code(command)}" for what, command in _commands(card)), ""]
+    # What does not apply is in the JSON.
+    lines += body(replace(report, facts={name: text for name, text in report.facts.items() if name != NOT_APPLICABLE}))
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -71,6 +70,9 @@ def _rows(card: Card) -> Iterator[tuple[str, str]]:
         yield "tensors", f"{len(card.specs):,} ({dtype_counts(spec.dtype for spec in card.specs)})"
         yield "size", f"{sum(spec.nbytes for spec in card.specs):,} bytes"
     yield "verdict", plain(report.verdict)
+    if report.status != "passed":  # of one that passed the verdict says so
+        yield "looked at", plain(report.scope)
+    yield from ((plain(name), plain(report.facts[name][0])) for name in _IN_HEAD if report.facts.get(name))
     yield "compared", plain(totals(report))
     yield "digest of all tensors", f"BLAKE3 {code(card.weights)}" if card.weights else "none: not all could be read"
     yield "signature", code(f"{card.digests.name}.sig") if card.signed else "none"

@@ -19,6 +19,8 @@ from ckptkit.app.cli import cli
 from ckptkit.app.cli.verification import _repeated
 from ckptkit.transfer.manifest import digest_of_all, read_manifest
 from verify.evidence import reading
+from verify.report import Report
+from verify.reports import card as audit
 
 NAME = "qwen2-untied"
 Card = Callable[..., Result]
@@ -80,6 +82,9 @@ def test_a_card_says_what_was_compared_and_how_to_repeat_it(card: Card, releases
     assert made["card"]["memory"]["ckptkit"] > 100_000_000
     assert f"\n- all of it: `ckptkit card {path} --source {source}`\n" in page
     assert "\n- are these the weights: `ckptkit verify COPY --manifest audit.json`\n" in page
+    assert "## tensors per layer" in page
+    assert "## not applicable" not in page
+    assert "not applicable" in made["report"]["facts"]
     assert "| CK202 | values equal the source's, bit for bit | passed |" in page
     assert made["report"]["status"] == "passed"
     assert made["report"]["source"] == str(source)
@@ -133,6 +138,15 @@ def test_a_signed_card_says_who_vouches_for_it(card: Card, releases: PathOf, key
     assert "CK119" in CliRunner().invoke(cli, asked).output
 
 
+def test_releases_of_what_was_asked_stand_in_the_table() -> None:
+    """A fact of SGLang or Megatron begins with the release (`tests/verify/witnesses`)."""
+    report = Report("1", (), "x", None, [], [], {"SGLang": ["SGLang 0.5.16, tp 2", "147 tensors into 60"]})
+    made = audit.Card(report, ["card"], [], None, Path("card.json"), False, {}, "", 1.0, (10**9, 2 * 10**9))
+    text = audit.page(made)
+    assert "\n| SGLang | SGLang 0.5.16, tp 2 |\n" in text
+    assert "\n| most memory | 1.00 GB; 2.00 GB in a process that it started |\n" in text
+
+
 def test_a_card_of_a_broken_checkpoint_says_so_and_exits_with_1(
     card: Card, releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
 ) -> None:
@@ -141,6 +155,8 @@ def test_a_card_of_a_broken_checkpoint_says_so_and_exits_with_1(
     assert card(path, "--source", releases(NAME)).exit_code == 1
     page = Path("card.md").read_text()
     assert page.startswith(f"# {path.name}: FAILED\n\nconfig.json: rms\\_norm\\_eps = 0.5 instead of 1e-06. ")
+    assert "\n| verdict | FAILED with 1 error |\n" in page
+    assert "\n| looked at | files and values; Megatron, SGLang, vLLM not asked |\n" in page
     assert "## CK702 error: " in page
     assert content()["report"]["status"] == "failed"
     assert len(read_manifest(Path("card.json")).tensors) == len(content()["tensors"])
