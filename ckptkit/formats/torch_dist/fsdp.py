@@ -60,9 +60,10 @@ def _key(key: str) -> str:
 
 
 def _weight(name: str) -> str:
+    if mtp := _MTP.fullmatch(name):
+        name = f"{mtp[1]}.transformer_layer.{mtp[2]}"
     if expert := _EXPERT.fullmatch(name):
         return f"{expert[1]}.experts.experts.{expert[4]}.{expert[2]}.{expert[3]}{expert[5] or ''}"
     if expert := _LOCAL_EXPERT.fullmatch(name):
         return f"{expert[1]}.experts.experts.{expert[2]}.{expert[3]}"
-    mtp = _MTP.fullmatch(name)
-    return f"{mtp[1]}.transformer_layer.{mtp[2]}" if mtp else name
+    return name

@@ -97,6 +97,10 @@ LAYER, MTP, STATE = "decoder.layers.1.", "mtp.layers.0.", "optimizer.state."
     ("key", "torch_dist"),
     [
         (f"model.module.{MTP}mtp_model_layer.mlp.linear_fc2.weight", f"{MTP}transformer_layer.mlp.linear_fc2.weight"),
+        (
+            f"model.{MTP}mtp_model_layer.mlp.experts.local_experts.3.linear_fc2.weight",
+            f"{MTP}transformer_layer.mlp.experts.experts.3.linear_fc2.weight",
+        ),
         (f"model.module.{MTP}mtp_model_layer.layers.1.mlp.x", f"{MTP}mtp_model_layer.layers.1.mlp.x"),
         (
             f"model.module.{LAYER}mlp.experts.local_experts.7.linear_fc1.weight_v",
