@@ -18,12 +18,15 @@ import torch
 
 from ckptkit.app.api import quantize
 from ckptkit.app.demo import MOE, make_release
+from ckptkit.core.installation import program_version
+from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.writer import SafetensorsFiles
 from ckptkit.transfer.files import FilesWriter
 from quant.formats.scheme import QuantScheme
-from verify.report import Report
+from verify.report import CheckResult, Finding, Report
 from verify.reports import FORMATS, write_report
+from verify.reports.heat import Measured, heat_map
 from verify.run import verify
 
 HERE = Path(__file__).resolve().parent
@@ -63,7 +66,44 @@ def example(path: str, source: str) -> Report:
     )
 
 
-def screenshot(page: Path, image: Path, width: int) -> None:
+def large() -> Report:
+    """What verify makes of 100 layers with 200 experts each: layers 70 and 80 exchanged, experts of a rank misnumbered.
+
+    The report is made up, since the weights of such a model take minutes to write; the page is made as any.
+    """
+    parts = [f"mlp.experts.{expert}.{part}_proj" for expert in range(200) for part in ("gate", "up", "down")]
+    parts += ["input_layernorm", "mlp.gate", *(f"self_attn.{part}_proj" for part in "qkvo")]
+    names = [f"model.layers.{layer}.{part}.weight" for layer in range(100) for part in parts]
+    moved = frozenset(name for name in names if name.startswith(("model.layers.70.", "model.layers.80.")))
+    local = frozenset(
+        f"model.layers.42.mlp.experts.{expert}.{part}_proj.weight"
+        for expert in range(50, 100)
+        for part in ("up", "down")
+    )
+    wrong = {
+        "layers {70,80} are exchanged": (moved, "their names were exchanged where they were written: save again"),
+        "experts {50..99} hold the values of experts {0..49}": (local, "save again with global expert IDs"),
+    }
+    findings = [
+        Finding("CK202", "own values", text, hint, summarize(found), len(found), "moe-large", names=found)
+        for text, (found, hint) in wrong.items()
+    ]
+    heat = heat_map(((name, Measured(0.0, failed=name in moved | local)) for name in names), findings)
+    unable = "SGLang is not installed"
+    checks = [
+        CheckResult("CK104", "index, shards and config name the same tensors", "passed", None, len(names), 0, 1.2),
+        CheckResult("CK202", "values equal the source's, bit for bit", "failed", None, len(names), 0, 132.4),
+        CheckResult("CK402", "every rank holds its slice of the source", "passed", None, len(names), 0, 260.0),
+        CheckResult("CK501", "SGLang loads the checkpoint", "skipped", unable),
+    ]
+    command = ["ckptkit", "verify", "moe-large", "--source", "moe", "--against-megatron", "--against-sglang"]
+    reasons = [f"CK501: {unable}"]
+    return Report(
+        program_version(), command, "moe-large", "moe", checks, findings, {}, heat, reasons, not_asked=("vLLM",)
+    )
+
+
+def screenshot(page: Path, image: Path, width: int, *, dark: bool = False) -> None:
     """What a browser shows of the page in so many pixels. Without a browser the image stays as it is."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
@@ -72,7 +112,8 @@ def screenshot(page: Path, image: Path, width: int) -> None:
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to be started by root
     with tempfile.TemporaryDirectory() as profile:
         command = [browser, "--headless", *sandbox, f"--user-data-dir={profile}", "--hide-scrollbars"]
-        command += [f"--window-size={width},1000", f"--screenshot={image}", page.as_uri()]
+        command += ["--blink-settings=preferredColorScheme=0"] if dark else []
+        command += [f"--window-size={width},900", f"--screenshot={image}", page.as_uri()]
         subprocess.run(command, check=True, capture_output=True)
 
 
@@ -90,9 +131,12 @@ def main() -> None:
                 raise SystemExit(f"{path} {report.status}, which is no example of a run that {name}")
             for ending in FORMATS:
                 write_report(report, HERE / f"{name}{ending}")
+        page = Path(directory) / "large.html"
+        write_report(large(), page)
+        screenshot(page, HERE / "large.png", 1280)
         os.chdir(HERE)
     screenshot(HERE / "failed.html", HERE / "failed.png", 1280)
-    screenshot(HERE / "failed.html", HERE / "failed-phone.png", 390)
+    screenshot(HERE / "failed.html", HERE / "failed-phone.png", 390, dark=True)
 
 
 if __name__ == "__main__":
