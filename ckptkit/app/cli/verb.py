@@ -38,6 +38,22 @@ GROUPS = {
         "doctor": "ckptkit doctor sglang",
     },
 }
+# The sections of the help of verbs that compare; what is in none of them comes last.
+_SECTIONS = {
+    "Compare with": {"--source", "--adapter", "--hf", "--manifest", "--manifest-key"},
+    "Ask real programs": {
+        *("--against-megatron", "--against-sglang", "--against-vllm", "--engine", "--update", "--release-resume"),
+        *("--logits", "--rollout-data", "--rollout-temperature"),
+        *("--megatron-python", "--sglang-python", "--vllm-python"),
+    },
+    "Parallel sizes": {"--tp", "--pp", "--ep", "--etp", "--dp-attention", "--vpp", "--cp"},
+    "Megatron's layout": {
+        *("--pipeline-layout", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+        *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+        *("--ranks", "--trainer-loader"),
+    },
+    "Output": {"--output", "--sign", "--key", "--report", "--strict", "--all", "--json", "--quiet", "--verbose"},
+}
 LAUNCH = "launch"  # the key in `Context.meta` of the words behind `--`
 
 
@@ -60,6 +76,22 @@ class Verb(click.Command):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.params += anywhere()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options, those of a verb that compares in sections."""
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        if not any("--source" in one.opts for one in options):
+            super().format_options(ctx, formatter)
+            return
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in (*_SECTIONS, "Other")}
+        for one in options:
+            title = next((title for title, names in _SECTIONS.items() if not names.isdisjoint(one.opts)), "Other")
+            if (record := one.get_help_record(ctx)) is not None:
+                sections[title].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Ends the help with an example."""

@@ -299,6 +299,19 @@ def test_the_example_of_a_verb_is_a_line_that_it_takes(name: str, example: str, 
     assert ckptkit(name, "--help").stdout.endswith(f"Example:\n  {example}\n")
 
 
+@pytest.mark.parametrize("name", ["verify", "card"])
+def test_the_help_of_a_verb_that_compares_has_each_option_once_in_sections(name: str, ckptkit: Run) -> None:
+    shown = ckptkit(name, "--help").stdout
+    titles = ["Compare with", "Ask real programs", "Parallel sizes", "Megatron's layout", "Output", "Other", "Example"]
+    assert re.findall(r"^([A-Z][^\n]*):$", shown, re.M) == titles
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.M)
+    assert sorted(listed) == sorted([*(one.opts[-1 if len(one.opts[0]) == 2 else 0] for one in options), "--help"])
+    assert listed.index("--source") < listed.index("--against-megatron") < listed.index("--tp") < listed.index("--strict")
+
+
 def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quiet(
     releases: PathOf, tmp_path: Path, ckptkit: Run
 ) -> None:
