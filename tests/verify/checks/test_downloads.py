@@ -21,7 +21,9 @@ from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
 from ckptkit.app.inspection import inspect
 from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.storage.file_hash import FileHash
+from verify.evidence import reading
 from verify.evidence.reading import alternating
+from verify.evidence.values import look
 from verify.run import verify
 
 NAME, FUSED, MODEL = "qwen2-untied", "qwen3_moe", "org/model"
@@ -235,6 +237,17 @@ def test_one_reading_is_enough(releases: PathOf, tmp_path: Path, monkeypatch: py
     for name, count in ends.items():
         with (path / name).open("rb") as file:
             assert count == 8 + int.from_bytes(file.read(8), "little")
+
+
+def test_what_a_cluster_has_read_is_hashed_here(
+    releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: OnlyFinding
+) -> None:
+    """Tasks of Ray give their findings alone; the tests of Ray itself are in tests/ckptkit/app/test_ray.py."""
+    monkeypatch.setattr(
+        reading, "parts_on_ray", lambda _, __, checkpoint, groups: (look(checkpoint, None, one) for one in groups)
+    )
+    path = download(MODEL, releases(NAME), spoiled(releases(NAME)), local_dir=tmp_path / "there")
+    assert only(verify(path, ray="auto")).code == "CK124"
 
 
 @pytest.mark.parametrize("threads", [1, 4])
