@@ -149,7 +149,8 @@ class Adapter:
         transformers renames towers, and whole models of families of which no spelling of releases is stated.
         """
         towers = {part.strip(".").rpartition(".")[2] for part in self.family.carried}
-        if self.family.release is None or not towers.isdisjoint(module.split(".")):
+        release = self.family.release
+        if release is None or release.own_tree or not towers.isdisjoint(module.split(".")):
             message = f"{self.where}: the base has no {module}, and how it would spell that is not known"
             raise UnsupportedError(message, _BY_HAND)
         self._fault(name, "a tensor of the base model", f"the base has no {module}")

@@ -94,6 +94,13 @@ class Release:
     one that its config names), `moe` and `experts`: the release's names for the block with the experts and for an
     expert's gate (where it has one), up and down projection, `classes`: transformers' classes of modules that are not
     Linear, by their kind in `ParamMapping`, `modules`: other parts of its names, with the release's.
+
+    `routers`: how the names of Linear layers end that choose experts, where transformers' routers hold one.
+    `own_tree`: no class of transformers has these modules, so that the rules alone say what they are.
+
+    `stacked`: modules that hold all experts of a layer in one tensor, which nobody packs. `kept`: how the names of
+    Linear layers end that no INT4 release quantizes. `partly_fused`: engines join queries, keys and values also where a
+    layer lacks some of them.
     """
 
     root: str = "model."
@@ -108,6 +115,11 @@ class Release:
     experts: tuple[str, ...] = GATE_UP_DOWN
     classes: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
+    routers: tuple[str, ...] = ()
+    own_tree: bool = False
+    stacked: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    partly_fused: bool = False
 
     def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the language model. Raises CkptkitError when it is not where it should be."""
@@ -120,16 +132,16 @@ class Release:
 
     def name(self, module: str) -> str:
         """The name in the release of a module of transformers' class for the language model."""
-        return self.root + _renamed(module, self.modules.items()).replace(".mlp.", f".{self.moe}.")
+        return self.root + _respelled(module, self.modules.items()).replace(".mlp.", f".{self.moe}.")
 
     def own_name(self, module: str) -> str:
         """The name in transformers' whole model of a module of the release's language model."""
         own = module.removeprefix(self.root).replace(f".{self.moe}.", ".mlp.")
-        own = _renamed(own, ((theirs, one) for one, theirs in self.modules.items()))
+        own = _respelled(own, ((theirs, one) for one, theirs in self.modules.items()))
         return f"{'model.language_model.' if self.nested else 'model.'}{own}"
 
 
-def _renamed(module: str, parts: Iterable[tuple[str, str]]) -> str:
+def _respelled(module: str, parts: Iterable[tuple[str, str]]) -> str:
     """A module's name with whole parts of it spelled otherwise."""
     for old, new in parts:
         module = f"{module}.".replace(f".{old}.", f".{new}.").removesuffix(".")
@@ -160,6 +172,8 @@ class EngineClass:
     fused: tuple[str, ...] = ()
     # How a released module's name begins, and what the engine has instead.
     root: tuple[str, str] = ("", "")
+    # Parts of names in a layer that it spells otherwise.
+    inside: tuple[tuple[str, str], ...] = ()
     # Prefixes that it rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`); the first that fits counts.
     entries: tuple[tuple[str, str], ...] = ()
     # Parts of names that it spells otherwise in layers outside the language model; None: it never asks about those.
@@ -191,7 +205,8 @@ class EngineClass:
     def layer(self, module: str) -> str:
         """The engine's name of a module that it does not fuse."""
         old, new = self.root
-        return new + module.removeprefix(old) if module.startswith(old) else module
+        layer = new + module.removeprefix(old) if module.startswith(old) else module
+        return _respelled(layer, self.inside)
 
     def layer_outside(self, layer: str) -> str | None:
         """The engine's name of a layer outside the language model; None where it never asks about it."""
@@ -282,10 +297,11 @@ class ModelFamily:
         """How the names begin of what readers build beside the language model: a vision tower and its projector.
 
         Nothing for a class of the language model alone. SGLang, vLLM and transformers build them for the class that
-        `architectures` names, also where the config has no `vision_config`.
+        `architectures` names, also where the config has no `vision_config`; what hears, where it has an `audio_config`.
         """
-        nested = self.release is not None and self.release.nested
-        return self.carried if nested and self.class_of(config).endswith(_WITH_TOWERS) else ()
+        if self.release is None or not self.release.nested or not self.class_of(config).endswith(_WITH_TOWERS):
+            return ()
+        return tuple(one for one in self.carried if "audio" not in one or config.get("audio_config") is not None)
 
     def class_of(self, config: Mapping[str, Any]) -> str:
         """The class that readers build from a config: the first that it names, or that the family has."""

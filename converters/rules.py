@@ -11,7 +11,7 @@ from converters.config.dims import ModelDims
 from converters.ops.basic import Copy, Op
 from converters.ops.shapes import Shape, shape_of
 
-Kind = Literal["Linear", "Embedding", "Router", "Conv1d"]
+Kind = Literal["Linear", "Embedding", "Router", "Conv1d", "Experts"]
 
 
 @dataclass(frozen=True)

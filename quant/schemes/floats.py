@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _CT = "compressed-tensors"
 # Engines build it of five parts. Blocks must divide each, and one is a number a head.
-_MIXER = ".mixer.in_proj"
+_MIXER = (".mixer.in_proj", ".mamba.in_proj")
 _ENGINES = {"sglang": "SGLang 0.5.16", "vllm": "vLLM 0.26"}
 _NOT_LOADED = (
     "SGLang 0.5.16 does not load Qwen2.5-VL and Qwen3-VL so, and builds the draft layers of Qwen3.5 unquantized (leave "
@@ -67,7 +67,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
             ("online", "slime", "slime-cuda", "transformers", "deepgemm", _CT),
             (128, 128),
             "online",
-            kept=(_MIXER,),
+            kept=_MIXER,
         ),
         "fp8-channel": _Kind("FP8 in rows", (1, None), ("slime", "slime-cuda", _CT), (16, 16)),
         "mxfp8": _Kind("MXFP8", (1, 32), ("modelopt",), (1, 32), "modelopt"),
@@ -86,7 +86,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
             layouts=(modelopt_nvfp4(static=False), compressed_nvfp4(static=False)),
             # SGLang computes with halves of the first by itself. It has a scale for each part of the others, and fills
             # one.
-            kept=(".kv_b_proj", ".in_proj_qkvz", _MIXER),
+            kept=(".kv_b_proj", ".in_proj_qkvz", *_MIXER),
         ),
     }
 )

@@ -14,15 +14,15 @@ from converters.config.bounds import check_config
 from converters.family import ModelFamily, Release
 from converters.hf_names import layer_of
 from converters.registry import FAMILIES
-from quant.selection.tree import ClassTree, is_beside
+from quant.selection.tree import ClassTree, is_gate
 
 
 def class_tree(config: Mapping[str, Any]) -> ClassTree:
     """The modules of the model that an HF config describes, from the rules of its family.
 
     A config that the family does not convert (attention with biases, a key left out) is asked of transformers' own
-    classes, which takes seconds. Raises CkptkitError when the model is not known, or transformers refuses the config
-    too.
+    classes, where these have the same modules. That takes seconds. Raises CkptkitError when the model is not known, or
+    transformers refuses the config too.
     """
     return _class_tree(json.dumps(dict(config), sort_keys=True))
 
@@ -35,6 +35,8 @@ def _class_tree(text: str) -> ClassTree:
     try:
         return family_tree(family, release, config)
     except CkptkitError:
+        if release.own_tree:
+            raise
         tree: ClassTree = import_module("quant.selection.meta_tree").meta_tree(family, release, config)
         return tree
 
@@ -67,13 +69,15 @@ def family_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]
     return ClassTree(
         frozenset(linears | {release.head}),
         release.head,
-        frozenset(name for name in linears if is_beside(blocks, name)),
+        frozenset(name for name in linears if is_gate(blocks, name, release.routers)),
         experts,
         dict(sorted(others.items(), key=lambda item: -1 if (layer := layer_of(item[0])) is None else layer)),
         release.drafts(release.text(config), release.root),
         outside,
         family.engine("sglang").dense,
         frozenset({"lm_head", *map(release.own_name, linears - experts - {release.head}), *beside}),
+        release.kept,
+        release.partly_fused,
         known,
     )
 
@@ -93,7 +97,7 @@ def _modules(family: ModelFamily, config: Mapping[str, Any]) -> tuple[set[str], 
             if len(shape) < 2 or not name.endswith(".weight"):
                 continue
             modules = rule.names_of(name.removesuffix(".weight"), dims.experts)
-            if rule.kind == "Linear":
+            if rule.kind == "Linear" or (rule.kind == "Router" and release.routers):
                 linears.update(modules)
             else:
                 others |= dict.fromkeys(modules, release.classes.get(rule.kind, rule.kind))

@@ -85,7 +85,7 @@ def select_eight_bit(
 
 def _may_be_fp8(matrix: Matrix, tree: ClassTree) -> bool:
     module = matrix.module
-    if module.endswith(_BF16_IN_ENGINES) or not matrix.tensor.endswith(".weight"):
+    if module.endswith(_BF16_IN_ENGINES) or tree.is_kept(module) or not matrix.tensor.endswith(".weight"):
         return False
     draft = tree.draft_of(module)
     return tree.reason_in_any_format(module) is None or (
@@ -103,7 +103,7 @@ def _by_layer(matrices: Sequence[Matrix], tree: ClassTree) -> list[list[Matrix]]
     for matrix in matrices:
         if _may_be_fp8(matrix, tree):
             known = None if tree.draft_of(matrix.module) else tree
-            layers.setdefault(fused_layer(matrix.module, known), []).append(matrix)
+            layers.setdefault(matrix.vllm or fused_layer(matrix.module, known), []).append(matrix)
     return list(layers.values())
 
 
@@ -143,19 +143,30 @@ def _check_dtypes(chosen: Sequence[TensorSpec]) -> None:
 def _left_out(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTree) -> tuple[str, ...]:
     """Whole names of modules that are not quantized, sorted; of experts the name of their container.
 
-    Beside the release's own name of a draft layer's or another tower's module stands the one that an engine asks by.
+    Beside the release's own name of a draft layer's or another tower's module stands the one that an engine asks by,
+    and so for any other that an engine spells otherwise.
     """
     found, quantized = {tree.head}, {tail(name.removesuffix(".weight")) for name in names}
     for matrix in matrices:
         if matrix.tensor in names:
             continue
-        elsewhere = tree.reason_in_any_format(matrix.module) is not None
+        elsewhere = tree.reason_in_any_format(matrix.module) is not None or _is_respelled(matrix)
         for name in filter(None, (matrix.module, *((matrix.sglang, matrix.vllm) if elsewhere else ()))):
             block, experts, _ = name.partition(".experts.")
             parts = parts_of(name) if name != matrix.module else ()
             if quantized.isdisjoint((name, *parts)):  # SGLang calls MiMo's draft layer `self_attn.q_proj`
                 found |= {f"{block}.experts"} if experts else {name, *parts}
     return tuple(sorted(found))
+
+
+def _is_respelled(matrix: Matrix) -> bool:
+    """Whether an engine asks about the module under another parent, or as part of a layer that it alone has.
+
+    vLLM has the release's names otherwise.
+    """
+    name, layer = matrix.module.rpartition(".")[2], (matrix.sglang or "").rpartition(".")[2]
+    moved = matrix.vllm is not None and matrix.vllm.rpartition(".")[0] not in matrix.module
+    return moved or layer not in ("", name, "experts", *FUSED)
 
 
 def _asked_by(matrices: Sequence[Matrix], names: Collection[str]) -> tuple[str, ...]:

@@ -37,7 +37,10 @@ def fused_in_transformers(config: Mapping[str, Any]) -> str | None:
 
     if not is_known(config.get("model_type")):
         return None
-    model = text_model(release_of(config), config)
+    release = release_of(config)
+    if release.own_tree:
+        return f"transformers {version('transformers')} has other modules than the release"
+    model = text_model(release, config)
     name = next((type(module).__name__ for module in model.modules() if is_fused_experts(module)), None)
     if name is None:
         return None

@@ -22,10 +22,10 @@ FIRST_EXPERT = tuple(f"0.{name}" for name in GATE_UP_DOWN)
 _OTHER_IN_VLLM = {"fused_qkv_a_proj_with_mqa": "fused_qkv_a_proj"}
 _FUSED_IN_VLLM: Mapping[str, tuple[str, ...]] = {**FUSED, "fused_qkv_a_proj": LATENT_DOWN}
 _FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() for shard in shards}
-# The indexer's key and head weights, which SGLang builds as one BF16 layer on CUDA.
-_DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj")
+# The indexer's key and head weights, which SGLang builds as one BF16 layer on CUDA, and gates of one row a head.
+_DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj", ".self_attn.g_proj")
 _NO_MATRIX = re.compile(r"(.*norm.*|ln_\w+)")
-_NO_LINEAR = re.compile(r".*(embed|conv|patch).*")
+_NO_LINEAR = re.compile(r".*(embed(?!ding_projection)|conv|patch).*")
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(?:gate_up|down)_proj")  # all experts of a layer in one tensor
 _FUSED_REASON = "experts fused in one tensor"
 
@@ -111,6 +111,8 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
         layer = known.layer_outside(fused_layer(module, None)) if linear else None
         return Matrix(tensor, linear, reason, layer, module if linear else None, entry)
+    if family.release is not None and module.endswith(family.release.stacked or ("\0",)):
+        return _stacked(module, tree, family)
     asked = module in tree.linears and module not in tree.gates and module != tree.head
     fused = fused_layer(module, tree) if asked else None
     sglang = known.layer(fused) if fused and not module.endswith(_DENSE_IN_SGLANG) else None
@@ -120,10 +122,20 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
         module in tree.linears,
         reason,
         sglang,
-        module if _alone_in_vllm(module, tree, family) else fused and _in_vllm(fused),
+        module if _alone_in_vllm(module, tree, family) else fused and family.engine("vllm").layer(_in_vllm(fused)),
         dense.entry if dense else spell(module),
         module in tree.experts,
     )
+
+
+def _stacked(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
+    """All experts of a layer in one `….weight`, which engines ask about as about single ones."""
+    block = module.rpartition(".")[0]
+    sglang, vllm = (family.engine(name).layer(f"{block}.experts") for name in ("sglang", "vllm"))
+    blocks = "|".join(sorted({layer.split(".")[-2] for layer in (sglang, vllm)}))
+    stacked = "|".join(map(re.escape, family.release.stacked if family.release else ()))
+    entry = rf"re:.*\.(({blocks})\.experts\..*|({stacked})(\.weight)?$)"
+    return Matrix(f"{module}.weight", False, tree.reason_to_keep(module), sglang, vllm, entry, expert=True)
 
 
 def _alone_in_vllm(module: str, tree: ClassTree, family: ModelFamily) -> bool:
@@ -145,7 +157,10 @@ def fused_layer(module: str, tree: ClassTree | None) -> str:
         return module.partition(".experts.")[0] + ".experts"
     parent, _, name = module.rpartition(".")
     fused = _FUSED_OF.get(name)
-    if fused is None or (tree is not None and any(f"{parent}.{shard}" not in tree.linears for shard in FUSED[fused])):
+    if fused is None:
+        return module
+    shards = FUSED[fused] if tree is not None and not tree.partly_fused else ()
+    if tree is not None and any(f"{parent}.{shard}" not in tree.linears for shard in shards):
         return module
     return f"{parent}.{fused}"
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.integrations import hub_kernels
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ckptkit.core.errors import CkptkitError, words_of
@@ -37,6 +38,8 @@ _ATTENTION = (
     "linear_attention",
     "deepseek_sparse_attention",
     "indexed_attention",
+    "mamba",
+    "attention",
 )
 _INDEXERS = {"F": "full", "S": "shared"}  # indexers of their own, by the letter of a pattern
 _BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # kinds of layers, the same
@@ -60,8 +63,12 @@ _LANGUAGE: Mapping[str, Kind] = MappingProxyType(
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
         "full_attention_interval "
         "mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel chunk_size "
-        "moe_shared_expert_intermediate_size moe_latent_size",
+        "mamba_n_heads mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand shared_intermediate_size "
+        "moe_shared_expert_intermediate_size moe_latent_size "
+        "global_head_dim num_global_key_value_heads top_k_experts num_kv_shared_layers hidden_size_per_layer_input "
+        "vocab_size_per_layer_input",
     )
+    | _each(_SWITCH, "attention_k_eq_v enable_moe_block use_double_wide_mlp")
     | {"mlp_only_layers": _SIZES, "hidden_act": _ACTIVATIONS, "hidden_activation": _ACTIVATIONS}
     | {"mlp_hidden_act": _ACTIVATIONS, "layers_block_type": list(_BLOCKS.values())}
     | {
@@ -84,6 +91,7 @@ _BOTH: Mapping[str, Kind] = MappingProxyType({"mm_tokens_per_image": _SIZE})
 _OVERRIDING = ("per_layer_config",)
 
 _OFFLINE = Lock()
+_KERNELS = ("causal-conv1d", "mamba-ssm")
 
 
 def is_known(model_type: Any) -> bool:
@@ -190,11 +198,17 @@ def _refused(config: Mapping[str, Any], reason: str) -> CkptkitError:
 
 @contextmanager
 def _hub_offline() -> Iterator[None]:
-    """Lets no request to the Hugging Face hub through. The switch is the process's, so builds take turns."""
+    """Lets no request to the Hugging Face hub through. The switch is the process's, so builds take turns.
+
+    Mixers of some classes ask the hub for kernels; an empty module stands for each meanwhile.
+    """
     with _OFFLINE:
-        before = constants.HF_HUB_OFFLINE
+        before, kernels = constants.HF_HUB_OFFLINE, dict(hub_kernels._KERNEL_MODULE_MAPPING)
         constants.HF_HUB_OFFLINE = True
+        hub_kernels._KERNEL_MODULE_MAPPING.update({name: ModuleType(name) for name in _KERNELS})
         try:
             yield
         finally:
             constants.HF_HUB_OFFLINE = before
+            hub_kernels._KERNEL_MODULE_MAPPING.clear()
+            hub_kernels._KERNEL_MODULE_MAPPING.update(kernels)

@@ -14,7 +14,7 @@ from torch import nn
 
 from converters.family import ModelFamily, Release
 from quant.selection.meta_model import text_model, whole_model
-from quant.selection.tree import ClassTree, is_beside
+from quant.selection.tree import ClassTree, is_gate
 
 
 def meta_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]) -> ClassTree:
@@ -41,13 +41,15 @@ def meta_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]) 
     return ClassTree(
         frozenset(linears | experts | {release.head}),
         release.head,
-        frozenset(name for name in linears if is_beside(blocks, name)),
+        frozenset(name for name in linears if is_gate(blocks, name, release.routers)),
         experts,
         others,
         release.drafts(release.text(config), release.root),
         outside,
         family.engine("sglang").dense,
         frozenset(spelled | (_linears_outside(outside, whole) if whole is not None else set())),
+        release.kept,
+        release.partly_fused,
         whole is not None or not outside,
     )
 

@@ -13,10 +13,13 @@ from converters.hf_names import layer_of, tail
 DRAFT_LAYER = "draft layer"  # why a module of one is never INT4
 
 
-def is_beside(blocks: Collection[str], linear: str) -> bool:
-    """Whether a Linear in one of these blocks of experts chooses or weighs them, and does not make their inputs."""
+def is_gate(blocks: Collection[str], linear: str, routers: tuple[str, ...]) -> bool:
+    """Whether a Linear chooses or weighs experts: in one of their blocks, unless it makes their inputs, or by its name.
+
+    `routers`: as in `Release`.
+    """
     block, _, name = linear.rpartition(".")
-    return block in blocks and not name.endswith("_proj")
+    return (block in blocks and not name.endswith("_proj")) or linear.endswith(routers or ("\0",))
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class ClassTree:
     outside: tuple[str, ...] = ()  # prefixes of modules outside the language model
     dense: tuple[Dense, ...] = ()  # what SGLang's class cannot hold as INT4
     spelled: frozenset[str] = frozenset()  # every Linear of the whole model, by each name that lists may use
+    kept: tuple[str, ...] = ()  # endings of Linear layers that no release quantizes
+    partly_fused: bool = False  # engines fuse queries, keys and values also where some of them are not there
     whole: bool = True  # all modules but those of draft layers are known, also outside the language model
 
     @cached_property
@@ -70,7 +75,13 @@ class ClassTree:
             return DRAFT_LAYER
         if module.startswith(self.outside or ("\0",)):
             return "outside the language model"
+        if self.is_kept(module):
+            return "no release quantizes it"
         return None if module in self.linears else "not a module of the model"
+
+    def is_kept(self, module: str) -> bool:
+        """Whether a Linear layer stays as it is in every release."""
+        return module.endswith(self.kept or ("\0",))
 
     def is_router(self, module: str) -> bool:
         """Whether a module of a decoder layer chooses experts: a gate, or of a class of its own in the layer."""

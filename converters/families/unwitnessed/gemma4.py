@@ -18,7 +18,7 @@ from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import Attention, LayerInput, ModelDims, SharedKeys, base_dims
 from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, flag, integer, number, rope_of, sliding_layers, window_of
-from converters.family import EngineClass, ModelFamily, Unwitnessed
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, Unwitnessed
 from converters.rules import ParamMapping, decoder, unnamed
 
 # What a config leaves out means; transformers `Gemma4TextConfig`, `Gemma4UnifiedTextConfig`.
@@ -293,14 +293,28 @@ def _layer_input_rules(dims: ModelDims, one: LayerInput) -> Iterator[ParamMappin
     yield at.rule("", {"post_per_layer_input_norm.weight": (hidden,)})
 
 
+_RELEASE = Release(
+    classes={"Embedding": "Gemma4TextScaledWordEmbedding"},
+    routers=(".router.proj",),
+    kept=(".per_layer_input_gate", ".per_layer_projection", ".per_layer_model_projection"),
+    partly_fused=True,
+)
+_UNIFIED_CLASSES = {"Embedding": "Gemma4UnifiedTextScaledWordEmbedding"}
+_IN_ENGINES = (("experts", "moe.experts"),)
+# Each layer of the vision tower clips what goes in and out of it; SGLang's joined layers do so themselves.
+_JOINED = tuple((f".{name}_proj.linear", ".qkv_proj") for name in "qkv")
+_JOINED += tuple((f".{name}_proj.linear", ".gate_up_proj") for name in ("gate", "up"))
 _TEXT = ModelFamily(
     ("gemma4_text",),
     ("Gemma4ForCausalLM",),
     read_dims,
     mappings,
     with_unused=_with_unused,
-    release=None,  # no INT4: what engines fuse in layers without values, and ask `ignore` about, is not listed
-    engines={"sglang": EngineClass(keys=_engine_keys), "vllm": EngineClass(wants_unused=True)},
+    release=_RELEASE,
+    engines={
+        "sglang": EngineClass(QKV_GATE_UP, inside=_IN_ENGINES, keys=_engine_keys),
+        "vllm": EngineClass(inside=_IN_ENGINES, wants_unused=True),
+    },
     unwitnessed=Unwitnessed("megatron-core has no heads of two sizes, no scalars of layers and no softcap", None),
 )
 _TOWERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
@@ -310,15 +324,24 @@ _WHOLE = replace(
     architectures=("Gemma4ForConditionalGeneration",),
     carried=_TOWERS,
     tie=TieFlag(("transformers", "vLLM"), ("SGLang",), absent=True),
+    release=replace(_RELEASE, root=NESTED_ROOT, nested=True),
+    engines={**_TEXT.engines, "sglang": replace(_TEXT.engine("sglang"), outside=_JOINED)},
 )
 FAMILIES = (
     _TEXT,
     _WHOLE,
-    replace(_TEXT, model_types=("gemma4_unified_text",), architectures=("Gemma4UnifiedForCausalLM",)),
+    replace(
+        _TEXT,
+        model_types=("gemma4_unified_text",),
+        architectures=("Gemma4UnifiedForCausalLM",),
+        release=replace(_RELEASE, classes=_UNIFIED_CLASSES),
+    ),
     replace(
         _WHOLE,
         model_types=("gemma4_unified",),
         architectures=("Gemma4UnifiedForConditionalGeneration",),
         carried=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
+        release=replace(_RELEASE, root=NESTED_ROOT, nested=True, classes=_UNIFIED_CLASSES),
+        engines=_TEXT.engines,
     ),
 )

@@ -16,10 +16,12 @@ from converters.blocks.single import mixer, refuse_time_step_limit
 from converters.config.dims import ModelDims, base_dims
 from converters.config.pattern import Mamba
 from converters.config.values import integer, number, require_flags
-from converters.family import EngineClass, ModelFamily, Unwitnessed
+from converters.family import EngineClass, ModelFamily, Release, Unwitnessed
 from converters.rules import ParamMapping, decoder, unnamed
 
 _FLAGS = {"attention_bias": False, "mamba_conv_bias": True, "mamba_proj_bias": False}
+_STACKED = ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear")
+_IN_ENGINES = (("mamba", "mixer"),)
 _SCALES = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 # Transformers and SGLang take other values for each of these where config.json does not state it.
 _STATED = (*_SCALES, "layer_types", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "num_local_experts")
@@ -120,19 +122,21 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All tensors of the model. The experts of a layer are two tensors, each expert's gate above its up."""
     hidden, ffn, shared = dims.hidden, dims.expert_ffn, dims.shared_ffn
     every, routed = decoder(dims, dims.all_layers), decoder(dims, dims.moe)
-    block = {"router.layer": (hidden,), "input_linear": (2 * ffn, hidden), "output_linear": (hidden, ffn)}
-    names = {f"block_sparse_moe.{name}.weight": (dims.experts, *shape) for name, shape in block.items()}
+    router = {"block_sparse_moe.router.layer.weight": (dims.experts, hidden)}
+    sizes = zip(_STACKED, ((2 * ffn, hidden), (hidden, ffn)), strict=True)
+    experts = {f"{name}.weight": (dims.experts, *shape) for name, shape in sizes}
+    block = (routed.rule("", router, kind="Router"), routed.rule("", experts, kind="Experts")) if dims.experts else ()
     mlp = {"input_linear": (2 * shared, hidden), "output_linear": (hidden, shared)}
     at = decoder(dims, dims.mixers)
     mixers = mixer(dims, at, hf="mamba", norm="input_layernorm.weight") if dims.mixers else ()
     return unnamed(
         (
             *embeddings(dims),
+            *block,
             *mixers,
             *attention(dims),
             every.rule("", {"post_attention_layernorm.weight": (hidden,)}),
             every.rule("", {f"shared_mlp.{name}.weight": shape for name, shape in mlp.items()}),
-            *([routed.rule("", names)] if dims.experts else []),
         )
     )
 
@@ -149,10 +153,16 @@ FAMILIES = (
         ("GraniteMoeHybridForCausalLM",),
         read_dims,
         mappings,
-        # The experts are matrices of no Linear layer.
-        release=None,
-        # No release that was read has it.
-        engines={"sglang": EngineClass(("qkv_proj",), layer_id_since=(1,), keys=_sglang_keys)},
+        release=Release(
+            classes={"Experts": "GraniteMoeHybridParallelExperts"},
+            routers=(".block_sparse_moe.router.layer",),
+            stacked=_STACKED,
+        ),
+        # No release that was read has `layer_id`.
+        engines={
+            "sglang": EngineClass(("qkv_proj",), inside=_IN_ENGINES, layer_id_since=(1,), keys=_sglang_keys),
+            "vllm": EngineClass(inside=_IN_ENGINES),
+        },
         unwitnessed=Unwitnessed(
             "HybridModel lacks the multipliers of embeddings, residuals and logits, and would compute wrong numbers",
             None,

@@ -19,7 +19,7 @@ from ckptkit.core.printable import shortened
 from converters.blocks.decoder import W1_W3_W2, attention, dense_mlp, embeddings, moe_mlp
 from converters.config.dims import Indexer, ModelDims, base_dims
 from converters.config.values import integer, number, rotary_fraction, text_part
-from converters.family import EngineClass, ModelFamily, Unwitnessed
+from converters.family import EngineClass, ModelFamily, Release, Unwitnessed
 from converters.rules import ParamMapping, decoder, unnamed
 
 _ROOT = "language_model."
@@ -211,6 +211,9 @@ def _sglang_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+# Both engines join the indexer's projections: SGLang as a layer of their own, vLLM with those of attention.
+_IN_SGLANG = (("block_sparse_moe", "mlp"), *((f"index_{one}_proj", "index_qkv_proj") for one in "qk"))
+_IN_VLLM = tuple((f"index_{one}_proj", "qkv_proj") for one in "qk")
 FAMILIES = (
     ModelFamily(
         ("minimax_m3_vl",),
@@ -218,9 +221,19 @@ FAMILIES = (
         read_dims,
         mappings,
         carried=("vision_tower.", "multi_modal_projector.", "patch_merge_mlp."),
-        release=None,  # no INT4: SGLang fuses the indexer with attention, which no list is written for
+        release=Release(
+            f"{_ROOT}model.",
+            f"{_ROOT}lm_head",
+            nested=True,
+            moe="block_sparse_moe",
+            experts=W1_W3_W2,
+            own_tree=True,
+        ),
         spellings={"model.language_model.embed_tokens.weight": "transformers' own modules"},
-        engines={"sglang": EngineClass(keys=_sglang_keys)},
+        engines={
+            "sglang": EngineClass(inside=_IN_SGLANG, keys=_sglang_keys),
+            "vllm": EngineClass(inside=_IN_VLLM),
+        },
         unwitnessed=Unwitnessed("megatron-core has no indexer that chooses blocks of keys", None),
     ),
 )

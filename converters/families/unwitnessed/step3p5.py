@@ -15,10 +15,10 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.blocks.decoder import attention, embeddings, gated_mlp
+from converters.blocks.decoder import attention, embeddings, gated_mlp, layer_count
 from converters.config.dims import Attention, ModelDims, base_dims
 from converters.config.values import flag, integer, number, window_of
-from converters.family import ModelFamily, Unwitnessed
+from converters.family import Draft, EngineClass, ModelFamily, Release, Unwitnessed
 from converters.ops.basic import Copy
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
@@ -35,6 +35,7 @@ _ONLY: Mapping[str, Any] = {
     "use_qk_norm": True,
     "zero_centered": True,
 }
+_STACKED = ("moe.gate_proj", "moe.up_proj", "moe.down_proj")
 _OTHER = "attention_other_setting"
 
 
@@ -187,8 +188,8 @@ def _expert_rules(dims: ModelDims) -> Iterator[ParamMapping]:
     at, hidden, ffn = decoder(dims, dims.moe), dims.hidden, dims.expert_ffn
     yield at.rule("", {"moe.gate.weight": (dims.experts, hidden)}, kind="Router")
     yield at.rule("", {"moe.router_bias": (dims.experts,)}, fp32=True)
-    for name, shape in {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}.items():
-        yield at.rule("", {f"moe.{name}.weight": (dims.experts, *shape)})
+    for name, shape in zip(_STACKED, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True):
+        yield at.rule("", {f"{name}.weight": (dims.experts, *shape)}, kind="Experts")
     yield from gated_mlp(at, "", "share_expert.", hidden, dims.shared_ffn)
 
 
@@ -205,12 +206,32 @@ def _draft(dims: ModelDims, one: Attention, layer: int) -> Iterator[ParamMapping
     yield at.rule("", {"transformer.shared_head.output.weight": (dims.vocab, hidden)})
 
 
+def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """The multi-token prediction layers, numbered after the decoder layers; a dense layer is like them."""
+    first, count = layer_count(text, "num_hidden_layers"), layer_count(text, "num_nextn_predict_layers")
+    own = [f"{root}layers.{layer}." for layer in range(first, first + count)]
+    return tuple(
+        Draft(at, "model.mtp_block.", rf"re:(.*\.)?(layers\.{first + depth}|mtp_block)\..*", at, f"{at}eh_proj", like=0)
+        for depth, at in enumerate(own)
+    )
+
+
+_RELEASE = Release(drafts=_drafts, own_tree=True, stacked=_STACKED, kept=(".self_attn.g_proj",))
+_IN_SGLANG = (("moe", "mlp"),)
+_ROOT = ("model.", "language_model.model.")
+# SGLang looks for the names of releases in NVFP4.
+_ENTRIES = (
+    ("model.language_model.", "language_model.model."),
+    *((f"model.{tower}", tower) for tower in ("vision_model", "vit_large_projector")),
+)
+_IN_VLLM = (("share_expert", "moe.share_expert"),)
 _TEXT = ModelFamily(
     ("step3p5",),
     ("Step3p5ForCausalLM",),
     read_dims,
     mappings,
-    release=None,  # no INT4: no reader knows these experts one by one
+    release=_RELEASE,
+    engines={"sglang": EngineClass(inside=_IN_SGLANG), "vllm": EngineClass(inside=_IN_VLLM)},
     unwitnessed=Unwitnessed("megatron-core has neither heads nor rotary settings by layer, nor a gate a head", None),
 )
 FAMILIES = (
@@ -220,5 +241,10 @@ FAMILIES = (
         model_types=("step3p7",),
         architectures=("Step3p7ForConditionalGeneration",),
         carried=("vision_model.", "vit_large_projector."),
+        release=replace(_RELEASE, nested=True),
+        engines={
+            "sglang": EngineClass(root=_ROOT, entries=_ENTRIES, inside=_IN_SGLANG),
+            "vllm": EngineClass(inside=_IN_VLLM),
+        },
     ),
 )

@@ -14,6 +14,7 @@ from families import HF_CASES
 from families.table import config_of
 
 from ckptkit.core.errors import CkptkitError
+from converters.hf_names import tail
 from converters.registry import FAMILIES
 from quant.selection.class_tree import class_tree, family_tree, release_of
 from quant.selection.meta_tree import meta_tree
@@ -21,7 +22,9 @@ from quant.selection.tree import ClassTree
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = {name: config_of(case) for name, case in HF_CASES.items()}
-PACKABLE = [name for name, config in CONFIGS.items() if FAMILIES[config["model_type"]].release]
+RELEASES = {name: release for name, config in CONFIGS.items() if (release := FAMILIES[config["model_type"]].release)}
+PACKABLE = [name for name, release in RELEASES.items() if not release.own_tree]
+OWN = [name for name in RELEASES if name not in PACKABLE]
 
 
 def of_family(config: dict[str, Any]) -> ClassTree:
@@ -37,6 +40,49 @@ def test_family_names_the_modules_of_transformers_classes(name: str) -> None:
     found, expected = of_family(CONFIGS[name]), of_transformers(CONFIGS[name])
     assert found == expected
     assert list(found.others.items()) == list(expected.others.items())  # the order of default `ignore` entries
+
+
+# By hand: modules that no scheme packs, and INT4 ones, of models whose modules transformers does not have.
+GATE_UP_DOWN = ("gate", "up", "down")
+STEP = {
+    "model.embed_tokens": "Embedding is not a Linear",
+    "model.layers.3.moe.gate": "Router is not a Linear",
+    "model.layers.3.moe.up_proj": "Experts is not a Linear",
+    "model.layers.3.self_attn.g_proj": "no release quantizes it",
+    "model.layers.12.eh_proj": "draft layer",
+    "model.layers.13.self_attn.q_proj": "draft layer",
+    "lm_head": "output embedding",
+    **dict.fromkeys((f"model.layers.3.self_attn.{name}_proj" for name in "qkvo"), None),
+    **dict.fromkeys((f"model.layers.2.mlp.{name}_proj" for name in GATE_UP_DOWN), None),
+    **dict.fromkeys((f"model.layers.3.share_expert.{name}_proj" for name in GATE_UP_DOWN), None),
+}
+M3, M3_SPARSE = "language_model.model.", ".layers.3.block_sparse_moe."
+REASONS: dict[str, dict[str, str | None]] = {
+    "step3p5": STEP,
+    "step3p7": STEP | {"vision_model.transformer.resblocks.0.mlp.c_fc": "outside the language model"},
+    "minimax_m3_vl": {
+        f"{M3}embed_tokens": "Embedding is not a Linear",
+        f"{M3[:-1]}{M3_SPARSE}gate": "Router is not a Linear",
+        "language_model.lm_head": "output embedding",
+        "vision_tower.vision_model.encoder.layers.0.mlp.fc1": "outside the language model",
+        **dict.fromkeys((f"{M3}layers.3.self_attn.{name}_proj" for name in (*"qkvo", "index_q", "index_k")), None),
+        **dict.fromkeys((f"{M3[:-1]}{M3_SPARSE}experts.11.{name}" for name in ("w1", "w2", "w3")), None),
+        **dict.fromkeys((f"{M3[:-1]}{M3_SPARSE}shared_experts.{name}_proj" for name in GATE_UP_DOWN), None),
+        **dict.fromkeys((f"{M3}layers.2.mlp.{name}_proj" for name in GATE_UP_DOWN), None),
+    },
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_modules_that_transformers_does_not_have_are_known_by_the_rules(name: str) -> None:
+    tree = of_family(CONFIGS[name])
+    assert {module: tree.reason_to_keep(module) for module in REASONS[name]} == REASONS[name]
+    allowed = {tail(module) for module, why in REASONS[name].items() if why is None}
+    assert {tail(module) for module in tree.packable} == allowed
+    odd = {"hidden_size": "x"}
+    text = {"text_config": CONFIGS[name]["text_config"] | odd} if "text_config" in CONFIGS[name] else odd
+    with pytest.raises(CkptkitError, match="hidden_size is 'x', not a whole number"):  # and transformers is not asked
+        class_tree(CONFIGS[name] | text)
 
 
 VISION = {

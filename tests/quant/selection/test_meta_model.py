@@ -8,8 +8,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -31,7 +32,12 @@ from quant.selection.meta_model import text_model, whole_model
 from quant.selection.meta_tree import meta_tree
 from quant.selection.tree import ClassTree
 
-RELEASES = {model_type: family.release for model_type, family in FAMILIES.items() if family.release}
+RELEASES = {
+    model_type: family.release
+    for model_type, family in FAMILIES.items()
+    if family.release and not family.release.own_tree
+}
+NO_KERNELS = {name: ModuleType(name) for name in ("causal-conv1d", "mamba-ssm")}
 REPOSITORY = "kernels-community/flash-attn2@0123456789abcdef"
 ATTENTION = (
     REPOSITORY,
@@ -111,7 +117,7 @@ def test_language_model_from_sizes_has_the_parameters_of_the_whole_config(name: 
     # In a process that has imported SGLang, transformers' class drops the layers that "-" names.
     if letters := fields.pop("hybrid_override_pattern", None):
         fields["layers_block_type"] = [nemotron_h.WORDS[letter] for letter in letters]
-    with torch.device("meta"):
+    with torch.device("meta"), mock.patch.dict(hub_kernels._KERNEL_MODULE_MAPPING, NO_KERNELS):
         expected = AutoModel.from_config(
             AutoConfig.for_model(names.model_type or names.text(config)["model_type"], **fields)
         )
@@ -382,8 +388,12 @@ SIZES = (
     *("moe_num_experts", "moe_k", "moe_num_shared_experts"),
     *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
     *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "chunk_size"),
-    *("moe_shared_expert_intermediate_size", "moe_latent_size"),
+    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
+    *("shared_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+    *("global_head_dim", "num_global_key_value_heads", "top_k_experts", "num_kv_shared_layers"),
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
 )
+SWITCHES = ("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp")
 VISION_SIZES = (
     *(
         "hidden_size",
@@ -420,6 +430,7 @@ VISION_WORDS = ("hidden_act", "deepstack_visual_indexes", "vision_use_head")
 OVERRIDING = ("per_layer_config",)
 ALLOWED = {
     *SIZES,
+    *SWITCHES,
     *VISION_SIZES,
     *WORDS,
     *VISION_WORDS,
@@ -431,7 +442,7 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("key", [*SIZES, *WORDS, *OVERRIDING])
+@pytest.mark.parametrize("key", [*SIZES, *SWITCHES, *WORDS, *OVERRIDING])
 def test_a_value_that_is_no_size_is_refused_by_its_key(key: str) -> None:
     for value in (REPOSITORY, {"": REPOSITORY}, [REPOSITORY], [[1]], -1 if key in SIZES else 7, 1.5, 2**40):
         with pytest.raises(
