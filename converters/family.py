@@ -46,7 +46,7 @@ class Draft:
     `unfuses`: whether SGLang's draft class takes fused layers apart as the model's own class does, before it looks at
     `ignore`. `vllm`: how the names begin in vLLM; None: as in the release. `vllm_joint`: whether vLLM asks about
     `joint` too. `sglang_own`: how they begin in SGLang where these are names of the model's own layers too. `like`:
-    the number of the model's layer that it is like; None: the last.
+    the number of the model's layer that it is like; None: the last. `own`: modules of its own that engines quantize.
 
     Source: `sglang/srt/models/*_{nextn,mtp}.py` of SGLang 0.5.16, and vLLM's `models/*_mtp.py`; read and not run.
     """
@@ -61,6 +61,7 @@ class Draft:
     vllm_joint: bool = False
     sglang_own: str | None = None
     like: int | None = None
+    own: tuple[str, ...] = ()
 
 
 Keys = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -101,6 +102,9 @@ class Release:
     `stacked`: modules that hold all experts of a layer in one tensor, which nobody packs. `kept`: how the names of
     Linear layers end that no INT4 release quantizes. `partly_fused`: engines join queries, keys and values also where a
     layer lacks some of them.
+
+    `fp8_only`: engines' classes load it in BF16 and, with `quant_method` fp8, in FP8 blocks alone. `stated`: other keys
+    of config.json that they then read.
     """
 
     root: str = "model."
@@ -120,6 +124,8 @@ class Release:
     stacked: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     partly_fused: bool = False
+    fp8_only: bool = False
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the language model. Raises CkptkitError when it is not where it should be."""

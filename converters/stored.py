@@ -14,7 +14,7 @@ from converters.registry import FAMILIES, family_of, unwitnessed
 _QUANTIZATION = ("quantization_config", "compression_config")
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # What stands before the names of a language model's layers in the families' releases.
-_ROOTS = sorted({family.release.root for family in FAMILIES.values() if family.release})
+_ROOTS = sorted({one.release.root for one in FAMILIES.values() if one.release and one.release.root})
 _HEADS = {f"{family.release.head}.weight" for family in FAMILIES.values() if family.release}
 _INNER = "model."  # what transformers has since 4.52 before the names of a language model and a vision tower
 _OUTSIDE_LAYERS = ("embed_tokens.weight", "norm.weight")

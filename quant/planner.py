@@ -16,6 +16,7 @@ from ckptkit.core.specs import TensorSpec
 from converters.experts import only_fused
 from quant.schemes.interface import Packing, Request, Scheme
 from quant.schemes.registry import scheme_module
+from quant.selection.class_tree import release_of
 from quant.selection.readers import compressed_tensors
 
 
@@ -29,8 +30,10 @@ def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[Vie
         message = f"torch finds no GPU for --device {request.device}"
         raise CkptkitError(message, "leave it out: on a CPU the bytes are the same")
     _check_used(scheme.ignore, source.specs, request.where)
+    _check_loaded(source.config, scheme)
     packing = scheme_module(scheme.name).select(source, scheme, request)
-    config = dict(source.config) | {"quantization_config": packing.config()}
+    stated = dict(release_of(source.config).stated)
+    config = dict(source.config) | stated | {"quantization_config": packing.config()}
     return View(
         source, Plan(tuple(_steps(source.specs, packing)), source.specs, where=request.where, config=config)
     ), packing
@@ -61,6 +64,17 @@ def require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
             "and no reader knows them one by one",
             "engines load experts with biases in MXFP4 and BF16 (SGLang's FP8 in blocks has biases too, but 128 does "
             "not divide gpt-oss's 2880 features): serve the release, or dequantize it with --scheme none",
+            code="unsupported",
+        )
+
+
+def _check_loaded(config: Mapping[str, Any], scheme: Scheme) -> None:
+    """Raises CkptkitError where this model's classes in engines load no checkpoint of the scheme."""
+    if release_of(config).fp8_only and (scheme.name != "fp8-block" or "compressed-tensors" in scheme.command_line()):
+        raise CkptkitError(
+            f"{scheme.title} {config['model_type']} is not supported: the classes of SGLang and vLLM load it in BF16, "
+            "in FP8 blocks with quant_method fp8, and with experts in MXFP4 or NVFP4 as published",
+            "use --scheme fp8-block",
             code="unsupported",
         )
 

@@ -89,7 +89,7 @@ def _may_be_fp8(matrix: Matrix, tree: ClassTree) -> bool:
         return False
     draft = tree.draft_of(module)
     return tree.reason_in_any_format(module) is None or (
-        draft is not None and tail(module.removeprefix(draft.prefix)) in tree.tails
+        draft is not None and (module in draft.own or tail(module.removeprefix(draft.prefix)) in tree.tails)
     )
 
 

@@ -24,6 +24,8 @@ _FUSED_IN_VLLM: Mapping[str, tuple[str, ...]] = {**FUSED, "fused_qkv_a_proj": LA
 _FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() for shard in shards}
 # The indexer's key and head weights, which SGLang builds as one BF16 layer on CUDA, and gates of one row a head.
 _DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj", ".self_attn.g_proj")
+# What no engine asks a list about: projections that compress keys.
+_NEVER_ASKED = (".compressor.wkv", ".compressor.wgate")
 _NO_MATRIX = re.compile(r"(.*norm.*|ln_\w+)")
 _NO_LINEAR = re.compile(r".*(embed(?!ding_projection)|conv|patch).*")
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(?:gate_up|down)_proj")  # all experts of a layer in one tensor
@@ -99,7 +101,7 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
     tensor, reason = f"{module}.weight", tree.reason_to_keep(module)
     if draft := tree.draft_of(module):
         rest = module.removeprefix(draft.prefix)
-        asked = tail(rest) in tree.tails
+        asked = tail(rest) in tree.tails or module in draft.own
         layer = fused_layer(f"{draft.sglang}{rest}", None) if asked and draft.sglang is not None else None
         own = fused_layer(f"{draft.sglang_own}{rest}", None) if asked and draft.sglang_own is not None else None
         in_vllm = asked or (draft.vllm_joint and module == draft.joint)
@@ -114,6 +116,7 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
     if family.release is not None and module.endswith(family.release.stacked or ("\0",)):
         return _stacked(module, tree, family)
     asked = module in tree.linears and module not in tree.gates and module != tree.head
+    asked = asked and not module.endswith(_NEVER_ASKED)
     fused = fused_layer(module, tree) if asked else None
     sglang = known.layer(fused) if fused and not module.endswith(_DENSE_IN_SGLANG) else None
     dense = tree.dense_for(module)

@@ -57,10 +57,11 @@ OWN: Mapping[str, Mapping[str, int]] = {
     "olmoe": HEADS_OF_16,
     "olmo3": HEADS_OF_16,
     "olmo3-tied-window-everywhere": HEADS_OF_16,
-    "deepseek_v4": {},  # all queries share one key
+    "deepseek_v4": {"q_lora_rank": 128, "o_lora_rank": 128},  # all queries share one key
     # In these classes it is the size of an expert.
     "minimax_m2": ATTENTION | {"intermediate_size": 256},
-    "minimax_m3_vl": {"intermediate_size": 96},  # and of the shared one
+    "minimax_m3_vl": ATTENTION  # and of the shared one
+    | {"intermediate_size": 128, "shared_intermediate_size": 128, "dense_intermediate_size": 384},
     "nemotron_h": ATTENTION | MIXERS,
     "nemotron_h-latent": ATTENTION | MIXERS,
     "gpt_oss": ATTENTION | {"intermediate_size": 256},

@@ -12,11 +12,11 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp
+from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp, layer_count
 from converters.config.compressed import DENSE, SPARSE, WINDOW, CompressedAttention, read_compressed
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer, number
-from converters.family import EngineClass, ModelFamily, Unwitnessed
+from converters.family import Draft, EngineClass, ModelFamily, Release, Unwitnessed
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
 # What the releases say, where readers compute nothing else or disagree.
@@ -210,18 +210,45 @@ def _sglang_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"compress_ratios": ratios, "num_hash_layers": len(dims.hashed_layers), "topk_method": "noaux_tc"}
 
 
+def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """The multi-token prediction layer, where the config promises one. Its joining projections are in FP8 too."""
+    at = "mtp.0."
+    own = (f"{at}e_proj", f"{at}h_proj")
+    return (Draft(at, "model.decoder.", r"re:mtp\..*", at, "", own=own),) * bool(
+        layer_count(text, "num_nextn_predict_layers")
+    )
+
+
+# What compresses keys, and weighs heads of the indexer: in BF16 in every release, and engines ask no list about it.
+_KEPT = (".compressor.wkv", ".compressor.wgate", ".indexer.weights_proj")
+_MLP = (("w1", "gate_up_proj"), ("w3", "gate_up_proj"), ("w2", "down_proj"))
+_IN_SGLANG = (("attn", "self_attn"), ("ffn", "mlp"), ("wq_a", "wqkv_a"), ("wkv", "wqkv_a"), *_MLP)
+_IN_VLLM = (("wq_a", "fused_wqa_wkv"), ("wkv", "fused_wqa_wkv"), *_MLP)
 FAMILIES = (
     ModelFamily(
         ("deepseek_v4",),
         ("DeepseekV4ForCausalLM",),
         read_dims,
         mappings,
-        release=None,
+        release=Release(
+            root="",
+            head="head",
+            moe="ffn",
+            experts=W1_W3_W2,
+            drafts=_drafts,
+            own_tree=True,
+            kept=_KEPT,
+            fp8_only=True,
+            stated={"expert_dtype": "fp8"},  # vLLM takes experts in MXFP4 without it
+        ),
         spellings={
             "model.hc_head.hc_fn": "transformers' own modules",
             "model.hc_head_fn": "the modules of SGLang and miles",
         },
-        engines={"sglang": EngineClass(keys=_sglang_keys), "vllm": EngineClass(cache_dtype="fp8")},
+        engines={
+            "sglang": EngineClass(root=("layers.", "model.layers."), inside=_IN_SGLANG, keys=_sglang_keys),
+            "vllm": EngineClass(inside=_IN_VLLM, cache_dtype="fp8"),
+        },
         unwitnessed=Unwitnessed(
             "megatron-core 0.19 has no compressed attention, hyper-connections or tables of experts", None
         ),

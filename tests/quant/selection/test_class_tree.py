@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import HF_CASES
+import torch
+from families import HF_CASES, deepseek_v4
 from families.table import config_of
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from ckptkit.core.errors import CkptkitError
 from converters.hf_names import tail
@@ -56,8 +59,28 @@ STEP = {
     **dict.fromkeys((f"model.layers.2.mlp.{name}_proj" for name in GATE_UP_DOWN), None),
     **dict.fromkeys((f"model.layers.3.share_expert.{name}_proj" for name in GATE_UP_DOWN), None),
 }
+EXPERT = ("w1", "w2", "w3")
 M3, M3_SPARSE = "language_model.model.", ".layers.3.block_sparse_moe."
 REASONS: dict[str, dict[str, str | None]] = {
+    "deepseek_v4": {
+        "embed": "Embedding is not a Linear",
+        "layers.2.ffn.gate": "Router is not a Linear",
+        "head": "output embedding",
+        "mtp.0.e_proj": "draft layer",
+        "mtp.0.attn.wq_a": "draft layer",
+        "layers.2.ffn.gate.tid2eid": "not a module of the model",
+        **dict.fromkeys(
+            (
+                *(f"layers.2.attn.{place}compressor.{name}" for place in ("", "indexer.") for name in ("wkv", "wgate")),
+                "layers.2.attn.indexer.weights_proj",
+            ),
+            "no release quantizes it",
+        ),
+        **dict.fromkeys((f"layers.2.attn.{name}" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")), None),
+        **dict.fromkeys((f"layers.2.ffn.experts.11.{name}" for name in EXPERT), None),
+        **dict.fromkeys((f"layers.2.ffn.shared_experts.{name}" for name in EXPERT), None),
+        "layers.2.attn.indexer.wq_b": None,
+    },
     "step3p5": STEP,
     "step3p7": STEP | {"vision_model.transformer.resblocks.0.mlp.c_fc": "outside the language model"},
     "minimax_m3_vl": {
@@ -83,6 +106,16 @@ def test_modules_that_transformers_does_not_have_are_known_by_the_rules(name: st
     text = {"text_config": CONFIGS[name]["text_config"] | odd} if "text_config" in CONFIGS[name] else odd
     with pytest.raises(CkptkitError, match="hidden_size is 'x', not a whole number"):  # and transformers is not asked
         class_tree(CONFIGS[name] | text)
+
+
+def test_deepseek_v4_names_every_linear_layer_of_transformers_class() -> None:
+    """Under the release's names, which the test model has been renamed to by hand; experts are one module there."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(HF_CASES["deepseek_v4"].config())
+    modules = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head")
+    expected = {deepseek_v4.released(f"{name}.weight").removesuffix(".weight") for name in modules}
+    found = of_family(CONFIGS["deepseek_v4"]).linears
+    assert {name for name in found if ".experts." not in name} - {"head"} == expected
 
 
 VISION = {

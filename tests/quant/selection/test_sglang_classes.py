@@ -22,7 +22,11 @@ from quant.selection.matrices import matrices_named, names_in_sglang
 
 pytestmark = pytest.mark.sglang
 
-CLASSES = {model_type: family.engine("sglang") for model_type, family in FAMILIES.items() if family.release}
+CLASSES = {
+    model_type: family.engine("sglang")
+    for model_type, family in FAMILIES.items()
+    if family.release and not family.release.fp8_only
+}
 # Classes that want a GPU: only what they declare is compared.
 DECLARED = {
     "deepseek_v32": ("deepseek_v2", "DeepseekV32ForCausalLM"),
