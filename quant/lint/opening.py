@@ -170,20 +170,22 @@ def _leaves(names: Iterable[str], matrices: Iterable[Matrix]) -> frozenset[str]:
 def _allowed(matrices: Iterable[Matrix], tree: ClassTree) -> list[Matrix]:
     """The matrices with the reasons that hold for any format: draft layers and towers may be quantized in these.
 
-    A draft layer that SGLang calls as a layer of the model is left out with that one, or quantized. Linear layers that
-    no INT4 release quantizes, and experts that are one tensor a layer, are not judged: releases differ.
+    A draft layer that SGLang calls as a layer of the model is left out with that one, or quantized. Experts that are
+    one tensor a layer may be, too. Linear layers that no INT4 release quantizes are not judged: releases differ.
     """
     return [
         replace(matrix, reason=_reason(matrix, tree), sglang=matrix.sglang or matrix.sglang_own)
         for matrix in matrices
-        if not tree.is_kept(matrix.module) and not (matrix.expert and matrix.module in tree.others)
+        if not tree.is_kept(matrix.module)
     ]
 
 
 def _reason(matrix: Matrix, tree: ClassTree) -> str | None:
     if matrix.module.endswith(_NEVER):
         return "engines hold it unquantized"
-    return matrix.reason if matrix.module in tree.others or matrix.module in tree.gates else None
+    if matrix.module in tree.gates or (matrix.module in tree.others and not matrix.expert):
+        return matrix.reason
+    return None
 
 
 def _wanted_readers(method: str, readers: Sequence[str] | None) -> tuple[str, ...]:

@@ -132,7 +132,7 @@ def _all_looked_up(
 
 def _looked_up(reader: str, row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
     if reader == NAMES:
-        is_head = matrix.tensor.endswith("lm_head.weight")
+        is_head = _is_head(matrix)
         own = fused_layer(matrix.module, None)
         return _Layer(answer="keeps") if is_head and not row.head else _Layer(own, (matrix.module,))
     if row.packs is not None:
@@ -144,7 +144,7 @@ def _looked_up(reader: str, row: ListReader, matrix: Matrix, config: Mapping[str
         return _Layer(answer="either")
     if reader.startswith("transformers"):
         return _in_transformers(row, matrix, config)
-    is_head = matrix.tensor.endswith("lm_head.weight")
+    is_head = _is_head(matrix)
     if is_head and not row.head:
         return _Layer(answer="keeps")
     if is_head and config.get("tie_word_embeddings"):
@@ -156,6 +156,11 @@ def _looked_up(reader: str, row: ListReader, matrix: Matrix, config: Mapping[str
     if layer.endswith(".experts"):
         return _Layer(layer, (layer,), experts=True)
     return _Layer(layer, _parts(reader, row, layer, matrix, config)) if row.linears else _Layer(answer="keeps")
+
+
+def _is_head(matrix: Matrix) -> bool:
+    """Whether it is the output embedding, which DeepSeek-V4's releases call otherwise."""
+    return matrix.tensor == "head.weight" or matrix.tensor.endswith("lm_head.weight")
 
 
 def _parts(reader: str, row: ListReader, layer: str, matrix: Matrix, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -175,7 +180,7 @@ def _in_transformers(row: ListReader, matrix: Matrix, config: Mapping[str, Any])
         return _Layer(container, (container,), experts=True)
     if not matrix.linear or not row.linears:  # draft layers too, which it has no classes for
         return _Layer(answer="keeps" if matrix.reason else "either")
-    if matrix.tensor.endswith("lm_head.weight") and not row.entries(quantization_of(config)):
+    if _is_head(matrix) and not row.entries(quantization_of(config)):
         return _Layer(answer="keeps")  # left out by itself where there is no list
     return _Layer(matrix.module, (matrix.module,))
 

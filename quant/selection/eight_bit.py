@@ -144,13 +144,13 @@ def _left_out(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTre
     """Whole names of modules that are not quantized, sorted; of experts the name of their container.
 
     Beside the release's own name of a draft layer's or another tower's module stands the one that an engine asks by,
-    and so for any other that an engine spells otherwise.
+    and so for any other that an engine spells otherwise; of layers that are fused where parts are absent, all parts.
     """
     found, quantized = {tree.head}, {tail(name.removesuffix(".weight")) for name in names}
     for matrix in matrices:
         if matrix.tensor in names:
             continue
-        elsewhere = tree.reason_in_any_format(matrix.module) is not None or _is_respelled(matrix)
+        elsewhere = tree.reason_in_any_format(matrix.module) is not None or tree.partly_fused or _is_respelled(matrix)
         for name in filter(None, (matrix.module, *((matrix.sglang, matrix.vllm) if elsewhere else ()))):
             block, experts, _ = name.partition(".experts.")
             parts = parts_of(name) if name != matrix.module else ()

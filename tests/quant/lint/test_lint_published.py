@@ -29,7 +29,7 @@ RELEASES: Mapping[str, Mapping[str, Any]] = {
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 EVERY_DAY = ("Qwen/Qwen3-32B-FP8", "deepseek-ai/DeepSeek-V3", "nvidia/Qwen3.6-27B-NVFP4", "openai/gpt-oss-20b")
 # Models whose modules ckptkit does not know: their entries are not held against any.
-UNKNOWN = ("deepseek_ref", "deepseek_v4", "gpt_oss", "kimi_k3", "mimo_v2_flash")
+UNKNOWN = ("deepseek_ref", "gpt_oss", "kimi_k3", "mimo_v2_flash")
 
 
 def unfolded(name: str) -> Iterator[str]:

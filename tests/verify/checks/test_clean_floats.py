@@ -99,6 +99,8 @@ def quantized_in(path: Path) -> set[str]:
 def test_what_is_written_has_no_finding(model: str, name: str, plain: Plain, tmp_path: Path) -> None:
     written, out = WRITTEN[name], tmp_path / "out"
     refused = "load it in BF16, in FP8 blocks" if model in FP8_ALONE and name != "fp8-block" else REFUSED.get(model)
+    if model.startswith("step3p") and name.startswith("fp8-block"):  # its sizes are the published ones, made small
+        refused = "no weight is left to quantize"
     if refused is not None:
         with pytest.raises(CkptkitError, match=refused):
             quantize(plain(model), out, written.scheme, readers=written.engines)
