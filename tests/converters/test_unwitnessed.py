@@ -19,22 +19,28 @@ from families import UNWITNESSED
 from families.case import build, save, tokens
 from families.table import config_of
 from families.worker import Worker
+from safetensors.torch import load_file, save_file
 from support import models
 from support.fixture_types import PathOf
 from support.installed import require_megatron
+from support.nightly import daily
+from support.sglang_sizes import widened
 
 from ckptkit.app.api import convert, inspect, model_arguments, quantize
 from ckptkit.app.cli import main
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.plan import View
-from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from converters.experts import is_fused, unfuse
 from converters.passthrough import passthrough_names
 from converters.planner import dims_of, expected_hf
 from converters.registry import FAMILIES
 from converters.stored import as_stored
 from quant.formats.scheme import QuantScheme
+from quant.lint.lint import lint
+from quant.schemes.floats import FloatScheme
 from verify.run import verify
+from verify.witnesses.loading.names import routers
 
 TOLERANCE = 1e-4
 NAMED = [name for name, case in UNWITNESSED.items() if FAMILIES[config_of(case)["model_type"]].unwitnessed.names]
@@ -110,6 +116,67 @@ def test_int4_is_read_as_every_reader_reads_it(release: Path, tmp_path: Path) ->
     quantize(release, tmp_path / "int4", QuantScheme(None, "qmax7"))
     report = verify(tmp_path / "int4", source=release)
     assert (report.status, report.findings) == ("passed", [])
+
+
+FAULTS = ("olmoe", "ernie4_5_moe", "granitemoehybrid", "gemma4", "minimax_m3_vl", "step3p5")
+
+
+@pytest.mark.parametrize("name", daily(FAULTS, FAULTS[:1]))
+def test_an_entry_that_is_missing_and_a_packed_router_are_found(name: str, tmp_path: Path) -> None:
+    save(name, UNWITNESSED[name], tmp_path / "hf", torch.bfloat16)
+    out = tmp_path / "int4"
+    quantize(tmp_path / "hf", out, QuantScheme(None, "qmax7"))
+    assert lint(out).findings == ()
+    config = read_json(out / "config.json")
+    for entry in config["quantization_config"]["ignore"]:
+        rest = [one for one in config["quantization_config"]["ignore"] if one != entry]
+        (out / "config.json").write_text(json.dumps(config | {"quantization_config": without(config, rest)}))
+        stored = any(re.match(entry.removeprefix("re:"), spec) for spec in HfCheckpoint(out).specs)
+        assert bool([one for one in lint(out).findings if one.severity == "error"]) == stored, entry
+    (out / "config.json").write_text(json.dumps(config))
+    router = sorted(routers(config))[-1]
+    module, weight = router.removesuffix(".weight"), models.tensors(out)[router]
+    words, scale = torch.zeros(len(weight), weight.shape[1] // 8, dtype=torch.int32), torch.ones(len(weight), 1)
+    with_parts(out, router, {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)})
+    found = {one.code: one for one in verify(out, readers=("sglang",)).findings}
+    assert module in str(found["CK301"].tensor)
+
+
+def without(config: dict[str, Any], entries: list[str]) -> dict[str, Any]:
+    """The quantization section with other entries."""
+    return {**config["quantization_config"], "ignore": entries}
+
+
+def with_parts(path: Path, name: str, parts: dict[str, torch.Tensor]) -> None:
+    """Puts parts of a packed weight where the weight was, also in the index."""
+    (file,) = (file for file in path.glob("*.safetensors") if name in load_file(file))
+    content, module = load_file(file), name.removesuffix(".weight")
+    del content[name]
+    content |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
+    save_file(content, file, metadata={"format": "pt"})
+    index = read_json(path / "model.safetensors.index.json")
+    del index["weight_map"][name]
+    index["weight_map"] |= {f"{module}.{part}": file.name for part in parts}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.nightly
+def test_a_router_and_a_table_of_deepseek_v4_in_fp8_are_found(tmp_path: Path) -> None:
+    case = widened("deepseek_v4")
+    save("deepseek_v4", case, tmp_path / "hf", torch.bfloat16)
+    out = tmp_path / "fp8"
+    quantize(tmp_path / "hf", out, FloatScheme("fp8-block"))
+    assert json.loads((out / "config.json").read_text())["expert_dtype"] == "fp8"
+    router, table = "layers.4.ffn.gate.weight", "layers.1.ffn.gate.tid2eid"
+    codes, scales = models.tensors(out)[router].to(torch.float8_e4m3fn), torch.ones(1, 1)
+    with_parts(out, router, {"weight": codes, "weight_scale_inv": scales})
+    models.edit(out, table, models.tensors(out)[table].to(torch.float8_e4m3fn))
+    lost = "layers.3.attn.wq_b.weight_scale_inv"
+    models.edit(out, lost, None)
+    found = {(one.code, str(one.tensor)) for one in verify(out, readers=("sglang",)).findings}
+    assert {code for code, tensor in found if tensor == router} >= {"CK301"}
+    assert [code for code, tensor in found if tensor == table]
+    assert [code for code, tensor in found if tensor == lost or lost.removesuffix("_scale_inv") == tensor]
 
 
 def test_megatrons_names_are_refused_unless_asked_for(

@@ -19,7 +19,7 @@ from ckptkit.app.api import inspect, model_arguments
 from ckptkit.app.forecast import START, Forecast, forecast_bytes
 from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions, run_options
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.plan import View
 from ckptkit.core.specs import fold
 from ckptkit.formats.hf.remote import opened
@@ -46,6 +46,11 @@ MODELS = (
     "moonshotai/Kimi-K2-Instruct",
     "openai/gpt-oss-20b",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "ibm-granite/granite-4.0-h-tiny",
+    "google/gemma-4-31B-it",
+    "stepfun-ai/Step-3.5-Flash",
+    "MiniMaxAI/MiniMax-M3",
+    "deepseek-ai/DeepSeek-V4-Flash",
 )
 KNOWN = {
     "index": "the published index",
@@ -93,7 +98,12 @@ def _head(release: Release, facts: dict[str, Any]) -> Iterator[str]:
 def _megatron(path: str | Path, empty: Path) -> Iterator[str]:
     options = run_options("convert", path, empty / "megatron", None, workers=WORKERS)
     with ExitStack() as stack:
-        plan = make_plan(options, _sources(options, stack))
+        try:
+            plan = make_plan(options, _sources(options, stack))
+        except UnsupportedError as error:  # no released Megatron holds it
+            words = f"`convert` refuses it: {error.message}. What of it SGLang and vLLM load is in"
+            yield from ("", "## To Megatron", *textwrap.wrap(words, 118), "[mappings.md](../mappings.md).")
+            return
         yield from ("", "## To Megatron", f"`ckptkit convert {Path(str(path)).name} DST --workers {WORKERS}` plans", "")
         yield f"- {len(plan.view.specs):,} tensors: {dtype_counts(spec.dtype for spec in plan.view.specs.values())}"
         yield from _forecast(options, plan)

@@ -16,17 +16,20 @@ from support import models
 from support.quantized import fp8_blocks, small_groups_allowed, write
 from support.sglang_families import CLEAN
 
-# 72 inputs in these test models, which no group of 32 divides.
+EXPERTS = r"re:.*\.mlp\.shared_expert\..*"  # 72 inputs in two test models, which no group of 32 divides
+# Others with such inputs.
 ODD = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), r"re:.*\.mlp\.shared_expert\..*"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), EXPERTS),
     "granite": r"re:.*\.shared_mlp\..*",
+    "step3p": r"re:.*\.share_expert\..*",
 }
+# Whose Linear layers are not known, whose experts SGLang does not load, or that it loads in other formats alone. It runs
+# Gemma 4's unified text model by transformers' class, whose layers no target of a config names.
+NOT_INT4 = ("bailing_moe", "deepseek_v4", "gpt_oss", "nemotron_h", "qwen3_omni", "gemma4_unified_text")
 INT4 = {
     name: {"group_size": 32, "ignore": tuple(entry for start, entry in ODD.items() if name.startswith(start))}
     for name in CLEAN
-    if not name.startswith(
-        ("bailing_moe", "gpt_oss", "nemotron_h", "qwen3_omni")
-    )  # whose Linear layers are not known one by one, or whose experts SGLang does not load
+    if not name.startswith(NOT_INT4)
 }
 CHANNEL = ("qwen2-untied", "qwen3_moe", "deepseek_v3", "glm4_moe")
 # GLM's shared expert is kept among the routed ones if it is packed, and SGLang takes no zero points of it there.

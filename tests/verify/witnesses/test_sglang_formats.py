@@ -9,7 +9,7 @@ import pytest
 from support import models
 from support.nightly import collected, daily
 from support.sglang_cells import BF16, FP8, Cell, checkpoint, values
-from support.sglang_families import EXPERT
+from support.sglang_families import COMPUTED, EXPERT
 from support.sglang_formats import LABELS, NOT_IN_FP8, write_all
 from support.sglang_matrix import CLEAN, judged
 from support.sglang_runs import LOST_PARTS, Case, run_cases
@@ -69,10 +69,12 @@ def test_every_part_is_where_sglang_keeps_it(
 ) -> None:
     report = runs[label].report
     assert report is not None, runs[label]
-    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    assert (report.unwritten, report.dropped, report.differing, report.routers) == ((), (), (), ())
+    assert report.computed == (COMPUTED["minimax_m3_vl"] if label.endswith("minimax_m3_vl") else ())
     tensors = models.tensors(Path(cases[label].checkpoint))
     # SGLang never uses the shapes, and keeps only the last one of a fused layer.
     left = {name for name in tensors if name in report.draft or name.endswith(("inv_freq", "weight_shape"))}
+    left |= {name for name, tensor in tensors.items() if not tensor.dim()}  # bounds in Gemma 4's audio tower
     assert report.equal == {name: tensor.nbytes for name, tensor in tensors.items() if name not in left}
 
 
