@@ -23,8 +23,8 @@ ODD = {
     "granite": r"re:.*\.shared_mlp\..*",
     "step3p": r"re:.*\.share_expert\..*",
 }
-# Whose Linear layers are not known, whose experts SGLang does not load, or that it loads in other formats alone. It runs
-# Gemma 4's unified text model by transformers' class, whose layers no target of a config names.
+# Whose Linear layers are not known, whose experts SGLang does not load, or that it loads in other formats alone. It
+# runs Gemma 4's unified text model by transformers' class, whose layers no target of a config names.
 NOT_INT4 = ("bailing_moe", "deepseek_v4", "gpt_oss", "nemotron_h", "qwen3_omni", "gemma4_unified_text")
 INT4 = {
     name: {"group_size": 32, "ignore": tuple(entry for start, entry in ODD.items() if name.startswith(start))}

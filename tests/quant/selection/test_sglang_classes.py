@@ -39,7 +39,7 @@ DECLARED = {
     "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
 }
 # Models without a class of their own, which SGLang runs as transformers builds them.
-BY_TRANSFORMERS = {"seed_oss"}
+BY_TRANSFORMERS = {"seed_oss", "gemma4_unified_text"}
 WITHOUT_INT4 = {"bailing_moe", "bailing_moe_v2", "deepseek_v4", "gpt_oss"}
 WITHOUT_INT4 |= {"glm5_next", "kimi_k3", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
 # Models that it does not build from any config that transformers 5 takes (docs/mappings.md).
