@@ -307,6 +307,10 @@ class ModelFamily:
         """
         if self.release is None or not self.release.nested or not self.class_of(config).endswith(_WITH_TOWERS):
             return ()
+        return self.beside(config)
+
+    def beside(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """How the names begin of what is only carried along: of what hears only where the config has an audio tower."""
         return tuple(one for one in self.carried if "audio" not in one or config.get("audio_config") is not None)
 
     def class_of(self, config: Mapping[str, Any]) -> str:

@@ -63,7 +63,7 @@ def family_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]
     linears, others = _modules(family, config)
     experts = frozenset(name for name in linears if ".experts." in name)
     blocks = {name.partition(".experts.")[0] for name in experts}
-    outside = family.carried if release.nested else ()
+    outside = family.beside(config) if release.nested else ()
     known = not outside or (release.linears_outside is not None and isinstance(config.get("vision_config"), Mapping))
     beside = release.linears_outside(config) if outside and known and release.linears_outside else ()
     return ClassTree(

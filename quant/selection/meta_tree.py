@@ -36,7 +36,7 @@ def meta_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]) 
         and weight.ndim >= 2
     }
     experts = frozenset(name for prefix, module in fused.items() for name in _each(prefix, module, release.experts))
-    outside = family.carried if release.nested else ()
+    outside = family.beside(config) if release.nested else ()
     spelled = {"lm_head", *(release.own_name(name) for name in linears)}
     return ClassTree(
         frozenset(linears | experts | {release.head}),

@@ -101,6 +101,9 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+_BESIDE = ("expert_dtype",)  # what engines read beside it: the format of DeepSeek-V4's experts
+
+
 def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
     """Makes `config.json` true to the weights beside it: their dtype, and whether they are quantized.
 
@@ -114,6 +117,7 @@ def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, Te
         (target / MODELOPT_CONFIG).unlink(missing_ok=True)
     if is_quantized(config):
         after["quantization_config"] = quantization_of(config)
+        after |= {key: config[key] for key in _BESIDE if key in config}
     if dtype := main_dtype(specs):
         inner = [thinker] if isinstance(thinker := after.get("thinker_config"), dict) else []
         places = [place for holder in (after, *inner) for place in (holder, holder.get("text_config"))]
