@@ -309,7 +309,9 @@ def test_the_help_of_a_verb_that_compares_has_each_option_once_in_sections(name:
     options = [one for one in command.params if isinstance(one, click.Option)]
     listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.M)
     assert sorted(listed) == sorted([*(one.opts[-1 if len(one.opts[0]) == 2 else 0] for one in options), "--help"])
-    assert listed.index("--source") < listed.index("--against-megatron") < listed.index("--tp") < listed.index("--strict")
+    assert (
+        listed.index("--source") < listed.index("--against-megatron") < listed.index("--tp") < listed.index("--strict")
+    )
 
 
 def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quiet(
