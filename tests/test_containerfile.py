@@ -32,7 +32,7 @@ def test_what_is_copied_is_there_and_is_all_that_the_build_takes() -> None:
 
 def test_install_command_is_that_of_readme() -> None:
     installs = [line for line in of("RUN") if line.startswith("pip ")]
-    assert installs == ["pip install -c constraints.txt ."]
+    assert installs == ["pip install -c constraints.txt .[convert]"]
     assert f"`{installs[0]}`" in (ROOT / "README.md").read_text()
 
 

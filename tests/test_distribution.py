@@ -30,7 +30,7 @@ FILES = (
     "constraints.txt",
     "pyproject.toml",
 )
-NAMES = ["ckptkit-0.1.0-py3-none-any.whl", "ckptkit-0.1.0.tar.gz"]
+NAMES = ["ckptkit_verify-0.1.0-py3-none-any.whl", "ckptkit_verify-0.1.0.tar.gz"]
 
 
 def git(*words: object) -> None:
@@ -82,15 +82,17 @@ def test_wheel_and_sdist_hold_the_packages_and_nothing_of_the_machine(clones: tu
     with tarfile.open(made / NAMES[1]) as sdist:
         members = sdist.getmembers()
         in_sdist = {
-            one.name.removeprefix("ckptkit-0.1.0/"): file.read() for one in members if (file := sdist.extractfile(one))
+            one.name.removeprefix("ckptkit_verify-0.1.0/"): file.read()
+            for one in members
+            if (file := sdist.extractfile(one))
         }
     assert {name.partition("/")[0] for name in in_wheel} == {
-        *("ckptkit", "converters", "quant", "verify", "ckptkit-0.1.0.dist-info")
+        *("ckptkit", "converters", "quant", "verify", "ckptkit_verify-0.1.0.dist-info")
     }
     assert {"ckptkit/app/cli/__init__.py", "verify/reports/page.css", "verify/reports/page.html"} <= in_wheel.keys()
     assert in_wheel["verify/symptoms.md"] == (ROOT / "docs/symptoms.md").read_bytes()  # for `explain`
     assert {f"verify/launch/options/releases/{name}.txt" for name in ("slime", "sglang", "verl")} <= in_wheel.keys()
-    assert "ckptkit-0.1.0.dist-info/licenses/LICENSE" in in_wheel
+    assert "ckptkit_verify-0.1.0.dist-info/licenses/LICENSE" in in_wheel
     assert {f"{package}/py.typed" for package in ("ckptkit", "converters", "quant", "verify")} <= in_wheel.keys()
     assert {"pyproject.toml", "SECURITY.md", "LICENSE", "verify/reports/page.html"} <= in_sdist.keys()
     assert {(one.uid, one.gid, one.uname, one.gname) for one in members} == {(0, 0, "", "")}
@@ -133,7 +135,7 @@ def test_no_text_installs_ckptkit_from_an_index() -> None:
 
 
 def test_every_name_of_the_package_is_found_and_listed() -> None:
-    assert ckptkit.__version__ == version("ckptkit")
+    assert ckptkit.__version__ == version("ckptkit-verify")
     assert set(ckptkit.__all__) <= set(dir(ckptkit))
     for name in ckptkit.__all__:
         assert getattr(ckptkit, name) is not None

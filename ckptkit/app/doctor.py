@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from ckptkit.core.installation import program_version, requirements
+from ckptkit.core.installation import INSTALL_CONVERT, program_version, requirements
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.registry import ENGINES
 
@@ -27,6 +27,10 @@ _MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compress
 }
 # What each part needs beyond ckptkit's own requirements, and what it is for.
 _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "convert": (
+        ("torch", "transformers", "compressed-tensors", "numba"),
+        "convert, quantize, diff, and verify on values",
+    ),
     "megatron": (("megatron-core",), "verify --against-megatron"),
     **{one.name: ((one.name,), f"verify --against-{one.name}") for one in ENGINES},
     "engine": (("sglang",), "verify --engine [--logits], --update, --release-resume"),
@@ -37,7 +41,7 @@ _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
 PARTS = tuple(_NEEDS)
 _PYTHON_OF = {"engine": "sglang"}  # of a part that is not named as the program in that environment
 _BESIDE = ("torch", "transformers")  # whose versions say which environment that is
-_INSTALL = {one.name: one.install for one in ENGINES}
+_INSTALL = {one.name: one.install for one in ENGINES} | {"convert": INSTALL_CONVERT}
 _TESTED = {one.name: one.tested for one in ENGINES} | {"megatron-core": ("0.16.1", "0.19.2")}  # megatron-layouts.md
 
 
@@ -99,6 +103,8 @@ def examine(pythons: Mapping[str, str] | None = None) -> Examination:
     """
     base = [replace(_package(name), needed=needed) for name, needed in _requirements().items()]
     more = [_package(name) for name in dict.fromkeys(name for names, _ in _NEEDS.values() for name in names)]
+    of_convert = _requirements("convert")
+    more = [replace(one, needed=of_convert.get(one.name, "")) for one in more]
     gpus = _gpus()
     faults = [f"{one.name} is {'damaged' if one.broken else 'not installed'}" for one in base if not _usable(one)]
     known = {one.name: one for one in more}
@@ -111,9 +117,9 @@ def examine(pythons: Mapping[str, str] | None = None) -> Examination:
     return Examination(program_version(), platform.python_version(), gpus, [*base, *more], parts, faults)
 
 
-def _requirements() -> dict[str, str]:
-    """The names of ckptkit's own requirements, less those of extras, and the versions that it takes."""
-    found = [re.match(r"[\w.-]+", text) for text in requirements() if "extra ==" not in text]
+def _requirements(extra: str | None = None) -> dict[str, str]:
+    """The names of what ckptkit itself, or an extra, requires, and the versions that it takes."""
+    found = [re.match(r"[\w.-]+", text) for text in requirements(extra)]
     return {one[0].lower(): one.string[one.end() :].strip() for one in found if one}
 
 

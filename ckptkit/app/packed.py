@@ -31,7 +31,7 @@ class PackedSummary:
     `checkpoint_before`, `checkpoint_after`: the same of all tensors.
     `relative_error`: the Frobenius norm of what packing changed, as a share of that of the weights. None in a dry run,
     and where weights of more than 1e19 have squares beyond float32.
-    `kinds`: by kind of layer (`q_proj`, `experts.down_proj`).
+    `kinds`: by kind of layer (`q_proj`, `experts.down_proj`). `advice`: which options would lose less.
     """
 
     matrices: int
@@ -41,6 +41,7 @@ class PackedSummary:
     checkpoint_after: int
     relative_error: float | None = None
     kinds: Mapping[str, PackedKind] = field(default_factory=dict)
+    advice: str | None = None
 
 
 def summary(plan: ConversionPlan, errors: Mapping[str, SquaredError]) -> PackedSummary | None:
@@ -56,7 +57,8 @@ def summary(plan: ConversionPlan, errors: Mapping[str, SquaredError]) -> PackedS
     before = sum(source[name].nbytes for name in plan.packing.names)
     found = SquaredError.total(errors.values()).relative if errors else None
     kinds = _kinds(plan.packing, errors)
-    return PackedSummary(len(plan.packing.names), before, before - total + written, total, written, found, kinds)
+    after, count, advice = before - total + written, len(plan.packing.names), plan.packing.advice
+    return PackedSummary(count, before, after, total, written, found, kinds, advice)
 
 
 def _kinds(packing: Packing, errors: Mapping[str, SquaredError]) -> dict[str, PackedKind]:
@@ -85,7 +87,7 @@ def lines(found: PackedSummary) -> list[str]:
     if found.relative_error is not None:
         each = [f"{kind} {_percent(one.relative_error)}" for kind, one in found.kinds.items()]
         text.append(f"relative error {_percent(found.relative_error)}: {', '.join(each)}")
-    return text
+    return [*text, found.advice] if found.advice else text
 
 
 def _percent(share: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -10,7 +11,10 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 
-_NAME = "ckptkit"
+_NAME = "ckptkit-verify"  # the distribution; on the public index another project is called ckptkit
+# What `pip install .` leaves out: distributions of the extra `convert`, and the modules that they bring.
+_CONVERT_MODULES = ("compressed_tensors", "numba", "torch", "transformers")
+INSTALL_CONVERT = "pip install '.[convert]' in a checkout"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,12 +38,23 @@ def package_release(package: str) -> tuple[int, ...]:
         return ()
 
 
-def requirements() -> list[str]:
-    """Returns what ckptkit requires, as pip is told; extras are marked. Of a checkout, without extras."""
+def requirements(extra: str | None = None) -> list[str]:
+    """Returns what ckptkit itself requires, or one of its extras does, as pip is told."""
     try:
-        return requires(_NAME) or []
+        found = requires(_NAME) or []
     except PackageNotFoundError:
-        return list(_project().get("dependencies", ()))
+        project = _project()
+        of_extras = project.get("optional-dependencies", {})
+        return list(of_extras.get(extra, ()) if extra else project.get("dependencies", ()))
+    own = [text for text in found if "extra ==" not in text]
+    of_extra = [text.partition(";")[0].strip() for text in found if re.search(rf"extra == .{extra}\b", text)]
+    return of_extra if extra else own
+
+
+def missing_of_convert(error: BaseException) -> str | None:
+    """The library of the extra `convert` that an error says is not installed; None for any other error."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return name if name in _CONVERT_MODULES else None
 
 
 def _project() -> Mapping[str, Any]:
@@ -59,6 +74,16 @@ def refuse_shadowed() -> None:
         if found is None:
             raise CkptkitError(f"the package {name} of ckptkit is missing", "install ckptkit again")
         if _ROOT not in Path(found).resolve().parents:
-            raise CkptkitError(
-                f"{found} hides the package {name} of ckptkit", "rename it, or run from another directory"
-            )
+            hint = "rename it, or run from another directory"
+            if owner := _owner(name, Path(found)):
+                hint = f"it belongs to {owner}: install ckptkit in an environment without that"
+            raise CkptkitError(f"{found} hides the package {name} of ckptkit", hint)
+
+
+def _owner(package: str, found: Path) -> str | None:
+    """The installed distribution that a file of a package belongs to; None for a file of the user's."""
+    from importlib.metadata import distribution, packages_distributions
+
+    names = packages_distributions().get(package, [])
+    files = {name: [Path(str(one.locate())).resolve() for one in distribution(name).files or ()] for name in names}
+    return next((name for name, there in files.items() if found.resolve() in there), None)

@@ -175,6 +175,7 @@ class FloatWeights:
     quantized: tuple[str, ...] = ()  # modules by every name that an engine asks by
     # Whether MXFP8 is spelled as vLLM's class of ModelOpt's format reads it.
     for_vllm: bool = False
+    advice: str | None = None
     errors: dict[str, SquaredError] = field(default_factory=dict)
 
     @property

@@ -92,6 +92,10 @@ class Packing(Protocol):
         """What to know before the result is served."""
 
     @property
+    def advice(self) -> str | None:
+        """Which options would lose less, where they may be used."""
+
+    @property
     def errors(self) -> Mapping[str, SquaredError]:
         """How far each weight that `pack` has packed is from its source, by the name of the tensor with its codes."""
 

@@ -90,6 +90,7 @@ class PackedWeights:
     kept_scales: bool = False
     notes: tuple[str, ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
+    advice: str | None = None
     errors: dict[str, SquaredError] = field(default_factory=dict)
 
     @property
@@ -167,8 +168,17 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     notes += tiles.ungated_notes("INT4", chosen, config, request.readers)
     before = stored_scheme(reference.config) if reference is not None else None
     if before is None or not before.fits(whole):
-        return PackedWeights(whole, names, request.device, sglang_experts=special, notes=notes)
+        advice = _advice(whole, experts) if request.preset is None and before is None else None
+        return PackedWeights(whole, names, request.device, sglang_experts=special, notes=notes, advice=advice)
     return PackedWeights(whole, names, request.device, reference, special, before.has_others(whole), notes)
+
+
+def _advice(scheme: QuantScheme, experts: bool) -> str | None:
+    """What the figures of docs/int4.md say where no training rounds weights to the grid."""
+    if scheme.grid != "qmax7":
+        return None
+    less = "--search mse" if experts else "--asymmetric, or --search mse,"
+    return f"qmax7 is for weights that training rounds so (slime, Kimi K2); for others {less} loses less: docs/int4.md"
 
 
 def quantize_sample(weight: Tensor, scheme: QuantScheme) -> None:

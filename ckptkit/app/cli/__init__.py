@@ -23,7 +23,7 @@ from ckptkit.app.cli.status import shown
 from ckptkit.app.cli.verb import GROUPS, anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError, MissingDependencyError, words_of
-from ckptkit.core.installation import program_version, refuse_shadowed
+from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert, program_version, refuse_shadowed
 from ckptkit.core.printable import printable
 
 MAY_IMPORT = (
@@ -170,6 +170,8 @@ def _not_usable(error: ImportError) -> CkptkitError:
         message = f"{name} is not installed in {sys.executable}"
     else:
         message = f"{name or 'a library'} cannot be used: {words_of(error)}"
+    if missing_of_convert(error):
+        return MissingDependencyError(message, f"{INSTALL_CONVERT}: this command computes with weights")
     return MissingDependencyError(message, "`ckptkit doctor` says what is missing; install it again for this Python")
 
 

@@ -29,8 +29,8 @@ def explain(words: tuple[str, ...]) -> None:
 def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None:
     """Say what is installed, which witnesses can run here, on which devices, and what to install for the others.
 
-    PART is one of megatron, sglang, vllm, engine, ray, remote and sign: what you want to use. Exit code 0 unless one
-    that is named, or ckptkit's own installation, is not usable; then 2.
+    PART is one of convert, megatron, sglang, vllm, engine, ray, remote and sign: what you want to use. Exit code 0
+    unless one that is named, or ckptkit's own installation, is not usable; then 2.
     """
     from ckptkit.app.doctor import PARTS, examine, lines
 

@@ -67,7 +67,7 @@ def test_each_part_says_whether_it_is_ready_what_it_needs_and_what_was_tested() 
     assert list(rows) == ["devices", "needed", "tested"]
     assert "pip install sglang" in rows["needed"]
     assert "0.5.16" in rows["tested"].split(", ")
-    assert any(re.fullmatch(r"  torch +2\.\S+ +>=2\.6", line) for line in lines)
+    assert any(re.fullmatch(r"  torch +2\.\S+ +>=2\.10", line) for line in lines)
 
 
 @pytest.mark.usefixtures("without")
@@ -97,7 +97,7 @@ def test_gpus_are_those_that_the_driver_lists(tmp_path: Path, monkeypatch: pytes
 def test_an_unknown_part_is_bad_usage() -> None:
     code, text = run("cuda")
     assert code == 2
-    assert "parts: megatron, sglang, vllm, engine, ray, remote, sign" in text
+    assert "parts: convert, megatron, sglang, vllm, engine, ray, remote, sign" in text
 
 
 @pytest.mark.parametrize("verb", ["inspect", "convert"])

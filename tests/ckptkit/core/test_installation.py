@@ -16,11 +16,11 @@ import contextlib, importlib.metadata, io, json, sys
 found = importlib.metadata.MetadataPathFinder.find_distributions
 
 def hidden(context=importlib.metadata.DistributionFinder.Context()):
-    return (one for one in found(context) if (one.metadata["Name"] or "").lower() != "ckptkit")
+    return (one for one in found(context) if (one.metadata["Name"] or "").lower() not in ("ckptkit", "ckptkit-verify"))
 
 importlib.metadata.MetadataPathFinder.find_distributions = staticmethod(hidden)
 try:
-    importlib.metadata.version("ckptkit")
+    importlib.metadata.version("ckptkit-verify")
 except importlib.metadata.PackageNotFoundError:
     pass
 else:
