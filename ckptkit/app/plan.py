@@ -16,7 +16,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.deltas.chain import chain_at
 from ckptkit.formats.deltas.replay import base_of, open_deltas
 from ckptkit.formats.detect import Kind, Location, OfKind, locate
-from ckptkit.formats.files import FILE_BYTES, Files
+from ckptkit.formats.files import FILE_BYTES, Files, part_bytes
 from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import MANIFEST, layout_for, main_dtype, stored_layout
@@ -145,7 +145,8 @@ def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) ->
     specs = {name: view.specs[name] for names in view.groups for name in names}
     cuts = rank_cuts(view.config, dialect, specs)
     # slime and miles build Transformer Engine's layers; their exporters stop at the names that only others ask for.
-    files = TorchDistFiles(specs, args, options.max_shard_size or FILE_BYTES, cuts, second_names=dialect == MCORE)
+    file_bytes = options.max_shard_size or part_bytes(sum(spec.nbytes for spec in specs.values()))
+    files = TorchDistFiles(specs, args, file_bytes, cuts, second_names=dialect == MCORE)
     outputs = [Output(view, files)]
     if (untouched := passthrough_of(source, str(location.directory))) is not None:
         outputs.append(Output(untouched, SafetensorsFiles(untouched.specs, _cut(untouched, options), FOLDER)))

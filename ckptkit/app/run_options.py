@@ -51,7 +51,8 @@ class RunOptions:
     readers: those of `quant.selection.readers.READERS` who must agree on what is packed.
     tp: a tensor parallel size that SGLang's INT4 kernels must be able to load.
     device: what quantizes, "cpu" or "cuda"; the bytes are the same.
-    max_shard_size: bytes of plain weights after which a file of the output ends; None: as in the release, else 5 GB.
+    max_shard_size: bytes of plain weights after which a file of the output ends; None: as in the release; of Megatron's
+        files an eighth of the weights, from 500 MB to 5 GB; else 5 GB.
     workers: threads (None: `ckptkit.transfer.copy.threads`), or with `ray` concurrent tasks (None: one a core).
     memory: bytes of tensors in flight.
     ray: the address of a Ray cluster; "auto": the one at hand, or a new one on this machine.

@@ -14,8 +14,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE_BYTES = 5_000_000_000  # where a file ends unless something else says so
+_PARTS, _LEAST_BYTES = 8, 500_000_000
 Digests = Mapping[str, TensorDigest]
 Piece = Callable[[int, int], memoryview]
+
+
+def part_bytes(nbytes: int) -> int:
+    """Where a file of so many bytes of weights ends, so that a run that is cut off keeps what it has finished.
+
+    An eighth of them, from 500 MB to 5 GB: in one file nothing would be finished before all is.
+    """
+    return min(max(nbytes // _PARTS, _LEAST_BYTES), FILE_BYTES)
 
 
 class Files(Protocol):

@@ -114,7 +114,8 @@ writing = together(
     click.option(
         "--max-shard-size",
         callback=_size,
-        help="Where a file of DST ends: 5GB, 512MiB or bytes. [default: as in the release, or after 5GB]",
+        help="Where a file of DST ends: 5GB, 512MiB or bytes. [default: as in the release; of Megatron's files "
+        "an eighth of the weights, 500MB to 5GB]",
     ),
     click.option("--file-bytes", callback=_size, hidden=True),  # the old name
     ray,

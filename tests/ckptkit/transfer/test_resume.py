@@ -12,8 +12,10 @@ import pytest
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats import files as formats
 from ckptkit.transfer import files as module
 from quant.schemes.w4a16 import int4_scheme
+from verify.run import verify
 
 FILE_BYTES = 1_000_000
 Run = Callable[..., None]
@@ -179,3 +181,21 @@ def test_a_resumed_run_says_how_much_it_kept(
     files, written = re.fullmatch(r"kept 1 of (\d+) files, (.+), of the run that was cut off", said).groups()
     assert int(files) == len(rest) + 1
     assert 0 < float(written.split()[0]) * {"kB": 1e3, "MB": 1e6}[written.split()[1]] <= nbytes * 1.01
+
+
+def test_a_megatron_output_of_less_than_5_gb_is_in_files_that_a_cut_off_run_keeps(
+    releases: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gb = 10**9
+    assert [formats.part_bytes(size) for size in (gb, 8 * gb, 60 * gb)] == [gb // 2, gb, 5 * gb]
+    monkeypatch.setattr(formats, "_LEAST_BYTES", 100_000)
+    source, out = releases("qwen3_moe"), tmp_path / "out"
+    with cut_off_after(3, monkeypatch), pytest.raises(PowerCutError):
+        convert(source, out, workers=1)
+    kept = {path.name for path in (tmp_path / "out.partial").rglob("*.distcp")}
+    assert len(kept) >= 3
+    with cut_off_after(99, monkeypatch) as begun:
+        convert(source, out, workers=1, resume=True)
+    assert 5 <= len(list(out.rglob("*.distcp"))) <= 9
+    assert len(begun) < len(list(out.rglob("*.distcp")))
+    assert verify(out, source=source).findings == []
