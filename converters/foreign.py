@@ -60,11 +60,12 @@ def refuse_adapters(names: Collection[str], where: object) -> None:
         return
     alone = all(_OF_ADAPTERS in name for name in names if not name.endswith("_extra_state"))
     beside = "and no model" if alone else "beside the weights"
+    restored = "restore run_config.yaml, which has their rank and alpha, or " if alone else ""
     raise UnsupportedError(
         f"{where} holds LoRA adapters of Megatron {beside}, {len(pairs)} pairs ({summarize(pairs)}), which are not "
         "converted",
-        "export them as PEFT where they were trained (Megatron-Bridge's AutoBridge.save_hf_adapter), then `ckptkit "
-        "verify ADAPTER --source BASE` and `ckptkit convert BASE DST --merge ADAPTER`",
+        f"{restored}export them as PEFT where they were trained (Megatron-Bridge's AutoBridge.save_hf_adapter), then "
+        "`ckptkit verify ADAPTER --source BASE` and `ckptkit convert BASE DST --merge ADAPTER`",
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckptkit.app.adapters import adapters_at, write_adapters
 from ckptkit.app.execute import execute
 from ckptkit.app.forecast import Forecast, forecast
 from ckptkit.app.packed import PackedSummary, summary
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions, Sources
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
@@ -51,24 +53,28 @@ def run(options: RunOptions) -> ConversionResult:
         sources = {source: stack.enter_context(opened(source)) for source in dict.fromkeys(options.sources)}
         location = locate(sources[options.src])
         _check_destination(options, sources, location)
+        if (adapters := adapters_at(options, location, sources)) is not None:
+            if not options.dry_run:
+                write_adapters(options, adapters)
+            return _written(options.src, options, "adapter", adapters)
         _check_direction(options, location)
         with phase("planning"):
             plan = make_plan(options, sources)
         errors = {} if options.dry_run else execute(options, plan, sources)
-        specs = plan.view.specs
-        return ConversionResult(
-            str(plan.side_files),
-            str(options.dst),
-            plan.kind,
-            len(specs),
-            sum(spec.nbytes for spec in specs.values()),
-            fold(specs),
-            plan.layout if plan.is_hf else {},
-            plan.dequantized,
-            forecast(options, plan) if options.dry_run else None,
-            plan.notes,
-            summary(plan, errors),
+        return replace(
+            _written(str(plan.side_files), options, plan.kind, plan.view),
+            layout=plan.layout if plan.is_hf else {},
+            dequantized=plan.dequantized,
+            forecast=forecast(options, plan) if options.dry_run else None,
+            notes=plan.notes,
+            packed=summary(plan, errors),
         )
+
+
+def _written(source: str, options: RunOptions, kind: str, view: Checkpoint) -> ConversionResult:
+    """What there is to say of every run."""
+    count = sum(spec.nbytes for spec in view.specs.values())
+    return ConversionResult(source, str(options.dst), kind, len(view.specs), count, fold(view.specs))
 
 
 def _check_destination(options: RunOptions, sources: Sources, location: Location) -> None:

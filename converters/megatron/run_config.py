@@ -18,6 +18,7 @@ from converters.megatron.argument import Args
 from converters.megatron.argument_reading import get
 from converters.megatron.argument_table import ARGUMENTS
 
+_AGAIN = "copy it from the run again"
 RUN_CONFIG, NEMO_MODEL = "run_config.yaml", "model.yaml"
 # What a config has that says all of its settings. Another is one of a class whose own settings are not known here.
 _WHOLE = {"num_layers", "normalization", "layernorm_epsilon", "gated_linear_unit"}
@@ -66,17 +67,31 @@ def _settings_file(weights: Path) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
+def peft_settings(weights: Path) -> Mapping[str, Any] | None:
+    """What a run's run_config.yaml says of adapters (`dim`, `alpha`); None where it trained none.
+
+    Raises DamagedError for a file that cannot be read.
+    """
+    file = weights / RUN_CONFIG
+    content = _content(file) if file.is_file() else None
+    found = content.get("peft") if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def _content(file: Path) -> Any:
+    try:
+        return yaml_text.values(yaml_text.parse(read_regular(file, yaml_text.MAX_BYTES).decode()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{file} cannot be read: {error}", _AGAIN) from error
+
+
 def model_settings(file: Path) -> Mapping[str, Any]:
     """The settings of the model in a run's YAML file, those of its layers among them. Raises DamagedError."""
-    hint = "copy it from the run again"
-    try:
-        content = yaml_text.values(yaml_text.parse(read_regular(file, yaml_text.MAX_BYTES).decode()))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{file} cannot be read: {error}", hint) from error
+    content = _content(file)
     key = "config" if file.name == NEMO_MODEL else "model"
     model = content.get(key) if isinstance(content, dict) else None
     if not isinstance(model, dict):
-        raise DamagedError(f"{file} has no settings of a model", hint)
+        raise DamagedError(f"{file} has no settings of a model", _AGAIN)
     # Since 2026 those of the layers are a part of their own.
     layers = model.get("transformer")
     return {**model, **layers} if isinstance(layers, dict) else model

@@ -1,16 +1,24 @@
-"""LoRA adapters as Megatron-Bridge saves them in torch_dist are refused in words that say what to do."""
+"""LoRA adapters as Megatron-Bridge saves them in torch_dist become PEFT's; what is not read is refused in words."""
 
 from __future__ import annotations
 
+import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from families import HF_CASES, case
+from safetensors.torch import load_file
 from support import models
 from support.fixture_types import CopyOf, PathOf
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter, save
 
 from ckptkit.app.api import convert, inspect
-from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.errors import DamagedError, UnsupportedError, UsageError
 from verify.run import verify
 
 LAYER = "decoder.layers.3.self_attention"
@@ -57,3 +65,131 @@ def test_verify_names_them_and_inspect_lists_them(converted: PathOf, copy_of: Co
     found = [one for one in verify(path).findings if one.code == "CK110"]
     assert [one.count for one in found] == [4]
     assert any(".adapter.linear_in.weight" in name for name in inspect(path)["names"])
+
+
+RANK, LAYERS = 4, 12
+RUN = f"peft:\n  _target_: megatron.bridge.peft.lora.LoRA\n  dim: {RANK}\n  alpha: 16\nmodel:\n  num_layers: {LAYERS}\n"
+PARTS = ("q", "k", "v", "o", "gate", "up", "down")
+Change = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "base"
+    case.save("qwen3-untied", HF_CASES["qwen3-untied"], path, torch.float32)
+    return path
+
+
+def block_of(part: str) -> str:
+    return "mlp" if part in ("gate", "up", "down") else "self_attn"
+
+
+def factors(base: Path) -> dict[str, Tensor]:
+    """A and B of every layer by HF names; what Megatron fuses shares A."""
+    torch.manual_seed(7)
+    weights, found = models.tensors(base), dict[str, Tensor]()
+    for layer in range(LAYERS):
+        shared: dict[str, Tensor] = {}
+        for part in PARTS:
+            module = f"model.layers.{layer}.{block_of(part)}.{part}_proj"
+            rows, columns = weights[f"{module}.weight"].shape
+            fused = "qkv" if part in "qkv" else "gate_up" if part in ("gate", "up") else part
+            found[f"{module}.lora_A"] = shared.setdefault(fused, torch.randn(RANK, columns))
+            found[f"{module}.lora_B"] = torch.randn(rows, RANK)
+    return found
+
+
+def fused_qkv(query: Tensor, key: Tensor, value: Tensor, config: dict[str, Any]) -> Tensor:
+    """Megatron's rows: of each query group its heads, then its key, then its value."""
+    size, groups = config["head_dim"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"] // groups
+    rows = []
+    for group in range(groups):
+        rows += [query[group * heads * size : (group + 1) * heads * size]]
+        rows += [key[group * size : (group + 1) * size], value[group * size : (group + 1) * size]]
+    return torch.cat(rows)
+
+
+def saved(root: Path, base: Path, change: Change = lambda state: None, settings: str = RUN) -> Path:
+    """What Megatron-Bridge leaves of a run that trained adapters: one key for all layers, alike in all of them."""
+    config, own = json.loads((base / "config.json").read_text()), factors(base)
+    layers: dict[str, list[Tensor]] = {}
+    for layer in range(LAYERS):
+        a = {part: own[f"model.layers.{layer}.{block_of(part)}.{part}_proj.lora_A"] for part in PARTS}
+        b = {part: own[f"model.layers.{layer}.{block_of(part)}.{part}_proj.lora_B"] for part in PARTS}
+        for module, first, out in (
+            ("self_attention.linear_qkv", a["q"], fused_qkv(b["q"], b["k"], b["v"], config)),
+            ("self_attention.linear_proj", a["o"], b["o"]),
+            ("mlp.linear_fc1", a["gate"], torch.cat([b["gate"], b["up"]])),
+            ("mlp.linear_fc2", a["down"], b["down"]),
+        ):
+            layers.setdefault(f"decoder.layers.{module}.adapter.linear_in.weight", []).append(first)
+            layers.setdefault(f"decoder.layers.{module}.adapter.linear_out.weight", []).append(out)
+    state = {name: torch.stack(parts) for name, parts in layers.items()}
+    change(state)
+    weights = root / "iter_0000005"
+    weights.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save(state, storage_writer=FileSystemWriter(weights), no_dist=True)
+    (weights / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    torch.save({}, weights / "common.pt")
+    (weights / "run_config.yaml").write_text(settings)
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+    return root
+
+
+def test_adapters_of_a_run_become_pefts(base: Path, tmp_path: Path) -> None:
+    done = convert(saved(tmp_path / "run", base), tmp_path / "adapter", hf=base)
+    expected = {f"base_model.model.{name}.weight": one for name, one in factors(base).items()}
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert (done.format, done.tensors) == ("adapter", len(expected))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 16, "LORA")
+    assert config["target_modules"] == sorted(f"{part}_proj" for part in PARTS)
+    assert verify(tmp_path / "adapter", source=base).findings == []
+
+
+def test_pefts_own_model_of_them_computes_what_was_trained(base: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    convert(saved(tmp_path / "run", base), tmp_path / "adapter", hf=base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(model, str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    before, own = models.tensors(base), factors(base)
+    for part in PARTS:
+        module = f"model.layers.3.{block_of(part)}.{part}_proj"
+        delta = own[f"{module}.lora_B"] @ own[f"{module}.lora_A"] * 4
+        torch.testing.assert_close(merged[f"{module}.weight"], before[f"{module}.weight"] + delta, rtol=1e-4, atol=1e-4)
+
+
+def cut_short(state: dict[str, Tensor]) -> None:
+    del state["decoder.layers.mlp.linear_fc2.adapter.linear_out.weight"]
+
+
+def of_experts(state: dict[str, Tensor]) -> None:
+    state["decoder.layers.mlp.experts.linear_fc1.adapter.linear_in.weight"] = torch.ones(LAYERS, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "error", "words"),
+    [
+        (cut_short, RUN, DamagedError, "has no linear_out"),
+        (of_experts, RUN, UnsupportedError, "an adapter of decoder.layers.0.mlp.experts.linear_fc1 is not read"),
+        (lambda state: None, RUN.replace("dim: 4", "dim: 8"), DamagedError, r"not \[8, 128\] and"),
+    ],
+)
+def test_pairs_that_do_not_fit_are_refused(
+    change: Change, settings: str, error: type[Exception], words: str, base: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=words):
+        convert(saved(tmp_path / "run", base, change, settings), tmp_path / "adapter", hf=base)
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_options_of_models_are_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds LoRA adapters alone"):
+        convert(saved(tmp_path / "run", base), tmp_path / "adapter", hf=base, dtype="bfloat16")

@@ -128,7 +128,8 @@ def _run(options: RunOptions, as_json: bool) -> None:
         return
     beside = ["--hf", options.hf] if options.hf and is_deltas(Path(options.src)) else []
     beside += ["--adapter", options.merge] if options.merge else []
-    next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", options.src, *beside])
+    source = (options.hf or "BASE") if result.format == "adapter" else options.src
+    next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", source, *beside])
     remote = is_url(options.dst) or is_url(options.src)
     closing(f"wrote {size(result.bytes)}", next_step=None if remote else next_line)
 
