@@ -148,12 +148,14 @@ def without(config: dict[str, Any], entries: list[str]) -> dict[str, Any]:
 
 
 def with_parts(path: Path, name: str, parts: dict[str, torch.Tensor]) -> None:
-    """Puts parts of a packed weight where the weight was, also in the index."""
+    """Puts parts of a packed weight where the weight was, also in the index if there is one."""
     (file,) = (file for file in path.glob("*.safetensors") if name in load_file(file))
     content, module = load_file(file), name.removesuffix(".weight")
     del content[name]
     content |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
     save_file(content, file, metadata={"format": "pt"})
+    if len(list(path.glob("*.safetensors"))) == 1:  # no index
+        return
     index = read_json(path / "model.safetensors.index.json")
     del index["weight_map"][name]
     index["weight_map"] |= {f"{module}.{part}": file.name for part in parts}
