@@ -64,9 +64,7 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
     check_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        if is_draft(config):  # of any model_type, or speculators' own
-            what, hint = _OTHERS[0][1:]
-            raise UnsupportedError(f"config.json: {config['architectures'][0]} is {what}, which is not supported", hint)
+        refuse_draft(config)
         stated = isinstance(model_type, str) and model_type != ""
         raise (UnknownModelError if stated else CkptkitError)(
             f"config.json: model_type {shortened(model_type)} is not supported",
@@ -74,6 +72,13 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
         )
     _check_architectures(config.get("architectures"), FAMILIES[model_type], model_type)
     return FAMILIES[model_type]
+
+
+def refuse_draft(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError for a draft model, of any `model_type`, or none as speculators' have."""
+    if is_draft(config):
+        what, hint = _OTHERS[0][1:]
+        raise UnsupportedError(f"config.json: {config['architectures'][0]} is {what}, which is not supported", hint)
 
 
 def unwitnessed(config: Mapping[str, Any]) -> str | None:

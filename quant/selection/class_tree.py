@@ -13,7 +13,7 @@ from ckptkit.core.printable import shortened
 from converters.config.bounds import check_config
 from converters.family import ModelFamily, Release
 from converters.hf_names import layer_of
-from converters.registry import FAMILIES
+from converters.registry import FAMILIES, refuse_draft
 from quant.selection.tree import ClassTree, is_gate
 
 
@@ -49,6 +49,7 @@ def release_of(config: Mapping[str, Any]) -> Release:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or family.release is None:
+        refuse_draft(config)
         known = ", ".join(sorted(name for name, one in FAMILIES.items() if one.release))
         raise CkptkitError(
             f"model_type {shortened(model_type)}: which of its tensors are Linear layers is not known",
