@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from ckptkit.core.specs import ranges
@@ -91,7 +91,9 @@ def layer_map(heat: Mapping[str, Cells], targets: Mapping[str, str]) -> LayerMap
     rows = sorted((_row(kind, columns, heat, targets) for kind in kinds), key=lambda row: _WORST.index(row.style))
     outside = [_row(kind, [OUTSIDE], heat, targets) for kind in heat.get(OUTSIDE, {})]
     outside.sort(key=lambda row: _WORST.index(row.style))
-    styles = {area.style for row in (*rows, *outside) for area in row.areas}
+    experts = _experts(columns, heat, targets)
+    areas = [*chain.from_iterable(row.areas for row in (*rows, *outside)), *(experts.areas if experts else ())]
+    styles = {area.style for area in areas}
     styles |= {"shade"} if styles & set(_SHADES) else set()
     styles |= {"empty"} if any(len(cells) < len(kinds) for layer, cells in heat.items() if layer != OUTSIDE) else set()
     return LayerMap(
@@ -100,7 +102,7 @@ def layer_map(heat: Mapping[str, Cells], targets: Mapping[str, str]) -> LayerMap
         "".join(f"M{at} 0v1" for at in range(1, len(columns))),
         rows[:_ROWS],
         outside[:_ROWS],
-        _experts(columns, heat, targets),
+        experts,
         [(style, meaning) for style, meaning in _MEANINGS.items() if style in styles],
         max(0, len(rows) - _ROWS),
     )
@@ -191,11 +193,9 @@ def _ticks(columns: Sequence[str]) -> Iterator[tuple[float, str]]:
 
 
 def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping[str, str]) -> Picture | None:
-    """Which experts of which layers are wrong; None where none is."""
-    sizes = {
-        at: max((cell.get("experts", 0) for cell in heat[layer].values()), default=0)
-        for at, layer in enumerate(columns)
-    }
+    """Which experts of which layers are wrong, over what is known of the others; None where none is wrong."""
+    cells = {at: [cell for cell in heat[layer].values() if cell.get("experts")] for at, layer in enumerate(columns)}
+    sizes = {at: max((cell["experts"] for cell in found), default=0) for at, found in cells.items()}
     wrong: dict[str | None, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for at, layer in enumerate(columns):
         for cell in heat[layer].values():
@@ -204,8 +204,16 @@ def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping
     if not wrong:
         return None
     experts = max(sizes.values())
-    around = "".join(f"M{at} 0v{count}h1v-{count}z" for at, count in sizes.items() if count)
-    areas = [Area("equal", around, "nothing wrong was found", None)]
+    sound = {
+        at: [style for style in map(style_of, found) if style not in ("failed", "warning")]
+        for at, found in cells.items()
+    }
+    usual = next(iter(chain.from_iterable(sound.values())), "read")
+    around: dict[str, str] = defaultdict(str)
+    for at, styles in sound.items():
+        if sizes[at]:
+            around[min(styles, key=_WORST.index, default=usual)] += f"M{at} 0v{sizes[at]}h1v-{sizes[at]}z"
+    areas = [Area(style, path, "nothing wrong was found", None) for style, path in around.items()]
     for link, layers in wrong.items():
         path = "".join(_column(at, layers[at]) for at in layers)
         areas.append(Area("failed", path, "; ".join(_experts_of(layers, columns)), link))

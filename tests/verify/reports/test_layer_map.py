@@ -79,6 +79,18 @@ def test_the_map_has_what_the_report_says_of_each_layer() -> None:
     assert [style for style, _ in found.legend] == ["failed", "equal", "empty"]
 
 
+def test_experts_around_a_wrong_one_are_called_equal_only_where_they_are() -> None:
+    rounded = {"tensors": 4, "max_error": None, "max_steps": 0.5, "failed": 0, "findings": [], "experts": 4}
+    wrong = rounded | {"failed": 1, "failed_experts": "2"}
+    found = layer_map({str(layer): {"experts.up_proj": wrong if layer == 1 else rounded} for layer in range(3)}, {})
+    assert found.experts is not None
+    assert [(area.style, area.path) for area in found.experts.areas] == [
+        ("near", "M0 0v4h1v-4zM1 0v4h1v-4zM2 0v4h1v-4z"),
+        ("failed", "M1 2v1h1v-1z"),
+    ]
+    assert [style for style, _ in found.legend] == ["failed", "near"]
+
+
 def test_cells_of_experts_say_which_of_them_are_wrong() -> None:
     name = "model.layers.5.mlp.experts.{}.up_proj.weight"
     heat = heat_map(((name.format(expert), Measured(0.0, failed=expert in (6, 7, 9))) for expert in range(12)), ())
