@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from click.testing import CliRunner
@@ -13,6 +14,7 @@ from support.fixture_types import PathOf
 from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
+from quant.formats.scheme import QuantScheme
 from quant.schemes.w4a16 import int4_scheme
 from verify.launch.preflight import preflight
 
@@ -57,6 +59,20 @@ def test_another_grid_is_refused(releases: PathOf, tmp_path: Path) -> None:
     for scheme in (int4_scheme(grid="minmax"), int4_scheme(symmetric=False)):
         with pytest.raises(CkptkitError, match="symmetric and on the qmax7 grid"):
             quantize(releases("qwen3_moe"), tmp_path / "int4", scheme, preset="rl")
+
+
+def test_a_run_on_trainings_grid_says_what_loses_less_where_no_training_rounds_so(
+    releases: PathOf, tmp_path: Path
+) -> None:
+    def advice(name: str, scheme: QuantScheme = SCHEME, preset: Literal["rl"] | None = None) -> str | None:
+        found = quantize(releases(name), tmp_path / "out", scheme, dry_run=True, preset=preset)
+        assert found.packed is not None
+        return found.packed.advice
+
+    assert "--asymmetric, or --search mse, loses less" in str(advice("qwen2-tied"))
+    assert "others --search mse loses less" in str(advice("qwen3_moe"))
+    assert advice("qwen3_moe", preset="rl") is None
+    assert advice("qwen3_moe", int4_scheme(grid="minmax", group_size=32)) is None
 
 
 def test_a_reference_beside_the_preset_is_refused(releases: PathOf, tmp_path: Path) -> None:
