@@ -22,6 +22,7 @@ _NAMED = re.compile(r" in (?:\w+\.){2,}\w+|^(?:\w+\.){2,}\w+ is (?=\S+ times)")
 _ROUTER = ("gate", "router")
 # How what should be and what is begin alike: `rms_norm_eps = `.
 _SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
+_VERDICTS = ("PASSED", "FAILED", "INCONCLUSIVE")
 _PLAIN = ("missing", "different")  # words that say enough
 
 
@@ -134,5 +135,7 @@ def _shortened(text: str) -> str:
 def _sentence(text: str) -> str:
     """The text with a capital, unless it begins with a name, and a full stop."""
     first = text.split(" ", 1)[0].rstrip(":")
+    if first.startswith(_VERDICTS):  # a tensor of that name
+        text = f"'{text.replace(first, first + chr(39), 1)}"
     text = text[:1].upper() + text[1:] if first.isalpha() else text
     return printable(f"{text}.")

@@ -44,6 +44,7 @@ def finding(tensor: str | None, actual: str, expected: str = "what should be", f
         ),
         (finding("lm_head.weight", "shape [8, 4]", "shape [9, 4]"), "lm_head: shape [8, 4] instead of [9, 4]."),
         (finding("model.embed_tokens.weight", "missing"), "embed_tokens: missing."),
+        (finding("PASSED.weight", "missing"), "'PASSED': missing."),
         (finding("mtp.layers.0.*", "none stored"), "MTP layer 0: none stored."),
         (
             finding("model.layers.{1,3,5,7,9,11,13}.mlp.gate.weight", "all zero"),
