@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -119,12 +120,15 @@ def _pass(subject: Subject, stored: bool) -> Values:
         progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance,
         _parts(subject, stored, checkpoint, source, [groups[number] for number in order]) as parts,
     ):
-        found = {}
-        for number, part in zip(order, parts, strict=True):
-            found[number] = part
+        found = []
+        for part in parts:
+            found.append(part)
             advance(sum(stats.nbytes for stats in part.stats.values()))
-    for number in range(len(groups)):
-        values.add(found[number])
+    # A task on a cluster looks at several groups, which come in their order; only threads hash, in another.
+    if hashes:
+        found = [part for _, part in sorted(zip(order, found, strict=True), key=itemgetter(0))]
+    for part in found:
+        values.add(part)
     return values
 
 
