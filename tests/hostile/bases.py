@@ -47,6 +47,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "arguments": "inspect in --megatron-args",
         "convert": "convert in out/megatron",
         "quantize": "quantize in out/int4 --group-size 32",
+        "card": "card in --output out/card.md",
         "preflight": "preflight --hf-checkpoint in",
         **{name: f"hook {name} in {{sound}}/hf" for name in ("after_init", "after_write", "verl")},
     },

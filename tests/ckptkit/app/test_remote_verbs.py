@@ -16,7 +16,6 @@ from support.remote_servers import Bucket
 from ckptkit.app.api import convert, inspect, model_arguments, quantize
 from ckptkit.app.cli import conversion
 from ckptkit.core.errors import CkptkitError
-from ckptkit.transfer import files
 from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.upload import Upload
 from quant.schemes.w4a16 import int4_scheme
@@ -149,10 +148,10 @@ def cut_off(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """Where a run from the URL to this machine was cut off when its first file was whole."""
     record = Journal.record
 
-    def first(self: Journal, file: str, digests: files.Digests) -> None:
+    def first(self: Journal, file: str, *whole: Any) -> None:
         if self.count():
             raise PowerCutError
-        record(self, file, digests)
+        record(self, file, *whole)
 
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "record", first)

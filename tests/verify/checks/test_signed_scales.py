@@ -166,7 +166,7 @@ def test_a_wrong_code_is_found_although_the_end_of_the_grid_may_be_far(
     codes[row, column] = code
     models.edit(path, f"{MODULE}.weight_packed", pack_to_int32(codes, 4))
     _, (finding,) = alone("CK305", path, source_path=releases("qwen2-tied"))
-    assert (finding.tensor, finding.expected) == (f"{MODULE}.weight", "at most 1.094 steps")
+    assert (finding.tensor, finding.expected) == (f"{MODULE}.weight", "at most 1.094 quantization steps off")
 
 
 def test_a_negative_scale_among_positive_ones_is_a_fault(
