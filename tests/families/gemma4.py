@@ -90,10 +90,11 @@ def unified_as_released(config: dict[str, Any]) -> dict[str, Any]:
 
 def unused_keys(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
     """Keys and values of the layers that use those of another, as the releases of E2B and E4B have them."""
-    found = {}
+    found, config = {}, model.config.text_config
     for layer in range(7, 12):
-        size = 48 if layer == 11 else 32
-        for name, shape in {"k_proj": (2 * size, 128), "v_proj": (2 * size, 128), "k_norm": (size,)}.items():
+        size = config.global_head_dim if config.layer_types[layer] == "full_attention" else config.head_dim
+        rows = (config.num_key_value_heads * size, config.hidden_size)
+        for name, shape in {"k_proj": rows, "v_proj": rows, "k_norm": (size,)}.items():
             key = f"model.language_model.layers.{layer}.self_attn.{name}.weight"
             found[key] = random(key, torch.empty(shape), dtype)
     return found
