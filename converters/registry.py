@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -68,7 +69,7 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
         stated = isinstance(model_type, str) and model_type != ""
         raise (UnknownModelError if stated else CkptkitError)(
             f"config.json: model_type {shortened(model_type)} is not supported",
-            f"supported: {', '.join(sorted(FAMILIES))}",
+            _nearest(str(model_type)),
         )
     _check_architectures(config.get("architectures"), FAMILIES[model_type], model_type)
     return FAMILIES[model_type]
@@ -109,6 +110,12 @@ def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:
         )
     elif not asked:
         raise UnsupportedError(message, f"--unwitnessed converts by the names of {family.names}, at your own risk")
+
+
+def _nearest(model_type: str) -> str:
+    near = get_close_matches(model_type[:_MAX_NAME], sorted(FAMILIES), 3)
+    listed = f"the nearest that are: {', '.join(near)}; " if near else ""
+    return f"{listed}docs/families.md has all {len(FAMILIES)}, and docs/new-family.md adds one"
 
 
 def _check_architectures(stated: Any, family: ModelFamily, model_type: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def _lines(body: str) -> dict[str, str]:
 def explain(words: str = "") -> str:
     """What to know of the check or symptom (`S1`) that `words` name; else a line for each whose text has them all.
 
-    Without words that is every check. Raises CkptkitError where nothing has them all.
+    Those whose title has the words as a phrase come first. Without words that is every check. Raises CkptkitError where
+    nothing has them all.
     """
     known: dict[str, Check | SymptomRow] = {one.code: one for one in symptom_rows()}
     known |= {one.code: one for one in all_checks()}
@@ -50,9 +52,10 @@ def explain(words: str = "") -> str:
     among = known.values() if wanted else all_checks()
     found = [one for one in among if all(word in _text(one).lower() for word in wanted)]
     if not found:
-        raise CkptkitError(f"no check or symptom is called {shortened(words)}, or has these words", _hint(all_checks()))
+        raise CkptkitError(f"no check or symptom is called or mentions {shortened(words)}", _hint(wanted, known))
     if len(found) == 1:
         return _whole(found[0])
+    found.sort(key=lambda one: " ".join(wanted) not in one.title.lower())
     return "\n".join([*map(_listed, found), "", f"next: `ckptkit explain {found[0].code}`, or another of these"])
 
 
@@ -74,5 +77,11 @@ def _text(one: Check | SymptomRow) -> str:
     return f"{one.code} {one.title} {one.rationale} {one.fix}"
 
 
-def _hint(checks: Iterable[Check]) -> str:
-    return f"`ckptkit explain` lists all checks; known: {', '.join(one.code for one in checks)}"
+def _hint(wanted: Sequence[str], known: Mapping[str, Check | SymptomRow]) -> str:
+    """The nearest codes, or words of titles, to what was asked for."""
+    titles = {word for one in known.values() for word in re.findall(r"[a-z]{3,}", one.title.lower())}
+    spellings = [*map(str.lower, known), *sorted(titles)]
+    near = dict.fromkeys(match for word in wanted for match in get_close_matches(word, spellings, 3, 0.7))
+    listed = [f"`ckptkit explain {one.upper() if one.upper() in known else one}`" for one in near]
+    nearest = f"near it: {', '.join(listed)}; " if listed else ""
+    return f"{nearest}`ckptkit explain` lists all checks"

@@ -10,6 +10,7 @@ from ckptkit.core.printable import printable
 from ckptkit.core.specs import ranges
 from verify.evidence.folding import layers_of
 from verify.report import Finding, Report
+from verify.reports.text import wrong_of
 
 _LISTED = 5  # numbers and ranges of layers that are listed
 _LENGTH = 200  # characters of a cause, beyond which words are left out
@@ -20,8 +21,6 @@ _NUMBERS = re.compile(r"\{(\d+(?:\.\.\d+)?(?:,\d+(?:\.\.\d+)?)*)\}")
 # The tensor that numbers are of.
 _NAMED = re.compile(r" in (?:\w+\.){2,}\w+|^(?:\w+\.){2,}\w+ is (?=\S+ times)")
 _ROUTER = ("gate", "router")
-# How what should be and what is begin alike: `rms_norm_eps = `.
-_SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
 _VERDICTS = ("PASSED", "FAILED", "INCONCLUSIVE")
 _PLAIN = ("missing", "different")  # words that say enough
 
@@ -36,7 +35,7 @@ def headline(report: Report) -> str:
         return "A check failed."
     if report.status == "inconclusive":
         reason = _shortened(report.reasons[0].partition(": ")[2] or report.reasons[0])
-        return _sentence(f"Not known: {reason}{_more(len(report.reasons) - 1, 'reason')}")
+        return _sentence(f"Not everything was checked: {reason}{_more(len(report.reasons) - 1, 'reason')}")
     warned = f", with {report.warnings} warning{'s' * (report.warnings > 1)} to read" if report.warnings else ""
     passed = sum(check.status == "passed" for check in report.checks)
     return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}."
@@ -62,8 +61,8 @@ def _wrong(finding: Finding, checkpoint: str) -> str:
     expected, wrong = finding.expected, finding.actual.replace(f"{checkpoint}/", "") if checkpoint else finding.actual
     if finding.tensor:
         wrong = _NAMED.sub("", wrong)
-    if match := _SAME_START.match(f"{expected}\n{wrong}"):
-        return f"{wrong} instead of {expected.removeprefix(match[1])}"
+    if (words := wrong_of(expected, wrong)) != wrong:
+        return words
     if len(wrong.split()) > 1 or wrong in _PLAIN:
         return wrong
     return f"{wrong} instead of {expected}" if len(expected.split()) == 1 else f"{wrong}, expected {expected}"

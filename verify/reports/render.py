@@ -14,7 +14,7 @@ from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from verify.check import NOT_APPLICABLE
 from verify.report import Finding, Report, anchors
 from verify.reports.headline import headline
-from verify.reports.text import groups, subject_of, totals
+from verify.reports.text import groups, subject_of, totals, wrong_of
 
 _COLOR = {
     "PASSED": "green",
@@ -78,7 +78,6 @@ def _verdict(report: Report) -> Line:
 
 
 def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:
-    names = anchors(report.findings)
     tensors = subject_of(finding) if finding.tensor else None
     if finding.tensor and ", " in finding.tensor and not every:
         tensors = f"{finding.tensor.split(', ')[0]} and others ({finding.count} tensors)"
@@ -90,12 +89,21 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
         "actual": finding.actual,
         "next": finding.hint,
         "cause": finding.cause,
-        "so too": "; ".join(
-            f"{name}: {one.actual}" for name, one in zip(names, report.findings, strict=True) if one.cause == anchor
-        ),
+        "so too": _explained(report, anchor),
     }
     given = [(label, text) for label, text in fields.items() if text]
-    return Entry(finding.code, finding.severity, _about(report, finding), finding.actual, given, anchor, title)
+    wrong = wrong_of(finding.expected, finding.actual)
+    return Entry(finding.code, finding.severity, _about(report, finding), wrong, given, anchor, title)
+
+
+def _explained(report: Report, cause: str) -> str:
+    """The findings that follow from this one, those that say the same together."""
+    found: dict[str, list[str]] = {}
+    for anchor, one in zip(anchors(report.findings), report.findings, strict=True):
+        if one.cause == cause:
+            found.setdefault(one.actual, []).append(anchor)
+    counted = {actual: f"{names[0]} and {len(names) - 1} more" for actual, names in found.items() if len(names) > 1}
+    return "; ".join(f"{counted.get(actual, names[0])}: {actual}" for actual, names in found.items())
 
 
 def _about(report: Report, finding: Finding) -> str:

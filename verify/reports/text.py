@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,11 @@ from ckptkit.core.progress import size
 from ckptkit.core.specs import ranges
 from verify.evidence.folding import layers_of
 from verify.report import Finding, Report, anchors
+
+# How what should be and what is begin alike: `rms_norm_eps = `.
+_SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
+_UNDIVIDED = re.compile(r"(?P<what>[\w' ]+?) that (?P<rest>divides? (?:by|over) .+)", re.DOTALL)
+_MULTIPLE = re.compile(r"a multiple of [^(]+")
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,23 @@ def totals(report: Report) -> str:
     return f"{ended}; {counts['tensors_compared']} comparisons, {size(counts['bytes_compared'])}"
 
 
+def wrong_of(expected: str, actual: str) -> str:
+    """What is wrong, and instead of what where the actual value says little by itself."""
+    if match := _SAME_START.match(f"{expected}\n{actual}"):
+        return f"{actual} instead of {expected.removeprefix(match[1])}"
+    if match := _UNDIVIDED.fullmatch(expected):
+        what = actual if actual.startswith(f"{match['what']} = ") else match["what"]
+        return f"{what} does not {match['rest'].replace('divides', 'divide', 1)}"
+    if match := _MULTIPLE.match(expected):
+        return f"{actual}, not {match[0].rstrip()}"
+    return actual
+
+
 def said_of(finding: Finding) -> str:
     """A finding in one line: what it is about, and what is wrong; of several kinds only how many, where."""
     if finding.tensor and ", " in finding.tensor:
         layers = [] if "layer" in finding.actual else layers_of(finding.names)
         where = f"layer{'s' * (len(layers) > 1)} {ranges(layers).strip('{}')}, " if layers else ""
         return f"{finding.actual} ({where}{finding.count} tensors)"
-    about = subject_of(finding)
-    return f"{about}: {finding.actual}" if about else finding.actual
+    about, wrong = subject_of(finding), wrong_of(finding.expected, finding.actual)
+    return f"{about}: {wrong}" if about else wrong

@@ -12,6 +12,7 @@ from support.fixture_types import CopyOf, PathOf
 from verify.check import Tally
 from verify.checks.config.config import configs_match
 from verify.evidence.subject import Subject
+from verify.reports.headline import headline
 from verify.run import verify
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -64,6 +65,15 @@ def test_a_change_is_named_as_the_file_spells_it(
 ) -> None:
     found = verify(change(copy_of(releases(name)), **changes), source=releases(name)).findings
     assert [(finding.expected, finding.actual) for finding in found if finding.code == "CK702"] == [(expected, actual)]
+
+
+def test_the_source_is_another_model_is_one_finding_and_not_one_a_key(releases: PathOf) -> None:
+    report = verify(releases("qwen2-tied"), source=releases("glm4_moe"))
+    first, *others = [one for one in report.findings if one.cause is None and one.severity == "error"]
+    assert (first.code, others) == ("CK702", [])
+    assert headline(report).startswith("config.json: another model than the source: qwen2 (")
+    assert " instead of glm4_moe (12 layers, hidden size " in headline(report)
+    assert {one.code for one in report.findings if one.cause == "CK702-1"} == {"CK202"}
 
 
 def test_a_change_inside_a_multimodal_config_is_named_there(tmp_path: Path) -> None:

@@ -59,12 +59,21 @@ def test_case_and_blanks_do_not_matter() -> None:
     assert "router" in explain("CK301")
 
 
-@pytest.mark.parametrize("code", ["CK999", "zebra crossing"])
-def test_an_unknown_code_lists_the_known_ones(code: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [("CK199", "`ckptkit explain CK119`"), ("garbeld", "`ckptkit explain garbled`"), ("zebra crossing", None)],
+)
+def test_what_is_not_known_has_the_nearest_known_beside_it(words: str, near: str | None) -> None:
     with pytest.raises(CkptkitError) as error:
-        explain(code)
-    assert repr(code) in error.value.message
-    assert "CK101, CK102" in (error.value.hint or "")
+        explain(words)
+    assert repr(words) in error.value.message
+    hint = error.value.hint or ""
+    assert hint.endswith("`ckptkit explain` lists all checks")
+    assert near in hint if near else hint.startswith("`ckptkit explain` lists")
+
+
+def test_a_title_with_the_phrase_comes_before_those_with_its_words_apart() -> None:
+    assert explain("out of memory").splitlines()[0] == "S33    Out of memory while converting"
 
 
 def test_without_words_every_check_is_listed() -> None:

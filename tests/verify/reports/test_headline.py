@@ -82,7 +82,7 @@ def test_without_an_error_the_sentence_says_what_is_known() -> None:
     assert headline(report()) == "1 check passed."
     assert headline(report(warned)) == "1 check passed, with 1 warning to read."
     assert headline(report(reasons=("CK501, CK502: SGLang is not installed", "CK401: no torch"))) == (
-        "Not known: SGLang is not installed, and 1 more reason."
+        "Not everything was checked: SGLang is not installed, and 1 more reason."
     )
 
 

@@ -236,7 +236,7 @@ def test_report_with_a_check_that_could_not_look_is_inconclusive() -> None:
     assert report.status == report.to_json()["status"] == "inconclusive"
     assert report.to_json()["reasons"] == ["CK701, CK702: no GPU"]
     lines = text_of(report).splitlines()
-    assert lines[:4] == ["Not known: no GPU.", "", "not looked at:", "  CK701, CK702: no GPU"]
+    assert lines[:4] == ["Not everything was checked: no GPU.", "", "not looked at:", "  CK701, CK702: no GPU"]
     assert lines[-1] == "INCONCLUSIVE  /data/a against /data/b"
 
 

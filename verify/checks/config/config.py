@@ -18,6 +18,7 @@ from verify.checks.config.arguments import compared, hint_of, mismatches
 from verify.checks.config.config_keys import keys_behind
 from verify.evidence.expected import require_config, stated_config_of
 from verify.evidence.folding import chunk_ranges
+from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.words import at_places, first_file
@@ -89,13 +90,25 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Both configs by their Megatron arguments and rotary settings, and key by key where neither shows a difference.
 
-    A key that only one of them has is a warning: a newer transformers writes out what used to be a default.
+    A key that only one of them has is a warning: a newer transformers writes out what used to be a default. Of another
+    model there is one finding, which also explains the tensors that differ.
     """
     here, there = require_config(subject, stated_config_of), _source_config(subject)
     hint, where = (
         "take config.json from the source",
         str(subject.path / "config.json" if subject.is_hf else subject.path),
     )
+    if _is_another_model(here, there):
+        tally.compared(0)
+        values = subject.found(read_values)
+        yield Issue(
+            f"the model of the source: {_model(there)}",
+            f"another model than the source: {_model(here)} instead of {_model(there)}",
+            "check --source, and the path of the checkpoint",
+            file=where,
+            explains={*values.compared, *values.only_here, *values.only_source} if values else (),
+        )
+        return
     keys = keys_behind(here, there, _args)
     # One finding a key, however many arguments follow from it.
     named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), tally)}
@@ -109,6 +122,20 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(
                 f"{name} = {expected}", f"{name} = {actual}", hint, file=where, severity="error" if both else "warning"
             )
+
+
+def _is_another_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+    """Whether no mistake in a config explains the difference: another width, or another type with other sizes."""
+    one, other = dims_of(here), dims_of(there)
+    same_type = here.get("model_type") == there.get("model_type")
+    same_sizes = (one.layers, one.experts, one.groups) == (other.layers, other.experts, other.groups)
+    return one.hidden != other.hidden or not (same_type or same_sizes)
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    dims = dims_of(config)
+    experts = f", {dims.experts} experts" if dims.experts else ""
+    return f"{config.get('model_type')} ({dims.layers} layers, hidden size {dims.hidden}{experts})"
 
 
 def _differing(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[tuple[str, Any, Any]]:

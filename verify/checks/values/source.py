@@ -33,7 +33,7 @@ _MOST, _FEW = 0.9, 3
     "values equal the source's, bit for bit",
     stage="values",
     needs=("sound headers", "source"),
-    explained_by=("CK124", "CK204", "CK205"),
+    explained_by=("CK124", "CK204", "CK205", "CK702"),
     rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
     "right.",
     fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the "

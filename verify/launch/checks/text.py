@@ -61,7 +61,7 @@ def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
             if (meant := _meant(part, own, known)) is not None:
                 what = name if part == name else f"{part} in {name}"
                 hint = f"write {meant}: {job.stack.unknown}"
-                yield Issue(meant, f"{what}, at {word.place}", hint, file=word.file, severity="warning")
+                yield Issue(meant, f"{what} is not known, at {word.place}", hint, file=word.file, severity="warning")
 
 
 def _parts(name: str) -> Iterator[str]:

@@ -72,8 +72,8 @@ def _none(subject: Subject, engine: SideFiles) -> Issue:
         "copy them from the release",
     )
     if (given := last(options_of(words), *_SKIPPED)) is None:
-        return Issue(expected, "none", f"{hint} of the model", file=engine.root)
-    actual = f"none, and {given.name} spares the engine alone"
+        return Issue(expected, "no tokenizer file", f"{hint} of the model", file=engine.root)
+    actual = f"no tokenizer file, and {given.name} spares the engine alone"
     hint += ", unless the launch has a rollout function of its own that takes and gives token ids"
     return Issue(expected, actual, hint, file=engine.root, severity="warning")
 

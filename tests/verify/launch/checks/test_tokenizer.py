@@ -169,7 +169,7 @@ def test_an_engine_without_a_tokenizer_is_an_error(releases: PathOf, tmp_path: P
     engine = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
     (engine / "tokenizer.model").unlink()
     (finding,) = preflight(hf_checkpoint=engine).findings
-    assert (finding.code, finding.severity, finding.actual) == ("CK716", "error", "none")
+    assert (finding.code, finding.severity, finding.actual) == ("CK716", "error", "no tokenizer file")
 
 
 @pytest.mark.parametrize("option", ["--sglang-skip-tokenizer-init", "--skip-tokenizer-init"])
@@ -180,7 +180,7 @@ def test_an_engine_that_is_started_without_one_may_lack_it(option: str, releases
     report = preflight(arguments=["--hf-checkpoint", str(engine), option])
     (finding,) = report.findings
     assert (report.status, finding.severity) == ("passed", "warning")
-    assert finding.actual == f"none, and {option} spares the engine alone"
+    assert finding.actual == f"no tokenizer file, and {option} spares the engine alone"
 
 
 def test_a_tokenizer_that_cannot_be_read_is_an_error(sides: tuple[Path, Path]) -> None:
