@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.app.job.vllm import vllm_digest
+from ckptkit.app.job.vllm import device_digest
 
 
 class WeightReader:
     """What a worker answers to `collective_rpc`; a class of a trainer's own may have it as a base.
 
-    The answers are those of vLLM 0.33's `compute_weight_checksums` and `/server_info`.
+    The answers have the form of vLLM 0.33's `compute_weight_checksums` and `/server_info`.
     """
 
     vllm_config: Any
@@ -25,7 +25,7 @@ class WeightReader:
         return {part: _plain(getattr(self.vllm_config, part, None)) for part in parts}
 
     def ckptkit_weights(self) -> dict[str, str]:
-        """The SHA-256 of every parameter of this rank."""
+        """The checksum of every parameter of this rank, computed on its device."""
         from vllm.distributed import parallel_state
 
         pcp = getattr(parallel_state, "get_pcp_group", None)
@@ -37,7 +37,7 @@ class WeightReader:
         }
         prefix = "".join(f"{name}{rank}:" for name, rank in ranks.items())
         model = self.model_runner.get_model()
-        return {prefix + name: vllm_digest(parameter) for name, parameter in model.named_parameters()}
+        return {prefix + name: device_digest(parameter) for name, parameter in model.named_parameters()}
 
 
 def _plain(config: Any) -> dict[str, Any]:

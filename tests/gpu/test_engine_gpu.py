@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from support import models
-from support.engine_models import ATTENTION, ONLINE, ROUTER, saved, verified
+from support.engine_models import ATTENTION, ONLINE, ROUTER, SYNCED, saved, synced, verified
 from support.installed import release
+from support.live_faults import mistakes, reports
 from support.quantized import small_groups_allowed
 from support.sglang_runs import int4_config, online_int4, written
 
@@ -111,6 +112,13 @@ def test_zero_points_of_experts_in_small_groups_are_misread(tmp_path: Path) -> N
     """SGLang's kernel takes those of all but one group in a tile from memory that nobody wrote."""
     report = with_zero_points("moe", 32, tmp_path)
     assert failed(report) >= {"CK309", "CK601"}, report.findings
+
+
+@pytest.mark.parametrize("name", SYNCED)
+def test_planted_faults_are_named(name: str, tmp_path: Path) -> None:
+    found = reports(tmp_path, synced(name, tmp_path / "model", "sglang"), "sglang", gpu=True)
+    assert len(found) >= 10  # one of them without a fault
+    assert mistakes(found) == []
 
 
 def test_a_tensor_that_updates_leave_out_is_named(tmp_path: Path) -> None:

@@ -1,18 +1,15 @@
-"""Weight updates of real SGLang servers on a GPU: what arrived passes, what was spoiled on the way is named."""
+"""Weight updates of real SGLang servers on a GPU: what arrived passes, and each planted fault is named."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engine_models import ATTENTION, ROUTER, saved
+from support.engine_models import SYNCED, synced
+from support.sync_faults import SLEEP, faults_of, mistakes, tensors_of
 from support.sync_servers import run
-
-from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -20,68 +17,82 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 LAYERS = 6
-
-
-def made(root: Path) -> Path:
-    source = saved("moe", root)
-    saved("mla", root)
-    quantize(source, root / "int4", QuantScheme(32, "qmax7", (ATTENTION, ROUTER)))
-    return root
+ON_SEVERAL_RANKS = ("moe", "mla")
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Tensor parallel size, results by step, and the end of the logs."""
+    """Tensor parallel size, results by step, the end of the logs, and the directory of each model."""
     if request.param > torch.cuda.device_count():
         pytest.skip(f"needs {request.param} GPUs")
-    results, log = run(made(tmp_path_factory.mktemp("sync")), request.param)
+    root = tmp_path_factory.mktemp("sync")
+    (root / "models").mkdir()
+    paths = {
+        name: synced(name, root / "made", "sglang") for name in (SYNCED if request.param == 1 else ON_SEVERAL_RANKS)
+    }
+    for name, path in paths.items():
+        (root / "models" / name).symlink_to(path)
+    results, log = run(root, request.param)
     for step, result in results.items():
         if isinstance(result, dict):
             print(
                 step, {key: result[key] for key in ("seconds", "update_seconds", "bytes", "by_value") if key in result}
             )
-    return request.param, results, log
+    return request.param, results, log, paths
 
 
 def step(found: Any, name: str) -> dict[str, Any]:
-    _, results, log = found
+    _, results, log, _ = found
     assert name in results, log
     return results[name]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("model", ["moe", "mla"])
-@pytest.mark.parametrize("name", ["1", "2", "mended", "mended again", "mended once more"])
-def test_good_updates_pass(model: str, name: str, found: Any) -> None:
-    result = step(found, f"{model}: {name}")
-    assert result["raised"] == "", result
-    assert result["seconds"] > 0
-    if model == "moe":
-        # Embedding, output layer and last norm; in each layer two norms, those of q and k, qkv, o, router, and experts.
-        engines = 2 if found[0] == 1 else 1
-        assert result["by_value"] == (3 + LAYERS * 9) * found[0] * engines
-        assert result["unseen"] == []
-        assert result["absent"] == []
+def skipped(name: str, found: Any) -> None:
+    if name not in found[3]:
+        pytest.skip("run with one GPU an engine")
+
+
+@pytest.mark.parametrize("name", SYNCED)
+def test_sound_updates_pass_and_ten_faults_are_named(name: str, found: Any) -> None:
+    skipped(name, found)
+    tensors = tensors_of(found[3][name])
+    assert len(faults_of(tensors)) + 1 >= 10  # and sleep
+    prefix = f"{name}: "
+    steps = {key.removeprefix(prefix): said for key, said in found[1].items() if key.startswith(prefix)}
+    assert mistakes(steps, tensors) == [], found[2]
+
+
+@pytest.mark.parametrize("name", SYNCED)
+def test_weights_lost_while_memory_was_released_are_named(name: str, found: Any) -> None:
+    skipped(name, found)
+    assert step(found, f"{name}: resumed")["raised"] == ""
+    assert "engines lost what they held" in step(found, f"{name}: {SLEEP}")["raised"]
+    assert step(found, f"{name}: after {SLEEP}")["raised"] == ""
+
+
+def test_a_mixture_of_experts_is_compared_by_value(found: Any) -> None:
+    """Embedding, output layer and last norm; in each layer two norms, those of q and k, qkv, o, router, and experts."""
+    result = step(found, "moe: 1")
+    assert result["by_value"] == (3 + LAYERS * 9) * found[0] * (2 if found[0] == 1 else 1)
+    assert (result["unseen"], result["absent"]) == ([], [])
 
 
 @pytest.mark.parametrize("model", ["moe", "mla"])
-def test_exchanged_experts_are_named(model: str, found: Any) -> None:
-    result = step(found, f"{model}: exchanged")
-    assert "layers.3.mlp.experts.w13_weight: not as sent" in result["raised"], result
-    assert "layers.4" not in result["raised"]
+def test_exchanged_experts_and_a_dropped_bucket_are_named_alone(model: str, found: Any) -> None:
+    exchanged, dropped = (
+        step(found, f"{model}: {fault}")["raised"] for fault in ("experts exchanged", "a bucket dropped")
+    )
+    assert "layers.3.mlp.experts.w13_weight: not as sent" in exchanged
+    assert "layers.4" not in exchanged
+    assert "as they were at the last check, not as sent" in dropped
+    assert not re.search(r"layers\.[0-35]\.", dropped)
 
 
-@pytest.mark.parametrize("model", ["moe", "mla"])
-def test_dropped_bucket_is_named(model: str, found: Any) -> None:
-    result = step(found, f"{model}: dropped bucket")
-    assert "as they were at the last check, not as sent" in result["raised"], result
-    assert re.search(r"layers\.4\.", result["raised"])
-    assert not re.search(r"layers\.[0-35]\.", result["raised"])
-
-
-@pytest.mark.parametrize("model", ["moe", "mla"])
+@pytest.mark.parametrize("model", SYNCED)
 def test_old_version_is_named(model: str, found: Any) -> None:
+    skipped(model, found)
     result = step(found, f"{model}: old version")
-    assert "has weight version 6, not 7" in result["raised"], result
+    assert "has weight version 96, not 97" in result["raised"], result
     assert "not as sent" not in result["raised"]
 
 
@@ -97,20 +108,17 @@ def test_engine_that_missed_an_update_is_named(found: Any) -> None:
         pytest.skip("two engines run where one GPU is enough for each")
     url = found[1].get("moe: last engine")
     result = step(found, "moe: last engine missed it")
-    assert f"{url} has weight version 8, not 9" in result["details"], result
+    assert f"{url} has weight version 101, not 102" in result["details"], result
     assert all(line.startswith(url) for line in result["details"])
 
 
 def test_repacked_experts_are_compared_by_change(found: Any) -> None:
-    if found[0] > 1:
-        pytest.skip("run with one GPU an engine")
-    first, second, third = (step(found, f"int4: {version}") for version in (1, 2, 3))
-    assert [one["raised"] for one in (first, second, third)] == ["", "", ""]
+    skipped("int4", found)
+    first, second = (step(found, f"int4: {version}") for version in (1, 2))
     assert first["by_change"] == 0
-    for one in (second, third):
-        assert one["by_change"] >= LAYERS * 2  # words or scales of two parameters
-        assert all(".mlp.experts." in name for name in one["unseen"]), one["unseen"]
-    stale = step(found, "int4: new version, old weights")
+    assert second["by_change"] >= LAYERS * 2  # words or scales of two parameters
+    assert all(".mlp.experts." in name for name in second["unseen"]), second["unseen"]
+    stale = step(found, "int4: a delta swallowed")
     assert "unchanged, though something else was sent than at the last check" in stale["raised"], stale
 
 

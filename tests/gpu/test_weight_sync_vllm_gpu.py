@@ -1,16 +1,20 @@
-"""Weight updates of real `vllm.LLM`s on a GPU: what arrived passes, what did not is named.
+"""Weight updates of real `vllm.LLM`s on a GPU: what arrived passes, and each planted fault is named.
 
-tests/ckptkit/app/job/test_weight_sync_vllm_cpu.py says of each step what it must say on the CPU.
+A process a model, all at once, each with a tenth of the GPU's memory.
+tests/ckptkit/app/job/test_weight_sync_vllm_cpu.py has what needs no GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.engine_models import saved
-from support.sync_vllm import LAYER, LOST, WAYS, outcomes
+from support.engine_models import SYNCED, synced
+from support.sync_faults import SLEEP, faults_of, mistakes, tensors_of
+from support.sync_vllm import outcomes, ways
 
 from verify.witnesses.process.interpreter import python_of
 
@@ -21,14 +25,36 @@ pytestmark = [
 ]
 
 
-def test_updates_of_real_engines_are_told_apart(tmp_path: Path) -> None:
-    paths = [saved(name, tmp_path) for name in ("dense", "moe")]
-    found = outcomes(tmp_path, 1, paths, program=python_of("vllm", {}), gpu=True)
-    for path in paths:
-        for way in WAYS:
-            for step in ("1", "2", "2 again", *(f"after {fault}" for fault in LOST)):
-                assert found[f"{path.name}: {way}: {step}"]["raised"] == ""
-            for fault in LOST:
-                said = found[f"{path.name}: {way}: without {fault}"]
-                assert any(f"layers.{LAYER}." in line or fault == "everything" for line in said["details"])
-        assert "engines lost what they held" in found[f"{path.name}: lost"]["raised"]
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: synced(name, root, "vllm") for name in SYNCED}
+
+
+@pytest.fixture(scope="module")
+def found(paths: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    return outcomes(tmp_path_factory.mktemp("sync"), 1, list(paths.values()), program=python_of("vllm", {}), gpu=True)
+
+
+@pytest.mark.parametrize("name", SYNCED)
+def test_sound_updates_pass_and_ten_faults_are_named(
+    name: str, found: Mapping[str, Any], paths: Mapping[str, Path]
+) -> None:
+    tensors = tensors_of(paths[name])
+    assert len(faults_of(tensors)) + 1 >= 10  # and sleep
+    for way in ways(paths[name]):
+        prefix = f"{name}: {way}: "
+        steps = {step.removeprefix(prefix): said for step, said in found.items() if step.startswith(prefix)}
+        assert mistakes(steps, tensors) == [], way
+        print(name, way, {key: steps["2"][key] for key in ("by_value", "by_change", "unseen", "seconds")})
+
+
+@pytest.mark.parametrize("name", SYNCED)
+def test_sleep_level_1_keeps_weights_and_level_2_loses_them(name: str, found: Mapping[str, Any]) -> None:
+    assert found[f"{name}: sleep level 1"]["raised"] == ""
+    assert "engines lost what they held" in found[f"{name}: {SLEEP}"]["raised"]
+    assert found[f"{name}: after {SLEEP}"]["raised"] == ""
+
+
+def test_layout_made_once_too_often_is_named(found: Mapping[str, Any]) -> None:
+    assert "mlp.experts.w13_weight: not as sent" in str(found["moe: gate and up exchanged"]["details"])

@@ -24,6 +24,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+from support import trained
 from verify.report import Report
 from verify.run import verify
 
@@ -117,3 +120,19 @@ def verified(path: Path, against: frozenset[str] = ALL, **sizes: int) -> Report:
         found = report.to_json()
         (Path(out) / f"{path.name}.json").write_text(json.dumps(found, indent=1))
     return report
+
+
+TRAINED = "smollm2"  # the only one that was trained; tied, of 30 layers
+SYNCED = ("dense", "moe", "mla", "int4", TRAINED)
+
+
+def synced(name: str, root: Path, reader: str) -> Path:
+    """A model whose weights are updated: `int4` is `moe` in INT4 for this engine, `TRAINED` was trained."""
+    if name == TRAINED:
+        return trained.save(trained.dense(), root / name, "dense")
+    if name != "int4":
+        return saved(name, root)
+    quantize(
+        saved("moe", root / "source"), root / name, QuantScheme(32, "qmax7", (ATTENTION, ROUTER)), readers=(reader,)
+    )
+    return root / name

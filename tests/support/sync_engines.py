@@ -182,10 +182,10 @@ class FakeVllm(FakeEngine):
             if self.pp == 1 or name.startswith(early) == (stage == 0)
         }
 
-    def workers(self) -> list[dict[str, str]]:
-        """What vLLM's `compute_weight_checksums` gives, of each worker."""
+    def workers(self, digest: Callable[[Tensor], str]) -> list[dict[str, str]]:
+        """What vLLM's `compute_weight_checksums` gives, of each worker, or `WeightReader`."""
         return [
-            {f"dp0:pp{stage}:pcp0:tp{rank}:{name}": sha256(one) for name, one in self.stage(stage, rank).items()}
+            {f"dp0:pp{stage}:pcp0:tp{rank}:{name}": digest(one) for name, one in self.stage(stage, rank).items()}
             for stage in range(self.pp)
             for rank in range(self.tp)
         ]
@@ -193,7 +193,7 @@ class FakeVllm(FakeEngine):
     def rpc(self, method: str) -> list[dict[str, Any]]:
         """As `collective_rpc` of an engine that is no server."""
         self.asked.append(method)
-        return [self.info["vllm_config"]] if method == "ckptkit_setup" else self.workers()
+        return [self.info["vllm_config"]] if method == "ckptkit_setup" else self.workers(mixed)
 
     def answer(self, path: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
         self.asked.append(path)
@@ -204,10 +204,10 @@ class FakeVllm(FakeEngine):
                 return 200, {"weight_version": self.version}
             case "weight_checker" if self.checker:
                 assert body["action"] == "checksum"
-                return 200, {"checksums": {key: one for worker in self.workers() for key, one in worker.items()}}
+                return 200, {"checksums": {key: one for worker in self.workers(sha256) for key, one in worker.items()}}
             case "collective_rpc" if self.reader:
                 assert body["method"] == "ckptkit_weights"
-                return 200, {"results": self.workers()}
+                return 200, {"results": self.workers(mixed)}
             case "collective_rpc":
                 return 500, {"detail": "Method 'ckptkit_weights' is not implemented."}
             case _:
@@ -217,3 +217,17 @@ class FakeVllm(FakeEngine):
 def sha256(tensor: Tensor) -> str:
     """As vLLM computes it."""
     return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def mixed(tensor: Tensor) -> str:
+    """As ckptkit's worker extension computes it: splitmix64 of each word of 8 bytes with its place, summed."""
+    found = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    size, mask, total = len(found), (1 << 64) - 1, len(found)
+    found += bytes(-size % 8)
+    for place in range(len(found) // 8):
+        word = int.from_bytes(found[place * 8 : place * 8 + 8], "little") ^ place * 0x9E3779B97F4A7C15 & mask
+        for factor, shift in ((0xBF58476D1CE4E5B9, 27), (0x94D049BB133111EB, 31)):
+            word = word * factor & mask
+            word ^= (word - (word >> 63 << 64)) >> shift & mask  # the sign goes along, as in int64
+        total += word
+    return f"{total & mask:016x}"

@@ -1,8 +1,7 @@
 """Updates real SGLang servers on GPUs and checks each: `python -m support.sync_servers ROOT TP`.
 
-It writes a line of ROOT/reports.jsonl a check. ROOT has the models `moe`, `mla` and `int4`, of which the last is the
-first in INT4. All servers start at once. Weights go as trainers send them: as handles of GPU memory in a request over
-HTTP, in several buckets. `run` starts this.
+It writes a line of ROOT/reports.jsonl a check. ROOT/models has the models. All servers start at once. Weights go as
+trainers send them: as handles of GPU memory in a request over HTTP, in several buckets. `run` starts this.
 """
 
 from __future__ import annotations
@@ -24,18 +23,14 @@ from urllib.request import Request, urlopen
 import torch
 from torch import Tensor
 
-from ckptkit import CkptkitError
 from ckptkit.app.job.engines import waiting
-from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.hooks import WeightSyncCheck
-from support import models
 from support.processes import run_logged
 from support.sync_engines import served
+from support.sync_faults import SLEEP, Weights, checked, lost, outcome, tensors_of, weights
 
 BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
-EXPERTS = [f"model.layers.3.mlp.experts.{expert}.up_proj.weight" for expert in (2, 5)]
-LOST = "model.layers.4."  # what a dropped bucket would have held
-Weights = Mapping[str, Tensor]
+INT4 = "int4"  # its experts are repacked, and opened again for each update
 Steps = Iterator[tuple[str, Any]]
 
 
@@ -80,7 +75,16 @@ def started(model: Path, tp: int, log: Path, *options: str) -> Iterator[Server]:
         *("--port", str(port), "--tp", str(tp), "--dtype", "bfloat16", "--skip-tokenizer-init", "--skip-server-warmup"),
         *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *("--disable-cuda-graph", "--disable-overlap-schedule", "--disable-radix-cache", "--random-seed", "0"),
-        *("--max-total-tokens", "4096", "--max-running-requests", "4", "--mem-fraction-static", "0.3", *options),
+        *(
+            "--max-total-tokens",
+            "4096",
+            "--max-running-requests",
+            "4",
+            "--mem-fraction-static",
+            "0.8",
+            "--enable-memory-saver",
+            *options,
+        ),
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
@@ -105,16 +109,6 @@ def wait(server: Server, seconds: float = 200) -> None:
                 time.sleep(1)
 
 
-def weights(path: Path, version: int) -> dict[str, Tensor]:
-    """What a trainer holds after this many steps."""
-    return {name: (one.float() * (1 + version / 64)).to(one.dtype).cuda() for name, one in models.tensors(path).items()}
-
-
-def exchanged(given: Weights) -> dict[str, Tensor]:
-    one, other = EXPERTS
-    return {**given, one: given[other], other: given[one]}
-
-
 def buckets(pairs: Sequence[tuple[str, Tensor]], cuts_layers: bool) -> Iterator[list[tuple[str, Tensor]]]:
     """At least 64 tensors each, with whole layers, as trainers send them; or 64 each, which cuts layers."""
     bucket: list[tuple[str, Tensor]] = []
@@ -127,75 +121,60 @@ def buckets(pairs: Sequence[tuple[str, Tensor]], cuts_layers: bool) -> Iterator[
     yield bucket
 
 
-def update(
-    check: WeightSyncCheck,
-    servers: Sequence[Server],
-    version: int,
-    sent: Weights,
-    arrived: Weights | None = None,
-    **how: Any,
-) -> Any:
-    """One update in buckets; what the check says of it, and what both took in seconds."""
-    began = time.perf_counter()
-    pairs = list((sent if arrived is None else arrived).items())
-    for server in servers:
-        for bucket in buckets(pairs, how.get("cuts_layers", False)):
-            server.send(bucket, how.get("as_version", version))
-    took = time.perf_counter() - began
-    for name, tensor in sent.items():
-        check.record(name, tensor)
-    return {**outcome(check, version), "update_seconds": took}
+class Sender:
+    """A trainer of one model, and the check of what its servers were sent."""
+
+    def __init__(self, path: Path, servers: Sequence[Server]) -> None:
+        self.name, self.servers, self.tensors = path.name, servers, tensors_of(path)
+        self.check = WeightSyncCheck([server.url for server in servers])
+
+    def deliver(self, sent: Weights, version: int, *, cuts_layers: bool = False) -> None:
+        for server in self.servers:
+            if not sent:  # nothing was applied, and yet the version counts on
+                server.ask("update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+                continue
+            if self.name == INT4:
+                server.send([], version, BEGIN)
+            for bucket in buckets(list(sent.items()), cuts_layers):
+                server.send(bucket, version)
+            if self.name == INT4:
+                server.send([], version, END)
+
+    def update(self, version: int, *, as_version: int | None = None, cuts_layers: bool = False) -> dict[str, Any]:
+        """One whole update; what the check says of it, and what the update took in seconds."""
+        sent = weights(self.tensors, version)
+        began = time.perf_counter()
+        self.deliver(sent, version if as_version is None else as_version, cuts_layers=cuts_layers)
+        took = time.perf_counter() - began
+        for name, tensor in sent.items():
+            self.check.record(name, tensor)
+        return {**outcome(self.check, version), "update_seconds": took}
+
+    def sleep(self) -> None:
+        """Memory of weights is given back and taken again, as between a rollout and the next."""
+        for server in self.servers:
+            for request in ("release_memory_occupation", "resume_memory_occupation"):
+                server.ask(request, {"tags": ["weights"]})
 
 
-def outcome(check: WeightSyncCheck, version: int) -> dict[str, Any]:
-    try:
-        result = check.after_update(version)
-    except CkptkitError as error:
-        return {"raised": error.message, "details": error.details}
-    assert result is not None
-    return {"raised": "", **vars(result)}
-
-
-def of_bf16(path: Path, servers: Sequence[Server]) -> Steps:
-    """Good updates of two engines of one model, and every way to spoil one."""
-    check = WeightSyncCheck([server.url for server in servers])
-    name = path.name
-    yield f"{name}: 1", update(check, servers, 1, weights(path, 1))
-    yield f"{name}: 2", update(check, servers, 2, weights(path, 2))
-    sent = weights(path, 3)
-    yield f"{name}: exchanged", update(check, servers, 3, sent, exchanged(sent))
-    yield f"{name}: mended", update(check, servers, 4, weights(path, 4))
-    sent = weights(path, 5)
-    kept = {key: tensor for key, tensor in sent.items() if not key.startswith(LOST)}
-    yield f"{name}: dropped bucket", update(check, servers, 5, sent, kept)
-    yield f"{name}: mended again", update(check, servers, 6, weights(path, 6))
-    yield f"{name}: old version", update(check, servers, 7, weights(path, 7), as_version=6)
-    yield f"{name}: mended once more", update(check, servers, 8, weights(path, 8))
+def of_model(path: Path, servers: Sequence[Server]) -> Steps:
+    """Good updates of the engines of one model, and every way to spoil one."""
+    sender, name = Sender(path, servers), path.name
+    for step, said in checked(sender.check, sender.tensors, sender.deliver, versions=True):
+        yield f"{name}: {step}", said
+    yield f"{name}: old version", sender.update(97, as_version=96)
+    yield f"{name}: after old version", sender.update(98)
     if name == "mla":
-        yield f"{name}: layers cut", update(check, servers, 10, weights(path, 10), cuts_layers=True)
+        yield f"{name}: layers cut", sender.update(99, cuts_layers=True)
+        yield f"{name}: after layers cut", sender.update(100)
+    yield f"{name}: resumed", lost(sender.check)
+    sender.sleep()
+    yield f"{name}: {SLEEP}", lost(sender.check)
+    yield f"{name}: after {SLEEP}", sender.update(101)
     if len(servers) > 1:
         yield f"{name}: last engine", servers[-1].url
-        yield f"{name}: last engine missed it", update(check, servers[:-1], 9, weights(path, 9))
-
-
-def of_int4(int4: Path, bf16: Path, server: Server) -> Steps:
-    """Experts repacked for Marlin's kernels: their checksums are not predicted, but change as what was sent does."""
-    from quant.online import OnlineQuantizer
-
-    check = WeightSyncCheck(server.url)
-    online = OnlineQuantizer(HfCheckpoint(int4).config, int4)
-    for version in (1, 2, 3):
-        server.send([], version, BEGIN)
-        for bucket in online.stream(weights(bf16, version).items()):
-            server.send(list(bucket), version)
-            for name, tensor in bucket:
-                check.record(name, tensor)
-        server.send([], version, END)
-        yield f"int4: {version}", outcome(check, version)
-    for name, tensor in (pair for bucket in online.stream(weights(bf16, 9).items()) for pair in bucket):
-        check.record(name, tensor)
-    server.ask("update_weight_version", {"new_version": "9", "abort_all_requests": False})
-    yield "int4: new version, old weights", outcome(check, 9)
+        sender.servers = servers[:-1]
+        yield f"{name}: last engine missed it", sender.update(102)
 
 
 def cost_of_a_layer() -> dict[str, float]:
@@ -237,25 +216,22 @@ def steps(root: Path, tp: int) -> Steps:
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
     monkey_patch_torch_reductions()  # as trainers do, so that handles name a GPU by its UUID
-    plan = {"moe": [root / "moe"] * (2 if tp == 1 else 1), "mla": [root / "mla"], "int4": [root / "int4"] * (tp == 1)}
+    paths = {path.name: path for path in sorted((root / "models").iterdir())}
     with ExitStack() as stack:
         servers = {
             name: [
                 stack.enter_context(
                     started(path, tp, root / f"server-{name}-{n}.log", "--custom-weight-loader", BEGIN, END)
                 )
-                for n, path in enumerate(paths)
+                for n in range(2 if name == "moe" and tp == 1 else 1)
             ]
-            for name, paths in plan.items()
+            for name, path in paths.items()
         }
         yield "a layer", cost_of_a_layer()
-        for name in ("moe", "mla"):
+        for name, path in paths.items():
             for server in servers[name]:
                 wait(server)
-            yield from of_bf16(root / name, servers[name])
-        for server in servers["int4"]:
-            wait(server)
-            yield from of_int4(root / "int4", root / "moe", server)
+            yield from of_model(path, servers[name])
 
 
 def main() -> None:

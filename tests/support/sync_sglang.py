@@ -1,55 +1,34 @@
 """Checksums by SGLang's own checker of SGLang's own models on the CPU: `python -m support.sync_sglang TP OUT MODEL...`.
 
-Each rank loads each directory MODEL as SGLang does, then updates it by `load_weights` as `altered` says, and writes
-OUT/NAME-RANK.json: a list of what the checker answers after each state. `checksums` starts it.
+Each rank loads each directory MODEL as SGLang does, then updates it by `load_weights` as `sync_faults.updates`
+says, and writes OUT/NAME-RANK.json: a list of what the checker answers after each update. `checksums` starts it.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from support import models
 from support.installed import release
 from support.sglang_server import ran
+from support.sync_faults import tensors_of, updates
 from verify.witnesses.loading.engine import Build
 from verify.witnesses.loading.job import EngineSizes
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.sglang.adapter import build
 
-LAYER = 4
 SAMPLE = torch.arange(100.0).reshape(10, 10).T  # not contiguous
-_EXCHANGED = re.compile(rf"(.*layers\.{LAYER}\.mlp\.experts\.)([12])(\.up_proj\.weight)")
-_LOST = re.compile(rf".*layers\.{LAYER}\.mlp\.experts\.3\..*")
-FACTORS = {"as loaded": 1.0, "updated": 1.25, "exchanged": 1.5, "lost": 1.75}
-
-
-def scaled(weights: Mapping[str, Tensor], state: str) -> dict[str, Tensor]:
-    """What a trainer sends. Every update multiplies everything, so that nothing stays as it was."""
-    return {name: (tensor.float() * FACTORS[state]).to(tensor.dtype) for name, tensor in weights.items()}
-
-
-def altered(weights: Mapping[str, Tensor], state: str) -> dict[str, Tensor]:
-    """What arrives at the engine."""
-    found = scaled(weights, state)
-    if state == "exchanged":
-        moved = [match for name in found if (match := _EXCHANGED.fullmatch(name))]
-        return found | {f"{one[1]}{3 - int(one[2])}{one[3]}": found[one[0]] for one in moved}
-    lost = {name for name in found if state == "lost" and _LOST.fullmatch(name)}
-    return {name: tensor for name, tensor in found.items() if name not in lost}
 
 
 def checksums(root: Path, tp: int, paths: Sequence[Path]) -> dict[str, list[list[dict[str, Any]]]]:
-    """By the model's directory and state: what each rank answers."""
+    """By the model's directory and update: what each rank answers."""
     root.mkdir()
     assert ran(root / "log", "support.sync_sglang", tp, root, *paths), (root / "log").read_text()[-3000:]
     ranks = {
@@ -76,9 +55,9 @@ def _answers(path: Path, out: Path, tp: int, rank: int) -> list[Any]:
     checker = weight_checker.WeightChecker(get_model=lambda: model, **{} if newer else {"ps": place})
     about = {"role": "target"} if newer else {}
     found = []
-    for state in FACTORS:
-        if state != "as loaded":
-            model.load_weights(list(altered(models.tensors(path), state).items()))
+    tensors = tensors_of(path)
+    for update in updates(tensors):
+        model.load_weights(list(update.arrived(tensors).items()))
         answer = checker.handle("checksum", **about)
         if newer:  # a list, with those of draft models
             answer["parallelism_info"] = [answer["parallelism_info"]]

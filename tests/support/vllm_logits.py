@@ -29,6 +29,8 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+# The size of the cache is given, so that vLLM measures nothing: other processes may use the GPU meanwhile.
+ON_GPU: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
 _ALL = -1  # as many log-probabilities as the vocabulary has
 Answer = Tensor | str  # log-probabilities, or what vLLM raised
 
@@ -66,12 +68,7 @@ def log_probs(path: str, dtype: str) -> Tensor:
     """Those of one model, in this process."""
     import vllm
 
-    # The size of the cache is given, so that vLLM measures nothing: other processes may use the GPU meanwhile.
-    on_gpu = {
-        "gpu_memory_utilization": 0.1,
-        "kv_cache_memory_bytes": 1 << 28,
-        "additional_config": {"gdn_prefill_backend": "triton"},
-    }
+    on_gpu = {**ON_GPU, "additional_config": {"gdn_prefill_backend": "triton"}}
     llm = vllm.LLM(
         model=path,
         trust_remote_code=True,

@@ -52,6 +52,7 @@ class Setup:
 
     `sizes`: of its parallelism, as in a seat, as far as it tells. `quantizes`: the engine itself may quantize weights.
     `layout`: what decides how it keeps weights. `dequantizes`: checksums of weights with scales are of both together.
+    `digest`: that of its checksums, where it is not the one of its program's own checker.
     """
 
     version: str
@@ -59,6 +60,7 @@ class Setup:
     quantizes: bool
     layout: tuple[tuple[str, str], ...]
     dequantizes: bool = False
+    digest: Digest | None = None
 
     @property
     def tp(self) -> int:

@@ -1,7 +1,8 @@
 """Engines of vLLM, as a check of weight updates asks them: by HTTP, or by the `collective_rpc` of one.
 
 From 0.32 on vLLM answers `POST /weight_checker` with a SHA-256 of each parameter of each rank. An older one needs
-`ckptkit.hooks_vllm.WeightReader` as its `worker_extension_cls`, whose answers have the same form.
+`ckptkit.hooks_vllm.WeightReader` as its `worker_extension_cls`, whose answers have the same form, with checksums that a
+GPU computes itself.
 Source: vLLM 0.33.0, `entrypoints/rl/online/api_router.py`, `v1/worker/gpu_worker.py` and
 `model_executor/model_loader/weight_checksum.py`.
 """
@@ -46,6 +47,33 @@ def vllm_digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy()).hexdigest()  # type: ignore[arg-type]
 
 
+_CHUNK = 1 << 22  # words: what is computed in between has 32 MiB, about a GPU's cache
+# Odd, so that a product modulo 2^64 loses nothing: the golden ratio's bits, and the factors of splitmix64.
+_PLACE, _FIRST, _SECOND = (one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def device_digest(tensor: Tensor) -> str:
+    """64 bits of the bytes in row-major order, computed where the tensor is: the same on a GPU and on a CPU.
+
+    The sum, modulo 2^64, of every word of 8 bytes mixed with its place, as splitmix64 mixes.
+    """
+    import torch
+
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.numel() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+    elif data.storage_offset() % 8:
+        data = data.clone()
+    sums = []
+    for start, words in enumerate(data.view(torch.int64).split(_CHUNK)):
+        mixed = torch.arange(start * _CHUNK, start * _CHUNK + len(words), device=data.device)
+        mixed.mul_(_PLACE).bitwise_xor_(words).mul_(_FIRST)
+        mixed.bitwise_xor_(mixed >> 27).mul_(_SECOND)
+        sums.append(mixed.bitwise_xor_(mixed >> 31).sum())
+    total = int(torch.stack(sums).sum()) if sums else 0
+    return f"{(total + tensor.nbytes) % (1 << 64):016x}"
+
+
 @dataclass(frozen=True)
 class VllmEngine:
     """One engine: a server's address in development mode (VLLM_SERVER_DEV_MODE=1), or its `collective_rpc`."""
@@ -63,7 +91,7 @@ class VllmEngine:
         layout = [(name, str(size)) for name, size in zip(names, sizes, strict=True)]
         layout += [(name, str(config.get(part, {}).get(name))) for part, names in _LAYOUT.items() for name in names]
         quantizes = config.get("model_config", {}).get("quantization") is not None
-        return Setup("", sizes, quantizes, tuple(layout))
+        return Setup("", sizes, quantizes, tuple(layout), digest=None if self._has_checker() else device_digest)
 
     def state(self, setup: Setup) -> State:
         """Its weight version (`/weight_info`), where it has one, and its ranks' checksums."""
@@ -71,7 +99,7 @@ class VllmEngine:
         if self.server is not None and (info := self.server.ask("weight_info", may_lack=True)) is not None:
             version = info.get("weight_version")
         found: dict[Seat, dict[str, str]] = defaultdict(dict)
-        for key, checksum in self._checksums().items():
+        for key, checksum in self._checksums(setup).items():
             if (match := _KEY.fullmatch(key)) is None:
                 raise CkptkitError(f"{self.name} names a checksum {key!r:.80}", "this release of vLLM is not known")
             dp, pp, pcp, tp = map(int, match.groups()[:4])
@@ -92,10 +120,13 @@ class VllmEngine:
             raise CkptkitError(f"{self.name} does not say how it was started", "it needs vLLM 0.25 or later")
         return config
 
-    def _checksums(self) -> Mapping[str, str]:
-        asked = {"action": "checksum"}
-        if self.server is not None and (answer := self.server.ask("weight_checker", asked, may_lack=True)) is not None:
-            checksums: Mapping[str, str] = answer["checksums"]
+    def _has_checker(self) -> bool:
+        """Both requests came with 0.32; this one costs nothing."""
+        return self.server is not None and self.server.ask("weight_info", may_lack=True) is not None
+
+    def _checksums(self, setup: Setup) -> Mapping[str, str]:
+        if setup.digest is None and self.server is not None:
+            checksums: Mapping[str, str] = self.server.require("weight_checker", {"action": "checksum"})["checksums"]
             return checksums
         return {key: checksum for rank in self._call(WEIGHTS) for key, checksum in rank.items()}
 

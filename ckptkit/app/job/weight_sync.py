@@ -65,10 +65,10 @@ class WeightSyncCheck:
     trainer with several senders has one check in each, and each checks what it sent itself.
 
     What it proves: every engine has the weight version; the ranks named as compared by value hold, bit for bit, what
-    was recorded (a checksum of 64 bits, of vLLM 256); engines that keep weights alike hold the same; other parameters
-    changed if and only if what was sent for them did. What it does not: that the trainer recorded the right values
-    under the right names, and that the engine computes with a parameter as its name says. `ckptkit verify` and CK604
-    are for that.
+    was recorded (a checksum of 64 bits, of vLLM's own checker 256); engines that keep weights alike hold the same;
+    other parameters changed if and only if what was sent for them did. What it does not: that the trainer recorded the
+    right values under the right names, and that the engine computes with a parameter as its name says. `ckptkit verify`
+    and CK604 are for that.
 
     The first check learns how each kind of parameter is cut. A kind of which no layer is found there is compared by
     change only, and said on standard error once. So the first check must not be the first time that something can be
@@ -94,7 +94,7 @@ class WeightSyncCheck:
         `tensors`: a regular expression; only HF names that it finds are looked at. `room`: bytes of tensors that are
         kept on their device until a parameter of theirs is complete. `headers`: go with each request, for engines with
         an API key. `timeout`: seconds for each answer. `digest`: of a tensor, if not the engine's own (`tensor_hash` of
-        SGLang, SHA-256 of vLLM). Raises CkptkitError where SGLang's is wanted and SGLang is not installed.
+        SGLang, SHA-256 of vLLM's checker). Raises CkptkitError where SGLang's is wanted and SGLang is not installed.
         """
         if every < 1:
             raise CkptkitError(f"every is {every}", "give 1 to check each update, N to check every Nth")
@@ -214,7 +214,15 @@ class WeightSyncCheck:
     def _begin(self) -> Sent:
         self._learn_setups()
         sizes = {setup.tp for setup in self._setups.values()}
-        return Sent(self._digest, sizes, self._known.cuts_of(self._setups), self._known.counts, self._room)
+        digests = {setup.digest for setup in self._setups.values()}
+        if len(digests) > 1:
+            raise CkptkitError(
+                "some of these engines answer /weight_checker (vLLM 0.32 and later), and others by a worker extension",
+                "their checksums differ: have one check for each kind",
+            )
+        return Sent(
+            digests.pop() or self._digest, sizes, self._known.cuts_of(self._setups), self._known.counts, self._room
+        )
 
     def _states(self) -> dict[str, State]:
         return self._asked(lambda engine: engine.state(self._setups[engine.name]))

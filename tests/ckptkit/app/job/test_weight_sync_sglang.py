@@ -7,57 +7,60 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import models
+from support import engine_models, models
 from support.fixture_types import PathOf
 from support.sync_engines import digest, served
-from support.sync_sglang import FACTORS, LAYER, SAMPLE, checksums, scaled
+from support.sync_faults import Weights, checked, faults_of, mistakes
+from support.sync_sglang import SAMPLE, checksums
 
-from ckptkit import CkptkitError
-from ckptkit.hooks import SyncResult, WeightSyncCheck
+from ckptkit.hooks import WeightSyncCheck
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 NAME, TP = "glm4_moe", 2
 
 
-def outcomes(path: Path, states: list[list[dict[str, Any]]]) -> list[SyncResult | CkptkitError]:
+def outcomes(path: Path, states: list[list[dict[str, Any]]], tp: int) -> dict[str, dict[str, Any]]:
     """What comes of recording each whole update at an engine that is in these states."""
     now = 0
 
     def answer(asked: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
         known = {
-            "server_info": {"tp_size": TP, "quantization": None, "version": "0.5.16"},
+            "server_info": {"tp_size": tp, "quantization": None, "version": "0.5.16"},
             "model_info": {"weight_version": str(now)},
-            "weights_checker": {"success": True, "message": "Success.", "ranks": states[now]},
+            "weights_checker": {"success": True, "message": "Success.", "ranks": states[now - 1]},
         }
         return 200, known[asked]
 
-    found: list[SyncResult | CkptkitError] = []
+    def deliver(sent: Weights, number: int) -> None:
+        nonlocal now
+        now = number
+
     with served(answer) as url:
         check = WeightSyncCheck(url, digest=digest)
-        for now, state in enumerate(FACTORS):
-            for name, tensor in scaled(models.tensors(path), state).items():
-                check.record(name, tensor)
-            try:
-                result = check.after_update(now)
-                assert result is not None
-                found.append(result)
-            except CkptkitError as error:
-                found.append(error)
-    return found
+        return dict(checked(check, models.tensors(path), deliver, versions=True))
 
 
 def test_updates_of_a_real_model_on_two_ranks_are_told_apart(releases: PathOf, tmp_path: Path) -> None:
-    states = checksums(tmp_path / "sync", TP, [releases(NAME)])[NAME]
+    path = releases(NAME)
+    states = checksums(tmp_path / "sync", TP, [path])[NAME]
     assert (tmp_path / "sync/digest").read_text() == digest(SAMPLE)  # as SGLang computes it on a CPU
-    loaded, updated, exchanged, lost = outcomes(releases(NAME), states)
-    for good in (loaded, updated):
-        assert isinstance(good, SyncResult)
-        assert (good.unseen, good.absent, good.by_change) == ([], [], 0)
-        assert good.by_value == sum(len(rank["checksums"]) for rank in states[0]) > 300
-    assert isinstance(exchanged, CkptkitError)
-    assert len(exchanged.details) == TP
-    assert all(f"layers.{LAYER}.mlp.experts.w13_weight: not as sent" in line for line in exchanged.details)
-    assert isinstance(lost, CkptkitError)
-    assert all(f"layers.{LAYER}.mlp.experts" in line for line in lost.details)
-    assert "w13_weight" in lost.message
-    assert "w2_weight" in lost.message
+    found = outcomes(path, states, TP)
+    tensors = models.tensors(path)
+    assert mistakes(found, tensors) == []
+    assert len(faults_of(tensors)) == 12
+    for good in ("1", "2", "2 again"):
+        assert (found[good]["unseen"], found[good]["absent"], found[good]["by_change"]) == ([], [], 0)
+        assert found[good]["by_value"] == sum(len(rank["checksums"]) for rank in states[0]) > 300
+    exchanged = found["experts exchanged"]["details"]
+    assert len(exchanged) == TP
+    assert all("layers.3.mlp.experts.w13_weight: not as sent" in line for line in exchanged)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["dense", "moe", "mla", engine_models.TRAINED])
+def test_ten_faults_in_each_kind_of_model_are_named(name: str, tmp_path: Path) -> None:
+    """As on a GPU (tests/gpu/test_weight_sync_gpu.py), which also has INT4."""
+    path = engine_models.synced(name, tmp_path, "sglang")
+    found = outcomes(path, checksums(tmp_path / "sync", 1, [path])[name], 1)
+    assert mistakes(found, models.tensors(path)) == []
+    assert found["2"]["by_change"] == 0

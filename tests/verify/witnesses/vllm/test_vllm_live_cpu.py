@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from support import models
 from support.fixture_types import PathOf
+from support.live_faults import NONE, mistakes, reports
 from support.sglang_runs import written
-from support.vllm_live import FAULTS, LAYER, reports
+from support.sync_faults import FAULTS, LAYER
 
 from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import engine as engine_checks
@@ -76,7 +77,7 @@ def found(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Mapping
 
 
 def test_sound_updates_leave_a_mixture_of_experts_as_it_was(found: Mapping[str, EngineReport]) -> None:
-    report = found["none"]
+    report = found[NONE]
     assert report.complete
     assert [(one.name, one.refused, one.changed) for one in report.reloads] == [(step, "", []) for step in STEPS]
     assert report.held > 12 * 8
@@ -85,32 +86,28 @@ def test_sound_updates_leave_a_mixture_of_experts_as_it_was(found: Mapping[str, 
 # What each fault leaves other than it was, by hand.
 CHANGED = {
     "up without gate": {f"{LAYERED}.mlp.experts.routed_experts.w13_weight"},
-    "k without v": {f"{LAYERED}.self_attn.qkv_proj.weight"},
-    "no norm": {"model.norm.weight"},
-    "no embeddings": {"model.embed_tokens.weight"},
+    "attention without its last part": {f"{LAYERED}.self_attn.qkv_proj.weight"},
+    "the last norm not sent": {"model.norm.weight"},
+    "embeddings not sent": {"model.embed_tokens.weight"},
 }
+
+
+def test_planted_faults_change_what_they_touch(found: Mapping[str, EngineReport]) -> None:
+    assert len(found) == 1 + 12
+    assert mistakes(found) == []
+    for fault, names in CHANGED.items():
+        first, *_ = found[fault].reloads
+        assert {name.partition(" ")[2] for name in first.changed} == names
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_named(
     fault: str, found: Mapping[str, EngineReport], monkeypatch: pytest.MonkeyPatch, releases: PathOf
 ) -> None:
-    report = found[fault]
-    by_step = {one.name: {name.partition(" ")[2] for name in one.changed} for one in report.reloads}
-    first, second, *disk = (by_step[step] for step in STEPS)
-    if fault == "a second update that is not the first":
-        assert (first, second) == (set(), {f"{LAYERED}.self_attn.o_proj.weight"})
-    elif fault == "a delta that was swallowed":
-        assert len(first) > 12 * 8
-    elif fault == "a bucket":
-        assert len(first) > 6
-        assert all(name.startswith(f"{LAYERED}.") for name in first)
-    else:
-        assert first == CHANGED[fault]
-    assert disk == [set(), set()]
-    outcome = judged(replace(report, complete=True), monkeypatch, releases(MOE))
-    named = {one.code for one in outcome.findings if one.severity == "error"}
-    assert "CK512" in named
+    if fault not in found:
+        pytest.skip("touches no tensor of this model")
+    outcome = judged(replace(found[fault], complete=True), monkeypatch, releases(MOE))
+    assert "CK512" in {one.code for one in outcome.findings if one.severity == "error"}
     assert any("other bits after updating by tensor" in one.actual for one in outcome.findings)
 
 

@@ -21,6 +21,8 @@ _SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+# Room for the prompts. With a size given vLLM measures nothing, so that other processes may use the GPU meanwhile.
+_CACHE_BYTES = 4 << 30
 
 
 class Server:
@@ -116,6 +118,7 @@ def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:
         disable_log_stats=True,
         limit_mm_per_prompt={"image": 0, "video": 0},
         seed=0,
+        **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": _CACHE_BYTES} if _on_gpu() else {}),
     )
     return Server(job, checkpoint, llm)
 
@@ -125,6 +128,12 @@ def version() -> str:
     import vllm
 
     return str(vllm.__version__)
+
+
+def _on_gpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
 
 
 def _can_sleep() -> bool:
