@@ -1,6 +1,6 @@
 """What a check costs beside a sync of 8 GB on a GPU: `python -m support.sync_cost sglang|vllm OUT [LAYERS]`.
 
-A model of Qwen3-4B's shapes with random weights, 36 LAYERS unless given. The trainer holds them in this process, and the
+A model of Qwen3-4B's shapes with random weights, 36 LAYERS unless given. The trainer holds them in this process. The
 engine is another, which gets handles of GPU memory: of SGLang a server, in buckets; of vLLM the engine's own process,
 in one layerwise reload. That is about the quickest sync there is, so the share of the check is at its largest. A line
 of OUT a sync: its seconds, those of its check, and their ratio over ten where every tenth is checked.

@@ -64,10 +64,11 @@ def device_digest(tensor: Tensor) -> str:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
     elif data.storage_offset() % 8:
         data = data.clone()
-    sums = []
-    for start, words in enumerate(data.view(torch.int64).split(_CHUNK)):
-        mixed = torch.arange(start * _CHUNK, start * _CHUNK + len(words), device=data.device)
-        mixed.mul_(_PLACE).bitwise_xor_(words).mul_(_FIRST)
+    words, sums = data.view(torch.int64), []
+    for start in range(0, len(words), _CHUNK):
+        part = words[start : start + _CHUNK]
+        mixed = torch.arange(start, start + len(part), device=data.device)
+        mixed.mul_(_PLACE).bitwise_xor_(part).mul_(_FIRST)
         mixed.bitwise_xor_(mixed >> 27).mul_(_SECOND)
         sums.append(mixed.bitwise_xor_(mixed >> 31).sum())
     total = int(torch.stack(sums).sum()) if sums else 0
