@@ -31,7 +31,7 @@ from converters.registry import family_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROOT = "base_model.model."
+ROOT = "base_model.model."  # which PEFT writes before every name
 FACTOR = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(embedding_)?(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?")
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
@@ -138,7 +138,7 @@ class Adapter:
                 self._add_saved(spec)
         for (stem, embedding), parts in found.items():
             match = FACTOR.fullmatch(f"{stem}A")
-            self._add_pair(match[1].removeprefix(_ROOT) if match else stem, parts, embedding)
+            self._add_pair(match[1].removeprefix(ROOT) if match else stem, parts, embedding)
 
     def _fault(self, name: str, expected: str, actual: str) -> None:
         self.faults.append(Fault(expected, actual, name))
@@ -157,7 +157,7 @@ class Adapter:
 
     def _add_saved(self, spec: TensorSpec) -> None:
         """A whole tensor (`modules_to_save`)."""
-        own = _SAVED.sub("", spec.name.removeprefix(_ROOT)).replace(".base_layer.", ".")
+        own = _SAVED.sub("", spec.name.removeprefix(ROOT)).replace(".base_layer.", ".")
         target = next((self.base.specs[one] for one in self._names(own) if one in self.base.specs), None)
         if target is None:
             self._lost(spec.name, own)

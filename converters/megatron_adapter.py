@@ -16,6 +16,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import DamagedError, UnsupportedError
 from ckptkit.core.plan import Plan, Step, View
 from ckptkit.core.specs import TensorSpec
+from converters.adapter import ROOT
 from converters.config.values import integer, number
 from converters.planner import Rule, dialect_of, rules_of
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PAIR = re.compile(r"(.+)\.adapter\.(?:adapter_(q|k|v|gate|up)\.)?linear_(in|out)\.weight")
-_ROOT = "base_model.model."
 _EXPORT = "export them as PEFT where they were trained (Megatron-Bridge's AutoBridge.save_hf_adapter)"
 
 
@@ -70,7 +70,7 @@ def _step(rule: Rule, part: str, a: TensorSpec, b: TensorSpec, rank: int, where:
         expected = f"[{rank}, {columns}] and [{rows}, {rank}]"
         message = f"{where}: {a.name} and linear_out are {list(a.shape)} and {list(b.shape)}, not {expected}"
         raise DamagedError(message, "give the model that the adapters were trained on")
-    modules = [f"{_ROOT}{name.removesuffix('.weight')}" for name in names]
+    modules = [f"{ROOT}{name.removesuffix('.weight')}" for name in names]
     outputs = [TensorSpec(f"{module}.lora_A.weight", a.shape, a.dtype) for module in modules]
     outputs += [
         TensorSpec(f"{module}.lora_B.weight", (rule.hf[name][0], rank), b.dtype)

@@ -13,7 +13,7 @@ from quant.lint.beside_lists import fusion, groups, indexer_key, kv_cache, not_k
 from quant.lint.finding import ORDER, LintFinding, finding
 from quant.lint.subject import IgnoreList, Severity
 from quant.patterns.entries import matcher
-from quant.selection.portable import OTHER_FORMAT, quoted
+from quant.selection.portable import OTHER_FORMAT, quoted, without_numbers
 from quant.selection.readers import TRAINERS, VLLM
 
 
@@ -66,13 +66,13 @@ def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
         matrix, packs = by_name[tensor]
         reason = matrix.reason if matrix.reason and not packs and answer == "packs" else None
         entry = matrix.entry if not packs else None
-        kinds = patterns if subject.is_int4 else tuple(map(_without_numbers, patterns))
-        kind = entry if subject.is_int4 else entry and _without_numbers(entry)
+        kinds = tuple(map(without_numbers, patterns))
+        kind = entry if subject.is_int4 else entry and without_numbers(entry)
         groups.setdefault((answer, kinds, tuple(who), severity, reason, kind), []).append((tensor, patterns))
     for (answer, _, who, severity, reason, entry), found in groups.items():
         tensors = [tensor for tensor, _ in found]
         every = dict.fromkeys(one for _, several in found for one in several)
-        shown: tuple[str, ...] = tuple(every) if subject.is_int4 else tuple(fold(every))
+        shown = tuple(fold(every))
         why = f"because of how it reads {quoted(shown)}" if shown else subject.why_uncovered(who)
         if not shown and entry is None and subject.by_name:
             why = "because no entry of `targets` names it"
@@ -89,10 +89,6 @@ def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
             who,
             shown[0] if shown else None,
         )
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
 
 
 def _partly(subject: IgnoreList) -> Iterator[LintFinding]:

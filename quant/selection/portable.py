@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.specs import summarize
+from ckptkit.core.specs import fold, summarize
 from quant.formats.groups import LINEAR, Target
 from quant.selection.matrices import Matrix
 from quant.selection.reading import Answer, Reading, read, read_all
@@ -102,16 +103,22 @@ def check_portable(question: Question, ignore: Sequence[str]) -> None:
 
 
 def described(found: Iterable[Divergence]) -> Iterator[str]:
-    """Describes divergences, with one line for those of one kind."""
-    tensors: dict[tuple[str, Answer, tuple[str, ...]], list[str]] = defaultdict(list)
+    """Describes divergences, with one line for those of one kind, over entries that differ in numbers alone."""
+    kinds: dict[tuple[str, Answer, tuple[str, ...]], list[Divergence]] = defaultdict(list)
     for one in found:
-        tensors[one.reader, one.answer, one.patterns].append(one.tensor)
+        kinds[one.reader, one.answer, tuple(map(without_numbers, one.patterns))].append(one)
     readers: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for (reader, answer, patterns), names in tensors.items():
-        why = "because of how it reads " + quoted(patterns) if patterns else "because no entry covers it"
-        readers[_VERBS[answer], summarize(names), why].append(reader)
+    for (reader, answer, _), several in kinds.items():
+        entries = fold(dict.fromkeys(pattern for one in several for pattern in one.patterns))
+        why = "because of how it reads " + quoted(entries) if entries else "because no entry covers it"
+        readers[_VERBS[answer], summarize([one.tensor for one in several]), why].append(reader)
     for (verb, names_folded, why), who in readers.items():
         yield f"{' and '.join(who)} would {verb} {names_folded} {why}"
+
+
+def without_numbers(entry: str) -> str:
+    """The entry with `#` for every number: equal for those of all layers and experts."""
+    return re.sub(r"\d+", "#", entry)
 
 
 def quoted(patterns: Iterable[str]) -> str:

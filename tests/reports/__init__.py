@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reports import adapters, configs, exports, files, launches, megatron, names, quantized, unreachable
+from reports import adapters, configs, exports, files, launches, lists, megatron, names, quantized, unreachable
 from reports.report import Report
 
 REPORTS: tuple[Report, ...] = (
@@ -12,6 +12,7 @@ REPORTS: tuple[Report, ...] = (
     *exports.REPORTS,
     *configs.REPORTS,
     *quantized.REPORTS,
+    *lists.REPORTS,
     *adapters.REPORTS,
     *launches.REPORTS,
     *unreachable.REPORTS,

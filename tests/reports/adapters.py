@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,11 +23,12 @@ WEIGHTS = "adapter_model.safetensors"
 RANK = 4
 
 
-def _save(path: Path, factors: Mapping[str, Tensor]) -> None:
+def _save(
+    path: Path, factors: Mapping[str, Tensor], targets: Sequence[str] = ("gate_up_proj", "down_proj", "experts")
+) -> None:
     path.mkdir()
     save_file({f"base_model.model.{name}.weight": one for name, one in factors.items()}, path / WEIGHTS)
-    targets = ["gate_up_proj", "down_proj", "experts"]
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": targets}
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": [*targets]}
     (path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": SOURCE}))
 
 
@@ -60,6 +62,56 @@ def _without_shared(work: Path) -> None:
     """What PEFT leaves that knows no module of the shared factors' names."""
     factors = load_file(work / "CKPT" / WEIGHTS)
     save_file({name: one for name, one in factors.items() if one.shape[0] != 1}, work / "CKPT" / WEIGHTS)
+
+
+def _layers_pairs(*leaves: str) -> Change:
+    """A pair for each projection of these names outside of experts."""
+
+    def prepare(work: Path) -> None:
+        torch.manual_seed(5)
+        factors: dict[str, Tensor] = {}
+        for name in names(work / SOURCE, "_proj.weight"):
+            module = name.removesuffix(".weight")
+            if module.endswith(leaves) and ".experts." not in name:
+                rows, columns = tensor(work / SOURCE, name).shape
+                factors[f"{module}.lora_A"], factors[f"{module}.lora_B"] = _random(RANK, columns), _random(rows, RANK)
+        _save(work / "CKPT", factors, leaves)
+
+    return prepare
+
+
+def _named(new_name: Callable[[str], str]) -> Change:
+    """Every factor has another name."""
+
+    def damage(work: Path) -> None:
+        factors = load_file(work / "CKPT" / WEIGHTS)
+        save_file({new_name(name): one for name, one in factors.items()}, work / "CKPT" / WEIGHTS)
+
+    return damage
+
+
+def _trainers_name(name: str) -> str:
+    """What is left of a trainer's own names after two of five rules."""
+    name = re.sub(r"mixer\.(in|out)_proj", r"mamba.\1_proj", name.replace("backbone.", "model."))
+    return name.replace("mixer.shared_experts", "mixer.shared_expert")
+
+
+def _turned(work: Path) -> None:
+    """Pairs of experts as PEFT 0.18 has them: the inputs of a tensor [experts, inputs, outputs] are its rows."""
+    factors = load_file(work / "CKPT" / WEIGHTS)
+    shutil.rmtree(work / "CKPT")
+    torch.manual_seed(5)
+    turned = {}
+    for name in factors:
+        other = factors[name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("lora_B", "lora_A")]
+        turned[name.removeprefix("base_model.model.").removesuffix(".weight")] = _random(*reversed(other.shape))
+    _save(work / "CKPT", turned)
+
+
+def _with_pairs_merged(work: Path) -> None:
+    _one_pair(RANK)(work)
+    (work / "CKPT").rename(work / "ADAPTER")
+    convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "ADAPTER")
 
 
 def _one_pair(rank: int) -> Change:
@@ -115,6 +167,51 @@ def _pruned(work: Path) -> None:
 
 
 REPORTS = (
+    Report(
+        "Relax#262",
+        "2026-08",
+        "An exported adapter has the base's names without `base_model.model.`: PEFT warns, and leaves every B at zero.",
+        VERIFY,
+        "qwen3-untied/",
+        "CK133",
+        ("base_model.model. before every name", "the adapter changes nothing"),
+        _named(lambda name: name.removeprefix("base_model.model.")),
+        _layers_pairs("q_proj", "k_proj", "v_proj", "o_proj"),
+    ),
+    Report(
+        "prime-rl#3014",
+        "2026-07",
+        "Nemotron-H's adapter keeps the trainer's names where a rule is missing: `mamba`, `shared_expert`, `model.`.",
+        OVER_BASE,
+        "nemotron_h/",
+        "CK132",
+        ("the base has no model.layers.0.mamba.in_proj",),
+        _named(_trainers_name),
+        _layers_pairs("in_proj", "out_proj", "up_proj", "down_proj"),
+    ),
+    Report(
+        "Automodel#3284",
+        "2026-08",
+        "Experts of a layer are exported in one pair with inputs and outputs exchanged, as PEFT had them up to 0.18.",
+        OVER_BASE,
+        "qwen3_moe/",
+        "CK132",
+        ("A [rank, 128] and B [192, rank] of 12 experts", "A [48, 192], B [128, 48]"),
+        _turned,
+        _one_pair(RANK),
+        twin=VERIFY,
+    ),
+    Report(
+        "unsloth#5410",
+        "2026-05",
+        "A merge meets that layout, swallows the error, and writes the base's own experts: 18,432 tensors.",
+        "ckptkit verify CKPT --source RELEASE --adapter ADAPTER",
+        "qwen3_moe/",
+        "CK202",
+        (".mlp.experts.", "144"),
+        _without_experts_deltas,
+        _with_pairs_merged,
+    ),
     Report(
         "Megatron-Bridge#6076",
         "2026-09",

@@ -79,6 +79,17 @@ def _other_arguments(path: Path) -> None:
 
 REPORTS = (
     Report(
+        "Megatron-Bridge#5994",
+        "2026-09",
+        "An export writes config.json anew from the trainer's settings: max_position_embeddings is the length of its "
+        "sequences, 8192 of 1048576.",
+        AGAINST,
+        "glm_moe_dsa/hf",
+        "CK702",
+        ("max_position_embeddings = 32",),
+        settings(max_position_embeddings=32),
+    ),
+    Report(
         "transformers#43429",
         "2026-01",
         "The tied flag stands in text_config alone; the class reads the top, so the output layer is random.",

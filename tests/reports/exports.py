@@ -11,6 +11,7 @@ from mutations.torch_dist_edits import FC1
 from torch import Tensor
 
 from reports.files import on_checkpoint, without_tensors
+from reports.quantized import deepseek_v4
 from reports.report import Change, Report
 
 VERIFY = "ckptkit verify CKPT"
@@ -59,6 +60,15 @@ def _local_numbers(path: Path) -> None:
     replace(path, own)
 
 
+def _repeated(path: Path) -> None:
+    """Every rank of four has the experts of the first."""
+    new = {}
+    for name in names(path, ".experts."):
+        whole = tensor(path, name)
+        new[name] = torch.cat([whole[: len(whole) // 4]] * 4)
+    replace(path, new)
+
+
 def _split(name: str) -> tuple[str, int, str]:
     before, _, rest = name.partition(".experts.")
     number, _, after = rest.partition(".")
@@ -66,6 +76,28 @@ def _split(name: str) -> tuple[str, int, str]:
 
 
 REPORTS = (
+    Report(
+        "vime#388",
+        "2026-08",
+        "With EP=4 the experts of rank 0 arrive in all ranks' places; Gemma 4 has those of a layer in one tensor.",
+        VERIFY,
+        "gemma4/hf",
+        "CK206",
+        ("experts {0..2} and {3..5} and {6..8} and {9..11} hold the same bytes", "expert parallel rank"),
+        on_checkpoint(_repeated),
+    ),
+    Report(
+        "llm-compressor#2735",
+        "2026-05",
+        "DeepSeek-V4 is quantized through transformers, which drops `mtp.*` while it loads; config.json announces the "
+        "layer still.",
+        AGAINST,
+        "deepseek_v4/hf",
+        "CK202",
+        ("mtp.0.attn.wkv.weight", "missing"),
+        without_tensors("mtp."),
+        deepseek_v4,
+    ),
     Report(
         "slime#1799",
         "2026-04",

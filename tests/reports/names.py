@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
-from mutations.edits import rename
+import torch
+from mutations.edits import names, rename, replace, tensor
 
-from reports.files import VERIFY, on_checkpoint
+from reports.files import VERIFY, number_files, on_checkpoint
 from reports.report import Change, Report
 
 
@@ -21,7 +24,78 @@ def _lora(name: str) -> str:
     return "base_model.model." + (name.replace(".weight", ".base_layer.weight") if module else name)
 
 
+def _as_transformers_saves(path: Path) -> None:
+    """GLM-5.3-Flash under the names of transformers' modules, its experts and convolutions joined."""
+    new, old = {}, list[str]()
+    for name in names(path, ""):
+        other = re.sub(r"hc_(attn|ffn)_(fn|base|scale)$", r"\1_hc.\2", name)
+        other = re.sub(r"self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)", r"self_attn.forget_gate.\1", other)
+        if other != name:
+            new[other] = tensor(path, name)
+            old.append(name)
+    for name in names(path, ".experts.0.down_proj.weight"):
+        block = name.removesuffix(".0.down_proj.weight")
+        own = [one for one in names(path, f"{block}.") if one.endswith(".down_proj.weight")]
+        experts = [f"{block}.{number}" for number in range(len(own))]
+        gate, up, down = ([tensor(path, f"{one}.{part}_proj.weight") for one in experts] for part in _PROJECTIONS)
+        new[f"{block}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
+        new[f"{block}.down_proj"] = torch.stack(down)
+        old += names(path, f"{block}.")
+    for name in names(path, ".q_conv1d.weight"):
+        three = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        new[name.replace("q_conv1d", "conv1d")] = torch.cat([tensor(path, one) for one in three])
+        old += three
+    replace(path, new, old)
+    number_files(path)
+
+
+def _as_the_trainer_names(path: Path) -> None:
+    """Gemma 4's router and experts under a trainer's names, experts transposed, their scales taken into them."""
+    new, old = {}, names(path, "router.per_expert_scale")
+    for name in names(path, ".router.") + names(path, ".experts."):
+        if name not in old:
+            other = name.replace(".router.", ".moe.gate.").replace(".experts.", ".moe.experts.")
+            other = other.replace("gate_up_proj", "gate_and_up_projs").replace("down_proj", "down_projs")
+            new[other] = tensor(path, name).mT if ".experts." in name else tensor(path, name)
+            old.append(name)
+    replace(path, new, old)
+    number_files(path)
+
+
+_PROJECTIONS = ("gate", "up", "down")
+
 REPORTS = (
+    Report(
+        "transformers#48075",
+        "2026-08",
+        "save_pretrained of Nemotron-H writes `backbone.embedding.weight`; every release has `embeddings`.",
+        VERIFY,
+        "nemotron_h/hf",
+        "CK104",
+        ("backbone.embedding.weight", "config.json does not promise it"),
+        renamed(lambda name: name.replace("backbone.embeddings.", "backbone.embedding.")),
+    ),
+    Report(
+        "sglang#38616",
+        "2026-09",
+        "GLM-5.3-Flash as transformers saves it: 524 of 1609 tensors, 97 % of the bytes, have other names than the "
+        "release's, which the engine does not know and drops.",
+        VERIFY,
+        "glm5_next/hf",
+        "CK104",
+        ("self_attn.forget_gate.f_a_proj.weight", "config.json does not promise it"),
+        on_checkpoint(_as_transformers_saves),
+    ),
+    Report(
+        "Automodel#1761",
+        "2026-04",
+        "Gemma 4's experts and router leave the trainer under its own names and layout, without per_expert_scale.",
+        VERIFY,
+        "gemma4/hf",
+        "CK104",
+        ("router.per_expert_scale", "in no shard"),
+        on_checkpoint(_as_the_trainer_names),
+    ),
     Report(
         "verl#4761",
         "2026-01",

@@ -44,7 +44,7 @@ def _suffixed(content: dict[str, Any]) -> None:
     content["ignore"] = [f"{entry}.linear" if "self_attn" in entry else entry for entry in content["ignore"]]
 
 
-def _deepseek_v4(work: Path) -> None:
+def deepseek_v4(work: Path) -> None:
     """Formats as the release has them."""
     (work / "CKPT").rename(work / "plain")
     write(work / "plain", work / "CKPT", DEEPSEEK_V4, lambda name: V4_QUANTIZED.fullmatch(name) is not None)
@@ -134,7 +134,7 @@ def _without_drafts(content: dict[str, Any]) -> None:
     content["ignore"] = [entry for entry in content["ignore"] if "mtp" not in entry]
 
 
-def _cache_scales(work: Path) -> None:
+def cache_scales(work: Path) -> None:
     """Calibrated scales of the FP8 cache, as compressed-tensors stores them."""
     path = work / "CKPT"
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -393,7 +393,7 @@ REPORTS = (
         "CK104",
         ("layers.{0..11}.attn.wo_a.scale", "the index lists it"),
         on_checkpoint(_without_scales_of_wo_a),
-        prepare=_deepseek_v4,
+        prepare=deepseek_v4,
     ),
     Report(
         "miles#2706",
@@ -566,7 +566,7 @@ REPORTS = (
         "Scales of an FP8 cache are stored as the config says; SGLang drops them and serves the cache unscaled.",
         VERIFY,
         "qwen3_moe-tiles/int4",
-        prepare=_cache_scales,
+        prepare=cache_scales,
         verdict="sound",
         reason="the checkpoint is right. Which release of SGLang loads the scales is asked with --against-sglang",
     ),

@@ -45,7 +45,9 @@ _REPOSITORIES = {
     "training-gym": "modal-projects/training-gym",
     "transformers": "huggingface/transformers",
     "trl": "huggingface/trl",
+    "unsloth": "unslothai/unsloth",
     "verl": "verl-project/verl",
+    "vime": "vllm-project/vime",
     "vllm": "vllm-project/vllm",
 }
 

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.adapters import KINDS, made
 from support.check_examples import hold_example
 from support.nightly import daily
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import UsageError
@@ -117,6 +119,12 @@ def not_a_number(tensors: dict[str, Tensor]) -> None:
     tensors[f"{LAYER}.lora_A.weight"][1, 2] = float("nan")
 
 
+def bare(tensors: dict[str, Tensor]) -> None:
+    """The names of the base, without what PEFT writes before them."""
+    for name in [*tensors]:
+        tensors[name.removeprefix("base_model.model.")] = tensors.pop(name)
+
+
 def zeroed(tensors: dict[str, Tensor]) -> None:
     tensors[f"{LAYER}.lora_B.weight"].zero_()
 
@@ -135,6 +143,7 @@ FAULTS: dict[str, tuple[str, Change, dict[str, object], str, str]] = {
     "another rank": ("dense", nothing, {"r": 8}, "CK132", "CK136"),
     "not a number": ("dense", not_a_number, {}, "CK133", "CK133 CK136"),
     "B was never gathered": ("dense", zeroed, {}, "CK133", "CK133 CK136"),
+    "names without PEFT's prefix": ("dense", bare, {}, "CK133", "CK133 CK136"),
     "experts in another order": ("fused experts", rolled, {}, "", "CK136"),
     "a base of another family": ("dense", nothing, {}, "CK132", ""),
     "a sibling of the base": ("dense", nothing, {"base_model_name_or_path": "Qwen/Qwen3-0.6B-Base"}, "CK134", ""),
@@ -155,6 +164,16 @@ def test_a_fault_is_found(fault: str, root: Path, tmp_path: Path) -> None:
     assert {finding.code for finding in against} == {*beside_other.split()}
     if fault == "alpha is doubled":
         hold_example("CK136", against[0])
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+def test_peft_loads_nothing_of_an_adapter_without_its_prefix(root: Path, tmp_path: Path) -> None:
+    path = of_kind("dense", root)
+    base = AutoModelForCausalLM.from_pretrained(path / "base", dtype=torch.float32)
+    tuned = PeftModel.from_pretrained(base, str(edited(path, tmp_path / "bare", bare)))
+    assert not any(one.any() for name, one in tuned.named_parameters() if "lora_B" in name)
+    (issue,) = verify(tmp_path / "bare").findings
+    assert (issue.code, issue.severity, issue.count) == ("CK133", "error", 168)
 
 
 def test_a_merge_of_another_adapter_is_not_what_this_one_gives(root: Path, tmp_path: Path) -> None:

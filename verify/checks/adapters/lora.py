@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles, is_adapter
-from converters.adapter import FACTOR, Adapter, require_lora
+from converters.adapter import FACTOR, ROOT, Adapter, require_lora
 from converters.config.values import integer, number
 from converters.hf_names import layer_of
 from converters.planner import dims_of
@@ -136,11 +136,19 @@ def _lost_layers(adapter: Adapter) -> Iterator[Issue]:
     fix="Export the adapter again; compare with what the trainer holds.",
 )
 def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """No NaN, no infinity; no factor of zeros while others are not.
+    """No NaN, no infinity; no factor of zeros while others are not; names under which PEFT looks for them.
 
     Of experts that is a warning: one that no token was sent to was not trained.
     """
     files = subject.once(adapter_files)
+    yield Issue(
+        f"{ROOT} before every name, where PEFT looks for it",
+        "not there: PEFT warns, and the adapter changes nothing; SGLang and vLLM take the names as they are",
+        f"put {ROOT} before each name",
+        names=[name for name in files.specs if not name.startswith(ROOT)],
+        file=subject.path,
+        together=True,
+    )
     zeros: list[str] = []
     factors = 0
     for name, spec in files.specs.items():

@@ -32,7 +32,8 @@ _ALL = "every part of an adapter served"
 )
 def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and ranks, against what the engines' own LoRA managers do with them."""
-    files = subject.once(over_base).files
+    adapter = subject.once(over_base)
+    files, kinds = adapter.files, {name.rpartition(".")[0].rpartition(".")[2] for name in adapter.base.specs}
     tally.compared(0, len(files.specs))
     rank = integer(files.config, "r", 8)
     found: dict[str, list[str]] = defaultdict(list)
@@ -49,7 +50,8 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         elif ".experts." not in name and not match[2] and files.specs[name].shape[0] != rank:
             found[f"{_SGLANG} refuses another rank than {rank}, which adapter_config.json has as r"].append(name)
         for own, other in _TOGETHER:
-            if leaf == own and ".experts" not in name and f"{parent}.{other}" not in modules:
+            alone = leaf == own and other in kinds and f"{parent}.{other}" not in modules
+            if alone and ".experts" not in name:
                 found[f"{_SGLANG} refuses {own} without {other}"].append(name)
     whole = [name for name in files.specs if name not in factors and ".base_layer." not in name]
     found[f"{_SGLANG} leaves it out silently, {_VLLM} refuses the adapter"] += whole

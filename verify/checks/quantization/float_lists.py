@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import fold
 from verify.check import Skip, Tally, Unable
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -38,7 +39,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]
     for reader in dict.fromkeys(one.reader for one in differing):
         own = [one for one in differing if one.reader == reader]
-        patterns = tuple(dict.fromkeys(pattern for one in own for pattern in one.patterns))
+        patterns = fold(dict.fromkeys(pattern for one in own for pattern in one.patterns))
         unlisted = next((one.tensor.removesuffix(".weight") for one in own if one.answer == "packs"), None)
         hint = found.next_move([reader], patterns[:3], next(iter(patterns), unlisted))
         yield Issue(expected, "; ".join(described(own)), hint, file=where)

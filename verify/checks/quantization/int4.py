@@ -17,6 +17,7 @@ from quant.formats.zero_points import is_expert
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.renamed import renamed_of
+from verify.checks.quantization.cache import cache_scales
 from verify.checks.quantization.float_lists import float_lists
 from verify.checks.quantization.floats import float_parts, float_scales, forbidden_floats, has_floats
 from verify.checks.quantization.quantization_config import config_issue, refused_parts
@@ -237,6 +238,7 @@ def _nothing_packed(config: Mapping[str, Any], actual: str) -> Skip:
 )
 def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Shape and dtype of every part: words int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
+    yield from cache_scales(subject, tally)
     if has_floats(subject):
         yield from float_parts(subject, tally)
         if not _packs_integers(subject):

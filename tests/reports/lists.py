@@ -1,0 +1,197 @@
+"""Reports about lists of modules that are left out: what they name, what they miss, and what they call otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mutations.edits import edit_json, names, replace, tensor
+from support.floats import SPELLINGS, write
+
+from reports.files import number_files, on_checkpoint
+from reports.quantized import LINT, VERIFY, cache_scales, quantization
+from reports.report import SOURCE, Change, Report
+
+LAYERS = tuple(f"model.language_model.layers.{layer}" for layer in range(12))
+FP8 = tuple(f".{part}_proj.weight" for part in ("q", "k", "v", "o", "gate", "up", "down"))
+_NVFP4 = SPELLINGS["nvfp4-modelopt"]
+_BESIDE = "hf_quant_config.json"
+
+
+def _excluding(*modules: str, packed: str = r".*_proj\.weight") -> Change:
+    """The release in ModelOpt's NVFP4; what else has a matrix stands in the list."""
+
+    def prepare(work: Path) -> None:
+        write((work / SOURCE).resolve(), work / "CKPT", _NVFP4, lambda name: re.fullmatch(packed, name) is not None)
+        exclude(lambda listed: [*listed, *modules])(work)
+
+    return prepare
+
+
+def exclude(change: Callable[[list[str]], list[str]]) -> Change:
+    """exclude_modules is another list."""
+
+    def damage(work: Path) -> None:
+        def edit(content: dict[str, Any]) -> None:
+            content["quantization"]["exclude_modules"] = change(content["quantization"]["exclude_modules"])
+
+        edit_json(work / "CKPT" / _BESIDE, edit)
+
+    return damage
+
+
+def without(*modules: str) -> Change:
+    """exclude_modules does not name these."""
+    return exclude(lambda listed: [one for one in listed if one not in modules])
+
+
+def _hard_coded(listed: list[str]) -> list[str]:
+    """A prefix that no module has: the one of the layers, before the one of the language model."""
+    return [one.replace("model.language_model.", "model.layers.language_model.") for one in listed]
+
+
+def _head_packed(path: Path) -> None:
+    """The output layer in NVFP4, which the list leaves out."""
+    name = "lm_head.weight"
+    replace(path, dict(_NVFP4.store("lm_head", tensor(path, name))), [])
+
+
+def _without_k(path: Path) -> None:
+    replace(path, {}, names(path, ".k_scale"))
+
+
+def _containers(content: dict[str, Any]) -> None:
+    """The modules that hold an expert's projections, as llm-compressor lists what has no weight of its own."""
+    content["ignore"] += [f"model.layers.{layer}.mlp.experts.{one}" for layer in range(12) for one in range(12)]
+
+
+def _fp8_listed(work: Path) -> None:
+    """FP8 in blocks, and a list of what is left in BF16 under the name that transformers gives it."""
+    write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["fp8"], lambda name: name.endswith(FP8))
+    kept = ("in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z", "conv1d", "out_proj")
+    left = [f"{name}.linear_attn.{part}" for name in LAYERS for part in kept]
+    left += ["lm_head", "model.visual", "mtp"]
+    quantization(lambda content: content.update(modules_to_not_convert=left))(work)
+
+
+def _gates_of_a_mixture(content: dict[str, Any]) -> None:
+    """The router of each layer, as in the list of the mixture of experts; a dense layer has gate_proj there."""
+    content["modules_to_not_convert"] += [f"{layer}.mlp.gate" for layer in LAYERS]
+
+
+def _cache(work: Path) -> None:
+    """FP8 with calibrated scales of the cache."""
+    write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["fp8-channel"])
+    cache_scales(work)
+
+
+def _packed_experts(path: Path) -> None:
+    """Experts of a layer in one tensor a part, under names that quantized experts do not have."""
+    old = names(path, ".mlp.experts.")
+    stacked: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
+    for name in old:
+        match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)_proj\.(.+)", name)
+        assert match
+        stacked.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = tensor(path, name)
+    whole = {key: torch.stack([one[number] for number in sorted(one)]) for key, one in stacked.items()}
+    new: dict[str, torch.Tensor] = {}
+    for (stem, part, ending), found in whole.items():
+        suffix = "" if ending == "weight" else f"_{ending}"
+        if part == "down":
+            new[f"{stem}.down_proj{suffix}"] = found
+        elif part == "gate":
+            up = whole[stem, "up", ending]
+            new[f"{stem}.gate_up_proj{suffix}"] = torch.cat([found, up], 1) if found.ndim > 1 else found
+    replace(path, new, old)
+    number_files(path)
+
+
+ROUTERS = tuple(f"model.layers.{layer}.mlp.gate" for layer in range(12))
+ATTENTION = tuple(f"{layer}.self_attn.{part}_proj" for layer in LAYERS for part in "qkvo")
+
+REPORTS = (
+    Report(
+        "Model-Optimizer#1858",
+        "2026-06",
+        "NVFP4 of a mixture of experts whose routers stay in BF16: transformers 5 has no Linear there, so that the "
+        "exporter does not list them, and engines build them packed.",
+        f"{VERIFY} --reader vllm",
+        "qwen3_moe/",
+        "CK302",
+        ("mlp.gate",),
+        without(*ROUTERS),
+        _excluding(*ROUTERS),
+    ),
+    Report(
+        "Model-Optimizer#479",
+        "2025-10",
+        "The list is written with a prefix that no module of a vision model has, `model.layers.language_model.`.",
+        f"{VERIFY} --reader vllm",
+        "qwen3_vl-tied/",
+        "CK302",
+        ("self_attn",),
+        exclude(_hard_coded),
+        _excluding(*ATTENTION, "model.visual*", packed=r".*language_model.*mlp\.\w+_proj\.weight"),
+    ),
+    Report(
+        "vllm#45132",
+        "2026-06",
+        "The output layer is stored in NVFP4, and the list leaves it out: the engine has no place for its scales.",
+        VERIFY,
+        "qwen2-untied/",
+        "CK302",
+        ("lm_head",),
+        on_checkpoint(_head_packed),
+        _excluding(),
+    ),
+    Report(
+        "vllm#46264",
+        "2026-06",
+        "Of the scales of an FP8 cache v_scale alone is stored.",
+        VERIFY,
+        "qwen2-untied/",
+        "CK303",
+        ("k_scale",),
+        on_checkpoint(_without_k),
+        _cache,
+    ),
+    Report(
+        "sglang#32736",
+        "2026-07",
+        "The list names the modules that hold an expert's projections. SGLang looks for entries inside of names, takes "
+        "every expert for unquantized, and serves memory.",
+        LINT,
+        "qwen3_moe-tiles/int4",
+        "lint: disagreement",
+        ("mlp.experts",),
+        quantization(_containers),
+    ),
+    Report(
+        "sglang#23687",
+        "2026-04",
+        "The list of a dense FP8 model names `mlp.gate`, which is not there; a reader that compares beginnings leaves "
+        "out gate_proj, and drops its scales.",
+        f"{VERIFY} --reader transformers",
+        "qwen3_5/",
+        "CK302",
+        ("transformers 5.12", "mlp.gate_proj.weight", "mlp.gate'"),
+        quantization(_gates_of_a_mixture),
+        _fp8_listed,
+    ),
+    Report(
+        "Model-Optimizer#2334",
+        "2026-09",
+        "NVFP4 experts are exported packed, as the plain release has them: engines know quantized experts one by one.",
+        VERIFY,
+        "qwen3_5_moe/",
+        "CK104",
+        ("experts.down_proj",),
+        on_checkpoint(_packed_experts),
+        _excluding(
+            "model.visual*", "mtp.*", "*linear_attn*", packed=r".*language_model.*experts\.\d+\.\w+_proj\.weight"
+        ),
+    ),
+)
