@@ -161,6 +161,6 @@ def _add(path: Path, added: Mapping[str, Tensor], prefix: str) -> None:
     (path / "model.safetensors.index.json").write_text(index_text + "\n")
 
 
-def tokens() -> Tensor:
-    """Token ids [2, 16]."""
-    return torch.randint(0, SIZES["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(0))
+def tokens(length: int = 16) -> Tensor:
+    """Token ids [2, length]."""
+    return torch.randint(0, SIZES["vocab_size"], (2, length), generator=torch.Generator().manual_seed(0))

@@ -45,11 +45,19 @@ _OURS += ("layer_types", "mlp_layer_types", "rope_parameters", "model_type")
 
 def as_released(config: dict[str, Any]) -> dict[str, Any]:
     """config.json under the keys of the release."""
-    text = {key: value for key, value in config["text_config"].items() if key not in _OURS}
+    stated = config["text_config"]
+    text = {key: value for key, value in stated.items() if key not in _OURS}
+    sparse = {
+        "sparse_index_dim": stated["index_head_dim"],
+        "sparse_num_index_heads": stated["index_n_heads"],
+        "sparse_topk_blocks": stated["index_topk_blocks"],
+        "sparse_block_size": stated["index_block_size"],
+    }
+    released = RELEASED | {"sparse_attention_config": RELEASED["sparse_attention_config"] | sparse}
     vision = config["vision_config"] | {"model_type": "clip_vision_model", "rope_theta": 10000.0, "rope_mode": "3d"}
     merge = {"image_token_compression_method": "patch_merge", "spatial_merge_size": 2, "temporal_patch_size": 2}
     vision |= {"position_embedding_type": "rope", "vision_segment_max_frames": 4, "img_token_compression_config": merge}
-    return config | {"text_config": text | RELEASED, "vision_config": vision, "img_token_compression_config": merge}
+    return config | {"text_config": text | released, "vision_config": vision, "img_token_compression_config": merge}
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -61,11 +61,15 @@ def thinker(**more: Any) -> PretrainedConfig:
 
 def as_whole(content: dict[str, Any]) -> dict[str, Any]:
     """The thinker's config inside that of the whole model."""
+    inner = {key: value for key, value in content.items() if key != "architectures"}
+    # Keys that the class of transformers leaves out, and vLLM reads.
+    inner["text_config"] = inner["text_config"] | {"tie_word_embeddings": False}
+    inner["vision_config"] = inner["vision_config"] | {"image_size": 64, "apply_vit_abs_pos_embed": True}
     return {
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
         "model_type": "qwen3_omni_moe",
         "enable_audio_output": True,
-        "thinker_config": {key: value for key, value in content.items() if key != "architectures"},
+        "thinker_config": inner,
         "talker_config": {"model_type": "qwen3_omni_moe_talker", "text_config": {"num_hidden_layers": 20}},
         "code2wav_config": {"hidden_size": 1024},
     }

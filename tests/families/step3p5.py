@@ -290,5 +290,12 @@ CASES = {
         reference=logits,
         witness="the equations of transformers 5.24",
     ),
-    "step3p7": Case(lambda: Config(vision=True), value=value, auto=Auto, edit=multimodal),
+    "step3p7": Case(
+        lambda: Config(vision=True),
+        value=value,
+        auto=Auto,
+        edit=multimodal,
+        reference=logits,
+        witness="the equations of transformers 5.24",
+    ),
 }

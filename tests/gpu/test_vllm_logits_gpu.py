@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ import torch
 from families.case import tokens
 from support.logits import distance, saved_with_logits, sized
 from support.nightly import collected
+from support.processes import ckptkit
+from support.vllm_cpu_families import write_code
 from support.vllm_formats import CLEAN, FP8, MISORDERED, REFUSED, write_all
-from support.vllm_logits import Answer, answers
+from support.vllm_logits import Answer, Asked, answers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -41,22 +44,58 @@ LATENT = {
     "head_dim": 64,
 }
 OF_32 = {"head_dim": 32}
+# As the releases have them.
+MIXER = {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "chunk_size": 128}
+GRANITE = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128}
+BLOCKS = {"index_head_dim": 128, "index_block_size": 128, "index_topk_blocks": 4}
+COMPRESSED = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "o_groups": 2,
+    "q_lora_rank": 128,
+    "o_lora_rank": 128,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 6,
+    "index_n_heads": 64,
+    "index_topk": 512,
+    "sliding_window": 128,
+}
 SIZES: Mapping[str, Mapping[str, int]] = {
     **dict.fromkeys(("qwen2-tied", "qwen2-untied", "qwen2_moe"), FOUR_HEADS),
     **dict.fromkeys(("llama", "llama-biases", "gemma3_text", "gemma3_text-v4"), OF_32),
     "llama-tied": FOUR_HEADS | OF_32,  # its config states no head_dim
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), LINEAR),
     **dict.fromkeys(("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite"), LATENT),
+    **dict.fromkeys(("nemotron_h", "nemotron_h-latent"), MIXER),
+    "granitemoehybrid": FOUR_HEADS | GRANITE,
+    "minimax_m3_vl": {"num_attention_heads": 8, "head_dim": 128, "rotary_dim": 64} | BLOCKS,
+    "deepseek_v4": COMPRESSED,
 }
 FAMILIES = (
     *("qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "llama", "llama-tied", "llama-biases", "mistral"),
     *("mistral-window", "glm4", "glm4-tied", "gemma3_text", "gemma3_text-v4", "qwen3_vl-tied"),
     *("qwen3_moe", "qwen3_moe-dense-between", "qwen2_moe", "mixtral", "glm4_moe", "glm4_moe-mtp", "minimax_m2"),
     *("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite", "gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("exaone_moe", "exaone_moe-groups-tied", "bailing_moe", "bailing_moe_v2-tied", "qwen3_omni_moe"),
+    *("nemotron_h", "nemotron_h-latent"),
+    # No released Megatron loads these.
+    *("ernie4_5_moe", "granitemoehybrid", "gemma4", "step3p5", "step3p7", "minimax_m3_vl"),
 )
+# Its kernels multiply FP8 alone, with a cache in FP8.
+IN_FP8 = ("deepseek_v4",)
+# Prompts are longer than a chunk of a mixer, than the blocks and than the compressed keys that are chosen from.
+# Gemma 4's test model is another one in bfloat16.
+ASKED = {
+    **dict.fromkeys(("nemotron_h", "nemotron_h-latent", "granitemoehybrid"), Asked(length=300)),
+    "gemma4": Asked({"dtype": "float32", "attention_config": {"backend": "TRITON_ATTN"}}),
+    "minimax_m3_vl": Asked({"block_size": 128}, 700),
+    "deepseek_v4": Asked({"kv_cache_dtype": "fp8", "block_size": 256, "kv_cache_memory_bytes": 1 << 30}, 2200),
+}
 PLAIN = [label for label in CLEAN if label.endswith("BF16")]
 PACKED = [label for label in CLEAN if label not in PLAIN]
 Row = tuple[Answer, Tensor, Tensor]
+Value = Callable[[str, Tensor, torch.dtype], Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +105,47 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     expected: dict[str, tuple[Tensor, Tensor]] = {}
     paths: dict[str, Path] = {}
     asked = collected(request, "name") | collected(request, "label")
-    for name in (name for name in FAMILIES if name in asked):
-        paths[name] = root / name
-        expected[name] = saved_with_logits(name, sized(name, SIZES.get(name, {})), paths[name])
+    for name in (name for name in (*FAMILIES, *IN_FP8) if name in asked):
+        paths[name], expected[name] = saved(name, root)
     labels = [label for label in (*CLEAN, *MISORDERED, *REFUSED) if label in asked]
     paths |= write_all(root / "formats", labels, root / "meant")
     for label in labels:
         expected[label] = logits_of(paths[label] if label in PLAIN else root / "meant" / label)
     (root / "answers").mkdir()
-    got = answers(paths, root / "answers", "bfloat16", program=python_of("vllm", {}), gpu=True)
+    got = answers(paths, root / "answers", "bfloat16", program=python_of("vllm", {}), gpu=True, asked=ASKED)
     found = {name: (got[name], *(torch.log_softmax(one, -1) for one in expected[name])) for name in paths}
     if out := os.environ.get("OUT"):
         (Path(out) / f"vllm_logits_{os.getpid()}.json").write_text(json.dumps(summary(found), indent=1))
     return found
+
+
+def saved(name: str, root: Path) -> tuple[Path, tuple[Tensor, Tensor]]:
+    """A test model on disk as vLLM takes it, and transformers' logits in float32 and in bfloat16."""
+    case, path = sized(name, SIZES.get(name, {})), root / name
+    if name in IN_FP8:
+        case = replace(case, value=exact_in_fp8(case.value))
+    expected = saved_with_logits(name, case, path, ASKED.get(name, Asked()).length)
+    write_code(name, path)
+    if name not in IN_FP8:
+        return path, expected
+    packed = root / f"{name} in FP8"
+    if (done := ckptkit("quantize", path, packed, "--scheme", "fp8-block")).returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return packed, expected
+
+
+def exact_in_fp8(value: Value) -> Value:
+    """The same values, with matrices that blocks of 128 x 128 in FP8 hold exactly: their scales are powers of two."""
+
+    def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        found = value(name, tensor, dtype)
+        if found.dtype != torch.bfloat16 or found.dim() < 2:
+            return found
+        codes = (found.float() * 4096).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        codes[..., ::128, ::128] = 448
+        return (codes / 4096).to(dtype)
+
+    return rounded
 
 
 def logits_of(path: Path) -> tuple[Tensor, Tensor]:
@@ -124,7 +191,7 @@ def test_packed_weights_compute_what_they_stand_for(label: str, rows: Mapping[st
     is_near(rows[label], 3 if label.endswith("zero points") else 2)
 
 
-@pytest.mark.parametrize("label", [label for label in PACKED if label.endswith(FP8)])
+@pytest.mark.parametrize("label", [*(label for label in PACKED if label.endswith(FP8)), *IN_FP8])
 def test_fp8_computes_what_it_stands_for(label: str, rows: Mapping[str, Row]) -> None:
     """Activations are rounded to FP8 too, of three bits behind the point where bfloat16 has seven: 16 times the noise.
 

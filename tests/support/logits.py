@@ -28,12 +28,15 @@ def sized(name: str, sizes: Mapping[str, Any]) -> Case:
     return replace(case, config=config)
 
 
-def saved_with_logits(name: str, case: Case, path: Path) -> tuple[Tensor, Tensor]:
-    """Saves the model in bfloat16. Its logits for `tokens` [2, 16, vocabulary], in float32 and in bfloat16."""
+def saved_with_logits(name: str, case: Case, path: Path, length: int = 16) -> tuple[Tensor, Tensor]:
+    """Saves the model in bfloat16. Its logits in float32 and in bfloat16, [2, 16, vocabulary].
+
+    They are those of the last 16 of so many tokens.
+    """
     model, _ = save(name, case, path, torch.bfloat16)
     with torch.no_grad():
-        rounded = case.reference(model, tokens()).float()
-        return case.reference(model.float(), tokens()).float(), rounded
+        rounded = case.reference(model, tokens(length))[:, -16:].float()
+        return case.reference(model.float(), tokens(length))[:, -16:].float(), rounded
 
 
 def distance(logits: Tensor, exact: Tensor) -> Tensor:

