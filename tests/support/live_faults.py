@@ -81,7 +81,7 @@ def main() -> None:
         registry._run_in_subprocess = lambda function: function()
     starts, sends = ADAPTERS[engine]
     adapter = import_module(starts)
-    job = EngineJob(str(path), [[1, 2, 3]], report=str(root / "report"), update=True)
+    job = EngineJob(str(path), [], report=str(root / "report"), update=True)
     server = adapter.serve(job, HfCheckpoint(str(path)))
     sender = import_module(sends)
     whole = sender.buckets
