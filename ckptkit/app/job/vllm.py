@@ -53,13 +53,14 @@ _PLACE, _FIRST, _SECOND = (one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF5
 
 
 def device_digest(tensor: Tensor) -> str:
-    """64 bits of the bytes in row-major order, computed where the tensor is: the same on a GPU and on a CPU.
+    """64 bits of the bytes in row-major order, by a GPU where there is one; a CPU gives the same.
 
     The sum, modulo 2^64, of every word of 8 bytes mixed with its place, as splitmix64 mixes.
     """
     import torch
 
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = tensor.detach().cuda() if torch.cuda.is_available() else tensor.detach()
+    data = data.contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
     elif data.storage_offset() % 8:
