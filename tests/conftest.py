@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,24 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of this run of the tests, the same in all its processes."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the Megatron witness take its ranks from `support.forking`, where none may find a GPU."""
+    require_megatron()
+    from support.forking import started
+
+    monkeypatch.setattr("verify.witnesses.megatron.run.start", partial(started, "megatron"))
+
+
+@pytest.fixture
+def served_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the SGLang witness take its ranks from `support.forking`, without a GPU."""
+    from support.forking import started
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("verify.witnesses.process.run.start", partial(started, "sglang"))
 
 
 @pytest.fixture

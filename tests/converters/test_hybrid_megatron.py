@@ -37,6 +37,7 @@ def megatron(release: Path) -> Path:
     return release.parent / "megatron"
 
 
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("sizes", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.nightly)])
 def test_every_rank_holds_what_the_rules_say(release: Path, megatron: Path, sizes: dict[str, int]) -> None:
     """With two pipeline stages the first has linear attention only, the second both kinds and the MTP layer."""

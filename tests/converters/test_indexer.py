@@ -16,8 +16,8 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
+from support.forking import run_module
 from support.installed import before
-from support.processes import run_module
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
@@ -47,7 +47,7 @@ def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Of 128 queries, those with other tokens in Megatron than in transformers: by release, rows and option."""
     pytest.importorskip("megatron.core")
     answer = tmp_path_factory.mktemp("choices") / "answer.json"
-    run_module("families.indexer_choice", answer, OMP_NUM_THREADS="2")
+    run_module("megatron", "families.indexer_choice", answer)
     return dict(json.loads(answer.read_text()))
 
 

@@ -345,8 +345,8 @@ def test_megatron_save_comes_back_as_the_release(release: Path, megatron: Path, 
     ] == []
 
 
+@pytest.mark.usefixtures("served")
 def test_every_rank_holds_its_slice(release: Path, megatron: Path) -> None:
-    pytest.importorskip("megatron.core")
     subject = Subject(megatron, release, options=VerifyOptions(tp=2, ep=2))
     tallies = [Tally() for _ in range(3)]
     assert [
@@ -371,11 +371,11 @@ def test_slimes_dialect_has_only_names_that_its_exporter_knows(megatron: Path, s
     } | {f"decoder.layers.{layer}.pre_mlp_layernorm.weight" for layer in range(3)}
 
 
+@pytest.mark.usefixtures("served")
 def test_norms_by_transformer_engines_names_alone_are_found_by_megatrons_local_spec(
     release: Path, slimes: Path, copy_of: Callable[[Path], Path]
 ) -> None:
     """As a trainer saves them, but for one that was lost."""
-    pytest.importorskip("megatron.core")
     copy, lost = copy_of(slimes), LAYER + "self_attention.linear_kv_up_proj.layer_norm_weight"
     models.edit_metadata(copy / "release", lambda metadata: remove(metadata, lost))
     subject, tally = Subject(copy, release), Tally()

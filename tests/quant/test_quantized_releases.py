@@ -228,6 +228,7 @@ def test_the_int4_that_ckptkit_writes(tmp_path: Path) -> None:
     assert torch.equal(found(tokens()).logits, packed(tokens()).logits)
 
 
+@pytest.mark.usefixtures("served")
 def test_real_megatron_holds_the_dequantized_weights(tmp_path: Path) -> None:
     release = RELEASES["asymmetric INT4"]
     save(release.case, CASES[release.case], tmp_path / "plain", torch.bfloat16)

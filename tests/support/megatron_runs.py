@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.processes import run_module
+from support.forking import run_module
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def logits_of(cases: Mapping[str, Case], tokens: Tensor) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         torch.save({"cases": {name: vars(case) for name, case in cases.items()}, "tokens": tokens}, scratch / "in.pt")
-        run_module("support.megatron_runs", scratch, OMP_NUM_THREADS="1")
+        run_module("megatron", "support.megatron_runs", scratch)
         return dict(torch.load(scratch / "out.pt"))
 
 

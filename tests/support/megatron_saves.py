@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from converters.megatron.parallel import ParallelSizes
+from support.forking import run_module
 from support.megatron_optimizers import optimizer_state, plain_optimizer_state, wrapped
-from support.processes import run_module
 
 ITERATION = 10
 
@@ -92,7 +92,7 @@ def save_with_megatron(saves: Sequence[Save], world: int) -> None:
     """Does all of them, on `world` ranks: those beyond the sizes of a save are data parallel."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save([vars(save) for save in saves], Path(folder) / "in.pt")
-        run_module("support.megatron_saves", folder, world, OMP_NUM_THREADS="1")
+        run_module("megatron", "support.megatron_saves", folder, world)
 
 
 # What follows runs in a process of its own, which becomes that of all the ranks.
@@ -128,11 +128,13 @@ def _rank(folder: Path, rank: int, world: int) -> None:
     pretend_cuda()
     # Megatron starts the process that has this queue anew, which imports everything again: six seconds a rank.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-    # The limit ends ranks whose parent was killed.
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(minutes=5)
-    )
-    for values in torch.load(folder / "in.pt", weights_only=False):
+    for index, values in enumerate(torch.load(folder / "in.pt", weights_only=False)):
+        # Groups of its own for each save: those of sizes that are done would keep their threads, which slow all down.
+        # The limit ends ranks whose parent was killed.
+        store = f"file://{folder}/store-{index}"
+        torch.distributed.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(minutes=5)
+        )
         save = Save(**values)
         lay_out(save.sizes)
         _save(save, rank)
@@ -142,7 +144,7 @@ def _rank(folder: Path, rank: int, world: int) -> None:
                 "release" if save.release else str(ITERATION)
             )
         parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+        torch.distributed.destroy_process_group()
 
 
 def _save(save: Save, rank: int) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from converters.megatron.parallel import ParallelSizes
-from support.processes import run_module
+from support.forking import run_module
 
 
 def refused_by_megatron(cases: Sequence[tuple[Mapping[str, Any], ParallelSizes]], scratch: Path) -> list[str | None]:
     """For each HF config and sizes, what Megatron raises when it builds the model, or None."""
     (scratch / "in.json").write_text(json.dumps([[dict(config), asdict(sizes)] for config, sizes in cases]))
-    run_module("support.megatron_sizes", scratch, OMP_NUM_THREADS="1")
+    run_module("megatron", "support.megatron_sizes", scratch)
     found: list[str | None] = json.loads((scratch / "out.json").read_text())
     return found
 

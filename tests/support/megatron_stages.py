@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.processes import run_module
+from support.forking import run_module
 from verify.witnesses.reference.residuals import Stage
 
 SOUND, PLANTED, ROPE = "sound", "planted faults", "rope base wrong"
@@ -24,7 +24,7 @@ PROMPTS = [[(7 * position) % 349 + 3 for position in range(40)]]  # token ids
 def stages_of(names: Sequence[str], dtype: str = "float32") -> dict[str, dict[str, list[Stage]]]:
     """By test model and by what is wrong with it, every stage. Names are those of `families.CASES`."""
     with tempfile.TemporaryDirectory() as folder:
-        run_module("support.megatron_stages", folder, dtype, *names, OMP_NUM_THREADS="1")
+        run_module("megatron", "support.megatron_stages", folder, dtype, *names)
         found = json.loads((Path(folder) / "out.json").read_text())
     return {
         name: {fault: [Stage(**stage) for stage in stages] for fault, stages in faults.items()}

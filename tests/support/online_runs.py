@@ -21,7 +21,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.online import sglang_reload
 from quant.online.quantizer import OnlineQuantizer
-from support.sglang_server import ran
+from support.forking import ran
 from verify.evidence.extremes import as_integers
 from verify.witnesses.loading.bits import poison
 from verify.witnesses.loading.layouts.marlin import marlin_weight
@@ -143,7 +143,7 @@ def marlin_experts(words: Tensor) -> Tensor:
 def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[str, Any]]:
     """The report of every order. Raises AssertionError with the end of the log where SGLang fails."""
     (root / "orders.json").write_text(json.dumps(orders, default=str))
-    ran(root / "log", "support.online_runs", root / "orders.json")
+    ran("sglang", root / "log", "support.online_runs", root / "orders.json")
     assert (root / "report.json").exists(), (root / "log").read_text()[-4000:]
     found: dict[str, dict[str, Any]] = json.loads((root / "report.json").read_text())
     return found

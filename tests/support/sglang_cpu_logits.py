@@ -17,7 +17,7 @@ import torch
 from families.case import tokens
 from torch import Tensor, nn
 
-from support.sglang_server import ran
+from support.forking import ran
 from verify.witnesses.loading.engine import Build
 from verify.witnesses.process.exit_report import PhaseLog, described
 from verify.witnesses.sglang.adapter import build
@@ -28,7 +28,7 @@ Weights = Iterator[tuple[str, Tensor]]
 def run(models: Path, out: Path, log: Path) -> dict[str, Tensor | str]:
     """The logits, or what was raised, by the name of the model's directory."""
     out.mkdir()
-    assert ran(log, "support.sglang_cpu_logits", models, out), log.read_text(errors="replace")[-3000:]
+    assert ran("sglang", log, "support.sglang_cpu_logits", models, out), log.read_text(errors="replace")[-3000:]
     logits: dict[str, Tensor | str] = {path.stem: torch.load(path) for path in out.glob("*.pt")}
     return logits | {path.stem: path.read_text() for path in out.glob("*.txt")}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from support.sglang_server import ran
+from support.forking import ran
 
 SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 # Everything is ignored, so that no layer asks for a kernel.
@@ -28,7 +28,7 @@ QUANTIZATION = {
 def looked_up(configs: Mapping[str, Mapping[str, Any]], root: Path) -> dict[str, dict[str, Any]]:
     """For every case: `names` looked up, the model's `class`, and its declared `packed_modules_mapping`."""
     (root / "configs.json").write_text(json.dumps(configs))
-    ended_well = ran(root / "log", "support.sglang_layers", root / "configs.json", root / "out.json")
+    ended_well = ran("sglang", root / "log", "support.sglang_layers", root / "configs.json", root / "out.json")
     assert ended_well, (root / "log").read_text()[-2000:]
     found: dict[str, dict[str, Any]] = json.loads((root / "out.json").read_text())
     return found

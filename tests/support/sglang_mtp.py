@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from support.processes import run_module
+from support.forking import run_module
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run(scratch: Path, jobs: Sequence[Job]) -> list[Tensor]:
     One process runs all, since importing SGLang takes longer than any layer.
     """
     torch.save([vars(job) for job in jobs], scratch / "sglang-in.pt")
-    run_module("support.sglang_mtp", scratch / "sglang-in.pt", scratch / "sglang-out.pt")
+    run_module("sglang", "support.sglang_mtp", scratch / "sglang-in.pt", scratch / "sglang-out.pt")
     outputs: list[Tensor] = torch.load(scratch / "sglang-out.pt")
     return outputs
 

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from support.forking import ran
 from support.processes import run_logged
-from support.sglang_server import ran
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob
 from verify.witnesses.loading.run import LoadedBy, LoadRun, outcome
@@ -259,7 +259,7 @@ def run_cases(
         (root / "cases.json").write_text(json.dumps(list(left.values())))
         logs = [root / f"log-{rank}" for rank in range(sizes.ranks)]
         with ThreadPoolExecutor(sizes.ranks) as pool:
-            run = start or (partial(run_logged, gpu=True) if gpu else ran)
+            run = start or (partial(run_logged, gpu=True) if gpu else partial(ran, "sglang"))
             started = [
                 pool.submit(run, log, f"support.{engine.name}_runs", root / "cases.json", str(rank))
                 for rank, log in enumerate(logs)

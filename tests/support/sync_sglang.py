@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from support.forking import ran
 from support.installed import release
-from support.sglang_server import ran
 from support.sync_faults import tensors_of, updates
 from verify.witnesses.loading.engine import Build
 from verify.witnesses.loading.job import EngineSizes
@@ -30,7 +30,7 @@ SAMPLE = torch.arange(100.0).reshape(10, 10).T  # not contiguous
 def checksums(root: Path, tp: int, paths: Sequence[Path]) -> dict[str, list[list[dict[str, Any]]]]:
     """By the model's directory and update: what each rank answers."""
     root.mkdir()
-    assert ran(root / "log", "support.sync_sglang", tp, root, *paths), (root / "log").read_text()[-3000:]
+    assert ran("sglang", root / "log", "support.sync_sglang", tp, root, *paths), (root / "log").read_text()[-3000:]
     ranks = {
         path.name: [json.loads((root / f"{path.name}-{rank}.json").read_text()) for rank in range(tp)] for path in paths
     }

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.megatron_server import Start, serving
-from support.sglang_server import started
 
 from verify.check import all_checks, choose, run_checks
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding, Report
-from verify.witnesses.megatron import run as megatron_run
-from verify.witnesses.process import run as process_run
 
 _OPTIONS = {one.name for one in fields(VerifyOptions)}
 
@@ -63,25 +59,3 @@ def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
         return (results[0] if results else None), findings
 
     return run
-
-
-@pytest.fixture(scope="session")
-def megatron_server() -> Iterator[Start]:
-    """A process that forks Megatron's ranks for all the tests."""
-    if megatron_run.find_spec("megatron") is None:
-        pytest.skip("megatron-core is not installed")
-    with serving() as start:
-        yield start
-
-
-@pytest.fixture
-def served(megatron_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the Megatron witness take its ranks from the server."""
-    monkeypatch.setattr(megatron_run, "_start", megatron_server)
-
-
-@pytest.fixture
-def served_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the SGLang witness take its ranks from `sglang_server`, without a GPU."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(process_run, "start", started)

@@ -166,6 +166,7 @@ def test_common_state_is_read_wherever_it_is(saved: Path) -> None:
     assert checkpoint.args["moe_layer_freq"] == [0, 0] + [1] * 10
 
 
+@pytest.mark.usefixtures("served")
 def test_the_witness_accepts_what_a_training_run_saves_beside_the_weights(
     saved: Path, releases: Callable[[str], Path]
 ) -> None:

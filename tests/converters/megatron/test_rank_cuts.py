@@ -31,13 +31,11 @@ from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
-from verify.witnesses.megatron import run as megatron_run
 
 Streamed = Callable[[], list[raw.FileExtent]]
 # Where a rank's part begins, and its size.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 ATTENTION, MLP = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
-needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
 @pytest.fixture
@@ -138,7 +136,7 @@ def test_small_tensors_and_what_every_rank_holds_are_whole(converted: PathOf, in
     assert len(cut["decoder.layers.5.mlp.experts.experts.linear_fc1.weight"].chunks) == 12
 
 
-@needs_megatron
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("name", daily(("glm4_moe", "qwen3_next", "deepseek_v3"), ("glm4_moe",)))
 def test_megatron_loads_chunks(in_chunks: PathOf, releases: PathOf, name: str) -> None:
     path = in_chunks(name)

@@ -11,8 +11,8 @@ from families import CASES
 from mutations.edits import edit_common
 from support import models
 from support.fixture_types import CopyOf, PathOf
+from support.forking import run_module
 from support.installed import require_megatron
-from support.processes import run_module
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ckptkit.app.api import convert
@@ -32,7 +32,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory with MODEL.yaml of each model."""
     require_megatron()
     folder = tmp_path_factory.mktemp("run_configs")
-    run_module("support.run_configs", folder, *MODELS)
+    run_module("megatron", "support.run_configs", folder, *MODELS)
     return folder
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.processes import python
+from support.forking import run_script
 
 from quant.formats.grids import quantize
 from quant.formats.packing import pack_zero_point
@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.marlin_utils import marlin_zero_points, moe_awq_to_marlin_zero_points
 
-read = [CompressedTensorsConfig.from_config(content) for content in json.load(sys.stdin)]
+read = [CompressedTensorsConfig.from_config(content) for content in json.loads(sys.argv[2])]
 found = [(one, one.target_scheme_map["Linear"]["weights"]) for one in read]
 facts = [
     [one.quant_format, one.ignore, weights.num_bits, weights.symmetric, weights.strategy, weights.group_size, \
@@ -57,9 +57,8 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], d
     assert stored.shape == (3, 16)
     save_file({"stored": stored, "codes": (zero_point.T.int() + 8).contiguous()}, file)
     configs = json.dumps([quantization_config(scheme) for scheme in SCHEMES])
-    done = python("-c", WORKER, file, given=configs)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), load_file(file)
+    printed = run_script("sglang", WORKER, file, configs)
+    return json.loads(printed.splitlines()[-1]), load_file(file)
 
 
 def test_sglang_reads_every_config(sglang: tuple[list[list[Any]], dict[str, torch.Tensor]]) -> None:

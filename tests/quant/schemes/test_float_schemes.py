@@ -347,6 +347,7 @@ def test_vllm_loads_four_bits(scheme: FloatScheme, name: str, plain: Callable[[s
     assert ("CK525" in passed) == (name != "dense")  # routers
 
 
+@pytest.mark.usefixtures("served_sglang")
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", daily(["moe", "mla", "glm"], ["mla"]))

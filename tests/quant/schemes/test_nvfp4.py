@@ -175,6 +175,7 @@ def test_what_is_changed_is_named(
     assert any("experts.11" in str(finding.tensor) for finding in report.findings if finding.code in codes)
 
 
+@pytest.mark.usefixtures("served_sglang")
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", daily(["dense", "moe", "mla", "glm"], ["mla"]))
@@ -185,6 +186,7 @@ def test_sglang_loads_every_value(name: str, plain: Callable[[str], Path], packe
     assert {"CK501", "CK502", "CK503", "CK504"} <= {check.code for check in report.checks if check.status == "passed"}
 
 
+@pytest.mark.usefixtures("served_sglang")
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
 def test_a_scale_that_sglang_drops_is_named_where_it_is_another(plain: Callable[[str], Path], tmp_path: Path) -> None:
@@ -195,6 +197,7 @@ def test_a_scale_that_sglang_drops_is_named_where_it_is_another(plain: Callable[
     assert [finding.tensor for finding in findings if finding.code == "CK503"] == [name]
 
 
+@pytest.mark.usefixtures("served_sglang")
 @pytest.mark.sglang
 @pytest.mark.nightly
 @pytest.mark.timeout(900)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.adapters import KINDS, made
 from support.check_examples import hold_example
+from support.forking import run_script
 from support.nightly import daily
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -275,7 +275,10 @@ found = PEFTHelper.from_dict(stated).vllm_lora_scaling_factor
 )
 def test_engines_have_one_scale_for_all_pairs(engine: str, scale: float, tmp_path: Path) -> None:
     """SGLang's is alpha / r, vLLM's that or alpha / sqrt(r), whatever the patterns say."""
-    program = os.environ.get(f"CKPTKIT_{engine.upper()}_PYTHON", sys.executable)
     code = f"stated = {STATED!r}{OWN_SCALE[engine]}print('scale', found)"
-    done = subprocess.run([program, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.splitlines()[-1] == f"scale {scale}"
+    if engine == "sglang":
+        printed = run_script("sglang", code)
+    else:
+        words = [os.environ["CKPTKIT_VLLM_PYTHON"], "-c", code]
+        printed = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=True).stdout
+    assert printed.splitlines()[-1] == f"scale {scale}"

@@ -15,10 +15,7 @@ from verify.check import Tally
 from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
-from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
-
-needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
 
 # Elements that rank 1 of 2 holds, of tensors of layer 11.
 HELD = {
@@ -36,7 +33,7 @@ HELD = {
 }
 
 
-@needs_megatron
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("name", daily(HELD, ("llama-biases",)))
 def test_every_rank_holds_its_slice(tmp_path: Path, name: str) -> None:
     save(name, CASES[name], tmp_path / "release", torch.bfloat16)
@@ -49,7 +46,7 @@ def test_every_rank_holds_its_slice(tmp_path: Path, name: str) -> None:
     assert elements.items() >= HELD[name].items()
 
 
-@needs_megatron
+@pytest.mark.usefixtures("served")
 def test_more_ranks_than_query_groups_hold_their_slices(tmp_path: Path) -> None:
     """2 query groups on 4 ranks: each holds half of a group's rows, 3 of its 6 heads (4 queries, a key and a value)."""
     save("llama-biases", CASES["llama-biases"], tmp_path / "release", torch.bfloat16)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from support import models
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
+from support.forking import run_script
 
 from verify.run import verify
 
@@ -78,8 +77,7 @@ def test_transformers_takes_the_single_file(both: Path, releases: PathOf) -> Non
 def test_sglang_takes_the_shards_and_without_an_index_every_file(
     both: Path, without_index: Path, only: OnlyFinding
 ) -> None:
-    words = [sys.executable, "-c", SGLANG, both, without_index]
-    printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300).stdout
+    printed = run_script("sglang", SGLANG, both, without_index)
     chosen = [json.loads(line.removeprefix("files ")) for line in printed.splitlines() if line.startswith("files ")]
     shards = set(json.loads((both / INDEX).read_text())["weight_map"].values())
     assert chosen == [sorted(shards), [SINGLE, "old.safetensors"]]

@@ -21,11 +21,9 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.report import Finding
 from verify.run import verify
-from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
 
 GLM = small(CASES["glm4_moe-mtp"], 3)
-needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +96,7 @@ def held(subject: Subject) -> list[set[str]]:
     ]
 
 
-@needs_megatron
+@pytest.mark.usefixtures("served")
 def test_real_megatron_with_tensor_and_expert_parallel_ranks(glm: Path) -> None:
     subject = Subject(glm / "megatron", glm / "hf", options=VerifyOptions(tp=2, ep=2))
     assert judge(subject) == []
@@ -108,7 +106,7 @@ def test_real_megatron_with_tensor_and_expert_parallel_ranks(glm: Path) -> None:
     assert [name in second for name in experts] == [False, True]
 
 
-@needs_megatron
+@pytest.mark.usefixtures("served")
 def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path) -> None:
     """That stage also has embeddings of its own."""
     save("mimo", small(mimo(2, tied=False), 4), tmp_path / "hf", torch.bfloat16)
@@ -127,7 +125,7 @@ def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= {seen.name for seen in reports[1].tensors}
 
 
-@needs_megatron
+@pytest.mark.usefixtures("served")
 def test_what_megatron_itself_cannot_do_is_said(tmp_path: Path) -> None:
     save("mimo", small(mimo(1, tied=True), 4), tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "megatron")

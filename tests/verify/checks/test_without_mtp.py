@@ -6,7 +6,6 @@ import filecmp
 import json
 import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -215,7 +214,7 @@ def test_the_language_model_under_those_names_is_quantized_as_any_other(reap: Pa
     assert json.loads((tmp_path / "int4" / "config.json").read_text())["model_type"] == "qwen3_5_moe_text"
 
 
-@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.usefixtures("served")
 def test_real_megatron_loads_it_as_a_model_without_the_layer(tmp_path: Path) -> None:
     case = with_tensors(small(CASES["glm4_moe-mtp"], 3), lambda key: False)
     save("mtp", case, tmp_path / "release", torch.bfloat16)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import adapters
-from support.processes import run_logged
+from support.forking import run_in_engine
 from torch import Tensor
 
 from ckptkit.formats.hf.adapter import AdapterFiles
@@ -61,13 +59,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loaded(engine: str, root: Path, program: str) -> Loads:
+def loaded(engine: str, root: Path) -> Loads:
     """By adapter what is added to each weight by its HF name, or the manager's refusal."""
     jobs = [[str(root / name / part) for part in ("base", "adapter", f"held.{engine}")] for name in MADE]
     (root / f"{engine}.json").write_text(json.dumps(jobs))
     log = root / f"{engine}.log"
     words = (engine, root / f"{engine}.json")
-    assert run_logged(log, "support.adapter_managers", *words, program=program), log.read_text()[-3000:]
+    assert run_in_engine(engine, log, "support.adapter_managers", *words), log.read_text()[-3000:]
     return {name: held(root / name / f"held.{engine}") for name in MADE}
 
 
@@ -85,12 +83,12 @@ def held(path: Path) -> Mapping[str, Tensor] | str:
 
 @pytest.fixture(scope="module")
 def in_sglang(root: Path) -> Loads:
-    return loaded("sglang", root, sys.executable)
+    return loaded("sglang", root)
 
 
 @pytest.fixture(scope="module")
 def in_vllm(root: Path) -> Loads:
-    return loaded("vllm", root, os.environ["CKPTKIT_VLLM_PYTHON"])
+    return loaded("vllm", root)
 
 
 def holds_what_is_read(name: str, root: Path, loads: Loads, engine: str) -> None:

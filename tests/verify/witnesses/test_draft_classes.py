@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 from families import HF_CASES, case
 from support.drafts import KINDS, made_draft, save_draft, tensors_of
-from support.processes import run_logged
+from support.forking import run_in_engine
 
 from converters.draft import ENGINES, draft_of
 
@@ -50,23 +48,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loaded(engine: str, root: Path, program: str) -> Loads:
+def loaded(engine: str, root: Path) -> Loads:
     """What each draft model came to, by its name."""
     output, drafts = root / f"{engine}.json", [root / name for name in (*KINDS, *ODD)]
     log = root / f"{engine}.log"
     words = (engine, root / "target", output, *drafts)
-    assert run_logged(log, "support.draft_classes", *words, program=program), log.read_text()[-3000:]
+    assert run_in_engine(engine, log, "support.draft_classes", *words), log.read_text()[-3000:]
     return {Path(path).name: seen for path, seen in json.loads(output.read_text()).items()}
 
 
 @pytest.fixture(scope="module")
 def in_sglang(root: Path) -> Loads:
-    return loaded("sglang", root, sys.executable)
+    return loaded("sglang", root)
 
 
 @pytest.fixture(scope="module")
 def in_vllm(root: Path) -> Loads:
-    return loaded("vllm", root, os.environ["CKPTKIT_VLLM_PYTHON"])
+    return loaded("vllm", root)
 
 
 def held(name: str, seen: Mapping[str, Any], engine: str) -> None:

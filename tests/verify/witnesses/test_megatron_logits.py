@@ -51,6 +51,7 @@ def test_logits_of_megatron_need_no_engine() -> None:
     assert with_implied(ASKED) == ASKED
 
 
+@pytest.mark.usefixtures("served")
 def test_megatron_computes_in_parallel_what_transformers_does(
     releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,7 @@ def test_command_line_loads_and_computes(releases: PathOf, converted: PathOf, tm
     assert " in float32 (TP2 PP1, gloo on the CPU, " in found["facts"]["log-probabilities in Megatron"][0]
 
 
+@pytest.mark.usefixtures("served")
 def test_a_fault_of_parallel_ranks_alone_is_located(
     releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_file_without_prompts_is_not_judged(
 
 
 @pytest.mark.sglang
+@pytest.mark.usefixtures("served_sglang")
 def test_sglangs_own_chat_handler_renders_the_template(recorded: Any, tmp_path: Path) -> None:
     given = [
         prompted(ASKED, RENDERED),

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import pytest
 from support import sglang_cpu_logits
+from support.forking import run_script
 from support.logits import distance, saved_with_logits, sized
 from support.nightly import collected, daily
-from support.processes import python
 from support.sglang_cpu_families import COMPUTED, DAILY, LONGER_WINDOW, RAISED, SIZES, WITHOUT
 from torch import Tensor
 
@@ -69,5 +69,4 @@ def test_what_needs_a_gpu_is_said(name: str, answers: Mapping[str, Answer]) -> N
 
 def test_sglang_chooses_experts_by_softmax_without_their_bias() -> None:
     """So ERNIE's experts are others on a GPU, whose kernel has no argument for it."""
-    done = python("-c", ROUTING)
-    assert "given [False, False, False, False]" in done.stdout, done.stderr
+    assert "given [False, False, False, False]" in run_script("sglang", ROUTING)

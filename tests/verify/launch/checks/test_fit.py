@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forking import run_in_engine
 from support.launch_scripts import quantized_launch, write_config
-from support.processes import run_logged
 
 from converters.config.dims import Mla, ModelDims
 from converters.planner import dims_of
@@ -19,7 +19,6 @@ from verify.launch.checks.fit import engine_fit
 from verify.launch.preflight import preflight
 from verify.launch.stacks.sizes import Cut
 from verify.report import Finding
-from verify.witnesses.process.interpreter import python_of
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 _WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
@@ -70,13 +69,11 @@ def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims, stated: Mappi
     return [issue.expected for issue in issues if " block of " in issue.expected]
 
 
-def of_engine(
-    cases: Sequence[Mapping[str, Any]], engine: str, program: Path | str, root: Path, form: str
-) -> list[list[str]]:
+def of_engine(cases: Sequence[Mapping[str, Any]], engine: str, root: Path, form: str) -> list[list[str]]:
     """What the engine's own layers refuse of them."""
     file = root / "cases.json"
     file.write_text(json.dumps(cases))
-    ended_well = run_logged(root / "log", "support.fp8_cuts", engine, file, *form.split(), program=program)
+    ended_well = run_in_engine(engine, root / "log", "support.fp8_cuts", engine, file, *form.split())
     assert ended_well, (root / "log").read_text()[-3000:]
     found: list[list[str]] = json.loads(file.read_text())
     return found
@@ -100,7 +97,7 @@ def test_what_is_refused_of_a_cut_is_what_the_layers_of_the_engine_refuse(
 ) -> None:
     cases, form = drawn(engine), "packed" if stated is PACKED else ""
     seen = set[str]()
-    for case, refused in zip(cases, of_engine(cases, engine, python_of(engine, {}), tmp_path, form), strict=True):
+    for case, refused in zip(cases, of_engine(cases, engine, tmp_path, form), strict=True):
         findings = of_ours(case, engine, both, stated)
         names = [next(layers for words, layers in WORDS.items() if words in one) for one in findings]
         assert all(layers & set(refused) for layers in names), (case, findings, refused)
@@ -135,7 +132,7 @@ def test_cuts_through_groups_of_mxfp8_and_nvfp4_are_those_that_sglang_refuses(
 ) -> None:
     """Of 4 ranks each has 40, 72, 48 or 64 inputs, which groups of 32, of 16 or all divide."""
     cases = [{"ranks": 4, "attention": 4, "dims": dims} for dims in NARROW.values()]
-    refused = of_engine(cases, "sglang", python_of("sglang", {}), tmp_path, form)
+    refused = of_engine(cases, "sglang", tmp_path, form)
     assert [set(names) for names in refused] == expected
     ours = [of_ours(case, "sglang", both, stated) for case in cases]
     assert [bool(findings) for findings in ours] == [bool(names) for names in expected]

@@ -1,8 +1,9 @@
-"""One process that has imported SGLang and forks, one after the other, what would be processes that import it.
+"""A process that has imported SGLang or Megatron and forks, one by one, what would be processes that import it.
 
-Importing takes ten seconds of a processor, and to load a small model less than one. `started` and `ran` stand in the
-place of `verify.witnesses.process.sandbox.start` and of `processes.run_logged`; what runs, and how it is waited for and
-ended, is the same. Tests of how the witness itself is started and ends start it for real.
+Importing takes ten seconds of a processor, and to load a small model less than one. `started`, `ran` and `run_module`
+stand in the place of `verify.witnesses.process.sandbox.start`, `processes.run_logged` and `processes.run_module`; what
+runs, and how it is waited for and ended, is the same. Tests of how a witness itself is started and ends start it for
+real.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Literal
 
-from support.processes import environment
+from support.processes import environment, run_logged
+from verify.witnesses.process.interpreter import python_of
 
 _NUMBERS = count()
+Package = Literal["sglang", "megatron"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Forked:
 
 
 def started(
-    module: str,
+    package: Package,
+    module: object,
     words: Sequence[object],
     log: Path,
     variables: Mapping[str, str],
@@ -65,14 +70,18 @@ def started(
     stdout: bool = True,
     python: str = sys.executable,
 ) -> Forked:
-    """Runs `python -m MODULE WORDS...` with these variables alone, which prints into `log`, without a GPU."""
+    """Runs `python -m MODULE WORDS...` with these variables alone, without a GPU. A module may be the path of a script.
+
+    It prints into `log`, without `stdout` its errors alone.
+    """
     assert python == sys.executable
-    process, folder = _server()
+    process, folder = _server(package)
     forked = Forked(folder / str(next(_NUMBERS)))
     order = {
-        "module": module,
+        "module": str(module),
         "words": [*map(str, words)],
         "log": str(log.absolute()),
+        "stdout": stdout,
         "variables": {**variables, "CUDA_VISIBLE_DEVICES": ""},
         "ending": str(forked.ending),
     }
@@ -82,9 +91,9 @@ def started(
     return forked
 
 
-def ran(log: Path, module: str, *words: object, limit_s: float = 540) -> bool:
+def ran(package: Package, log: Path, module: object, *words: object, limit_s: float = 540) -> bool:
     """Runs `python -m MODULE WORDS...` offline, which prints into `log`. Returns whether it ended well in `limit_s`."""
-    forked = started(module, words, log, environment(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1"))
+    forked = started(package, module, words, log, environment(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1"))
     try:
         return forked.wait(limit_s) == 0
     except TimeoutError:
@@ -95,13 +104,39 @@ def ran(log: Path, module: str, *words: object, limit_s: float = 540) -> bool:
         forked.wait()
 
 
+def run_module(package: Package, module: object, *words: object) -> str:
+    """What `python -m MODULE WORDS...` prints, errors too. Raises RuntimeError with it when it fails."""
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        ended_well = ran(package, log, module, *words)
+        printed = log.read_text(errors="replace")
+    if not ended_well:
+        raise RuntimeError(printed[-5000:])
+    return printed
+
+
+def run_script(package: Package, code: str, *words: object) -> str:
+    """As `run_module`, of the text of a script."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "script.py"
+        file.write_text(code)
+        return run_module(package, file, *words)
+
+
+def run_in_engine(engine: str, log: Path, module: str, *words: object) -> bool:
+    """As `ran`, with an engine by its name: SGLang, or vLLM in the Python that has it."""
+    if engine == "sglang":
+        return ran("sglang", log, module, *words)
+    return run_logged(log, module, *words, program=python_of(engine, {}))
+
+
 @cache
-def _server() -> tuple[subprocess.Popen[str], Path]:
+def _server(package: Package) -> tuple[subprocess.Popen[str], Path]:
     """The server of this process, which ends with it, and where the ends of what it forks are told."""
     from verify.witnesses.sglang.adapter import WITHOUT_GPU  # what SGLang reads while it is imported
 
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "support.sglang_server"],
+        [sys.executable, "-W", "ignore", "-m", "support.forking", package],
         env=environment(OMP_NUM_THREADS="1", **WITHOUT_GPU),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -115,7 +150,7 @@ def _server() -> tuple[subprocess.Popen[str], Path]:
         process.wait(60)
 
     atexit.register(close)
-    return process, Path(mkdtemp(prefix="ckptkit-sglang-server-"))
+    return process, Path(mkdtemp(prefix=f"ckptkit-{package}-server-"))
 
 
 # What follows runs in the server.
@@ -135,13 +170,17 @@ def _become(order: Mapping[str, object]) -> None:
 
     os.setsid()
     with Path(str(order["log"])).open("wb") as output:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in (sys.stdout, sys.stderr) if order["stdout"] else (sys.stderr,):
             os.dup2(output.fileno(), stream.fileno())
     os.environ.clear()
     os.environ.update(order["variables"])  # type: ignore[call-overload]
     faulthandler.register(DUMP, file=2, all_threads=True)
-    sys.argv = [str(order["module"]), *order["words"]]  # type: ignore[misc]
-    runpy.run_module(str(order["module"]), run_name="__main__", alter_sys=True)
+    module = str(order["module"])
+    sys.argv = [module, *order["words"]]  # type: ignore[misc]
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _fork(order: Mapping[str, object]) -> None:
@@ -175,9 +214,7 @@ def _reap() -> None:
             pass
 
 
-def main() -> None:
-    """Reads orders from stdin, line by line."""
-    import gc
+def _import_sglang() -> None:
     from unittest import mock
 
     import torch
@@ -190,6 +227,17 @@ def main() -> None:
         mock.patch.object(torch._C, "_cuda_init", side_effect=RuntimeError("Found no NVIDIA driver")),
     ):
         import sglang.srt.models.registry  # noqa: F401 - which imports the class of every model
+
+
+def _import_megatron() -> None:
+    import verify.witnesses.megatron.process  # noqa: F401
+
+
+def main() -> None:
+    """Reads orders from stdin, line by line."""
+    import gc
+
+    {"sglang": _import_sglang, "megatron": _import_megatron}[sys.argv[1]]()
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     gc.freeze()
     for line in sys.stdin:
