@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from support.deltas import publish_chain, version_at
 from torch import Tensor
 
-from ckptkit.app.api import convert
+from ckptkit.app.api import convert, quantize
+from quant.formats.scheme import QuantScheme
 from reports.report import SOURCE, Change, Report
 from reports.unreachable import TRAINER, UPDATE
 
 VERIFY, OVER_BASE = "ckptkit verify CKPT", "ckptkit verify CKPT --source RELEASE"
+MERGED = "ckptkit verify CKPT --source RELEASE --adapter ADAPTER"
 WEIGHTS = "adapter_model.safetensors"
 RANK = 4
 
@@ -108,6 +110,49 @@ def _turned(work: Path) -> None:
     _save(work / "CKPT", turned)
 
 
+def _dense_merged(scheme: QuantScheme | None = None) -> Change:
+    """The release with an adapter of its attention merged into it, quantized afterwards, and the adapter."""
+
+    def prepare(work: Path) -> None:
+        _layers_pairs("q_proj", "k_proj", "v_proj", "o_proj")(work)
+        (work / "CKPT").rename(work / "ADAPTER")
+        convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "ADAPTER", quantize=scheme)
+
+    return prepare
+
+
+def _the_base(work: Path) -> None:
+    """The adapter was not taken: the base's own weights."""
+    shutil.rmtree(work / "CKPT")
+    shutil.copytree((work / SOURCE).resolve(), work / "CKPT")
+
+
+def _base_quantized(work: Path) -> None:
+    shutil.rmtree(work / "CKPT")
+    quantize((work / SOURCE).resolve(), work / "CKPT", _INT4)
+
+
+def _linear_attention(*parts: tuple[str, int]) -> Change:
+    """Pairs of the linear attention under these names, each with so many rows; 0: all of in_proj_qkv."""
+
+    def make(work: Path) -> None:
+        torch.manual_seed(5)
+        factors: dict[str, Tensor] = {}
+        for name in names(work / SOURCE, "linear_attn.in_proj_qkv.weight"):
+            rows, columns = tensor(work / SOURCE, name).shape
+            for part, own in parts:
+                module = name.replace("in_proj_qkv.weight", part)
+                factors[f"{module}.lora_A"] = _random(RANK, columns)
+                factors[f"{module}.lora_B"] = _random(own or rows, RANK)
+        shutil.rmtree(work / "CKPT", ignore_errors=True)
+        _save(work / "CKPT", factors, [part for part, _ in parts])
+
+    return make
+
+
+_INT4 = QuantScheme(32, "qmax7")
+
+
 def _with_pairs_merged(work: Path) -> None:
     _one_pair(RANK)(work)
     (work / "CKPT").rename(work / "ADAPTER")
@@ -168,6 +213,40 @@ def _pruned(work: Path) -> None:
 
 REPORTS = (
     Report(
+        "Megatron-Bridge#5384",
+        "2026-08",
+        "An export quantizes the base first and adds the adapter to that: shapes do not fit, and it is left out.",
+        MERGED,
+        "qwen2-untied-tiles/",
+        "CK305",
+        ("self_attn.q_proj.weight", "quantization steps off"),
+        _base_quantized,
+        _dense_merged(_INT4),
+    ),
+    Report(
+        "ms-swift#5450",
+        "2025-08",
+        "An adapter of the class without an output layer is merged into the one with it: PEFT finds no name and warns, "
+        "and the merged model is the base.",
+        MERGED,
+        "qwen3-untied/",
+        "CK202",
+        ("self_attn.q_proj.weight",),
+        _the_base,
+        _dense_merged(),
+    ),
+    Report(
+        "tinker-cookbook#525",
+        "2026-03",
+        "Pairs of in_proj_q, in_proj_k and in_proj_v, where Qwen3.5 has in_proj_qkv: engines know none of them.",
+        OVER_BASE,
+        "qwen3_5/",
+        "CK132",
+        ("linear_attn.in_proj_q", "the base has no"),
+        _linear_attention(("in_proj_q", 48), ("in_proj_k", 48), ("in_proj_v", 160)),
+        _linear_attention(("in_proj_qkv", 0)),
+    ),
+    Report(
         "Relax#262",
         "2026-08",
         "An exported adapter has the base's names without `base_model.model.`: PEFT warns, and leaves every B at zero.",
@@ -205,7 +284,7 @@ REPORTS = (
         "unsloth#5410",
         "2026-05",
         "A merge meets that layout, swallows the error, and writes the base's own experts: 18,432 tensors.",
-        "ckptkit verify CKPT --source RELEASE --adapter ADAPTER",
+        MERGED,
         "qwen3_moe/",
         "CK202",
         (".mlp.experts.", "144"),
@@ -250,7 +329,7 @@ REPORTS = (
         "Megatron-Bridge#3341",
         "2026-04",
         "A grouped export of a merged model writes experts without what LoRA adds to them.",
-        "ckptkit verify CKPT --source RELEASE --adapter ADAPTER",
+        MERGED,
         "qwen3_moe/",
         "CK202",
         (".mlp.experts.",),

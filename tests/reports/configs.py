@@ -79,6 +79,16 @@ def _other_arguments(path: Path) -> None:
 
 REPORTS = (
     Report(
+        "Megatron-Bridge#4413",
+        "2026-06",
+        "Gemma 4's conversion loses what its class does not take for granted, here the softcap of its logits.",
+        AGAINST,
+        "gemma4_text/hf",
+        "CK702",
+        ("final_logit_softcapping = 30.0", "final_logit_softcapping = None"),
+        config(lambda content: content.pop("final_logit_softcapping")),
+    ),
+    Report(
         "Megatron-Bridge#5994",
         "2026-09",
         "An export writes config.json anew from the trainer's settings: max_position_embeddings is the length of its "

@@ -77,6 +77,36 @@ def _split(name: str) -> tuple[str, int, str]:
 
 REPORTS = (
     Report(
+        "Megatron-Bridge#1272",
+        "2025-11",
+        "Mappings do not know `to_wrap`, under which adapters keep a base: no adapted module's weight is exported.",
+        VERIFY,
+        "qwen2-untied/hf",
+        "CK104",
+        ("self_attn.q_proj.weight", "in no shard"),
+        without_tensors(*(f"self_attn.{part}_proj" for part in "qkvo")),
+    ),
+    Report(
+        "Megatron-Bridge#4107",
+        "2026-06",
+        "Nemotron-3 exported without its MTP layer has no final norm.",
+        VERIFY,
+        "nemotron_h/hf",
+        "CK104",
+        ("backbone.norm_f.weight", "in no shard"),
+        without_tensors("backbone.norm_f"),
+    ),
+    Report(
+        "NeMo-RL#2774",
+        "2026-06",
+        "Many weights of Nemotron-3 are not converted, those of its MTP layers among them.",
+        AGAINST,
+        "nemotron_h-latent/hf",
+        "CK202",
+        ("mtp.layers.0.eh_proj.weight", "missing"),
+        without_tensors("mtp."),
+    ),
+    Report(
         "vime#388",
         "2026-08",
         "With EP=4 the experts of rank 0 arrive in all ranks' places; Gemma 4 has those of a layer in one tensor.",

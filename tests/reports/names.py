@@ -62,9 +62,33 @@ def _as_the_trainer_names(path: Path) -> None:
     number_files(path)
 
 
+def _experts_apart(path: Path) -> None:
+    """Granite's experts one by one, as a quantizer saves them."""
+    new, old = {}, list[str]()
+    for name in names(path, "block_sparse_moe.input_linear.weight"):
+        block = name.removesuffix(".input_linear.weight")
+        output = f"{block}.output_linear.weight"
+        for number, (both, down) in enumerate(zip(tensor(path, name), tensor(path, output), strict=True)):
+            parts = zip(_PROJECTIONS, (*both.chunk(2), down), strict=True)
+            new |= {f"{block}.experts.{number}.{part}_proj.weight": one for part, one in parts}
+        old += [name, output]
+    replace(path, new, old)
+    number_files(path)
+
+
 _PROJECTIONS = ("gate", "up", "down")
 
 REPORTS = (
+    Report(
+        "sglang#37679",
+        "2026-09",
+        "A quantizer saves Granite's experts one by one; the engine knows a layer's in one tensor: 20,160 dropped.",
+        VERIFY,
+        "granitemoehybrid/hf",
+        "CK104",
+        ("block_sparse_moe.experts.{0..11}.gate_proj.weight", "config.json does not promise it"),
+        on_checkpoint(_experts_apart),
+    ),
     Report(
         "transformers#48075",
         "2026-08",

@@ -250,7 +250,25 @@ def _without(ending: str) -> Change:
     )
 
 
+def _flat_scales(path: Path) -> None:
+    """The scales of experts without their second axis."""
+    replace(
+        path, {name: tensor(path, name).flatten() for name in names(path, "weight_scale_inv") if ".experts." in name}
+    )
+
+
 REPORTS = (
+    Report(
+        "Megatron-Bridge#5731",
+        "2026-08",
+        "An export of quantized experts drops an axis of their scales.",
+        VERIFY,
+        "qwen3_moe/",
+        "CK303",
+        ("mlp.experts.{0..11}.gate_proj.weight_scale_inv", "[48] float32"),
+        on_checkpoint(_flat_scales),
+        _in("fp8"),
+    ),
     Report(
         "vllm#51946",
         "2026-08",

@@ -16,6 +16,10 @@ from reports.report import Change, Report
 VERIFY = "ckptkit verify CKPT"
 UPDATE = "a live update of an engine: nothing of it is in files"
 TRAINER = "the trainer's own code: settings and checkpoints are right"
+BY_GPU = "the engine's own choice; `lint` says which tensors each trainer packs"
+LOUD = "the engine says so and stops: nothing of it is in files"
+ANOTHER = "another thread about the fault of"
+FEATURE = "a decision or a feature of the project, no fault of a checkpoint"
 
 
 def _quantized(parts: tuple[tuple[str, torch.dtype, int], ...], content: dict[str, object]) -> Change:
@@ -118,8 +122,69 @@ REPORTS = (
                 "miles#2014",
                 "2026-06",
                 "Whether the indexer's key weight is FP8 in the engine depends on the GPU.",
-                "the engine's own choice; `lint` says which tensors each trainer packs",
+                BY_GPU,
             ),
+            (
+                "verl#7014",
+                "2026-07",
+                "A sync reads merged weights after the merge was undone: it sends the base.",
+                UPDATE,
+            ),
+            ("verl#6688", "2026-06", "Factors are views of a buffer that the next bucket overwrites.", UPDATE),
+            (
+                "verl#7117",
+                "2026-08",
+                "Beside the weights of a LoRA run lies PEFT's code in place of the model's.",
+                "code and not weights: a loader that needs it says which file is missing",
+            ),
+            ("miles#1721", "2026-07", "Gradients of adapters are summed in another dtype than asked for.", TRAINER),
+            ("miles#1915", "2026-07", "The attention backend that was asked for does not reach a LoRA run.", TRAINER),
+            ("miles#1678", "2026-07", "A script for adapters of GLM-5.2 over a base in FP8.", FEATURE),
+            ("miles#1745", "2026-07", "Several adapters are pushed to engines while they serve.", UPDATE),
+            ("ms-swift#9077", "2026-04", "Factors alone are sent to engines.", UPDATE),
+            (
+                "ms-swift#6862",
+                "2025-12",
+                "A merge's logits are far from the model's: the adapter was named by the option for another format.",
+                "both files are right; `verify MERGED --source BASE --adapter ADAPTER` says whether a merge took it",
+            ),
+            ("Megatron-Bridge#4221", "2026-06", "Adapters are exported by several ranks together.", FEATURE),
+            ("prime-rl#2714", "2026-06", "vLLM's layerwise reload drops Nemotron-H's D: NaN after an update.", UPDATE),
+            ("vllm#48284", "2026-07", "Nemotron-H answers otherwise once its own weights were loaded again.", UPDATE),
+            ("vllm#54477", "2026-08", "88 steps after loading move or repack what an update writes to.", UPDATE),
+            ("vllm#50723", "2026-08", "Sparse patches in place mark what is unchanged with NaN.", UPDATE),
+            ("vllm#43416", "2026-05", "E8M0 exponents go into float32 parameters.", f"{ANOTHER} vllm#51946"),
+            ("vllm#45320", "2026-06", "Experts without an input_scale.", f"{ANOTHER} vllm#45212"),
+            (
+                "vllm#41811",
+                "2026-05",
+                "Whether all parameters were loaded is not asked of quantized models, nor in #41086 and #39858.",
+                "the engine's own check: `verify --against-vllm` asks it of each parameter",
+            ),
+            (
+                "verl#7136",
+                "2026-07",
+                "A second FP8 update ends in an error: the engine has repacked its weights.",
+                LOUD,
+            ),
+            ("verl#7978", "2026-09", "BF16 experts are repacked once and for all; an update fails, as in #7987.", LOUD),
+            ("verl#6626", "2026-06", "MTP that was turned off never reaches the bridge.", TRAINER),
+            ("miles#1483", "2026-06", "Arguments do not reach the bridge's provider.", TRAINER),
+            ("miles#1505", "2026-06", "Which of the indexer's weights are FP8, as in miles#1928 and #2034.", BY_GPU),
+            ("miles#1235", "2026-07", "Deltas are published to a disk; #1643 follows which engine has which.", FEATURE),
+            ("vime#106", "2026-06", "Vision weights are sent under Megatron's names, as in vime#111.", UPDATE),
+            ("vime#133", "2026-06", "FP8 scales are sent in the layout of another engine.", UPDATE),
+            ("ms-swift#9475", "2026-06", "Rollouts of Qwen3.5 are garbled where a server takes the updates.", UPDATE),
+            ("ms-swift#9877", "2026-08", "One release of transformers turns names back by another rule.", UPDATE),
+            ("Automodel#3597", "2026-08", "Training starts from random weights: the load is skipped.", TRAINER),
+            ("AReaL#1468", "2026-07", "Moments of the optimizer are not restored.", TRAINER),
+            ("ISEEKYAN/Megatron-LM#104", "2026-07", "The optimizer's float32 weights are not restored.", TRAINER),
+            ("radixark/Megatron-LM#94", "2026-09", "The trainer's class of Kimi K3 has no place for a norm.", TRAINER),
+            ("Megatron-LM#6071", "2026-07", "GPTModel is deprecated, as in #5675, #5792 and Bridge #4510.", FEATURE),
+            ("Megatron-LM#5895", "2026-07", "A converter of fsdp_dtensor without a GPU is wanted.", FEATURE),
+            ("transformers#47410", "2026-07", "Packed experts start anew.", f"{ANOTHER} transformers#47407"),
+            ("NeMo-RL#2124", "2026-03", "Layers of gpt-oss are not exported.", f"{ANOTHER} NeMo-RL#2249"),
+            ("Megatron-Bridge#5714", "2026-08", "Quantized experts are exported in groups.", FEATURE),
             ("slime#1558", "2026-02", "--load restores the weights, and the rollout loop counts from 0.", TRAINER),
             ("slime#2243", "2026-07", "--ref-ckpt-step stays in force for the actor's own checkpoint.", TRAINER),
             ("NeMo-RL#3523", "2026-08", "A setting of the router's bias is validated and reaches nothing.", TRAINER),

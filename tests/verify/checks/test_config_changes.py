@@ -10,6 +10,7 @@ import pytest
 from support.fixture_types import CopyOf, PathOf
 
 from verify.check import Tally
+from verify.checks.config.class_defaults import UNKNOWN, class_default
 from verify.checks.config.config import configs_match
 from verify.evidence.subject import Subject
 from verify.reports.headline import headline
@@ -35,7 +36,8 @@ def change(path: Path, **changes: Any) -> Path:
         ({"attention_dropout": 0.5}, "attention_dropout = 0.0", "attention_dropout = 0.5", "error"),
         ({"max_window_layers": 5}, "max_window_layers = 28", "max_window_layers = 5", "error"),
         ({"eos_token_id": [3, 5]}, "eos_token_id = 3", "eos_token_id = [3, 5]", "error"),
-        ({"hidden_act": ...}, "hidden_act = silu", "hidden_act = None", "warning"),
+        ({"made_up": 7}, "made_up = not there", "made_up = 7", "warning"),
+        ({"initializer_range": 0.1}, "initializer_range = 0.02", "initializer_range = 0.1", "error"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-06", "rms_norm_eps = 1e-05", "error"),
         ({"max_position_embeddings": 512}, "max_position_embeddings = 256", "max_position_embeddings = 512", "error"),
     ],
@@ -47,6 +49,32 @@ def test_a_key_that_changed(
     assert {(finding.code, finding.severity) for finding in found} == {("CK702", severity)}
     # One finding a key of the file, also where two Megatron arguments follow from it.
     assert [(finding.expected, finding.actual) for finding in found] == [(expected, actual)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("hidden_act", ..., []),  # the value of the class
+        ("made_up", 7, [("warning", "text_config.made_up = not there", "text_config.made_up = 7")]),
+        ("head_dim", 64, [("error", "text_config.head_dim = 32", "text_config.head_dim = 64")]),
+    ],
+)
+def test_a_key_of_text_config_is_compared_by_itself(
+    key: str, value: Any, found: list[tuple[str, str, str]], releases: PathOf, copy_of: CopyOf
+) -> None:
+    path = copy_of(releases("qwen3_5"))
+    text = json.loads((path / "config.json").read_text())["text_config"] | {key: value}
+    change(path, text_config={name: one for name, one in text.items() if one is not ...})
+    report = verify(path, source=releases("qwen3_5"))
+    assert [(one.severity, one.expected, one.actual) for one in report.findings if one.code == "CK702"] == found
+
+
+def test_a_softcap_that_the_class_does_not_have_is_an_error_where_it_is_lost() -> None:
+    config = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}
+    assert class_default(config, ("text_config", "final_logit_softcapping"), 30.0) is None
+    assert class_default(config, ("text_config", "head_dim"), 32) == 256
+    assert class_default(config, ("text_config", "num_global_key_value_heads"), 2) is UNKNOWN  # made of others
+    assert class_default({"model_type": "none"}, ("head_dim",), 32) is UNKNOWN
 
 
 @pytest.mark.parametrize(

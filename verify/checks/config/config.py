@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
@@ -15,7 +15,8 @@ from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check, only
 from verify.checks.config.arguments import compared, hint_of, mismatches
-from verify.checks.config.config_keys import keys_behind
+from verify.checks.config.class_defaults import UNKNOWN, class_default
+from verify.checks.config.config_keys import Path, keys_behind, with_value
 from verify.evidence.expected import require_config, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.reading import read_values
@@ -24,6 +25,7 @@ from verify.issue import Issue
 from verify.launch.words import at_places, first_file
 from verify.report import Severity
 
+_Key = TypeVar("_Key", str, Path)
 # Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
 _STORAGE = (
     "dtype",
@@ -90,8 +92,9 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Both configs by their Megatron arguments and rotary settings, and key by key where neither shows a difference.
 
-    A key that only one of them has is a warning: a newer transformers writes out what used to be a default. Of another
-    model there is one finding, which also explains the tensors that differ.
+    A key that only one of them has is no difference where transformers' class takes the same value without it, which a
+    newer release writes out, and a warning where that is not known. Of another model there is one finding, which also
+    explains the tensors that differ.
     """
     here, there = require_config(subject, stated_config_of), _source_config(subject)
     hint, where = (
@@ -116,12 +119,19 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
         yield Issue(f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
-    for name, expected, actual in _differing(_unstored(here), _unstored(there), tally):
-        if not _seen_in_arguments(here, name, there):
-            both = name in here and name in there
-            yield Issue(
-                f"{name} = {expected}", f"{name} = {actual}", hint, file=where, severity="error" if both else "warning"
-            )
+    mine, its, error = _unstored(here), _unstored(there), cast(Severity, "error")
+    for path, expected, actual in _differing(mine, its, tally):
+        if _seen_in_arguments(here, path, expected):
+            continue
+        name, severity = ".".join(path), error
+        if path not in mine:
+            actual = default = class_default(here, path, expected)
+        elif path not in its:
+            expected = default = class_default(there, path, actual)
+        if path not in mine or path not in its:
+            severity = "warning" if default is UNKNOWN or _for_training(name) else "error"
+        if expected != actual:
+            yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint, file=where, severity=severity)
 
 
 def _is_another_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
@@ -138,7 +148,12 @@ def _model(config: Mapping[str, Any]) -> str:
     return f"{config.get('model_type')} ({dims.layers} layers, hidden size {dims.hidden}{experts})"
 
 
-def _differing(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[tuple[str, Any, Any]]:
+def _for_training(name: str) -> bool:
+    """Whether a key is read in training alone."""
+    return any(part in name for part in ("initializer", "dropout", "aux_loss", "pretraining"))
+
+
+def _differing(here: Mapping[_Key, Any], there: Mapping[_Key, Any], tally: Tally) -> Iterator[tuple[_Key, Any, Any]]:
     """Name, the source's value and this one's, for every key that differs; an absent one is None."""
     for name in sorted(here.keys() | there.keys()):
         tally.compared(0)
@@ -151,12 +166,16 @@ def _args(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return comparable_args(replace(dims_of(config), rope_scaling=None))
 
 
-def _unstored(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys that describe the model, without the rotary ones and those that say how a text_config is stored."""
-    described = {key: value for key, value in config.items() if key not in _MAY_DIFFER}
-    if isinstance(text := described.get("text_config"), dict):
-        described["text_config"] = {key: value for key, value in text.items() if key not in _STORAGE}
-    return described
+def _unstored(config: Mapping[str, Any]) -> dict[Path, Any]:
+    """The keys that describe the model and its parts, without the rotary ones and those that say how it is stored."""
+    found: dict[Path, Any] = {}
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, Mapping) and key not in _STORAGE:
+            others = _MAY_DIFFER if key == "text_config" else _STORAGE
+            found |= {(key, name): one for name, one in value.items() if name not in others}
+        elif key not in _MAY_DIFFER:
+            found[key,] = value
+    return found
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,10 +189,10 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in rope.items() if key not in arguments} | by_layer
 
 
-def _seen_in_arguments(here: Mapping[str, Any], key: str, there: Mapping[str, Any]) -> bool:
+def _seen_in_arguments(here: Mapping[str, Any], path: Path, value: Any) -> bool:
     """Whether a Megatron argument follows from this key, so that the difference is reported already."""
     try:
-        return _args({**here, key: there.get(key)}) != _args(here)
+        return _args(with_value(here, path, value)) != _args(here)
     except (CkptkitError, TypeError, ValueError):
         return True  # a size that does not go with the others, which are then all reported
 

@@ -22,7 +22,7 @@ def keys_behind(here: Mapping[str, Any], there: Mapping[str, Any], args: Args) -
     """
     mine, its, wanted, found = dict(_leaves(here)), dict(_leaves(there)), args(there), args(here)
     changed = {path: its.get(path) for path in {**mine, **its} if mine.get(path) != its.get(path)}
-    exchanged = [(path, value, _args_of(_with(here, path, value), args)) for path, value in changed.items()]
+    exchanged = [(path, value, _args_of(with_value(here, path, value), args)) for path, value in changed.items()]
     behind: dict[str, tuple[str, Any, Any]] = {}
     for name in sorted(wanted.keys() | found.keys()):
         want, have = wanted.get(name), found.get(name)
@@ -33,7 +33,7 @@ def keys_behind(here: Mapping[str, Any], there: Mapping[str, Any], args: Args) -
             for path, value in mine.items()
             if type(value) in (int, float) and value == have and type(have) in (int, float)
         ]
-        tried = [*((path, want, _args_of(_with(here, path, want), args)) for path in stated), *exchanged]
+        tried = [*((path, want, _args_of(with_value(here, path, want), args)) for path in stated), *exchanged]
         for path, value, outcome in tried:
             if outcome is not None and outcome.get(name) == want:
                 behind[name] = ".".join(path), its.get(path, value), mine.get(path)
@@ -49,11 +49,14 @@ def _leaves(config: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path,
             yield (*above, key), value
 
 
-def _with(config: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
+def with_value(config: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
     """The config with another value at `path`; None stands for a key that is not there."""
     key, *rest = path
     inner = config.get(key)
-    return {**config, key: _with(inner if isinstance(inner, Mapping) else {}, tuple(rest), value) if rest else value}
+    return {
+        **config,
+        key: with_value(inner if isinstance(inner, Mapping) else {}, tuple(rest), value) if rest else value,
+    }
 
 
 def _args_of(config: Mapping[str, Any], args: Args) -> Mapping[str, Any] | None:
