@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
@@ -26,6 +26,7 @@ from verify.launch.words import at_places, first_file
 from verify.report import Severity
 
 _Key = TypeVar("_Key", str, Path)
+_ERROR: Severity = "error"
 # Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
 _STORAGE = (
     "dtype",
@@ -119,11 +120,11 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
         yield Issue(f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
-    mine, its, error = _unstored(here), _unstored(there), cast(Severity, "error")
+    mine, its = _unstored(here), _unstored(there)
     for path, expected, actual in _differing(mine, its, tally):
         if _seen_in_arguments(here, path, expected):
             continue
-        name, severity = ".".join(path), error
+        name, severity = ".".join(path), _ERROR
         if path not in mine:
             actual = default = class_default(here, path, expected)
         elif path not in its:
