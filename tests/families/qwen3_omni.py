@@ -64,7 +64,7 @@ def as_whole(content: dict[str, Any]) -> dict[str, Any]:
     inner = {key: value for key, value in content.items() if key != "architectures"}
     # Keys that the class of transformers leaves out, and vLLM reads.
     inner["text_config"] = inner["text_config"] | {"tie_word_embeddings": False}
-    inner["vision_config"] = inner["vision_config"] | {"image_size": 64, "apply_vit_abs_pos_embed": True}
+    inner["vision_config"] = inner["vision_config"] | {"image_size": 16, "apply_vit_abs_pos_embed": True}
     return {
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
         "model_type": "qwen3_omni_moe",

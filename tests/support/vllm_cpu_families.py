@@ -36,6 +36,7 @@ COMPUTED = (
         "exaone_moe-groups-tied",
         "bailing_moe",
         "bailing_moe_v2-tied",
+        "qwen3_omni_moe",
     ),
     # No released Megatron loads these.
     *("olmoe", "olmo3", "olmo3-tied-window-everywhere", "granite-4-dense-tied"),
@@ -98,7 +99,7 @@ _UNGATED = "is_act_and_mul=False is supported only for CUDA, XPU and ROCm for no
 # What it says of the others.
 RAISED = {
     **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl-tied-as-released", "llama-tied"), _HEADS),
-    **dict.fromkeys(("minimax_m2", "step3p5"), _UNGROUPED),
+    **dict.fromkeys(("minimax_m2", "step3p5", "step3p7"), _UNGROUPED),
     **dict.fromkeys(("deepseek_v3", "moonlight", "kimi_k2", "kimi_k25", "deepseek_v32", "glm4_moe_lite"), _MLA),
     **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa-shared"), _MLA),
     **dict.fromkeys(("gpt_oss", "gpt_oss-v4"), "expected scalar type BFloat16 but found Float"),
@@ -111,9 +112,8 @@ RAISED = {
     "minimax_m3_vl": "failed to be inspected",  # its module wants an operator that the CPU's wheel has not
     "gemma4_unified_text": "shape '[-1, 10, 48]' is invalid",  # transformers' class in vLLM, of one head size
     "gemma4-small": "Following weights were not initialized from checkpoint",  # keys that no layer uses, as released
-    "qwen3_omni_moe": "'Qwen3OmniMoeVisionEncoderConfig' object has no attribute 'image_size'",  # releases have it
     "qwen3_omni_moe_thinker": "Unrecognized configuration class",  # releases hold it inside qwen3_omni_moe
-    **dict.fromkeys(("step3p7", "kimi_k3", "glm5_next"), _UNKNOWN),
+    **dict.fromkeys(("kimi_k3", "glm5_next"), _UNKNOWN),
 }
 
 

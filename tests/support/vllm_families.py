@@ -18,7 +18,6 @@ SAID = {
     "glm5_next": "Transformers does not recognize this architecture",
     "kimi_k25": "Tried to load weights of size torch.Size([64])to a parameter of size",  # a stub of a vision tower
     "gemma3": "There is no module or parameter named 'vision_tower.embeddings'",  # transformers 5 names it so
-    "qwen3_omni_moe": "'Qwen3OmniMoeVisionEncoderConfig' object has no attribute 'image_size'",  # releases have it
     "qwen3_omni_moe_thinker": "Unrecognized configuration class",  # releases hold the thinker inside qwen3_omni_moe
     "step3p7": "Transformers does not recognize this architecture",  # its config class comes with the release
     "qwen3_vl_moe": "'Qwen3VLMoeTextConfig' object has no attribute 'norm_topk_prob'",  # releases have it
