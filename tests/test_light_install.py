@@ -115,7 +115,6 @@ def test_what_computes_with_weights_names_the_line_that_installs_it(
     for words in (
         ["convert", source, tmp_path / "out"],
         ["quantize", source, tmp_path / "out"],
-        ["diff", source, source],
     ):
         code, text = run([program], base, *words)
         assert (code, f"next: {INSTALL}" in text) == (2, True), (words, text)
@@ -128,6 +127,26 @@ def test_values_that_cannot_be_looked_at_are_inconclusive(program: Path, base: P
     assert code == 2
     assert f"torch is not installed here: {INSTALL}" in text
     assert "report it" not in text
+
+
+def test_diff_compares_headers_and_says_that_it_read_no_values(
+    program: Path, base: Path, releases: PathOf, converted: PathOf
+) -> None:
+    moe = releases("qwen3_moe")
+    code, text = run([program], base, "diff", moe, converted("qwen3_moe"))
+    assert code == 2
+    assert f"values were not read: torch is not installed here: {INSTALL}" in text
+    assert "INCONCLUSIVE  names and shapes are alike" in text
+    code, text = run([program], base, "diff", moe, releases("qwen2-tied"))
+    assert code == 1
+    assert "mlp.gate.weight" in text
+    assert "\nDIFFERENT  " in text
+
+
+def test_a_witness_that_is_not_installed_is_inconclusive(program: Path, base: Path, releases: PathOf) -> None:
+    code, text = run([program], base, "verify", releases("qwen3_moe"), "--against-sglang")
+    assert code == 2
+    assert "SGLang is not installed here" in text
 
 
 def test_doctor_says_what_is_left_to_install(program: Path, base: Path) -> None:

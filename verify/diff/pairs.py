@@ -18,7 +18,7 @@ from verify.evidence.values import common_groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-State = Literal["equal", "cast", "differing", "only_a", "only_b"]
+State = Literal["equal", "cast", "differing", "only_a", "only_b", "unread"]
 # Identifies equal content: the shape, and the digest of the bytes.
 Content = tuple[tuple[int, ...], bytes]
 
@@ -58,6 +58,16 @@ def pairs_of(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
         for pairs in pool.map(look, [*both, *rest]):
             advance(sum(pair.nbytes for pair in pairs))
             yield from pairs
+
+
+def pairs_of_headers(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
+    """The same by names, shapes and dtypes alone: what both sides hold in one shape is `unread`."""
+    for name in {**a.specs, **b.specs}:
+        here, there = a.specs.get(name), b.specs.get(name)
+        state: State = "only_a" if there is None else "only_b" if here is None else "unread"
+        if here and there and here.shape != there.shape:
+            state = "differing"
+        yield Pair(name, here, there, None, None, state)
 
 
 def _look(

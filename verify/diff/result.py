@@ -46,12 +46,20 @@ class Diff:
     only_a: Sequence[Pair]
     only_b: Sequence[Pair]
     notes: Sequence[str] = ()  # what was not compared, or needs a second look
+    unread: Sequence[Pair] = ()  # of one shape, and not compared by value, since torch is not installed
 
     @property
-    def status(self) -> Literal["equal", "different"]:
-        """Whether all tensors are equal."""
-        wrong = (self.moves, self.differing, self.only_a, self.only_b, self.cast if self.exact else ())
-        return "different" if any(wrong) else "equal"
+    def status(self) -> Literal["equal", "different", "inconclusive"]:
+        """Whether all tensors are equal; inconclusive where no header differs and values were not read."""
+        cast = (self.cast, self.other_dtypes) if self.exact else ()
+        if any((self.moves, self.differing, self.only_a, self.only_b, *cast)):
+            return "different"
+        return "inconclusive" if self.unread else "equal"
+
+    @property
+    def other_dtypes(self) -> list[Pair]:
+        """Those of `unread` that have another dtype in B."""
+        return [pair for pair in self.unread if pair.a and pair.b and pair.a.dtype != pair.b.dtype]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -64,6 +72,7 @@ class Diff:
             "differing": len(self.differing),
             "only_a": len(self.only_a),
             "only_b": len(self.only_b),
+            "unread": len(self.unread),
         }
 
     @property

@@ -36,9 +36,10 @@ def _entries(found: Diff) -> Iterator[Entry]:
         ("only in A", _names(found.only_a)),
         ("only in B", _names(found.only_b)),
         ("cast", _dtypes(found.cast)),
+        ("dtype", _dtypes(found.other_dtypes)),
         ("redundant", [_folded(found.redundant)] if found.redundant else []),
     ):
-        severity = "note" if kind == "redundant" or (kind == "cast" and not found.exact) else "error"
+        severity = "note" if kind == "redundant" or (kind in ("cast", "dtype") and not found.exact) else "error"
         yield from (Entry(kind, severity, "", line) for line in body[:_SHOWN])
         if len(body) > _SHOWN:
             yield Entry(kind, severity, "", f"and {len(body) - _SHOWN} lines more, all of them in --json")
@@ -52,16 +53,19 @@ _WORDS = {
     "only_a": "only in A",
     "only_b": "only in B",
     "redundant": "redundant",
+    "unread": "compared by name and shape alone",
 }
 
 
 def verdict(found: Diff) -> str:
-    """One line: EQUAL or DIFFERENT, and in what."""
+    """One line: EQUAL, DIFFERENT and in what, or INCONCLUSIVE."""
     counts = found.counts
     total = sum(counts.values())
     if found.status == "equal":
         cast = f", {counts['cast']} of them after a cast" if counts["cast"] else ", bit for bit"
         return f"EQUAL  {total} tensors{cast}"
+    if found.status == "inconclusive":
+        return f"INCONCLUSIVE  names and shapes are alike, values were not read, of {total} tensors"
     wrong = ["moved", "differing", "only_a", "only_b", *(["cast"] if found.exact else [])]
     listed = ", ".join(f"{counts[key]} {_WORDS[key]}" for key in wrong if counts[key])
     return f"DIFFERENT  {listed}, of {total} tensors"

@@ -23,7 +23,8 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B, of any formats, tensor by tensor under HF names.
 
     Says which tensors are equal, equal after a cast, moved (an expert, a layer, gate and up), differing and by how
-    much, or only on one side. Quantized HF weights are dequantized. Exit code 0: equal; 1: different; 2: unreadable.
+    much, or only on one side. Quantized HF weights are dequantized. Without torch it compares names and shapes alone.
+    Exit code 0: equal; 1: different; 2: unreadable, or inconclusive, since values were not compared.
     """
     from verify.diff.diff import diff as run
     from verify.diff.text import lines
@@ -34,8 +35,8 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     else:
         echo(*lines(found))
     end(f"{sum(found.counts.values())} tensors, {size(found.nbytes)} read", as_json)
-    if found.status == "different":
-        raise SystemExit(1)
+    if found.status != "equal":
+        raise SystemExit(1 if found.status == "different" else 2)
 
 
 @click.command(cls=Verb, short_help="Name the known symptoms in a job's logs.")

@@ -15,7 +15,7 @@ from ckptkit.app.cli.ending import end
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 from ckptkit.core.progress import closing, phase, size
-from ckptkit.formats.detect import is_deltas
+from ckptkit.formats.detect import is_deltas, locate
 from ckptkit.storage.url import is_url
 from quant.schemes.registry import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
 
@@ -62,6 +62,7 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
 
     With --merge an adapter is merged into SRC, in float32 and rounded once, and DST is HF.
     """
+    _require(src)
     with phase("loading ckptkit and torch"):
         from ckptkit.app.run_options import run_options
 
@@ -91,11 +92,18 @@ def quantize(src: str | Path, dst: str | Path, scheme: str, as_json: bool, **opt
     Each may be at a URL: s3://, gs://, hf://. A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one
     keeps its scales where they still give its weights.
     """
+    _require(src)
     with phase("loading ckptkit and torch"):
         from ckptkit.app.run_options import run_options
 
         chosen = _scheme(scheme, options, options["like"] or src)
     _run(run_options("quantize", src, dst, chosen, **options), as_json)
+
+
+def _require(src: str | Path) -> None:
+    """Raises MissingError for a path that does not exist, before torch is imported."""
+    if not is_url(src) and not Path(src).exists():
+        locate(src)
 
 
 def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) -> Scheme | None:

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, update_wrapper
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from converters.passthrough import lost_towers
@@ -110,6 +111,8 @@ def _one_rank(subject: Subject) -> str | None:
 
 def _nothing_to_repack(subject: Subject) -> str | None:
     """Without a GPU, unquantized weights stay as they are; with one, whatever SGLang makes of them is looked at."""
+    if find_spec("torch") is None:  # then SGLang's check says what is missing
+        return _all_plain(subject)
     import torch
 
     return None if torch.cuda.is_available() else _all_plain(subject)
