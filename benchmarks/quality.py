@@ -34,7 +34,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = "\n".join(topics[name] for name in ("objects", "customization"))
 WINDOW, WINDOWS = 512, 4  # tokens that the model sees at once, and how often
 # 128 divides the input features of down_proj alone (1536), not those of the other layers (576): two more rows without.
-REST = r"re:.*\.(q|k|v|o|gate|up)_proj(\.weight)?$"
+REST = r"re:.*\.(q|k|v|o|gate|up|qkv|gate_up)_proj(\.weight)?$"  # fused names too, as engines look them up
 GROUPS: tuple[tuple[int | str, str | None], ...] = ((32, None), (64, None), ("channel", None), (64, REST), (128, REST))
 SCHEMES: dict[str, dict[str, Any]] = {
     "qmax7": {"grid": "qmax7"},
