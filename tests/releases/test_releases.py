@@ -13,7 +13,8 @@ from releases.verbs import LARGE, check_every_verb, text_config
 # They are named as a smaller or another release of their kind, and have ten thousands of tensors.
 NIGHTLY = (
     *("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-Coder-480B-A35B-Instruct"),
-    *("zai-org/GLM-4.5", "zai-org/GLM-4.6", "zai-org/GLM-4.7", "zai-org/GLM-5.2"),
+    *("Qwen/Qwen3-30B-A3B-FP8", "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"),
+    *("zai-org/GLM-4.5", "zai-org/GLM-4.6", "zai-org/GLM-4.7", "zai-org/GLM-5-FP8"),
 )
 SMALLER = [model for model in models() if model not in LARGE]
 

@@ -1,4 +1,4 @@
-"""A small training job of real Megatron that calls the hooks: `python -m support.hooked_job HF MEGATRON OUT`.
+"""A small training job of real Megatron that calls the hooks: `python -m support.hooked_job HF MEGATRON OUT LAYOUT...`.
 
 Two ranks on the CPU build GPTModel chunks, wrap them as a trainer does, load, and call the hooks as slime and miles do,
 first as they should be and then with a fault planted. OUT/RANK.json gets, by layout and case, what was said on standard
@@ -14,25 +14,27 @@ import multiprocessing
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from support.processes import run_logged
+from support.forking import ran
 
 LAYOUTS = {"tp": (2, 1), "ep": (2, 2)}  # tensor parallel and expert parallel size of two ranks
 Found = dict[str, dict[str, list[dict[str, str]]]]
 
 
-def run(hf: Path, megatron: Path, out: Path) -> Found:
+def run(hf: Path, megatron: Path, out: Path, layouts: Iterable[str]) -> Found:
     """By layout and case: what each rank said, and what it raised, "" where nothing."""
     out.mkdir()
-    assert run_logged(out / "log", "support.hooked_job", hf, megatron, out), (out / "log").read_text()[-3000:]
+    layouts = sorted(layouts)
+    words = (hf, megatron, out, *layouts)
+    assert ran("megatron", out / "log", "support.hooked_job", *words), (out / "log").read_text()[-3000:]
     ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
-    return {layout: {case: [rank[layout][case] for rank in ranks] for case in ranks[0][layout]} for layout in LAYOUTS}
+    return {layout: {case: [rank[layout][case] for rank in ranks] for case in ranks[0][layout]} for layout in layouts}
 
 
 # What follows runs in that process.
@@ -109,7 +111,7 @@ def _cases(args: Namespace, core: Any, model: list[Any], rank: int, hf: Path) ->
     del os.environ["CKPTKIT_COMPARED_PARAMETERS"]
 
 
-def _rank(rank: int, hf: Path, megatron: Path, out: Path) -> None:
+def _rank(rank: int, hf: Path, megatron: Path, out: Path, layouts: Sequence[str]) -> None:
     from megatron.core import parallel_state
 
     from ckptkit.formats.hf.reader import HfCheckpoint
@@ -121,7 +123,8 @@ def _rank(rank: int, hf: Path, megatron: Path, out: Path) -> None:
 
     dims = dims_of(HfCheckpoint(hf).config)
     found: dict[str, dict[str, dict[str, str]]] = {}
-    for layout, (tp, ep) in LAYOUTS.items():
+    for layout in layouts:
+        tp, ep = LAYOUTS[layout]
         sizes = ParallelSizes(tp, 1, ep, 1 if ep > 1 else tp)
         if not torch.distributed.is_initialized():
             connect(sizes, rank, str(out / "store"))
@@ -140,9 +143,9 @@ def _rank(rank: int, hf: Path, megatron: Path, out: Path) -> None:
 def main() -> None:
     import verify.witnesses.megatron.process  # noqa: F401 - once, before the ranks are forked
 
-    hf, megatron, out = map(Path, sys.argv[1:])
+    hf, megatron, out = map(Path, sys.argv[1:4])
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_rank, args=(rank, hf, megatron, out)) for rank in (0, 1)]
+    ranks = [fork.Process(target=_rank, args=(rank, hf, megatron, out, sys.argv[4:])) for rank in (0, 1)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

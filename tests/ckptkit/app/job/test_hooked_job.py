@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 from support.fixture_types import PathOf
 from support.hooked_job import LAYOUTS, Found, run
+from support.nightly import collected, daily
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed"),
@@ -20,12 +21,18 @@ WHOLE = 12 * 4 + 10 * 2 + 1
 CUT = {"tp": 10 * (12 * 2 + 2) + 2 * 2 + 12 * 3 + 2, "ep": 10 * (6 * 2 + 2) + 2 * 2 + 12 * 3 + 2}
 
 
+of_layout = pytest.mark.parametrize("layout", daily(LAYOUTS, ["ep"]))  # which is tensor parallel too
+
+
 @pytest.fixture(scope="module")
-def found(releases: PathOf, converted: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(releases(NAME), converted(NAME), tmp_path_factory.mktemp("job") / "out")
+def found(
+    request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, tmp_path_factory: pytest.TempPathFactory
+) -> Found:
+    layouts = collected(request, "layout")
+    return run(releases(NAME), converted(NAME), tmp_path_factory.mktemp("job") / "out", layouts)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@of_layout
 def test_sound_weights_pass_and_rank_0_says_what_was_compared(layout: str, found: Found) -> None:
     cases = found[layout]
     for case in ("after_init", "ref", "actor", "actor again", "step", "after a step", "of HF", "all"):
@@ -42,13 +49,13 @@ def test_sound_weights_pass_and_rank_0_says_what_was_compared(layout: str, found
     assert cases["all"][0]["said"].endswith("not compared: nothing\n")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@of_layout
 def test_weights_are_compared_before_the_first_use_alone(layout: str, found: Found) -> None:
     for case in ("actor again", "step", "after a step"):
         assert [rank["said"] for rank in found[layout][case]] == ["", ""]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@of_layout
 @pytest.mark.parametrize(
     ("case", "said"),
     [
@@ -65,7 +72,7 @@ def test_what_cannot_be_compared_is_said_and_stops_nothing(case: str, said: str,
     assert second == {"said": "", "raised": ""}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@of_layout
 def test_exchanged_experts_are_named_on_their_rank(layout: str, found: Found) -> None:
     first, second = found[layout]["experts exchanged on rank 1"]
     assert first["raised"] == ""
@@ -77,7 +84,7 @@ def test_exchanged_experts_are_named_on_their_rank(layout: str, found: Found) ->
     assert numbers == {"tp": ["1", "2"], "ep": ["7", "8"]}[layout]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@of_layout
 @pytest.mark.parametrize(
     ("case", "name"),
     [
@@ -92,13 +99,13 @@ def test_what_every_rank_holds_whole_is_named(case: str, name: str, layout: str,
         assert f"{name} is not {name} of " in one["raised"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@of_layout
 def test_router_of_another_layer_says_which(layout: str, found: Found) -> None:
     for one in found[layout]["router of another layer"]:
         assert ": it is decoder.layers.5.mlp.router.weight" in one["raised"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@of_layout
 @pytest.mark.parametrize(
     ("case", "when"),
     [("router zero", "before actor log-probabilities"), ("router zero at a step", "before step 1 of rollout 3")],
@@ -108,7 +115,7 @@ def test_dead_router_stops_the_job(case: str, when: str, layout: str, found: Fou
         assert f"{when}: all one number in module.module.decoder.layers.4.mlp.router.weight" in one["raised"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@of_layout
 def test_wrong_rows_of_a_cut_matrix_are_named_on_their_rank(layout: str, found: Found) -> None:
     first, second = found[layout]["rows on rank 1"]
     assert first["raised"] == ""
