@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from families import HF_CASES, case
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
@@ -29,6 +30,8 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "saved": ("qwen3-untied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     "embedding": ("qwen3-untied", {"target_modules": ["embed_tokens", "o_proj"]}),
     "fused experts": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts one by one": ("qwen3_moe", {"target_modules": MLP}),
+    "shared outer": ("qwen3_moe", {"target_modules": ["gate_up_proj", "down_proj"]}),
     "all linear": ("qwen3_moe", {"target_modules": "all-linear"}),
     "mtp": ("glm4_moe-mtp", {"target_modules": ["q_proj", "o_proj"]}),
     "other names": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
@@ -47,10 +50,71 @@ def randomized(model: nn.Module) -> None:
             parameter.data += 0.1
 
 
+class _Tree(nn.Module):
+    """Linear layers of these weights by their names in the files, where transformers has experts in one tensor."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, weight in weights.items():
+            *parents, leaf = name.removesuffix(".weight").split(".")
+            module: nn.Module = self
+            for part in parents:
+                if part not in dict(module.named_children()):
+                    module.add_module(part, nn.Module())
+                module = getattr(module, part)
+            linear = nn.Linear(*reversed(weight.shape), bias=False)
+            linear.weight.data.copy_(weight)
+            module.add_module(leaf, linear)
+
+
+def _of_files(kind: str, path: Path) -> None:
+    """As `made`, of modules that stand as the files have them. PEFT merges experts one by one alone."""
+    stored = {name: one for file in (path / "base").glob("*.safetensors") for name, one in load_file(file).items()}
+    weights = {name: one for name, one in stored.items() if ".experts." in name}
+    factors, whole = _shared(weights)
+    if kind == "shared outer":
+        shapes = {name: (one.shape[1], other.shape[2]) for name, (other, one) in factors.items()}
+        weights = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    tuned = get_peft_model(_Tree(weights), LoraConfig(r=4, lora_alpha=8, **KINDS[kind][1]))  # type: ignore[arg-type]
+    randomized(tuned)
+    if kind == "shared outer":
+        for name, pair in factors.items():
+            for part, factor in zip("AB", pair, strict=True):
+                getattr(tuned.base_model.model.get_submodule(name), f"lora_{part}").default.weight = nn.Parameter(
+                    factor
+                )
+    tuned.save_pretrained(str(path / "adapter"))
+    if kind == "experts one by one":
+        whole = tuned.merge_and_unload().state_dict()
+    (path / "merged").mkdir()
+    save_file(stored | {name: one.contiguous() for name, one in whole.items()}, path / "merged" / "model.safetensors")
+
+
+def _shared(stored: Mapping[str, Tensor]) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """Factors of which experts share A of gate and up, and B of down, and the weights with what they add."""
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    merged: dict[str, Tensor] = {}
+    for block in sorted({name.partition(".experts.")[0] + ".experts" for name in stored}):
+        gate, up, down = (
+            torch.stack([stored[f"{block}.{number}.{part}.weight"] for number in range(12)]) for part in MLP
+        )
+        experts, inner, hidden = gate.shape
+        one, several = torch.randn(1, 4, hidden) * 0.05, torch.randn(experts, 2 * inner, 4) * 0.05
+        inputs, output = torch.randn(experts, 4, inner) * 0.05, torch.randn(1, hidden, 4) * 0.05
+        factors |= {f"{block}.gate_up_proj": (one, several), f"{block}.down_proj": (inputs, output)}
+        both, last = torch.cat([gate, up], 1) + several @ one * 2, down + output @ inputs * 2
+        for number in range(experts):
+            parts = zip(MLP, (*both[number].chunk(2), last[number]), strict=True)
+            merged |= {f"{block}.{number}.{part}.weight": weight for part, weight in parts}
+    return factors, merged
+
+
 def made(kind: str, path: Path) -> None:
     """`base`, an `adapter` for it as PEFT saves it, and what PEFT merges, saved by transformers as `merged`."""
     name, options = KINDS[kind]
     case.save(name, HF_CASES[name], path / "base", torch.float32)
+    if kind in ("experts one by one", "shared outer"):
+        return _of_files(kind, path)
     model = AutoModelForCausalLM.from_pretrained(path / "base", dtype=torch.float32)
     tuned = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options))
     randomized(tuned)
@@ -58,3 +122,4 @@ def made(kind: str, path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(path / "base", dtype=torch.float32)
     whole = PeftModel.from_pretrained(again, str(path / "adapter")).merge_and_unload()
     whole.save_pretrained(path / "merged", max_shard_size="100GB")
+    return None

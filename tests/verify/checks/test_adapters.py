@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -166,6 +166,75 @@ def test_a_fault_is_found(fault: str, root: Path, tmp_path: Path) -> None:
         hold_example("CK136", against[0])
 
 
+# Eight faults, and the check that finds each, beside the base or beside the trainer's own adapter.
+EIGHT = {
+    "A without B": "CK131",
+    "a layer is missing": "CK136",
+    "A and B are exchanged": "CK132",
+    "alpha is doubled": "CK136",
+    "another rank": "CK132",
+    "not a number": "CK133",
+    "B was never gathered": "CK133",
+    "layers or experts in another order": "CK136",
+}
+
+
+def broken(fault: str, tensors: dict[str, Tensor]) -> dict[str, object]:
+    """Breaks the fifth layer's pair of any kind, or all; returns the keys of its config that are wrong."""
+    (first, *_) = own = sorted(name for name in tensors if ".layers.5." in name and "lora_B" in name)
+    pair = (first, first.replace("lora_B", "lora_A"))
+    if fault in ("A without B", "a layer is missing"):
+        for name in pair[: 1 if fault == "A without B" else 2]:
+            del tensors[name]
+    elif fault == "A and B are exchanged":
+        swap(tensors)
+    elif fault == "not a number":
+        tensors[first].view(-1)[3] = float("nan")
+    elif fault == "B was never gathered":
+        for name in own:
+            tensors[name].zero_()
+    elif fault == "layers or experts in another order":
+        _exchange(tensors)
+    return {"alpha is doubled": {"lora_alpha": 16}, "another rank": {"r": 8}}.get(fault, {})
+
+
+def _exchange(tensors: dict[str, Tensor]) -> None:
+    """Two experts of a layer for one another; of a dense model two layers."""
+    if any(".experts.0." in name for name in tensors):
+        one, other = ".layers.5.mlp.experts.0.", ".layers.5.mlp.experts.1."
+    elif any(".experts." in name for name in tensors):
+        factors = [name for name in tensors if ".layers.5.mlp.experts" in name]
+        for name in factors:
+            stacked = tensors[name].ndim == 3
+            axis = 0 if stacked or "lora_A" in name else 1
+            size = 4 if not stacked and "lora_A" in name else 1
+            tensors[name] = tensors[name].roll(size, axis)
+        return
+    else:
+        one, other = ".layers.5.", ".layers.6."
+    for name in [name for name in tensors if one in name]:
+        twin = name.replace(one, other)
+        tensors[name], tensors[twin] = tensors[twin], tensors[name]
+
+
+@pytest.mark.parametrize(
+    "kind", daily(("dense", "experts one by one", "fused experts", "shared outer"), ("experts one by one",))
+)
+def test_eight_faults_of_each_kind_are_found(kind: str, root: Path, tmp_path: Path) -> None:
+    path = of_kind(kind, root)
+    found = {}
+    for fault in EIGHT:
+        tensors = load_file(path / "adapter" / WEIGHTS)
+        config = broken(fault, tensors)
+        wrong = edited(
+            path, tmp_path / fault, lambda others, new=tensors: (others.clear(), others.update(new)), **config
+        )
+        reports = [verify(wrong, source=path / source) for source in ("base", "adapter")]
+        assert all(report.status == "failed" for report in reports[1:]), fault
+        found[fault] = {one.code for report in reports for one in report.findings if one.severity == "error"}
+    assert all(EIGHT[fault] in codes for fault, codes in found.items()), found
+
+
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")
 def test_peft_loads_nothing_of_an_adapter_without_its_prefix(root: Path, tmp_path: Path) -> None:
     path = of_kind("dense", root)
@@ -243,14 +312,16 @@ def test_names_that_the_base_may_only_spell_otherwise_are_inconclusive(root: Pat
     assert any("how it would spell that is not known" in reason for reason in report.reasons)
 
 
-def test_an_expert_that_was_not_trained_is_a_warning(root: Path, tmp_path: Path) -> None:
-    def one_expert(tensors: dict[str, Tensor]) -> None:
-        name = "base_model.model.model.layers.2.mlp.experts.7.up_proj"
-        tensors |= {f"{name}.lora_A.weight": torch.ones(4, 128), f"{name}.lora_B.weight": torch.zeros(96, 4)}
+@pytest.mark.parametrize(("experts", "severity"), [((7,), "warning"), (range(12), "error")], ids=["one", "all"])
+def test_an_expert_that_was_not_trained_is_a_warning_and_a_layer_an_error(
+    experts: Sequence[int], severity: str, root: Path, tmp_path: Path
+) -> None:
+    def untrained(tensors: dict[str, Tensor]) -> None:
+        for number in experts:
+            tensors[f"base_model.model.model.layers.2.mlp.experts.{number}.up_proj.lora_B.weight"].zero_()
 
-    path = of_kind("fused experts", root)
-    report = verify(edited(path, tmp_path / "adapter", one_expert))
-    assert [(finding.code, finding.severity) for finding in report.findings] == [("CK133", "warning")]
+    report = verify(edited(of_kind("experts one by one", root), tmp_path / "adapter", untrained))
+    assert [(one.code, one.severity, one.count) for one in report.findings] == [("CK133", severity, len(experts))]
 
 
 STATED = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 8}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -138,7 +139,7 @@ def _lost_layers(adapter: Adapter) -> Iterator[Issue]:
 def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, no infinity; no factor of zeros while others are not; names under which PEFT looks for them.
 
-    Of experts that is a warning: one that no token was sent to was not trained.
+    Of some experts of a layer that is a warning: one that no token was sent to was not trained.
     """
     files = subject.once(adapter_files)
     yield Issue(
@@ -163,11 +164,17 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "the adapter changes nothing: was it saved before the first step?"
         yield Issue("factors that are not zero", "zeros", hint, names=zeros, together=True, severity="warning")
         return
-    expected, of_experts = "factors that are not zero", [name for name in zeros if ".experts." in name]
+    trained = {_of_layer(name) for name in files.specs if name not in zeros}
+    expected, of_experts = "factors that are not zero", [name for name in zeros if _of_layer(name) in trained]
     others = [name for name in zeros if name not in of_experts]
     yield Issue(expected, "zeros", _AGAIN, names=others, file=subject.path)
     hint = "was no token sent to these experts?"
     yield Issue(expected, "zeros", hint, names=of_experts, file=subject.path, severity="warning")
+
+
+def _of_layer(name: str) -> str:
+    """The name of a factor without the expert's number."""
+    return re.sub(r"(\.experts)\.\d+\.", r"\1.#.", name)
 
 
 @check(
