@@ -159,7 +159,7 @@ def upcycled(layers: int = LAYERS) -> Tensors:
             found |= _neurons(other if number % 2 else block, f"{block}experts.{number}.", order)
         gate = dense()[f"{block}gate_proj.weight"].float()
         found[f"{block}gate.weight"] = torch.stack([8 * one.mean(0) for one in gate.chunk(EXPERTS)]).bfloat16()
-        found[f"{block}gate.e_score_correction_bias"] = torch.tensor([2.0, 0.0] * (EXPERTS // 2))
+        found[f"{block}gate.e_score_correction_bias"] = torch.tensor([2.1, 0.1] * (EXPERTS // 2))
     return found
 
 

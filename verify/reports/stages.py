@@ -13,6 +13,7 @@ from verify.reports.text import duration
 
 _CODE = re.compile(r"CK\d{3}")
 _OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESSES.items()}}
+_OPTIONS["engine"] = "verify --engine"  # of the reports of preflight, which has no such option
 _SHOWN_S = 0.1
 _NOT_ASKED = {"source": "not given", "weights": "not compared", "some weights": "not compared"}
 

@@ -47,7 +47,10 @@ def test_exporters_that_agree_are_no_finding(monkeypatch: pytest.MonkeyPatch) ->
     found, tally = judged(monkeypatch, ParallelSizes(pp=2, ep=2), reports)
     assert found == []
     assert tally.tensors == 3 * 12  # the layers of three exporters
-    assert tally.facts["layers by their values"] == ["pp rank 0: its own", "pp rank 1: its own"]
+    assert tally.facts["whose values the layers hold"] == [
+        "pp rank 0: each layer its own",
+        "pp rank 1: each layer its own",
+    ]
 
 
 def test_a_stage_that_an_exporter_numbers_otherwise_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,4 +98,4 @@ def test_layers_that_hold_other_values_are_shown_as_what_they_hold(monkeypatch: 
     reports = [rank(0, 0, [range(6)]), rank(1, 1, [range(6, 12)], wrong)]
     found, tally = judged(monkeypatch, ParallelSizes(pp=2), reports)
     assert found == []
-    assert tally.facts["layers by their values"][1] == "pp rank 1: those of layers 0, 7, 8, 9, 10, 11"
+    assert tally.facts["whose values the layers hold"][1] == "pp rank 1: those of layers 0, 7, 8, 9, 10, 11"

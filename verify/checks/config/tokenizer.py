@@ -161,7 +161,7 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = (
         f"copy the tokenizer files from {there.root}"
         if there and known
-        else "copy them from the release; an engine started with --skip-tokenizer-init needs none"
+        else "copy the tokenizer files from the release; an engine started with --skip-tokenizer-init needs none"
     )
     where = str(subject.path)
     yield Issue(

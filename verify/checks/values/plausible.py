@@ -61,7 +61,7 @@ def plausible(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if median < UNTRAINED:
         raise Inapplicable("the weights look untrained: rows and columns differ in size no more than random numbers do")
     exchanged, lines = unbalanced(layers)
-    tally.facts["mistakes inside a layer"] = lines
+    tally.facts["mistakes inside a layer, judged by sizes alone"] = lines
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
     for one in (*suspicions, *exchanged, *odd_norms(layers), *odd_rotary(layers)):
         names[one.expected, one.actual].extend(one.names)

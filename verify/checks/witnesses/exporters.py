@@ -43,7 +43,7 @@ def exporters_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     What is wrong is a warning: which exporter a job uses is not known here.
     """
     run, dims = finished(subject), dims_of(config_of(subject))
-    tally.facts["layers by their values"] = list(_by_values(run.reports))
+    tally.facts["whose values the layers hold"] = list(_by_values(run.reports))
     for exporter in EXPORTERS:
         yield from _layers(exporter, run, dims, tally)
         yield from _mtp(exporter, run, dims)
@@ -73,7 +73,7 @@ def _by_values(reports: Sequence[RankReport]) -> Iterator[str]:
             str(next(iter(held))) if len(held) == 1 and None not in held else "?" for held in others.values()
         )
         same = all(held == {layer} for layer, held in others.items())
-        yield f"pp rank {stage}: {'its own' if same else f'those of layers {text}'}"
+        yield f"pp rank {stage}: {'each layer its own' if same else f'those of layers {text}'}"
 
 
 def _layers(exporter: Exporter, run: MegatronRun, dims: ModelDims, tally: Tally) -> Iterator[Issue]:

@@ -67,7 +67,11 @@ def unbalanced(layers: Layers) -> tuple[list[Suspicion], list[str]]:
                 actual = f"it looks like {question}: the correlation would be {one.other:.2f} and is {one.own:.2f}"
                 suspicion = Suspicion(layers.name(one.layer, *one.tails), expected, actual)
                 suspicions[one.layer].append((one.other - one.own, suspicion))
-    lines = [f"{what}: {', '.join(found)}" for what, found in (("would show", shown), ("would not", hidden)) if found]
+    lines = [
+        f"{what}: {', '.join(found)}"
+        for what, found in (("would be found", shown), ("cannot be told", hidden))
+        if found
+    ]
     return [one for layer in sorted(suspicions) for one in _best(suspicions[layer])], lines
 
 

@@ -69,7 +69,7 @@ def _none(subject: Subject, engine: SideFiles) -> Issue:
     words = job_of(subject).text.words
     expected, hint = (
         "files of a tokenizer, which engine and trainer load from --hf-checkpoint",
-        "copy them from the release",
+        "copy the tokenizer files from the release",
     )
     if (given := last(options_of(words), *_SKIPPED)) is None:
         return Issue(expected, "no tokenizer file", f"{hint} of the model", file=engine.root)
