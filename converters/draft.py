@@ -201,6 +201,13 @@ class Draft:
             return first == (self.version == 3)  # EAGLE's first layer has none, EAGLE3 takes one of two after it
         return first or not name.endswith(".hidden_norm.weight")
 
+    def random_head(self, stored: Mapping[str, Any]) -> bool:
+        """Whether SGLang 0.5.16 has no value for the output layer: it takes the target's by draft_vocab_size alone."""
+        mine = self.version == 3 and self.name in ENGINES[_SGLANG] and self.config.get("draft_vocab_size") is not None
+        return (
+            mine and HEAD not in stored and not self.needs(HEAD) and not flag(self.config, "tie_word_embeddings", False)
+        )
+
     def unfilled(self, stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         """What engines' classes have beside what is stored, or lack: what should be, what is, and the next move."""
         sglang = self.name in ENGINES[_SGLANG]
@@ -245,10 +252,11 @@ class Target:
     hidden: int
     vocabulary: int
     layers: int
+    positions: int
 
 
 def target_of(config: Mapping[str, Any]) -> Target:
     """The sizes in a target's config.json. Raises CkptkitError where it lacks one."""
     text = language_part(config)
     hidden, vocabulary, layers = (integer(text, key) for key in ("hidden_size", "vocab_size", "num_hidden_layers"))
-    return Target(hidden, vocabulary, layers)
+    return Target(hidden, vocabulary, layers, integer(text, "max_position_embeddings", 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reports import adapters, configs, exports, files, launches, lists, megatron, names, quantized, unreachable
+from reports import adapters, configs, drafts, exports, files, launches, lists, megatron, names, quantized, unreachable
 from reports.report import Report
 
 REPORTS: tuple[Report, ...] = (
@@ -14,6 +14,7 @@ REPORTS: tuple[Report, ...] = (
     *quantized.REPORTS,
     *lists.REPORTS,
     *adapters.REPORTS,
+    *drafts.REPORTS,
     *launches.REPORTS,
     *unreachable.REPORTS,
 )

@@ -13,7 +13,7 @@ from mutations.edits import edit_config, edit_json, names, replace, tensor
 from mutations.floats import exponents_unannounced
 from mutations.int4 import packed, unpack
 from support import models
-from support.floats import AMAX, DEEPSEEK_V4, SPELLINGS, V4_QUANTIZED, exponents, modelopt_nvfp4, write
+from support.floats import AMAX, DEEPSEEK_V4, SPELLINGS, V4_QUANTIZED, Spelling, exponents, modelopt_nvfp4, write
 from support.quantized import int4
 from support.sglang_fp8 import with_fp8_blocks
 
@@ -257,7 +257,50 @@ def _flat_scales(path: Path) -> None:
     )
 
 
+def _scale_too_large(path: Path) -> None:
+    """A scale above 448, which a cast to FP8 makes NaN."""
+    name = "model.layers.3.mlp.down_proj.weight_scale"
+    scale = tensor(path, name)
+    scale.view(torch.uint8)[0, 0] = 0x7F
+    replace(path, {name: scale})
+
+
+def _one_scale(module: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FP8 with one scale a weight, and one of its inputs, as Mistral stores it."""
+    scale = weight.float().abs().max() / 448
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    scales = {"weight_scale_inv": scale.bfloat16(), "activation_scale": torch.tensor(0.02).bfloat16()}
+    return {f"{module}.weight": codes, **{f"{module}.{name}": one for name, one in scales.items()}}
+
+
+def _as_mistral_text(work: Path) -> None:
+    content = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    spelling = Spelling(_one_scale, {"quantization_config": content | {"modules_to_not_convert": ["lm_head"]}})
+    write((work / SOURCE).resolve(), work / "CKPT", spelling)
+
+
 REPORTS = (
+    Report(
+        "vllm-omni#4025",
+        "2026-05",
+        "NVFP4: a scale above 448 becomes NaN when it is cast to FP8, and every answer `!!!!`.",
+        VERIFY,
+        "qwen2-untied/hf",
+        "CK304",
+        ("model.layers.3.mlp.down_proj.weight_scale", "NaN or infinity: 1 of"),
+        on_checkpoint(_scale_too_large),
+        _nvfp4,
+    ),
+    Report(
+        "Automodel#2654",
+        "2026-06",
+        "FP8 with one scale a weight, of no axis, under weight_block_size null: transformers looks for rows of blocks.",
+        VERIFY,
+        "ministral3/",
+        prepare=_as_mistral_text,
+        verdict="sound",
+        reason="the checkpoint is right; the reader takes every FP8 for one in blocks",
+    ),
     Report(
         "Megatron-Bridge#5731",
         "2026-08",

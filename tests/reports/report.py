@@ -51,6 +51,7 @@ _REPOSITORIES = {
     "verl": "verl-project/verl",
     "vime": "vllm-project/vime",
     "vllm": "vllm-project/vllm",
+    "vllm-omni": "vllm-project/vllm-omni",
 }
 
 

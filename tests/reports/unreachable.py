@@ -185,6 +185,13 @@ REPORTS = (
             ("transformers#47410", "2026-07", "Packed experts start anew.", f"{ANOTHER} transformers#47407"),
             ("NeMo-RL#2124", "2026-03", "Layers of gpt-oss are not exported.", f"{ANOTHER} NeMo-RL#2249"),
             ("Megatron-Bridge#5714", "2026-08", "Quantized experts are exported in groups.", FEATURE),
+            (
+                "vllm-omni#1854",
+                "2026-05",
+                "NVFP4 of Qwen3-Omni takes in the towers, which hang below `thinker` too.",
+                "list and files agree: whether a tower may be quantized is the engine's own",
+            ),
+            ("Automodel#2571", "2026-06", "A layer that is not tied in memory is left out as tied.", TRAINER),
             ("slime#1558", "2026-02", "--load restores the weights, and the rollout loop counts from 0.", TRAINER),
             ("slime#2243", "2026-07", "--ref-ckpt-step stays in force for the actor's own checkpoint.", TRAINER),
             ("NeMo-RL#3523", "2026-08", "A setting of the router's bias is validated and reaches nothing.", TRAINER),

@@ -20,7 +20,7 @@ _SIZES: dict[str, Any] = {
     "head_dim": HEAD,
     "num_hidden_layers": 1,
     "vocab_size": TOKENS,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "hidden_act": "silu",

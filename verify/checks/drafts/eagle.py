@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint, read_config
+from converters.config.values import integer
 from converters.draft import EMBEDDING, ENGINES, FUSION, TOKENS, USED, Draft, draft_of, target_of
 from verify.check import Tally, check
 from verify.evidence.plain import plain
@@ -73,6 +74,10 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
             expected = f"{list(shapes[name])}, as {_CONFIG} says{_of_states(draft, name)}"
             yield Issue(expected, f"{list(spec.shape)}", _AGAIN, names=[spec.name], file=subject.path)
     file = subject.path / _CONFIG
+    if draft.random_head(specs):
+        actual = f"not stored, and draft_vocab_size {draft.draft_vocabulary}: SGLang 0.5.16 serves random numbers"
+        hint = "take draft_vocab_size out of config.json, by which SGLang takes the target's, as vLLM does; or store it"
+        yield Issue("the output layer", actual, hint, file=file)
     for expected, actual, hint in draft.unfilled(specs):
         yield Issue(expected, actual, hint, file=file, severity="warning")
     for engine, classes in ENGINES.items():
@@ -200,6 +205,12 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
     if draft.vocabulary != target.vocabulary:
         yield Issue(f"vocab_size {target.vocabulary}, as the target", f"{draft.vocabulary}", hint, file=file)
+    positions = integer(draft.config, "max_position_embeddings", target.positions)
+    if positions < target.positions:
+        actual = f"{positions}, for as many positions has vLLM rotary factors: behind them hardly a token is accepted"
+        hint = "state the target's; no weight depends on it"
+        expected = f"max_position_embeddings {target.positions}, as the target"
+        yield Issue(expected, actual, hint, file=file, severity="warning")
     yield from _layers(draft, target.layers, tally, file)
     yield from _embedding(subject, draft, tally)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import read_config
+from converters.draft import draft_of, is_draft
 from verify.check import Skip, Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -106,11 +108,28 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
 
 
 def _given(found: Speculation, draft: Path) -> Iterator[Issue]:
-    if draft.is_dir() or (not draft.is_absolute() and _HUB.fullmatch(str(draft))) or "://" in str(draft):
+    if draft.is_dir():
+        yield from _method(found, draft)
+        return
+    if (not draft.is_absolute() and _HUB.fullmatch(str(draft))) or "://" in str(draft):
         return
     if found.server == "vllm" and not draft.is_absolute():
         return  # the name of a method, or of a module
     yield Issue(f"the draft model {draft}", "no such directory", "check the path", file=draft)
+
+
+def _method(found: Speculation, draft: Path) -> Iterator[Issue]:
+    """SGLang hands on states of three layers for EAGLE3 and of one for EAGLE, whatever the draft model reads."""
+    try:
+        config = read_config(draft)
+        version = draft_of(config).version if is_draft(config) else 0
+    except CkptkitError:
+        return  # which `verify DRAFT` judges
+    named = {"EAGLE": 1, "EAGLE3": 3}.get(found.method, 0)
+    if found.server == "sglang" and named and version and named != version:
+        right = "EAGLE3" if version == 3 else "EAGLE"
+        expected, actual = f"{right}, for a draft model of {right}", f"{found.method}, at {found.place}"
+        yield Issue(expected, actual, "no draft token is accepted: name the method of the draft model", file=draft)
 
 
 def _stated(config: Mapping[str, Any]) -> bool:
