@@ -25,7 +25,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
 from ckptkit.formats.hf.shard import Fault
 from converters.config.values import integer, number
-from converters.hf_names import GATE_UP_DOWN
+from converters.hf_names import GATE_UP, GATE_UP_DOWN
 from converters.registry import family_of
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ ROOT = "base_model.model."  # which PEFT writes before every name
 FACTOR = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(embedding_)?(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?")
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+_PROJECTION = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
 # What an expression for ranks or alphas may be made of; others are never written, and might be searched for hours.
 _PATTERN = re.compile(r"[\w\\.*-]{1,200}")
 # Kinds of adapters that compute something else.
@@ -51,7 +52,7 @@ class Targets:
     """The weights that a pair changes, as one matrix [rows, columns], or one an expert.
 
     `specs`: one matrix; of experts those of one after the other, gate before up; or the one tensor that holds all,
-    `turned`: [experts, columns, rows].
+    `turned`: [experts, columns, rows]. `part`: of one expert's projection in that tensor, the expert and its first row.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -60,6 +61,7 @@ class Targets:
     experts: int = 0
     leaf: str = ""
     turned: bool = False
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,21 @@ class Adapter:
                 return [Targets((spec,), *spec.shape)]
             block, _, leaf = (name, "", "") if name.endswith(".experts") else name.rpartition(".")
             found += [one for one in self._experts(block) if leaf in ("", one.leaf)]
+            found += self._of_one(name)
         return found
+
+    def _of_one(self, name: str) -> Iterator[Targets]:
+        """One expert's projection, where the base has those of a layer in one tensor."""
+        match, turned = _PROJECTION.fullmatch(name), self.family.fused.transposed
+        if match is None or self.family.fused.interleaved:
+            return
+        block, expert, leaf = match[1], int(match[2]), match[3]
+        for whole, leaves in ((_GATE_UP, GATE_UP), (leaf, (leaf,))):
+            spec = self.base.specs.get(f"{block}.{whole}")
+            if spec is not None and leaf in leaves and len(spec.shape) == 3 and expert < spec.shape[0]:
+                rows, columns = spec.shape[:0:-1] if turned else spec.shape[1:]
+                rows //= len(leaves)
+                yield Targets((spec,), rows, columns, turned=turned, part=(expert, leaves.index(leaf) * rows))
 
     @cached_property
     def _blocks(self) -> Mapping[str, dict[str, dict[int, TensorSpec]]]:
@@ -258,14 +274,21 @@ class Adapter:
         if self.faults:
             more = f", and {len(self.faults) - 1} more faults" if self.faults[1:] else ""
             raise CkptkitError(f"{self.where}: {self.faults[0]}{more}", hint)
-        made = [spec for pair in self.pairs for spec in pair.targets.specs]
+        parts: dict[str, list[Pair]] = {}
+        for pair in self.pairs:
+            if pair.targets.part is not None:
+                parts.setdefault(pair.targets.specs[0].name, []).append(pair)
+        made = [spec for pair in self.pairs if pair.targets.part is None for spec in pair.targets.specs]
+        made += [pairs[0].targets.specs[0] for pairs in parts.values()]
         if odd := [spec for spec in made if spec.dtype not in COMPUTED]:
             raise CkptkitError(f"{odd[0]} cannot have an adapter merged into it", "give the plain release as the base")
         changed = Counter([*(spec.name for spec in made), *self.saved])
         if twice := [name for name, count in changed.items() if count > 1]:
             raise CkptkitError(f"{self.where} changes {twice[0]} twice", _BY_HAND)
         steps = [identity(spec) for name, spec in self.base.specs.items() if name not in changed]
-        steps += [Step(pair.inputs, pair.targets.specs, pair.merged, "merge LoRA") for pair in self.pairs]
+        whole = [pair for pair in self.pairs if pair.targets.part is None]
+        steps += [Step(pair.inputs, pair.targets.specs, pair.merged, "merge LoRA") for pair in whole]
+        steps += [_of_parts(pairs) for pairs in parts.values()]
         steps += [self._taken(name, spec) for name, spec in self.saved.items()]
         joined = Joined(self.base, self.files)
         dropped = {*self.saved, *(spec.name for spec in self.copies.values())}
@@ -274,6 +297,22 @@ class Adapter:
     def _taken(self, name: str, spec: TensorSpec) -> Step:
         whole = TensorSpec(name, spec.shape, self.base.specs[name].dtype)
         return Step((spec.name,), (whole,), lambda one: [one[0].to(whole.torch_dtype)], "take from the adapter")
+
+
+def _of_parts(pairs: Sequence[Pair]) -> Step:
+    """Merges the pairs of single experts into the tensor that holds all, in float32 and rounded once."""
+    (spec,) = pairs[0].targets.specs
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        merged = tensors[0].float().clone()
+        for pair, a, b in zip(pairs, tensors[1::2], tensors[2::2], strict=True):
+            expert, row = pair.targets.part or (0, 0)
+            matrix = merged[expert].T if pair.targets.turned else merged[expert]
+            matrix[row : row + pair.targets.rows] += pair.delta(a, b)
+        return [merged.to(tensors[0].dtype)]
+
+    inputs = (spec.name, *(one.name for pair in pairs for one in (pair.a, pair.b)))
+    return Step(inputs, (spec,), run, "merge LoRA of experts")
 
 
 def require_lora(config: Mapping[str, Any], where: str) -> None:
@@ -290,7 +329,7 @@ def require_lora(config: Mapping[str, Any], where: str) -> None:
 def _fit(a: TensorSpec, b: TensorSpec, magnitude: TensorSpec | None, targets: Targets, embedding: bool) -> bool:
     """Whether factors of these shapes change such a weight."""
     rows, columns, experts = targets.rows, targets.columns, targets.experts
-    if magnitude is not None and (experts or math.prod(magnitude.shape) != rows):
+    if magnitude is not None and (experts or targets.part is not None or math.prod(magnitude.shape) != rows):
         return False
     if len(a.shape) == len(b.shape) == 3 and experts:
         outer = {a.shape[0], b.shape[0]} <= {1, experts}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import HF_CASES, case
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.adapters import KINDS, MLP, made, randomized
@@ -21,6 +22,7 @@ from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.reader import HfCheckpoint
 from converters.adapter import Adapter
 from quant.schemes.w4a16 import int4_scheme
+from verify.run import verify
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys", "ignore:Setting `save_embedding_layers`"
@@ -61,6 +63,23 @@ def test_merging_gives_what_peft_merges(kind: str, adapters: Callable[[str], Pat
             if not torch.equal(tensor, base[name]):
                 changed.add(name)
     assert changed == {spec.name for pair in adapter.pairs for spec in pair.targets.specs} | adapter.saved.keys()
+
+
+def test_pairs_of_single_experts_are_merged_into_the_tensor_of_all(
+    adapters: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As Megatron-Swift saves adapters for Qwen3.5, whose release has experts in one tensor a layer."""
+    path = adapters("experts one by one")
+    case.save("qwen3_moe", HF_CASES["qwen3_moe"], tmp_path / "fused", torch.float32, fused=True)
+    merged = Adapter(AdapterFiles(path / "adapter"), HfCheckpoint(tmp_path / "fused"), "adapter")
+    assert merged.faults == []
+    expected, names = tensors_of(path / "merged"), [f"model.layers.{layer}.mlp.experts" for layer in range(12)]
+    for block in names:
+        gate, up, down = (torch.stack([expected[f"{block}.{one}.{part}.weight"] for one in range(12)]) for part in MLP)
+        found = merged.merged().read([f"{block}.gate_up_proj", f"{block}.down_proj"])
+        assert torch.equal(found[f"{block}.gate_up_proj"], torch.cat([gate, up], 1))
+        assert torch.equal(found[f"{block}.down_proj"], down)
+    assert verify(path / "adapter", source=tmp_path / "fused").status == "passed"
 
 
 def test_a_merged_checkpoint_is_written_in_every_way(adapters: Callable[[str], Path], tmp_path: Path) -> None:
