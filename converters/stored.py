@@ -29,9 +29,7 @@ def as_stored(config: Mapping[str, Any], names: Collection[str], release: Collec
     config where any is stored. Otherwise as `as_spelled`. Raises CkptkitError as `family_of` and
     `ModelFamily.read_dims`.
     """
-    config = as_spelled(config, chain(names, release))
-    if any(name in names for name in unused_names(config)):
-        config = family_of(config).with_unused(config)
+    config = with_unused(as_spelled(config, chain(names, release)), names)
     return _without_mtp(config) if lacks_mtp(config, names) else config
 
 
@@ -44,6 +42,15 @@ def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, 
     return (
         _nested(config, whole) if whole is not None and any(name.startswith(NESTED_ROOT) for name in names) else config
     )
+
+
+def with_unused(config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+    """The config with the tensors that no reader uses, where any of them is among these names; else as it is.
+
+    Raises CkptkitError as `unused_names`.
+    """
+    stored = any(name in names for name in unused_names(config))
+    return family_of(config).with_unused(config) if stored else config
 
 
 def unused_names(config: Mapping[str, Any]) -> frozenset[str]:

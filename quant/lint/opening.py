@@ -13,7 +13,7 @@ from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.foreign import refuse_stated
 from converters.registry import FAMILIES
-from converters.stored import as_spelled
+from converters.stored import as_spelled, with_unused
 from quant.formats.floats.table import quantized_in
 from quant.formats.groups import Group, Kind, Target, groups_of, targets_of
 from quant.formats.modelopt import flattened
@@ -88,7 +88,7 @@ def _compressed_tensors(
 def _model(
     config: Mapping[str, Any], stored: Sequence[str], *, any_format: bool
 ) -> tuple[Mapping[str, Any], ClassTree, Sequence[str], list[Matrix]]:
-    """The config as its tensors are spelled, the model's modules, the names to judge, and its matrices.
+    """The config as its tensors are stored, the model's modules, the names to judge, and its matrices.
 
     `any_format`: not INT4, so that a model that is not known has no matrices, and without weights draft layers are not
     judged: nothing tells whether they are quantized.
@@ -96,7 +96,7 @@ def _model(
     family = FAMILIES.get(str(config.get("model_type")))
     if any_format and (family is None or family.release is None):
         return config, _NOTHING_KNOWN, stored, []
-    config = as_spelled(config, stored)
+    config = with_unused(as_spelled(config, stored), set(stored))
     tree = class_tree(config)
     drafts = () if any_format else _draft_modules(tree)
     names = stored or [f"{module}.weight" for module in [*tree.others, *sorted(tree.linears), *drafts]]

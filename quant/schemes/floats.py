@@ -7,6 +7,7 @@ in `N.weight_packed`. Activations are quantized by the engine while it runs, if 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,12 +275,14 @@ def _compressed_tensors_config(scheme: FloatScheme, ignore: Sequence[str]) -> di
         activations = kind | {"strategy": "group", "group_size": width, "dynamic": True}
     weights["dynamic"] = False
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": form}
+    # Readers ask about experts one by one, and a plain entry names one module alone.
+    entries = [rf"re:{re.escape(name)}\..*" if name.endswith(".experts") else name for name in ignore]
     return {
         "quant_method": _CT,
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": list(ignore),
+        "ignore": entries,
     }
 
 

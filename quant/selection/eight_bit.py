@@ -166,7 +166,8 @@ def _is_respelled(matrix: Matrix) -> bool:
     """
     name, layer = matrix.module.rpartition(".")[2], (matrix.sglang or "").rpartition(".")[2]
     moved = matrix.vllm is not None and matrix.vllm.rpartition(".")[0] not in matrix.module
-    return moved or layer not in ("", name, "experts", *FUSED)
+    stacked = layer == "experts" and ".experts." not in matrix.module  # all experts of a layer in one tensor
+    return moved or stacked or layer not in ("", name, "experts", *FUSED)
 
 
 def _asked_by(matrices: Sequence[Matrix], names: Collection[str]) -> tuple[str, ...]:

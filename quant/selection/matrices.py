@@ -102,7 +102,8 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
     if draft := tree.draft_of(module):
         rest = module.removeprefix(draft.prefix)
         asked = tail(rest) in tree.tails or module in draft.own
-        layer = fused_layer(f"{draft.sglang}{rest}", None) if asked and draft.sglang is not None else None
+        in_sglang = asked and draft.sglang is not None and not module.endswith(_DENSE_IN_SGLANG)
+        layer = fused_layer(f"{draft.sglang}{rest}", None) if in_sglang else None
         own = fused_layer(f"{draft.sglang_own}{rest}", None) if asked and draft.sglang_own is not None else None
         in_vllm = asked or (draft.vllm_joint and module == draft.joint)
         prefix = draft.prefix if draft.vllm is None else draft.vllm

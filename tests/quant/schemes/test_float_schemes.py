@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from compressed_tensors.utils import match_name
 from families import case
 from support import models
 from support.engine_models import saved
@@ -227,6 +228,17 @@ def test_what_blocks_do_not_divide_stays_with_all_that_engines_join_to_it(
     )
     assert len(result.notes) == 2
     assert "blocks of 128 rows do not divide what engines join to one layer: model.layers.{0..6}" in result.notes[0]
+
+
+def test_left_out_experts_are_named_as_readers_ask_for_them(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    scheme = FloatScheme("fp8-channel", ignore=(r"re:.*\.layers\.3\.mlp\.experts\..*",))
+    quantize(plain("moe"), tmp_path / "out", scheme)
+    ignore, packed = config_of(tmp_path / "out")["ignore"], in_fp8(tmp_path / "out")
+    for layer, left in ((3, True), (4, False)):
+        for name in (f"model.layers.{layer}.mlp.experts.{expert}.gate_proj" for expert in (0, 11)):
+            assert any(match_name(name, entry) for entry in ignore) is left
+            assert (name in packed) is not left
+    assert lint(tmp_path / "out", readers=("vllm", "transformers")).findings == ()
 
 
 @pytest.mark.parametrize(

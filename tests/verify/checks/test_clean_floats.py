@@ -61,7 +61,15 @@ FP8_ALONE = [
     for model, one in HF_CASES.items()
     if (release := FAMILIES[config_of(one)["model_type"]].release) is not None and release.fp8_only
 ]
-DAILY = {("mimo", "fp8-block"), ("deepseek_v32", "mxfp8"), ("qwen2-untied", "mxfp4"), ("gpt_oss", "fp8-block")}
+DAILY = {
+    ("gemma4-small-as-released", "nvfp4"),
+    ("granitemoehybrid", "mxfp4"),
+    ("step3p5", "mxfp8"),
+    ("mimo", "fp8-block"),
+    ("deepseek_v32", "mxfp8"),
+    ("qwen2-untied", "mxfp4"),
+    ("gpt_oss", "fp8-block"),
+}
 PAIRS = [
     pytest.param(model, name, marks=() if (model, name) in DAILY else pytest.mark.nightly)
     for model in HF_CASES
