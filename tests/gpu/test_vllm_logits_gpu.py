@@ -45,10 +45,12 @@ LATENT = {
 }
 OF_32 = {"head_dim": 32}
 # As the releases have them.
-MIXER = {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "chunk_size": 128}
-GRANITE = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128}
-BLOCKS = {"index_head_dim": 128, "index_block_size": 128, "index_topk_blocks": 4}
+LONG = {"max_position_embeddings": 4096}
+MIXER = LONG | {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "chunk_size": 128}
+GRANITE = LONG | {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128}
+BLOCKS = LONG | {"index_head_dim": 128, "index_block_size": 128, "index_topk_blocks": 4}
 COMPRESSED = {
+    **LONG,
     "hidden_size": 512,
     "num_attention_heads": 8,
     "o_groups": 2,
@@ -77,11 +79,12 @@ FAMILIES = (
     *("mistral-window", "glm4", "glm4-tied", "gemma3_text", "gemma3_text-v4", "qwen3_vl-tied"),
     *("qwen3_moe", "qwen3_moe-dense-between", "qwen2_moe", "mixtral", "glm4_moe", "glm4_moe-mtp", "minimax_m2"),
     *("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite", "gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    *("exaone_moe", "exaone_moe-groups-tied", "bailing_moe", "bailing_moe_v2-tied", "qwen3_omni_moe"),
+    *("exaone_moe", "exaone_moe-groups-tied", "bailing_moe_v2-tied", "qwen3_omni_moe"),
     *("nemotron_h", "nemotron_h-latent"),
     # No released Megatron loads these.
     *("ernie4_5_moe", "granitemoehybrid", "gemma4", "step3p5", "step3p7", "minimax_m3_vl"),
 )
+LING = "bailing_moe"  # with a draft layer
 # Its kernels multiply FP8 alone, with a cache in FP8.
 IN_FP8 = ("deepseek_v4",)
 # Prompts are longer than a chunk of a mixer, than the blocks and than the compressed keys that are chosen from.
@@ -105,7 +108,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     expected: dict[str, tuple[Tensor, Tensor]] = {}
     paths: dict[str, Path] = {}
     asked = collected(request, "name") | collected(request, "label")
-    for name in (name for name in (*FAMILIES, *IN_FP8) if name in asked):
+    for name in (name for name in (*FAMILIES, LING, *IN_FP8) if name in asked):
         paths[name], expected[name] = saved(name, root)
     labels = [label for label in (*CLEAN, *MISORDERED, *REFUSED) if label in asked]
     paths |= write_all(root / "formats", labels, root / "meant")
@@ -206,6 +209,11 @@ def test_misordered_scales_show_in_the_log_probabilities(label: str, rows: Mappi
     answer, exact, rounded = rows[label]
     assert isinstance(answer, Tensor), answer
     assert distance(answer, exact) > 4 * distance(rounded, exact)
+
+
+@pytest.mark.parametrize("name", [LING])
+def test_vllms_class_of_ling_ends_at_its_draft_layer(name: str, rows: Mapping[str, Row]) -> None:
+    assert "There is no module or parameter named 'layers.12' in BailingMoeModel" in str(rows[name][0])
 
 
 @pytest.mark.parametrize("label", REFUSED)

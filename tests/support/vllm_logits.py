@@ -29,6 +29,7 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HUMMING_DISABLE_PARALLEL_BUILD": "1",
     "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "TRITON_F32_DEFAULT": "ieee",  # not TF32
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
