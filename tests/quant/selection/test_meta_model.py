@@ -543,5 +543,6 @@ def test_one_module_alone_hands_configs_to_transformers() -> None:
                 found.add(str(file.relative_to(root)))
     witnesses = ("reference/process.py", "reference/text.py", "rollouts/template.py")
     others = {f"verify/witnesses/{file}" for file in witnesses}
-    assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py", *others}
+    defaults = "verify/checks/config/class_defaults.py"
+    assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py", defaults, *others}
     assert importlib.import_module("quant.selection.meta_model")
