@@ -11,9 +11,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from families import HF_CASES
 from families.case import tokens
 from support.logits import distance, saved_with_logits, sized
 from support.nightly import collected
@@ -49,8 +51,10 @@ LONG = {"max_position_embeddings": 4096}
 MIXER = LONG | {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "chunk_size": 128}
 GRANITE = LONG | {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128}
 BLOCKS = LONG | {"index_head_dim": 128, "index_block_size": 128, "index_topk_blocks": 4}
+# vLLM takes the original positions times the factor for all there are.
+ROPES = HF_CASES["deepseek_v4"].config().rope_parameters
 COMPRESSED = {
-    **LONG,
+    "rope_parameters": {**ROPES, "compress": {**ROPES["compress"], "original_max_position_embeddings": 1024}},
     "hidden_size": 512,
     "num_attention_heads": 8,
     "o_groups": 2,
@@ -63,7 +67,7 @@ COMPRESSED = {
     "index_topk": 512,
     "sliding_window": 128,
 }
-SIZES: Mapping[str, Mapping[str, int]] = {
+SIZES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("qwen2-tied", "qwen2-untied", "qwen2_moe"), FOUR_HEADS),
     **dict.fromkeys(("llama", "llama-biases", "gemma3_text", "gemma3_text-v4"), OF_32),
     "llama-tied": FOUR_HEADS | OF_32,  # its config states no head_dim
