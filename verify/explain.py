@@ -56,7 +56,9 @@ def explain(words: str = "") -> str:
     if len(found) == 1:
         return _whole(found[0])
     found.sort(key=lambda one: " ".join(wanted) not in one.title.lower())
-    return "\n".join([*map(_listed, found), "", f"next: `ckptkit explain {found[0].code}`, or another of these"])
+    symptoms = "" if wanted else "; symptoms by words of theirs: `ckptkit explain garbled`"
+    more = f"next: `ckptkit explain {found[0].code}`, or another of these{symptoms}"
+    return "\n".join([*map(_listed, found), "", more])
 
 
 def _whole(one: Check | SymptomRow) -> str:
