@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from families import CASES, OF_A_KIND, UNWITNESSED
-from families.case import Case, save, tokens
-from families.table import DOCUMENT, table
+from families.case import far, save, tokens
+from families.table import DOCUMENT, config_of, table
 from families.worker import Answer, Worker
 from support.installed import require_megatron
 from support.nightly import daily
@@ -38,16 +38,6 @@ LAYOUTS = [
     for name, case in CASES.items()
     for fused in (False, True)[: 1 + case.fused]
 ]
-
-
-def far(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest logit."""
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
-def config_of(case: Case) -> dict[str, Any]:
-    """What config.json of the test model says."""
-    return dict(json.loads(json.dumps(case.edit(case.config().to_dict()))))
 
 
 OF_A_TYPE = {str(config_of(case)["model_type"]): name for name, case in reversed(CASES.items())}

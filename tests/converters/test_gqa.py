@@ -13,6 +13,7 @@ import torch
 from families import CASES
 from families.case import save
 from families.gqa import LLAMA3_ROPE
+from families.table import config_of
 from support.installed import before
 from transformers import MiniMaxM2Config
 
@@ -25,12 +26,6 @@ from converters.ops.basic import Copy
 from converters.planner import dims_of, rules_of, to_megatron
 
 Config = dict[str, Any]
-
-
-def config_of(name: str) -> Config:
-    """config.json of a test model, as its release spells it."""
-    case = CASES[name]
-    return case.edit(case.config().to_dict())
 
 
 def without(config: Config, *keys: str) -> Config:
@@ -86,7 +81,7 @@ def without(config: Config, *keys: str) -> Config:
     ],
 )
 def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
-    config = config_of(name)
+    config = config_of(CASES[name])
     assert dims_of(config).layers == 12
     with pytest.raises(CkptkitError, match=message):
         dims_of(config | change)
@@ -102,14 +97,14 @@ def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config
     ],
 )
 def test_llama3_rope_scaling_with_other_numbers_than_megatrons_own_is_refused(change: Config) -> None:
-    config = config_of("llama-tied")
+    config = config_of(CASES["llama-tied"])
     assert megatron_args(dims_of(config))["rope_scaling_factor"] == 32.0
     with pytest.raises(CkptkitError, match="rope scaling 'llama3' as it stands there has no Megatron arguments"):
         megatron_args(dims_of(config | {"rope_parameters": LLAMA3_ROPE | change}))
 
 
 def test_llama_spellings() -> None:
-    v4, v5 = config_of("llama"), CASES["llama"].config().to_dict()
+    v4, v5 = config_of(CASES["llama"]), CASES["llama"].config().to_dict()
     assert v4["rope_scaling"]["rope_type"] == "llama3"
     assert "rope_parameters" not in v4
     assert megatron_args(dims_of(v4)) == megatron_args(dims_of(v5))
@@ -124,14 +119,14 @@ def test_llama_spellings() -> None:
     assert megatron_args(dims_of(v4)).items() >= said.items()
     old = v4 | {"rope_scaling": without(v4["rope_scaling"], "rope_type") | {"type": "llama3"}}
     assert megatron_args(dims_of(old)) == megatron_args(dims_of(v4))
-    released = config_of("llama-tied")
+    released = config_of(CASES["llama-tied"])
     assert "head_dim" not in released
     assert dims_of(released) == dims_of(released | {"head_dim": 16}) == dims_of(released | {"head_dim": None})
-    assert dims_of(without(config_of("mistral"), "rope_theta")).rope_theta == 10000.0
+    assert dims_of(without(config_of(CASES["mistral"]), "rope_theta")).rope_theta == 10000.0
 
 
 def test_llama_biases() -> None:
-    args = megatron_args(dims_of(config_of("llama-biases")))
+    args = megatron_args(dims_of(config_of(CASES["llama-biases"])))
     assert args["add_bias_linear"]
     assert args["add_qkv_bias"]
 
@@ -149,14 +144,14 @@ def test_llama_biases() -> None:
     ],
 )
 def test_sliding_window(name: str, window: Config, said: Config) -> None:
-    config = without(config_of(name), "sliding_window") | {"max_position_embeddings": 32768} | window
+    config = without(config_of(CASES[name]), "sliding_window") | {"max_position_embeddings": 32768} | window
     assert {key: value for key, value in megatron_args(dims_of(config)).items() if "window" in key} == said
 
 
 @pytest.mark.parametrize("name", ["ministral", "mistral4"])
 def test_models_of_other_architecture_with_mistral_in_their_name_are_refused(name: str) -> None:
     with pytest.raises(CkptkitError, match=f"model_type '{name}' is not supported"):
-        dims_of(config_of("mistral") | {"model_type": name})
+        dims_of(config_of(CASES["mistral"]) | {"model_type": name})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +159,7 @@ def test_models_of_other_architecture_with_mistral_in_their_name_are_refused(nam
     [("llama", 10000.0), ("mistral", 10000.0), ("mixtral", 1e6), ("qwen3-tied", 10000.0), ("minimax_m2", 5e6)],
 )
 def test_rotary_base_that_a_config_without_one_means(name: str, theta: float) -> None:
-    config = without(config_of(name), "rope_parameters", "rope_theta", "rope_scaling")
+    config = without(config_of(CASES[name]), "rope_parameters", "rope_theta", "rope_scaling")
     assert dims_of(config).rope_theta == dims_of(config | {"rope_theta": None}).rope_theta == theta
     # Stated in one spelling, the other is not what nothing would mean.
     assert dims_of(config | {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}}).rope_theta == 7e5
@@ -172,7 +167,7 @@ def test_rotary_base_that_a_config_without_one_means(name: str, theta: float) ->
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "minimax_m2"])
 def test_head_size_that_a_config_without_one_means(name: str) -> None:
-    assert dims_of(without(config_of(name), "head_dim", "rotary_dim")).head_dim == 128
+    assert dims_of(without(config_of(CASES[name]), "head_dim", "rotary_dim")).head_dim == 128
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
@@ -187,13 +182,13 @@ def test_head_size_that_a_config_without_one_means(name: str) -> None:
     ],
 )
 def test_dense_layers_between_moe_layers_are_read(name: str, said: Config, dense: tuple[int, ...]) -> None:
-    config = without(config_of(name), "mlp_only_layers", "decoder_sparse_step") | said
+    config = without(config_of(CASES[name]), "mlp_only_layers", "decoder_sparse_step") | said
     assert dims_of(config).dense == dense
     assert megatron_args(dims_of(config))["moe_layer_freq"] == [int(layer not in dense) for layer in range(12)]
 
 
 def test_qwen2_moe_switches() -> None:
-    config = config_of("qwen2_moe")
+    config = config_of(CASES["qwen2_moe"])
     args = megatron_args(dims_of(config))
     said = {
         "moe_shared_expert_gate": True,
@@ -220,9 +215,9 @@ def test_qwen2_moe_switches() -> None:
     ],
 )
 def test_minimax_rotary_part_of_a_head(said: Config) -> None:
-    config = without(config_of("minimax_m2"), "rotary_dim", "rope_theta", "rope_scaling")
+    config = without(config_of(CASES["minimax_m2"]), "rotary_dim", "rope_theta", "rope_scaling")
     assert dims_of(config).rotary_fraction == 1.0
-    assert megatron_args(dims_of(config | said)) == megatron_args(dims_of(config_of("minimax_m2")))
+    assert megatron_args(dims_of(config | said)) == megatron_args(dims_of(config_of(CASES["minimax_m2"])))
     assert megatron_args(dims_of(config | said))["rotary_percent"] == 0.5
 
 
@@ -234,7 +229,7 @@ def test_transformers_config_ignores_rotary_dim() -> None:
 
 
 def test_minimax_null_means_what_the_releases_say() -> None:
-    config = config_of("minimax_m2")
+    config = config_of(CASES["minimax_m2"])
     keys = (
         "use_qk_norm",
         "qk_norm_type",
@@ -283,7 +278,7 @@ def test_experts_under_names_that_only_transformers_v5_has_are_refused(tmp_path:
 
 def test_minimax_norms_in_both_dialects() -> None:
     """Megatron-Bridge cuts them with the heads, slime has them whole on every rank, under names of its own."""
-    config, whole = config_of("minimax_m2"), torch.arange(320)
+    config, whole = config_of(CASES["minimax_m2"]), torch.arange(320)
     found = {dialect: {rule.megatron: rule for rule in rules_of(config, dialect)} for dialect in ("mcore", "slime")}
     for dialect, query, key, axis in (("mcore", "q_layernorm", "k_layernorm", 0), ("slime", "q_norm", "k_norm", None)):
         for name, width in ((query, 320), (key, 64)):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import CASES
 from families.case import Case, save
+from families.table import config_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
@@ -29,12 +30,6 @@ from converters.planner import dims_of, expected_hf, rules_of
 from verify.checks.config.arguments import mismatches
 
 Config = dict[str, Any]
-
-
-def config_of(name: str) -> Config:
-    """config.json of a test model, as its release spells it."""
-    case = CASES[name]
-    return case.edit(case.config().to_dict())
 
 
 def changed(config: Config, change: Config) -> Config:
@@ -79,7 +74,7 @@ EVERY_FIFTH = [("full" if number % 5 == 4 else "linear") + "_attention" for numb
     ],
 )
 def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
-    config = config_of(name)
+    config = config_of(CASES[name])
     assert dims_of(config).layers == 12
     with pytest.raises(CkptkitError, match=message):
         dims_of(changed(config, change))
@@ -94,7 +89,7 @@ def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config
 )
 def test_a_multimodal_config_must_have_its_language_part(name: str, change: Config, message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
-        dims_of(config_of(name) | change)
+        dims_of(config_of(CASES[name]) | change)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +101,12 @@ def test_a_multimodal_config_must_have_its_language_part(name: str, change: Conf
 )
 def test_qwen3_vl_config_that_is_unsupported_is_refused_by_name(change: Config, message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
-        dims_of(changed(config_of("qwen3_vl_moe"), change))
+        dims_of(changed(config_of(CASES["qwen3_vl_moe"]), change))
 
 
 def test_layers_follow_from_either_spelling() -> None:
     """Configs give `layer_types`, `full_attention_interval`, both, or neither, which means an interval of four."""
-    config = config_of("qwen3_next")
+    config = config_of(CASES["qwen3_next"])
     linear = (0, 1, 2, 4, 5, 6, 8, 9, 10)
     without = {key: value for key, value in config.items() if key != "layer_types"}
     for spelled in (config, without, without | {"full_attention_interval": 4}, config | {"full_attention_interval": 4}):
@@ -134,7 +129,7 @@ def test_layers_follow_from_either_spelling() -> None:
     ],
 )
 def test_the_mtp_layer_follows_from_the_config(name: str, change: Config, layers: int) -> None:
-    config = changed(config_of(name), change)
+    config = changed(config_of(CASES[name]), change)
     assert dims_of(config).mtp_layers == layers
     assert ("mtp.fc.weight" in expected_hf(config)) == bool(layers)
 
@@ -144,13 +139,13 @@ def test_the_mtp_layer_follows_from_the_config(name: str, change: Config, layers
 )
 def test_tied_embeddings_are_read_from_the_top_level(top: bool | None, text: bool | None, tied: bool) -> None:
     """transformers reads the top alone, and writes a default of its own into qwen3_vl_moe's `text_config`."""
-    config = changed(config_of("qwen3_vl_moe") | {"tie_word_embeddings": top}, {"tie_word_embeddings": text})
+    config = changed(config_of(CASES["qwen3_vl_moe"]) | {"tie_word_embeddings": top}, {"tie_word_embeddings": text})
     assert dims_of(config).tied is tied
 
 
 def test_arguments_are_those_of_slimes_and_megatrons_scripts() -> None:
     """slime's qwen3-next-80B-A3B.sh, of which megatron-core's names for linear attention are not part."""
-    args = megatron_args(dims_of(config_of("qwen3_next")))
+    args = megatron_args(dims_of(config_of(CASES["qwen3_next"])))
     slime: Config = {
         "qk_layernorm": True,
         "group_query_attention": True,
@@ -175,7 +170,7 @@ def test_arguments_are_those_of_slimes_and_megatrons_scripts() -> None:
         "linear_num_value_heads": 8,
     }
     assert {key: args[key] for key in slime | own} == slime | own
-    in_slime = megatron_args(dims_of(config_of("qwen3_next")), "slime")
+    in_slime = megatron_args(dims_of(config_of(CASES["qwen3_next"])), "slime")
     assert in_slime == {key: value for key, value in args.items() if key not in own}
 
 
@@ -195,12 +190,12 @@ def test_arguments_are_those_of_slimes_and_megatrons_scripts() -> None:
     ],
 )
 def test_arguments_of_another_model_are_found(change: Config, found: list[str]) -> None:
-    dims = dims_of(config_of("qwen3_next"))
+    dims = dims_of(config_of(CASES["qwen3_next"]))
     assert [name for name, _, _ in mismatches(dims, megatron_args(dims) | change)] == found
 
 
 def test_key_heads_must_divide_over_the_ranks() -> None:
-    dims = dims_of(changed(config_of("qwen3_5"), {"linear_num_key_heads": 2}))
+    dims = dims_of(changed(config_of(CASES["qwen3_5"]), {"linear_num_key_heads": 2}))
     assert [one.actual for one in refusals(dims, ParallelSizes(4, etp=4))] == [
         "num_attention_heads = 10",
         "linear_num_key_heads = 2",
@@ -208,7 +203,7 @@ def test_key_heads_must_divide_over_the_ranks() -> None:
 
 
 def test_a_moe_config_of_qwen3_5_needs_no_intermediate_size() -> None:
-    config = config_of("qwen3_5_moe")
+    config = config_of(CASES["qwen3_5_moe"])
     assert "intermediate_size" not in config["text_config"]
     assert megatron_args(dims_of(config))["ffn_hidden_size"] == 96
 
@@ -358,7 +353,7 @@ FULL_ATTENTION = {
 @pytest.mark.parametrize("name", list(SLIME))
 def test_slime_dialect_keeps_linear_attention_as_the_hf_module(name: str) -> None:
     """The names are those in slime_plugins/models/qwen3_next.py and qwen3_5.py: `linear_attn` and `input_layernorm`."""
-    config = config_of(name)
+    config = config_of(CASES[name])
     root = "model.language_model." if "text_config" in config else "model."
     rules = {rule.megatron: rule for rule in rules_of(config, "slime") if ".self_attention." in rule.megatron}
     linear = {key: rule for key, rule in rules.items() if key.startswith("decoder.layers.5.")}
@@ -394,7 +389,7 @@ def test_slimes_dialect_comes_back_byte_for_byte(tmp_path: Path, name: str) -> N
 
 def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
     """Qwen3.5 has the decoder's in one tensor and the MTP layer's one by one; Qwen3.6 all in one."""
-    config = config_of("qwen3_5_moe")
+    config = config_of(CASES["qwen3_5_moe"])
     names = expected_hf(config)
     specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in names.items()}
     decoder, mtp = "model.language_model.layers.3.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.gate_up_proj"

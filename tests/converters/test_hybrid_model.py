@@ -6,20 +6,18 @@ The logits are those of Megatron's own HybridModel (MambaModel before megatron-c
 from __future__ import annotations
 
 import filecmp
-import json
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import CASES
-from families.case import save, tokens
+from families.case import far, save, tokens
+from families.table import config_of
 from families.worker import Worker
 from support.installed import require_megatron
 from support.nightly import daily
-from torch import Tensor
 
 from ckptkit.app.api import convert, inspect, model_arguments
 from ckptkit.core.errors import CkptkitError
@@ -55,17 +53,6 @@ BOTH = [name for name in HELD if name not in HYBRID_ONLY]
 DAILY = ("qwen2-tied", "glm4_moe", "deepseek_v3")
 
 
-def config_of(name: str) -> dict[str, Any]:
-    """What config.json of a test model says."""
-    case = CASES[name]
-    return dict(json.loads(json.dumps(case.edit(case.config().to_dict()))))
-
-
-def far(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest logit."""
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [
@@ -79,7 +66,7 @@ def far(found: Tensor, expected: Tensor) -> float:
     ],
 )
 def test_pattern_has_two_letters_a_layer(name: str, pattern: str | None) -> None:
-    dims = dims_of(config_of(name))
+    dims = dims_of(config_of(CASES[name]))
     if pattern is None:
         pattern = "".join("*-" if layer in dims.dense else "*E" for layer in range(12))
         assert {"*-", "*E"} == {pattern[at : at + 2] for at in range(0, 24, 2)}
@@ -87,9 +74,9 @@ def test_pattern_has_two_letters_a_layer(name: str, pattern: str | None) -> None
 
 
 def test_names_are_those_of_two_layers_for_one() -> None:
-    names = [rule.megatron for rule in rules_of(config_of("glm4_moe-mtp"), "hybrid")]
+    names = [rule.megatron for rule in rules_of(config_of(CASES["glm4_moe-mtp"]), "hybrid")]
     assert is_hybrid(names)
-    assert not is_hybrid([rule.megatron for rule in rules_of(config_of("glm4_moe-mtp"))])
+    assert not is_hybrid([rule.megatron for rule in rules_of(config_of(CASES["glm4_moe-mtp"]))])
     assert {name for name in names if ".layers." not in name} == {
         "embedding.word_embeddings.weight",
         "decoder.final_norm.weight",
@@ -119,16 +106,16 @@ def test_names_are_those_of_two_layers_for_one() -> None:
 
 
 def test_norms_of_sparse_attention_are_modules_of_their_own() -> None:
-    names = [rule.megatron for rule in rules_of(config_of("deepseek_v32"), "hybrid")]
+    names = [rule.megatron for rule in rules_of(config_of(CASES["deepseek_v32"]), "hybrid")]
     assert "decoder.layers.4.self_attention.q_layernorm.weight" in names
     assert "mtp.layers.0.mtp_model_layer.layers.0.self_attention.kv_layernorm.weight" in names
     assert not [name for name in names if "up_proj.layer_norm_weight" in name]
-    latent = [rule.megatron for rule in rules_of(config_of("deepseek_v3"), "hybrid")]
+    latent = [rule.megatron for rule in rules_of(config_of(CASES["deepseek_v3"]), "hybrid")]
     assert "decoder.layers.4.self_attention.linear_q_up_proj.layer_norm_weight" in latent
 
 
 def test_arguments_say_the_pattern_in_the_place_of_lists() -> None:
-    dims = dims_of(config_of("glm4_moe"))
+    dims = dims_of(config_of(CASES["glm4_moe"]))
     gpt, hybrid = megatron_args(dims), megatron_args(dims, "hybrid")
     assert hybrid["num_layers"] == 24
     assert hybrid["hybrid_layer_pattern"] == "*-*-" + "*E" * 10
@@ -140,7 +127,7 @@ def test_arguments_say_the_pattern_in_the_place_of_lists() -> None:
 
 
 def test_windows_count_the_layers_of_attention() -> None:
-    dims = dims_of(config_of("gpt_oss"))
+    dims = dims_of(config_of(CASES["gpt_oss"]))
     gpt = megatron_args(dims)["window_attn_skip_freq"]
     assert gpt[:4] == [1, 0, 1, 0]
     assert megatron_args(dims, "hybrid")["window_attn_skip_freq"][:8] == [1, 1, 0, 0, 1, 1, 0, 0]
@@ -148,7 +135,7 @@ def test_windows_count_the_layers_of_attention() -> None:
 
 @pytest.mark.parametrize("name", BOTH)
 def test_arguments_describe_the_model_in_the_terms_of_gpt_too(name: str) -> None:
-    dims = dims_of(config_of(name))
+    dims = dims_of(config_of(CASES[name]))
     args = megatron_args(dims, "hybrid")
     assert list(mismatches(dims, args)) == []
     assert as_gpt_args(args)["num_layers"] == dims.layers
@@ -161,7 +148,7 @@ def test_arguments_describe_the_model_in_the_terms_of_gpt_too(name: str) -> None
 
 @pytest.mark.parametrize("pattern", ["*-" * 11, "-*" * 12, "*-" * 11 + "*E", "M" + "*-" * 12, "nonsense"])
 def test_pattern_of_another_model_is_named(pattern: str) -> None:
-    dims = dims_of(config_of("qwen2-tied"))
+    dims = dims_of(config_of(CASES["qwen2-tied"]))
     args = megatron_args(dims, "hybrid") | {"hybrid_layer_pattern": pattern}
     assert list(mismatches(dims, args)) == [("hybrid_layer_pattern", "*-" * 12, pattern)]
 
@@ -240,7 +227,7 @@ def test_hybridmodel_loads_it_strictly_and_computes_the_logits_of_the_reference(
     tmp_path: Path, worker: Worker, name: str
 ) -> None:
     case, found = CASES[name], tuple(map(int, version("megatron-core").split(".")[:2]))
-    if lacking := [what for what, since in needs_release(dims_of(config_of(name)), 1) if found < since]:
+    if lacking := [what for what, since in needs_release(dims_of(config_of(CASES[name])), 1) if found < since]:
         pytest.skip(f"the HybridModel of megatron-core {found} has no {lacking[0]}")
     model, added = save(name, case, tmp_path / "hf", torch.float32)
     convert(tmp_path / "hf", tmp_path / "hybrid", dialect="hybrid")

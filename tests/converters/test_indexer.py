@@ -16,6 +16,7 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
+from families.table import config_of
 from support.forking import run_module
 from support.installed import before
 
@@ -34,12 +35,6 @@ from verify.witnesses.megatron.run import run_megatron
 
 Config = dict[str, Any]
 SINCE_0_19 = find_spec("megatron") is not None and tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
-
-
-def config_of(name: str) -> Config:
-    """config.json of a test model, as its release spells it."""
-    case = CASES[name]
-    return case.edit(case.config().to_dict())
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +88,7 @@ def test_slime_dialect(tmp_path: Path, name: str) -> None:
     convert(tmp_path / "release", tmp_path / "megatron", dialect="slime")
     convert(tmp_path / "release", tmp_path / "mcore")
     slime, mcore = (TorchDistCheckpoint(tmp_path / path / "release") for path in ("megatron", "mcore"))
-    sizes = dims_of(config_of(name)).indexer
+    sizes = dims_of(config_of(CASES[name])).indexer
     assert sizes is not None
     places = [f"decoder.layers.{layer}." for layer in sizes.layers] + ["mtp.layers.0.transformer_layer."]
     names = {
@@ -145,8 +140,8 @@ def test_every_rank_holds_the_whole_indexer(tmp_path: Path) -> None:
 
 
 def test_layers_that_share_have_no_rules() -> None:
-    shared = {rule.megatron for rule in rules_of(config_of("glm_moe_dsa-shared"))}
-    every = {rule.megatron for rule in rules_of(config_of("glm_moe_dsa"))}
+    shared = {rule.megatron for rule in rules_of(config_of(CASES["glm_moe_dsa-shared"]))}
+    every = {rule.megatron for rule in rules_of(config_of(CASES["glm_moe_dsa"]))}
     gone = {name for name in every - shared if ".indexer." in name}
     assert shared == every - gone
     assert {int(name.split(".")[2]) for name in gone} == {3, 4, 5, 7, 8, 9, 11}
@@ -168,7 +163,7 @@ def test_layers_that_share_have_no_rules() -> None:
     ],
 )
 def test_which_layers_have_an_indexer(change: Config, every: int, first: int, layers: list[int]) -> None:
-    sizes = dims_of(config_of("glm_moe_dsa") | change).indexer
+    sizes = dims_of(config_of(CASES["glm_moe_dsa"]) | change).indexer
     assert sizes is not None
     assert (sizes.every, sizes.first, sizes.layers) == (every, first, tuple(layers))
 
@@ -253,7 +248,7 @@ def test_which_layers_have_an_indexer(change: Config, every: int, first: int, la
     ],
 )
 def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
-    config = config_of(name)
+    config = config_of(CASES[name])
     assert dims_of(config).indexer is not None
     with pytest.raises(CkptkitError, match=message):
         dims_of(config | change)
@@ -261,11 +256,11 @@ def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config
 
 def test_how_an_indexer_turns() -> None:
     """DeepSeek's as halves unless the config says otherwise."""
-    assert not megatron_args(dims_of(config_of("deepseek_v32")))["dsa_indexer_rope_interleaved"]
-    assert megatron_args(dims_of(config_of("deepseek_v32") | {"indexer_rope_interleave": True}))[
+    assert not megatron_args(dims_of(config_of(CASES["deepseek_v32"])))["dsa_indexer_rope_interleaved"]
+    assert megatron_args(dims_of(config_of(CASES["deepseek_v32"]) | {"indexer_rope_interleave": True}))[
         "dsa_indexer_rope_interleaved"
     ]
-    assert megatron_args(dims_of(config_of("glm_moe_dsa")))["dsa_indexer_rope_interleaved"]
+    assert megatron_args(dims_of(config_of(CASES["glm_moe_dsa"])))["dsa_indexer_rope_interleaved"]
 
 
 def test_megatrons_arguments() -> None:
@@ -276,11 +271,11 @@ def test_megatrons_arguments() -> None:
         "dsa_indexer_topk_freq": 4,
         "dsa_indexer_skip_topk_offset": 3,
     }
-    args = megatron_args(dims_of(config_of("glm_moe_dsa-shared")))
+    args = megatron_args(dims_of(config_of(CASES["glm_moe_dsa-shared"])))
     assert (
         args.items() >= {"experimental_attention_variant": "dsa", "dsa_indexer_k_norm_epsilon": 1e-6, **sizes}.items()
     )
-    slime = megatron_args(dims_of(config_of("glm_moe_dsa-shared")), "slime")
+    slime = megatron_args(dims_of(config_of(CASES["glm_moe_dsa-shared"])), "slime")
     assert [name for name in slime if "dsa" in name or "experimental" in name] == []
 
 
@@ -299,14 +294,14 @@ def test_megatrons_arguments() -> None:
     ],
 )
 def test_arguments_of_another_indexer(change: Config, message: str) -> None:
-    dims = dims_of(config_of("glm_moe_dsa-shared"))
+    dims = dims_of(config_of(CASES["glm_moe_dsa-shared"]))
     args = megatron_args(dims)
     assert list(mismatches(dims, args)) == []
     assert [name for name, _, _ in mismatches(dims, args | change)] == [message]
 
 
 def test_arguments_from_before_0_19_and_without_an_indexer() -> None:
-    dims = dims_of(config_of("deepseek_v32"))
+    dims = dims_of(config_of(CASES["deepseek_v32"]))
     args = {name: value for name, value in megatron_args(dims).items() if name != "dsa_indexer_rope_interleaved"}
     ((argument, expected, actual),) = mismatches(dims, args)
     assert (argument, expected) == ("dsa_indexer_rope_interleaved", "False")

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families.case import far
 from support import models
 from support.installed import require_megatron
-from support.megatron_runs import Case, logits_of
+from support.megatron_runs import Case, in_megatron, logits_of
 from torch import Tensor
 
 from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
 from converters.ops.basic import GateUp, Qkv
 from converters.ops.shapes import cat
-from converters.planner import to_megatron
 from converters.rules import ParamMapping
 
 require_megatron()
@@ -101,22 +100,11 @@ def tokens() -> Tensor:
     return torch.randint(0, 352, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-def far(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest logit."""
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 @contextmanager
 def patched(patch: Patch) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as context:
         patch(context)
         yield
-
-
-def in_megatron(path: Path) -> dict[str, Tensor]:
-    """Every tensor of an HF directory as the rules, mutated or not, map it."""
-    view = to_megatron(HfCheckpoint(path), str(path))
-    return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
 
 
 @pytest.fixture(scope="module")

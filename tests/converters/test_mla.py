@@ -14,6 +14,7 @@ import torch
 from families import CASES
 from families.case import Case, build, save, tokens
 from families.mla import KIMI_YARN, YARN
+from families.table import config_of
 from support import models
 from support.megatron_saves import Save, save_with_megatron
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -43,12 +44,6 @@ NORMS = {
     LAYER + "self_attention.linear_q_up_proj.layer_norm_weight": LAYER + "self_attention.q_layernorm.weight",
     LAYER + "self_attention.linear_kv_up_proj.layer_norm_weight": LAYER + "self_attention.kv_layernorm.weight",
 }
-
-
-def config_of(name: str) -> Config:
-    """config.json of a test model, as its release spells it."""
-    case = CASES[name]
-    return case.edit(case.config().to_dict())
 
 
 def yarn(**changes: Any) -> Config:
@@ -105,15 +100,15 @@ def yarn(**changes: Any) -> Config:
     ],
 )
 def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
-    config = config_of(name)
+    config = config_of(CASES[name])
     assert dims_of(config).experts == 12
     with pytest.raises(CkptkitError, match=message):
         dims_of(config | change)
 
 
 def test_a_config_must_say_whether_queries_are_compressed() -> None:
-    config = config_of("moonlight")
-    assert dims_of(config).mla == replace(dims_of(config_of("kimi_k2")).mla, q_rank=None)
+    config = config_of(CASES["moonlight"])
+    assert dims_of(config).mla == replace(dims_of(config_of(CASES["kimi_k2"])).mla, q_rank=None)
     with pytest.raises(CkptkitError, match="config.json has no 'q_lora_rank'"):
         dims_of({key: value for key, value in config.items() if key != "q_lora_rank"})
 
@@ -134,7 +129,7 @@ def test_a_config_must_say_whether_queries_are_compressed() -> None:
     ],
 )
 def test_rope_scaling_that_megatron_has_no_words_for(rope: Config, message: str) -> None:
-    dims = dims_of(config_of("deepseek_v3") | {"rope_parameters": rope})
+    dims = dims_of(config_of(CASES["deepseek_v3"]) | {"rope_parameters": rope})
     with pytest.raises(CkptkitError, match=message):
         megatron_args(dims)
 
@@ -149,12 +144,12 @@ def test_yarn_settings_become_megatron_arguments() -> None:
         "mscale": 1.5,
         "mscale_all_dim": 0.7,
     }
-    assert megatron_args(dims_of(config_of("deepseek_v3"))).items() >= {"rope_type": "yarn", **said}.items()
+    assert megatron_args(dims_of(config_of(CASES["deepseek_v3"]))).items() >= {"rope_type": "yarn", **said}.items()
     silent = {key: value for key, value in YARN.items() if "mscale" not in key and "beta" not in key}
-    args = megatron_args(dims_of(config_of("deepseek_v3") | {"rope_parameters": silent}))
+    args = megatron_args(dims_of(config_of(CASES["deepseek_v3"]) | {"rope_parameters": silent}))
     assert args.items() >= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}.items()
     assert (
-        megatron_args(dims_of(config_of("moonlight"))).items()
+        megatron_args(dims_of(config_of(CASES["moonlight"]))).items()
         >= {"rope_type": "rope", "rotary_scaling_factor": 1.0}.items()
     )
 
@@ -388,7 +383,7 @@ def test_norms_by_transformer_engines_names_alone_are_found_by_megatrons_local_s
 
 
 def test_latent_attention_is_cut_by_heads() -> None:
-    dims = dims_of(config_of("deepseek_v3"))
+    dims = dims_of(config_of(CASES["deepseek_v3"]))
     check_sizes(ParallelSizes(tp=2), dims)
     with pytest.raises(CkptkitError, match="10 attention heads do not divide by --tp 4"):
         check_sizes(ParallelSizes(tp=4), dims)
@@ -397,7 +392,7 @@ def test_latent_attention_is_cut_by_heads() -> None:
 def test_down_projections_are_whole_with_transformer_engine_only() -> None:
     (rule,) = [
         rule
-        for rule in rules_of(config_of("deepseek_v3"))
+        for rule in rules_of(config_of(CASES["deepseek_v3"]))
         if rule.megatron == LAYER + "self_attention.linear_kv_down_proj.weight"
     ]
     whole = torch.arange(56 * 128, dtype=torch.float32).reshape(56, 128)

@@ -7,23 +7,21 @@ frequencies to turn.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import CASES
-from families.case import SIZES, Case, random, save
+from families.case import SIZES, Case, far, random, save
 from families.gpt_oss import ROPE as GPT_OSS_ROPE
 from families.gpt_oss import ROUNDED as GPT_OSS_ROUNDED
 from support.installed import require_megatron
 from support.megatron_runs import Case as Run
-from support.megatron_runs import logits_of
+from support.megatron_runs import in_megatron, logits_of
 from torch import Tensor
 from transformers import MixtralConfig
 
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.planner import to_megatron
 
 require_megatron()
 
@@ -96,11 +94,6 @@ def tokens() -> Tensor:
     return torch.randint(0, SIZES["vocab_size"], (1, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def far(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest logit."""
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 @pytest.fixture(scope="module")
 def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """Logits by case: `hf NAME` by transformers, everything else by Megatron."""
@@ -115,12 +108,6 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     for label, (name, change) in WRONG.items():
         runs[label] = replace(runs[name], config={**runs[name].config, **change})
     return found | logits_of(runs, tokens())
-
-
-def in_megatron(path: Path) -> dict[str, Tensor]:
-    """Every tensor of an HF directory as the rules map it."""
-    view = to_megatron(HfCheckpoint(path), str(path))
-    return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from families.by_name import BF16, F32, Shapes, fill
 from families.case import Case, random
+from families.glm5_next import dense
 from families.mla import vision
 
 # Layers counted from 1. The last two have latent attention both, as in the release.
@@ -139,15 +140,6 @@ def latent() -> Shapes:
         "self_attn.kv_b_proj.weight": ((440, 40), BF16),
         "self_attn.g_proj.weight": ((200, 128), BF16),
         "self_attn.o_proj.weight": ((128, 200), BF16),
-    }
-
-
-def dense() -> Shapes:
-    """The MLP of the first layers."""
-    return {
-        "mlp.gate_proj.weight": ((288, 128), BF16),
-        "mlp.up_proj.weight": ((288, 128), BF16),
-        "mlp.down_proj.weight": ((128, 288), BF16),
     }
 
 

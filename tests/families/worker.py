@@ -17,6 +17,8 @@ import torch
 from support.processes import environment
 from torch import Tensor
 
+from families.case import far
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -148,7 +150,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         with replaced(held, tensors), reused_layers(model.decoder.layers, reused):
             found = _logits(model, tokens, dims)
         return max(
-            _far(now, then)
+            far(now, then)
             for now, then in zip(found, (logits, mtp), strict=True)
             if now is not None and then is not None
         )
@@ -157,10 +159,6 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         found = change(of_last_layer(changed))
         answer["mutated"][label] = found if found > question["enough"] else change(changed)
     return answer
-
-
-def _far(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _logits(model: Any, tokens: Tensor, dims: Any) -> tuple[Tensor, Tensor | None]:

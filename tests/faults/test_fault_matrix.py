@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.fixture_types import PathOf
 from support.keys import write_keys
+from support.models import content
 from support.nightly import daily
 
 from faults.cells import (
@@ -32,10 +33,6 @@ from faults.cells import (
 from faults.runs import Done, Server, server
 
 Content = dict[str, bytes]
-
-
-def content(root: Path) -> Content:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,18 @@ Its arguments are what `ckptkit inspect --megatron-args` prints, parsed and vali
 from __future__ import annotations
 
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.processes import TESTS, run_module
+from support.processes import TESTS, fork_ranks, run_module
 
 from converters.megatron.parallel import ParallelSizes
 from interop.cpu import pretend_gpu
@@ -93,24 +91,6 @@ def main() -> None:
     from verify.witnesses.megatron import process  # noqa: F401
 
     sys.exit(not fork_ranks(training.sizes.world, partial(_rank, training, folder)))
-
-
-def fork_ranks(world: int, run: Callable[[int], None]) -> bool:
-    """Whether `run(rank)` ended well on all of them, each in a process of its own; the first that fails ends all."""
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run, args=(rank,)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    running = {rank.sentinel: rank for rank in ranks}
-    failed = False
-    while running and not failed:
-        for sentinel in multiprocessing.connection.wait(list(running)):
-            rank = running.pop(sentinel)  # type: ignore[call-overload]
-            rank.join()
-            failed |= bool(rank.exitcode)
-    for rank in running.values():
-        rank.kill()
-    return not failed
 
 
 def _rank(training: Training, folder: Path, rank: int) -> None:

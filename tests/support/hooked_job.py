@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from support.forking import ran
+from support.processes import fork_ranks
 
 LAYOUTS = {"tp": (2, 1), "ep": (2, 2)}  # tensor parallel and expert parallel size of two ranks
 Found = dict[str, dict[str, list[dict[str, str]]]]
@@ -111,7 +112,7 @@ def _cases(args: Namespace, core: Any, model: list[Any], rank: int, hf: Path) ->
     del os.environ["CKPTKIT_COMPARED_PARAMETERS"]
 
 
-def _rank(rank: int, hf: Path, megatron: Path, out: Path, layouts: Sequence[str]) -> None:
+def _rank(hf: Path, megatron: Path, out: Path, layouts: Sequence[str], rank: int) -> None:
     from megatron.core import parallel_state
 
     from ckptkit.formats.hf.reader import HfCheckpoint
@@ -144,13 +145,7 @@ def main() -> None:
     import verify.witnesses.megatron.process  # noqa: F401 - once, before the ranks are forked
 
     hf, megatron, out = map(Path, sys.argv[1:4])
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_rank, args=(rank, hf, megatron, out, sys.argv[4:])) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    sys.exit(any(rank.exitcode for rank in ranks))
+    sys.exit(not fork_ranks(2, partial(_rank, hf, megatron, out, sys.argv[4:])))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def _measured(name: str, write: Write, out: Path) -> Way:
         first = first or (time.monotonic() if _finished(out) else 0.0)
         time.sleep(0.0002)
     files = sum(1 for pattern in ("*.distcp", "*.safetensors") for _ in out.rglob(pattern))
-    way = Way(name, write, _content(out), files, first - began, (time.monotonic() - first) / files)
+    way = Way(name, write, models.content(out), files, first - began, (time.monotonic() - first) / files)
     shutil.rmtree(out)
     return way
 
@@ -91,7 +91,7 @@ def _survived(way: Way, work: Path, chance: random.Random) -> list[str]:
         _wait(_started(lambda: way.write(out, resume=True)))
     if (left := os.listdir(work)) != ["out"]:
         raise SystemExit(f"{way.name}, killed {fell}: {left} instead of out alone")
-    if differ := {file for file, _ in way.expected.items() ^ _content(out).items()}:
+    if differ := {file for file, _ in way.expected.items() ^ models.content(out).items()}:
         raise SystemExit(f"{way.name}, killed {fell}: {sorted(differ)} are not as in an undisturbed run")
     shutil.rmtree(work)
     return fell
@@ -125,10 +125,6 @@ def _finished(out: Path) -> int:
     except FileNotFoundError:
         return 0
     return sum(name.endswith(".json") and name != "asked.json" for name in names)
-
-
-def _content(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def _started(work: Callable[[], object]) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 from releases.header_only import write
 from releases.record import load
 
+from verify.report import Report
+
 QWEN2 = """
 # Qwen2.5-7B
 WIDTH=3584
@@ -256,3 +258,12 @@ def quantized_launch(
     config |= {} if quantization is None else {"quantization_config": dict(quantization)}
     (root / "config.json").write_text(json.dumps(config))
     return write_launch(folder, name, root, change=change)
+
+
+def loads(report: Report) -> list[str]:
+    """What preflight says each role loads."""
+    return list(report.facts["what would be loaded"])
+
+
+def passes(report: Report) -> bool:
+    return (report.status, list(report.findings), list(report.reasons)) == ("passed", [], [])

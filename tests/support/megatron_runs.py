@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptkit.formats.hf.reader import HfCheckpoint
+from converters.planner import to_megatron
 from support.forking import run_module
 
 
@@ -22,6 +24,12 @@ class Case:
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor] | None = None
     checkpoint: Path | None = None
+
+
+def in_megatron(path: Path) -> dict[str, Tensor]:
+    """Every tensor of an HF directory as the rules, mutated or not, map it."""
+    view = to_megatron(HfCheckpoint(path), str(path))
+    return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
 
 
 def logits_of(cases: Mapping[str, Case], tokens: Tensor) -> dict[str, Tensor]:

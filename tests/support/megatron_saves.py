@@ -7,12 +7,12 @@ which rank writes: Megatron-LM `training/checkpointing.py`.
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from converters.megatron.parallel import ParallelSizes
 from support.forking import run_module
 from support.megatron_optimizers import optimizer_state, plain_optimizer_state, wrapped
+from support.processes import fork_ranks
 
 ITERATION = 10
 
@@ -103,23 +104,10 @@ def main() -> None:
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
     from verify.witnesses.megatron import process as witness_megatron  # noqa: F401
 
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(folder, rank, world)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    running = {rank.sentinel: rank for rank in ranks}
-    failed = False
-    while running and not failed:
-        for sentinel in multiprocessing.connection.wait(list(running)):
-            rank = running.pop(sentinel)  # type: ignore[call-overload]
-            rank.join()
-            failed |= bool(rank.exitcode)
-    for rank in running.values():
-        rank.kill()
-    sys.exit(failed)
+    sys.exit(not fork_ranks(world, partial(_rank, folder, world)))
 
 
-def _rank(folder: Path, rank: int, world: int) -> None:
+def _rank(folder: Path, world: int, rank: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

@@ -76,3 +76,8 @@ class InMemory:
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """These tensors."""
         return {name: self.tensors[name] for name in names}
+
+
+def content(root: Path) -> dict[str, bytes]:
+    """The bytes of every file below a directory, by its path in it."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

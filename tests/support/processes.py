@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,3 +59,21 @@ def run_logged(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def fork_ranks(world: int, run: Callable[[int], None]) -> bool:
+    """Whether `run(rank)` ended well on all of them, each in a process of its own; the first that fails ends all."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run, args=(rank,)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    running = {rank.sentinel: rank for rank in ranks}
+    failed = False
+    while running and not failed:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            rank = running.pop(sentinel)  # type: ignore[call-overload]
+            rank.join()
+            failed |= bool(rank.exitcode)
+    for rank in running.values():
+        rank.kill()
+    return not failed

@@ -7,9 +7,9 @@ says, and writes OUT/NAME-RANK.json: a list of what the checker answers after ea
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from support.forking import ran
 from support.installed import release
+from support.processes import fork_ranks
 from support.sync_faults import tensors_of, updates
 from verify.witnesses.loading.engine import Build
 from verify.witnesses.loading.job import EngineSizes
@@ -67,7 +68,7 @@ def _answers(path: Path, out: Path, tp: int, rank: int) -> list[Any]:
     return found
 
 
-def _rank(rank: int, tp: int, out: Path, paths: Sequence[Path]) -> None:
+def _rank(tp: int, out: Path, paths: Sequence[Path], rank: int) -> None:
     torch.cuda.synchronize = lambda device=None: None
     for path in paths:
         (out / f"{path.name}-{rank}.json").write_text(json.dumps(_answers(path, out, tp, rank)))
@@ -80,12 +81,7 @@ def main() -> None:
 
     tp, out, paths = int(sys.argv[1]), Path(sys.argv[2]), [Path(word) for word in sys.argv[3:]]
     (out / "digest").write_text(sglang_digest()(SAMPLE))
-    ranks = [multiprocessing.get_context("fork").Process(target=_rank, args=(n, tp, out, paths)) for n in range(tp)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    sys.exit(any(rank.exitcode for rank in ranks))
+    sys.exit(not fork_ranks(tp, partial(_rank, tp, out, paths)))
 
 
 if __name__ == "__main__":

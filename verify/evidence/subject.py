@@ -139,6 +139,11 @@ class Subject(OfKind):
         return MegatronFiles(self.path, self.hf_path)
 
     @property
+    def holds_hybrid(self) -> bool:
+        """Whether it is a Megatron checkpoint, one that can be read, of a HybridModel."""
+        return self.is_megatron and self.megatron_files.readable and self.megatron_files.hybrid
+
+    @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor that headers or `.metadata` name. Raises CkptkitError where `.metadata` cannot be read."""
         return self.hf_files.specs if self.is_hf else self.megatron_files.opened.specs

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support import models
 from support.fixture_types import PathOf
+from support.models import content
 from support.nightly import daily
 from support.processes import environment
 
@@ -81,10 +82,6 @@ def ways(releases: PathOf, converted: PathOf) -> dict[str, Write]:
         "to HF": lambda out, **how: convert(converted("qwen3_moe"), out, **how) and None,
         "to INT4": lambda out, **how: quantize(releases("qwen3_moe"), out, int4_scheme(group_size=32), **how) and None,
     }
-
-
-def content(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_the_bytes_are_the_same_at_any_number_of_workers(cluster: Any, write: Write, tmp_path: Path) -> None:

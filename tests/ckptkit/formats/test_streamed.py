@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import models
 from support.fixture_types import PathOf
+from support.models import content
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
@@ -29,10 +30,6 @@ from converters.megatron import rank_cuts
 from quant.schemes.w4a16 import int4_scheme
 
 EMBEDDING = "embedding.word_embeddings.weight"
-
-
-def content(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def flip(path: Path, offset: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.fixture_types import PathOf
+from support.models import content
 from support.processes import ckptkit, environment
 
 from ckptkit.app.api import convert, quantize
@@ -58,10 +59,6 @@ def writing(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.send_signal(signal.SIGKILL)
-
-
-def content(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture

@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 from support.fixture_types import CopyOf, PathOf
+from support.models import content
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.destination import check_destination
 from quant.schemes.w4a16 import int4_scheme
-
-
-def content(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 @contextmanager

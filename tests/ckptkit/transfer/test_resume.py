@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.models import content
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
@@ -34,10 +35,6 @@ def run(request: pytest.FixtureRequest, releases: Callable[[str], Path], convert
             convert(source, out, max_shard_size=FILE_BYTES if request.param == "to Megatron" else None, **options)  # type: ignore[arg-type]
 
     return go
-
-
-def content(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 class PowerCutError(Exception):

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from support.check_examples import hold_example
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
+from support.launch_scripts import loads
 from support.processes import python
 
 from ckptkit.app.api import convert, quantize
@@ -20,7 +21,6 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from verify.launch.preflight import preflight
-from verify.report import Report
 
 TRACKER = "latest_checkpointed_iteration.txt"
 NAME = "glm4_moe"
@@ -37,10 +37,6 @@ def run_of(converted: PathOf, tmp_path: Path) -> Path:
     shutil.copytree(converted(NAME) / "hf", root / "hf")
     (root / TRACKER).write_text("20")
     return root
-
-
-def loads(report: Report) -> list[str]:
-    return list(report.facts["what would be loaded"])
 
 
 def test_preflight_of_a_first_start_passes(releases: PathOf, converted: PathOf) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
+from families.table import config_of
 from support.installed import require_megatron
 from support.megatron_layouts import EXPERTS, judge, two_of
 from support.models import edit_metadata
@@ -40,15 +40,9 @@ RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
 Made = Callable[[str], Path]
 
 
-def config_of(name: str) -> dict[str, Any]:
-    """What config.json of a test model says."""
-    case = CASES[name]
-    return dict(json.loads(json.dumps(case.edit(case.config().to_dict()))))
-
-
-HELD = [name for name in CASES if not list(gpt_only(dims_of(config_of(name))))]
+HELD = [name for name in CASES if not list(gpt_only(dims_of(config_of(CASES[name]))))]
 # One layout a model, and all models together have all of them.
-LAYOUTS = {name: two_of(list(CASES).index(name), dims_of(config_of(name)).experts > 0)[0] for name in HELD}
+LAYOUTS = {name: two_of(list(CASES).index(name), dims_of(config_of(CASES[name])).experts > 0)[0] for name in HELD}
 LAYOUTS |= {
     "glm4_moe": "TP2 EP2",
     "qwen2-tied": "PP2 uneven",
@@ -66,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     def make(name: str) -> Path:
         if not (root / name).exists():
             save(name, CASES[name], root / name / "hf", torch.bfloat16)
-            if own_dialect(config_of(name)) == "mcore":
+            if own_dialect(config_of(CASES[name])) == "mcore":
                 convert(root / name / "hf", root / name / "gpt")
             convert(root / name / "hf", root / name / "hybrid", dialect="hybrid")
         return root / name
@@ -81,7 +75,7 @@ def subject_of(path: Path, source: Path | None = None, **options: Any) -> Subjec
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("name", daily(HELD, ["glm4_moe", "qwen2-tied", "deepseek_v3"]))
 def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
-    dims = dims_of(config_of(name))
+    dims = dims_of(config_of(CASES[name]))
     options = EXPERTS[LAYOUTS[name]]
     subject = subject_of(made(name) / "hybrid", made(name) / "hf", **options)
     if any(since > RELEASE for _, since in needs_release(dims, options.get("vpp", 1))):
@@ -128,7 +122,7 @@ def test_norms_stand_alone_where_megatrons_own_spec_has_them_so() -> None:
     assert own.keys() >= {"attention_layer", "mlp_layer", "moe_layer"}
     for field, alone in own.items():
         number, norm = (1, "pre_mlp_layernorm") if field in ("mlp_layer", "moe_layer") else (0, "input_layernorm")
-        names = {rule.megatron for rule in rules_of(config_of(models[field]), "hybrid")}
+        names = {rule.megatron for rule in rules_of(config_of(CASES[models[field]]), "hybrid")}
         assert (f"decoder.layers.{number}.{norm}.weight" in names) == alone, field
 
 

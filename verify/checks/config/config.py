@@ -227,10 +227,6 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, one.actual, one.hint, file=first_file(given) or subject.path, severity=severity)
 
 
-def _holds_hybrid(subject: Subject) -> bool:
-    return subject.is_megatron and subject.megatron_files.readable and subject.megatron_files.hybrid
-
-
 def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Whether the layers make a pipeline. Without a launch, a remainder that `verify` can place is a warning."""
     options, pp = subject.arguments, subject.options.pp
@@ -245,7 +241,7 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
             )
         return
     layers, size = dims.layers, "num_hidden_layers"
-    if pattern is not None or (options is None and _holds_hybrid(subject)):
+    if pattern is not None or (options is None and subject.holds_hybrid):
         layers, size = 2 * layers, "layers of HybridModel (two for one of num_hidden_layers)"
     try:
         stages = (options.pipeline(layers, pp) if options else Pipeline(layers, pp)).stages

@@ -22,10 +22,6 @@ from verify.witnesses.megatron.run import MegatronRun
 _MTP = re.compile(r"mtp\.layers\.\d+\.(transformer_layer|mtp_model_layer)\.mlp\.experts\.")
 
 
-def _is_hybrid(subject: Subject) -> bool:
-    return subject.is_megatron and subject.megatron_files.readable and subject.megatron_files.hybrid
-
-
 @check(
     "CK405",
     "exporters name layers and experts as Megatron numbers them",
@@ -35,7 +31,7 @@ def _is_hybrid(subject: Subject) -> bool:
     "Megatron's, the engine serves another layer's or expert's values, and nothing complains.",
     fix="Train with parallel sizes at which the two agree, or export through a bridge. If you use another exporter, "
     "the finding is not about your job.",
-    unless=lambda subject: "no exporter of a trainer knows HybridModel's layers" if _is_hybrid(subject) else None,
+    unless=lambda subject: "no exporter of a trainer knows HybridModel's layers" if subject.holds_hybrid else None,
 )
 def exporters_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Layer and expert numbers by slime's, miles' and verl's formulas against those of Megatron's ranks.

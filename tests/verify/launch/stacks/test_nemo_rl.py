@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support.fixture_types import OnlyFinding, PathOf
+from support.launch_scripts import loads, passes
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight
-from verify.report import Report
 
 NAME = "qwen3_moe"
 BASE = """
@@ -70,14 +70,6 @@ def child(base: Path, text: str) -> Path:
 
 def model(base: Path, hf: Path, more: str = "") -> Path:
     return child(base, f"policy:\n  model_name: {hf}\n{more}")
-
-
-def loads(report: Report) -> list[str]:
-    return list(report.facts["what would be loaded"])
-
-
-def passes(report: Report) -> bool:
-    return (report.status, list(report.findings), list(report.reasons)) == ("passed", [], [])
 
 
 def test_a_first_run_converts_the_model_and_passes(base: Path, hf: Path) -> None:

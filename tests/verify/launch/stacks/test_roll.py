@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from support.fixture_types import OnlyFinding, PathOf
+from support.launch_scripts import loads, passes
 
 from verify.launch.preflight import preflight
-from verify.report import Report
 
 NAME = "qwen3_moe"
 JOB = """
@@ -60,14 +60,6 @@ def job(hf: Path, tmp_path: Path) -> Path:
     path.parent.mkdir()
     path.write_text(JOB.replace("MODEL", str(hf)))
     return path
-
-
-def loads(report: Report) -> list[str]:
-    return list(report.facts["what would be loaded"])
-
-
-def passes(report: Report) -> bool:
-    return (report.status, list(report.findings), list(report.reasons)) == ("passed", [], [])
 
 
 def test_a_first_run_passes(job: Path, hf: Path) -> None:

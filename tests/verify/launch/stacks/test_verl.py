@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support.fixture_types import OnlyFinding, PathOf
+from support.launch_scripts import loads, passes
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight
-from verify.report import Report
 
 TRACKER = "latest_checkpointed_iteration.txt"
 NAME = "qwen3_moe"
@@ -39,14 +39,6 @@ def dist(role: str, path: Path) -> list[str]:
 
 def words(hf: Path, *more: str) -> list[str]:
     return [*GRPO, f"actor_rollout_ref.model.path={hf}", *more]
-
-
-def loads(report: Report) -> list[str]:
-    return list(report.facts["what would be loaded"])
-
-
-def passes(report: Report) -> bool:
-    return (report.status, list(report.findings), list(report.reasons)) == ("passed", [], [])
 
 
 def test_a_first_run_from_hf_passes(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
