@@ -1,4 +1,4 @@
-"""A small training job of real Megatron that calls the hooks: `python -m support.hooked_job HF MEGATRON OUT LAYOUT...`.
+"""A small training job of real Megatron that calls the hooks: `python -m support.hooked_job HF MEGATRON OUT`.
 
 Two ranks on the CPU build GPTModel chunks, wrap them as a trainer does, load, and call the hooks as slime and miles do,
 first as they should be and then with a fault planted. OUT/RANK.json gets, by layout and case, what was said on standard
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,13 @@ LAYOUTS = {"tp": (2, 1), "ep": (2, 2)}  # tensor parallel and expert parallel si
 Found = dict[str, dict[str, list[dict[str, str]]]]
 
 
-def run(hf: Path, megatron: Path, out: Path, layouts: Iterable[str]) -> Found:
+def run(hf: Path, megatron: Path, out: Path) -> Found:
     """By layout and case: what each rank said, and what it raised, "" where nothing."""
     out.mkdir()
-    layouts = sorted(layouts)
-    words = (hf, megatron, out, *layouts)
-    assert ran("megatron", out / "log", "support.hooked_job", *words), (out / "log").read_text()[-3000:]
+    ended_well = ran("megatron", out / "log", "support.hooked_job", hf, megatron, out)
+    assert ended_well, (out / "log").read_text()[-3000:]
     ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
-    return {layout: {case: [rank[layout][case] for rank in ranks] for case in ranks[0][layout]} for layout in layouts}
+    return {layout: {case: [rank[layout][case] for rank in ranks] for case in ranks[0][layout]} for layout in LAYOUTS}
 
 
 # What follows runs in that process.
@@ -112,7 +111,7 @@ def _cases(args: Namespace, core: Any, model: list[Any], rank: int, hf: Path) ->
     del os.environ["CKPTKIT_COMPARED_PARAMETERS"]
 
 
-def _rank(hf: Path, megatron: Path, out: Path, layouts: Sequence[str], rank: int) -> None:
+def _rank(hf: Path, megatron: Path, out: Path, rank: int) -> None:
     from megatron.core import parallel_state
 
     from ckptkit.formats.hf.reader import HfCheckpoint
@@ -124,8 +123,7 @@ def _rank(hf: Path, megatron: Path, out: Path, layouts: Sequence[str], rank: int
 
     dims = dims_of(HfCheckpoint(hf).config)
     found: dict[str, dict[str, dict[str, str]]] = {}
-    for layout in layouts:
-        tp, ep = LAYOUTS[layout]
+    for layout, (tp, ep) in LAYOUTS.items():
         sizes = ParallelSizes(tp, 1, ep, 1 if ep > 1 else tp)
         if not torch.distributed.is_initialized():
             connect(sizes, rank, str(out / "store"))
@@ -144,8 +142,8 @@ def _rank(hf: Path, megatron: Path, out: Path, layouts: Sequence[str], rank: int
 def main() -> None:
     import verify.witnesses.megatron.process  # noqa: F401 - once, before the ranks are forked
 
-    hf, megatron, out = map(Path, sys.argv[1:4])
-    sys.exit(not fork_ranks(2, partial(_rank, hf, megatron, out, sys.argv[4:])))
+    hf, megatron, out = map(Path, sys.argv[1:])
+    sys.exit(not fork_ranks(2, partial(_rank, hf, megatron, out)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 from support.fixture_types import PathOf
 from support.hooked_job import LAYOUTS, Found, run
-from support.nightly import collected, daily
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed"),
@@ -21,15 +20,12 @@ WHOLE = 12 * 4 + 10 * 2 + 1
 CUT = {"tp": 10 * (12 * 2 + 2) + 2 * 2 + 12 * 3 + 2, "ep": 10 * (6 * 2 + 2) + 2 * 2 + 12 * 3 + 2}
 
 
-of_layout = pytest.mark.parametrize("layout", daily(LAYOUTS, ["ep"]))  # which is tensor parallel too
+of_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 @pytest.fixture(scope="module")
-def found(
-    request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, tmp_path_factory: pytest.TempPathFactory
-) -> Found:
-    layouts = collected(request, "layout")
-    return run(releases(NAME), converted(NAME), tmp_path_factory.mktemp("job") / "out", layouts)
+def found(releases: PathOf, converted: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(releases(NAME), converted(NAME), tmp_path_factory.mktemp("job") / "out")
 
 
 @of_layout
