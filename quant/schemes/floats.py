@@ -336,7 +336,7 @@ def _reader_notes(
     engines = [_ENGINES[name] for name in asked if not _loads_blocks(config, name)]
     if scheme.name in ("fp8-block", "mxfp8") and scheme.formula != _CT and engines:
         notes += (
-            f"{' and '.join(engines)}: this model's class takes weight_scale_inv for one scale of a whole tensor, and "
+            f"{' and '.join(engines)}: this model's class takes weight_scale_inv for scales of another layout, and "
             f"loads none of {scheme.title}; use --scheme fp8-channel or fp8-block with --rounding compressed-tensors",
         )
     return notes

@@ -211,6 +211,11 @@ def _sglang_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+_TOWER_IN_VLLM = (
+    (".mlp.fc", ".fc"),
+    ("multi_modal_projector.", "vision_tower.multi_modal_projector."),
+    ("patch_merge_mlp.", "vision_tower.patch_merge_mlp."),
+)
 # Both engines join the indexer's projections: SGLang as a layer of their own, vLLM with those of attention.
 _IN_SGLANG = (("block_sparse_moe", "mlp"), *((f"index_{one}_proj", "index_qkv_proj") for one in "qk"))
 _IN_VLLM = tuple((f"index_{one}_proj", "qkv_proj") for one in "qk")
@@ -232,7 +237,8 @@ FAMILIES = (
         spellings={"model.language_model.embed_tokens.weight": "transformers' own modules"},
         engines={
             "sglang": EngineClass(inside=_IN_SGLANG, keys=_sglang_keys),
-            "vllm": EngineClass(inside=_IN_VLLM),
+            # It takes `weight_scale_inv` for the scales of MXFP8.
+            "vllm": EngineClass(inside=_IN_VLLM, outside=_TOWER_IN_VLLM, fp8_blocks=False),
         },
         unwitnessed=Unwitnessed("megatron-core has no indexer that chooses blocks of keys", None),
     ),
