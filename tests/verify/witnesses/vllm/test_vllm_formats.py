@@ -57,14 +57,13 @@ QUOTED = {
 }
 # Its class takes these scales for those of MXFP8, and drops them, which `quantize` says.
 DROPPED = ("minimax_m3_vl", "fp8-block")
-NOT_ASKED = [("granitemoehybrid", scheme) for scheme in ("fp8-channel", "mxfp4")]
 PAIRS = [
-    *((name, scheme) for name in NEW for scheme in SCHEMES if (name, scheme) not in NOT_ASKED),
+    *((name, scheme) for name in NEW for scheme in SCHEMES),
     ("minimax_m3_vl", "mxfp8"),
-    ("step3p5", "nvfp4"),
+    *(("step3p5", scheme) for scheme in ("fp8-channel", "mxfp4", "nvfp4")),
     ("deepseek_v4", "fp8-block"),
 ]
-DAILY_PAIRS = [("granite-4-dense-tied", "mxfp4"), ("minimax_m3_vl", "mxfp4"), ("deepseek_v4", "fp8-block")]
+DAILY_PAIRS = [("granitemoehybrid", "mxfp4"), ("minimax_m3_vl", "mxfp4"), ("deepseek_v4", "fp8-block")]
 MODELS = [name for name in CASES if name in CLEAN or name in LEFT_OUT or name == KEY_OF_RELEASES]
 CELLS = {str(cell): cell for name in MODELS for form in FORMS for cell in [Cell(name, "wide", form, "HF")]}
 DAILY = [label for label, cell in CELLS.items() if cell.format in (FP8, "INT4 32 minmax") or cell.model in EVERY_FORM]
@@ -182,7 +181,10 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     found: dict[Pair, Outcome] = {}
     for name, run in run_cases(cases, root / "runs").items():
         model, _, scheme = name.partition(", ")
-        wrong = [] if run.report is None else list(troubles(run.report, values(cases[name]), False))
+        # Draft layers of Step-3.5 are not looked at: vLLM does not build that class.
+        drafts = ("model.layers.12.", "model.layers.13.") if model == "step3p5" else ("\0",)
+        seen = [] if run.report is None else troubles(run.report, values(cases[name]), False)
+        wrong = [one for one in seen if not one[0].startswith(drafts)]
         found[model, scheme] = Outcome("", run, wrong=wrong, builds=checked(cases[name], run, VLLM)[0]["CK521"])
     return found
 
