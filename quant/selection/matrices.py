@@ -113,8 +113,8 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
         linear = _NO_LINEAR.fullmatch(module.rpartition(".")[2]) is None
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
         layer = known.layer_outside(fused_layer(module, None)) if linear else None
-        in_vllm = family.engine("vllm").layer_outside(module) or module
-        return Matrix(tensor, linear, reason, layer, in_vllm if linear else None, entry)
+        asked_as = family.engine("vllm").layer_outside(module) or module
+        return Matrix(tensor, linear, reason, layer, asked_as if linear else None, entry)
     if family.release is not None and module.endswith(family.release.stacked or ("\0",)):
         return _stacked(module, tree, family)
     asked = module in tree.linears and module not in tree.gates and module != tree.head
