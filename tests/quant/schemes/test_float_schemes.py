@@ -244,7 +244,7 @@ def test_left_out_experts_are_named_as_readers_ask_for_them(plain: Callable[[str
 @pytest.mark.parametrize(
     ("model", "scheme", "words"),
     [
-        ("llama", FloatScheme("fp8-block"), ["SGLang 0.5.16: this model's class takes weight_scale_inv for one scale"]),
+        ("llama", FloatScheme("fp8-block"), ["SGLang 0.5.16: this model's class takes weight_scale_inv for scales"]),
         ("llama", FloatScheme("fp8-block", "compressed-tensors"), []),
         ("llama", FloatScheme("fp8-channel"), []),
         ("mistral3", FloatScheme("fp8-block"), ["SGLang 0.5.16 and vLLM 0.26: this model's class takes"]),
