@@ -86,4 +86,4 @@ def _hint(wanted: Sequence[str], known: Mapping[str, Check | SymptomRow]) -> str
     near = dict.fromkeys(match for word in wanted for match in get_close_matches(word, spellings, 3, 0.7))
     listed = [f"`ckptkit explain {one.upper() if one.upper() in known else one}`" for one in near]
     nearest = f"near it: {', '.join(listed)}; " if listed else ""
-    return f"{nearest}`ckptkit explain` lists all checks"
+    return f"{nearest}`ckptkit explain` lists all checks by code"

@@ -68,7 +68,7 @@ def test_what_is_not_known_has_the_nearest_known_beside_it(words: str, near: str
         explain(words)
     assert repr(words) in error.value.message
     hint = error.value.hint or ""
-    assert hint.endswith("`ckptkit explain` lists all checks")
+    assert hint.endswith("`ckptkit explain` lists all checks by code")
     assert near in hint if near else hint.startswith("`ckptkit explain` lists")
 
 
