@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -84,7 +85,9 @@ def main() -> None:
     job = json.loads((folder / "job.json").read_text())
     from interop.cpu import pretend_gpu
 
-    sys.modules.setdefault("wandb", ModuleType("wandb"))  # slime's logging imports it, and these scripts log nothing
+    wandb = ModuleType("wandb")  # slime's logging imports it, and these scripts log nothing
+    wandb.__spec__ = ModuleSpec("wandb", None)  # accelerate looks for it
+    sys.modules.setdefault("wandb", wandb)
     pretend_gpu()
     _stand_in(job["project"])
     for name in IMPORTS[job["project"]]:
