@@ -47,6 +47,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_ranks(root: Path, ranks: int, module: str, *_: object) -> dict[int, str]:
         monkeypatch.setattr(sys, "argv", [module, str(root / "job-0.json")])
+        monkeypatch.delitem(sys.modules, module, raising=False)  # else runpy warns that another test imported it
         try:
             runpy.run_module(module, run_name="__main__")
         except CkptkitError:

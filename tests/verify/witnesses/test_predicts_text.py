@@ -157,7 +157,7 @@ def test_real_transformers_fail_weights_with_structure_that_predict_nothing(tmp_
 def test_real_transformers_do_not_judge_random_weights(tmp_path: Path) -> None:
     report = verify(structured.save(structured.unstructured(), tmp_path, tokenizer=True), against=LOGITS)
     assert (report.status, report.findings) == ("inconclusive", [])
-    assert any("the weights look untrained" in reason for reason in report.reasons)
+    assert any("the weights look untrained" in reason for reason in report.reasons), report.reasons
 
 
 def test_a_model_beyond_memory_is_inconclusive_with_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_an_engine_that_agrees_on_garbage_fails(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.usefixtures("in_process")
 def test_a_trained_model_predicts_text(tmp_path: Path) -> None:
     report = verify(trained.save(trained.dense(), tmp_path / "sound", "dense"), against=LOGITS)
-    assert (report.status, report.findings) == ("passed", [])
+    assert (report.status, report.findings, report.reasons) == ("passed", [], [])
 
 
 @pytest.mark.nightly
