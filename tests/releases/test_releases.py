@@ -14,6 +14,7 @@ from releases.verbs import LARGE, check_every_verb, text_config
 NIGHTLY = (
     *("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-Coder-480B-A35B-Instruct"),
     *("Qwen/Qwen3-30B-A3B-FP8", "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"),
+    *("Qwen/Qwen3.5-122B-A10B", "Qwen/Qwen3.5-397B-A17B"),
     *("zai-org/GLM-4.5", "zai-org/GLM-4.6", "zai-org/GLM-4.7", "zai-org/GLM-5-FP8"),
 )
 SMALLER = [model for model in models() if model not in LARGE]

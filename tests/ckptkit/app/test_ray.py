@@ -181,6 +181,7 @@ def test_an_error_in_a_task_ends_the_run_as_it_does_without_ray(
     assert until(lambda: not any(title_of(pid) == TASK for pid in workers_of(cluster)))
 
 
+@pytest.mark.nightly
 def test_a_task_that_ends_while_another_fails_does_not_take_the_process_with_it(cluster: Any) -> None:
     # In a process of its own: Ray aborted it within 10 to 30 rounds where tasks were cancelled.
     words = [sys.executable, str(Path(__file__).parents[2] / "support/failing_tasks.py"), cluster.address, "40"]
@@ -189,6 +190,7 @@ def test_a_task_that_ends_while_another_fails_does_not_take_the_process_with_it(
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["40 failed, 40 stopped"]), ended.stderr
 
 
+@pytest.mark.nightly
 def test_a_report_of_a_sound_checkpoint_is_the_same(cluster: Any, releases: PathOf, converted: PathOf) -> None:
     # Names as HF has them for the source, names on disk for the manifest.
     report = same_report(

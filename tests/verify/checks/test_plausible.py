@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CASES, case
+from families import CASES, OF_A_KIND, case
 from support import structured, trained
 from support.check_examples import hold_example
 from support.fixture_types import PathOf, RunAlone
+from support.nightly import daily
 from support.structured import Tensors
 
 from converters.hf_names import GATE_UP_DOWN
@@ -85,7 +86,7 @@ def test_routers_that_are_random_in_every_layer(sound: Tensors, tmp_path: Path, 
     assert (finding.tensor, finding.count) == ("model.layers.{0..5}.block_sparse_moe.gate.weight", 6)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", daily(sorted(CASES), OF_A_KIND))
 def test_every_family_can_be_looked_at(name: str, tmp_path: Path) -> None:
     """As if the weights were trained: other norms, attention and experts are left out and break nothing."""
     case.save(name, CASES[name], tmp_path, torch.bfloat16)
