@@ -131,6 +131,7 @@ def saved(root: Path, base: Path, change: Change = lambda state: None, settings:
     weights.mkdir(parents=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # by torch 2.10's own writer
         save(state, storage_writer=FileSystemWriter(weights), no_dist=True)
     (weights / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     torch.save({}, weights / "common.pt")
