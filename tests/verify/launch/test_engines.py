@@ -192,3 +192,26 @@ def test_layers_count_by_their_weights_and_not_by_config(releases: PathOf, copy_
     assert json.loads((minimax / "config.json").read_text())["num_mtp_modules"] == 3
     (finding,) = found(preflight(hf_checkpoint=minimax, arguments=given), "CK745")
     assert finding.actual.endswith("its files hold none")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "method=eagle3 model=$NOBODY_SETS_IT num_speculative_tokens=3",
+        "method=$NOBODY_SETS_IT num_speculative_tokens=3",
+        "method=eagle3 num_speculative_tokens=3 $NOBODY_SETS_IT",
+    ],
+)
+def test_what_is_not_known_of_a_draft_is_not_missing(given: str, releases: PathOf, tmp_path: Path) -> None:
+    """A variable that nothing sets, in verl's settings of vLLM; without it the draft model is missing."""
+    at = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
+    model = f"actor_rollout_ref.model.path={releases('qwen2-untied')} actor_rollout_ref.rollout.name=vllm"
+    script = tmp_path / "run.sh"
+
+    def asked(words: str) -> list[Finding]:
+        settings = " ".join(word if word.startswith("$") else f"+{at}.{word}" for word in words.split())
+        script.write_text(f"python3 -m verl.trainer.main_ppo {model} trainer.n_gpus_per_node=8 {settings}\n")
+        return found(preflight(script=script), "CK745")
+
+    assert asked(given) == []
+    assert len(asked("method=eagle3 num_speculative_tokens=3")) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, job_of, unless_skipped
 from verify.launch.options.speculative import Speculation
+from verify.launch.words import UnresolvedWord
 
 # What configs call the number of multi-token prediction layers.
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")
@@ -37,7 +39,8 @@ def _speculation(subject: Subject) -> Speculation:
         raise Skip("the launch starts no engine")
     if job.speculation is None:
         raise Skip("the launch asks for no speculative decoding")
-    return job.speculation
+    anything = any(isinstance(word, UnresolvedWord) and word.anything for word in job.text.words)
+    return replace(job.speculation, known=job.speculation.known and not anything)
 
 
 @check(

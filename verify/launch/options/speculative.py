@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from verify.launch.arguments import Server, server_of
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Speculation:
     """How an engine drafts: `method` as it calls it, `draft` the model that it drafts with where one is given.
 
-    `known`: False where the draft, or whether there is one, is not known. `steps` and `trees`: whether the number of
-    steps is given, and the width or the number of tokens of a draft. `stages`: pipeline stages of the engine.
+    `known`: False where the method, the draft, or whether there is one, is not known. `steps` and `trees`: whether the
+    number of steps is given, and the width or the number of tokens of a draft. `stages`: pipeline stages of the engine.
     `attention`: its attention is data parallel. `lora`: it serves an adapter. `place` is where it is written.
     """
 
@@ -51,7 +51,7 @@ def of_options(given: GivenArguments, words: Sequence[Word]) -> Speculation | No
         method.upper(),
         given.place("sglang_speculative_algorithm"),
         given.get(path, None),
-        known=path not in given.unknown and not given.anything,
+        known=path not in given.unknown,
         steps=f"{prefix}_num_steps" in given.places,
         trees=not {f"{prefix}_eagle_topk", f"{prefix}_num_draft_tokens"}.isdisjoint(given.places),
         stages=stages or 1,
@@ -69,7 +69,7 @@ def of_json(text: str, place: str) -> Speculation | None:
     return of_mapping(content, place) if isinstance(content, dict) else None
 
 
-def of_mapping(content: Mapping[str, Any], place: str) -> Speculation | None:
+def of_mapping(content: Mapping[str, Any], place: str) -> Speculation:
     """The same as a mapping. Source: vLLM `config/speculative.py`: without a method, the draft model decides it."""
     model, method = content.get("model"), content.get("method")
     if method is None:
@@ -84,7 +84,8 @@ def of_settings(settings: Settings, prefix: str) -> Speculation | None:
     given = {name: word.text for name, word in words.items() if word is not None}
     if not given or given.get("num_speculative_tokens") == "0":
         return None
-    return of_mapping(given, _place(words.values()))
+    known = all(settings.resolved(f"{prefix}.speculative_config.{name}") for name in ("method", "model"))
+    return replace(of_mapping(given, _place(words.values())), known=known)
 
 
 def _place(words: Any) -> str:
