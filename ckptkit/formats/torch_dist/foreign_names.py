@@ -7,16 +7,16 @@ run. Before one of them opens a checkpoint it is read here, where nothing is run
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS
 from ckptkit.core.errors import UnsupportedError
-from ckptkit.formats.torch_dist.reader import StoredMetadata, read_metadata
+from ckptkit.formats.torch_dist.reader import FOREIGN_HINT, StoredMetadata, read_metadata
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.records import Record
 
-_HINT = "nothing in it was run; where you trust it, load it with Megatron itself, leave that out and save it again"
 _DCP = "torch.distributed.checkpoint."
 _STRATEGY = "megatron.core.dist_checkpointing.strategies.torch."
 # Source: torch `distributed/checkpoint/metadata.py`, `filesystem.py` and `planner.py`, and megatron-core 0.15's
@@ -31,6 +31,7 @@ _METADATA = {
     *("torch.Size", "torch.serialization._get_layout"),
     *(f"torch.{dtype}" for dtype in ITEMSIZE),
 }
+_METADATA_ENUMS = {f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_DCP}planner.WriteItemType"}
 _ENUMS = {
     "megatron.core.enums.ModelType",
     *(f"megatron.core.rerun_state_machine.{name}" for name in ("RerunDiagnostic", "RerunMode", "RerunState")),
@@ -70,8 +71,8 @@ def refuse_foreign_names(path: Path, metadata: StoredMetadata | None = None) -> 
     Of an `_extra_state`, which Transformer Engine unpickles once more, the bytes inside are looked at too.
     """
     metadata = read_metadata(path) if metadata is None else metadata
-    if foreign := sorted(metadata.names - _METADATA):
-        raise UnsupportedError(f"{path / '.metadata'} names {foreign[0]}, which torch does not write", _HINT)
+    if foreign := sorted(name for name in metadata.names - _METADATA if not _is_member(name, _METADATA_ENUMS)):
+        raise UnsupportedError(f"{path / '.metadata'} names {foreign[0]}, which torch does not write", FOREIGN_HINT)
     blobs = dict(metadata.objects)
     common = path / "common.pt"
     if common.exists():
@@ -85,9 +86,14 @@ def refuse_foreign_names(path: Path, metadata: StoredMetadata | None = None) -> 
 
 
 def _is_object(name: str) -> bool:
-    """Whether an object may name this: one of the above, or a member of an enum, as Python 3.11.2 pickles it."""
+    """Whether an object may name this."""
+    return name in _OBJECTS or _is_member(name, _ENUMS)
+
+
+def _is_member(name: str, enums: Collection[str]) -> bool:
+    """Whether this names a member of one of these enums, as Python 3.11.2 pickles it."""
     holder, _, member = name.rpartition(".")
-    return name in _OBJECTS or (holder in _ENUMS and not member.startswith("_") and member not in _METHODS)
+    return holder in enums and not member.startswith("_") and member not in _METHODS
 
 
 def _is_empty(state: Any) -> bool:

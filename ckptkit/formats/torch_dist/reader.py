@@ -22,7 +22,7 @@ import numpy as np
 
 from ckptkit.core.allocator import gc_paused
 from ckptkit.core.dtypes import ITEMSIZE, torch_dtype
-from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, code_of
+from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError, code_of
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MAX_AXES, TensorSpec
@@ -32,7 +32,7 @@ from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob, dense_stride
-from ckptkit.formats.torch_save.records import Dtype, is_bounded
+from ckptkit.formats.torch_save.records import Dtype, NotAllowed, is_bounded
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.links import why_unreadable
 from ckptkit.storage.read import FileExtent
@@ -50,6 +50,9 @@ _MAX_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of o
 MAX_METADATA = 1 << 30  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
 _FIRST = attrgetter("offsets")
 _COPY = "the file is damaged; copy it again"
+FOREIGN_HINT = (
+    "nothing in it was run; where you trust it, load it with Megatron itself, leave that out and save it again"
+)
 _DAMAGED = f"no model has so many: {_COPY}"
 
 # What a trainer saves beside the weights. megatron-core numbers the state of chained optimizers (MoE) with a prefix.
@@ -114,6 +117,8 @@ def read_metadata(path: Path) -> StoredMetadata:
             "a torch_dist checkpoint needs it; was the save cut short?",
             code=code_of(error),
         ) from error
+    except NotAllowed as error:
+        raise UnsupportedError(f"{file} names {error.kind}, which torch does not write", FOREIGN_HINT) from error
     except (pickle.UnpicklingError, AttributeError, TypeError, LookupError) as error:
         raise DamagedError(f"{file} is not DCP metadata: {error}", _COPY) from error
 

@@ -30,7 +30,7 @@ _KEY_DEPTH, _KEY_PARTS = 4, 256  # of tuples as keys, which are hashed again eac
 
 
 class NamedLater:
-    """A function of a pickle that finds a class inside a class, by the one call that it allows."""
+    """A function of a pickle that finds what lies inside a class, by the one call that it allows."""
 
     def __init__(self, find: Callable[..., Any]) -> None:
         self._find = find

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import enum
 import io
 import os
 import pickle
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 from support.fixture_types import CopyOf, PathOf
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
+from ckptkit.formats.torch_dist.reader import read_metadata
 from verify.run import verify
 
 
@@ -65,6 +68,48 @@ def test_a_call_in_metadata_is_refused(release: Path, tmp_path: Path, monkeypatc
     assert not (tmp_path / "ran").exists()
 
 
+class AsPython3112(pickle.Pickler):
+    """Pickles an enum's member as Python 3.11.0 to 3.11.3 do, and Debian 12's: as an attribute of its class."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+class Attribute:
+    """Pickles as a call of getattr."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.arguments
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        (None, None),
+        (Attribute(_MEM_FORMAT_ENCODING, "mro"), r"_MEM_FORMAT_ENCODING\.mro"),
+        (Attribute(_MEM_FORMAT_ENCODING, "__class__"), r"_MEM_FORMAT_ENCODING\.__class__"),
+        (Attribute(MetadataIndex, "__init__"), r"MetadataIndex\.__init__"),
+        (Attribute(5, "real"), r"builtins\.getattr"),
+    ],
+)
+def test_metadata_that_python_3_11_2_pickled_is_let_through(release: Path, more: object, refused: str | None) -> None:
+    before = read_metadata(release)
+    metadata = pickle.loads((release / ".metadata").read_bytes())
+    metadata.planner_data = more
+    with (release / ".metadata").open("wb") as file:
+        AsPython3112(file).dump(metadata)
+    assert b"getattr" in (release / ".metadata").read_bytes()
+    if refused:
+        with pytest.raises(UnsupportedError, match=rf"\.metadata names .*{refused}, which torch does not write"):
+            refuse_foreign_names(release)
+    else:
+        refuse_foreign_names(release)
+        assert read_metadata(release).tensors == before.tensors
+
+
 @pytest.mark.parametrize(
     ("state", "refused"),
     [
@@ -80,7 +125,6 @@ def test_a_call_in_metadata_is_refused(release: Path, tmp_path: Path, monkeypatc
 )
 def test_an_extra_state_with_a_pickle_inside_is_refused(release: Path, state: object, refused: bool) -> None:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
     key = "decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1"
     torch.save(state, release / "extra.distcp")
