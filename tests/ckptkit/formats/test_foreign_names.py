@@ -69,7 +69,7 @@ def test_a_call_in_metadata_is_refused(release: Path, tmp_path: Path, monkeypatc
 
 
 class AsPython3112(pickle.Pickler):
-    """Pickles an enum's member as Python 3.11.0 to 3.11.3 do, and Debian 12's: as an attribute of its class."""
+    """Pickles an enum's member as Python 3.11.2 does, which is Debian 12's: as an attribute of its class."""
 
     def reducer_override(self, value: Any) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented

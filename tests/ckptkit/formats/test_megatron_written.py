@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import models
 from support.megatron_saves import SAVES
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
@@ -166,6 +167,11 @@ def test_common_state_is_read_wherever_it_is(saved: Path) -> None:
     assert checkpoint.args["moe_layer_freq"] == [0, 0] + [1] * 10
 
 
+@pytest.mark.xfail(
+    _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT.__reduce_ex__(2)[0] is getattr,
+    reason="Megatron does not load the arguments that it saves itself under this Python, 3.11.2",
+    strict=True,
+)
 @pytest.mark.usefixtures("served")
 def test_the_witness_accepts_what_a_training_run_saves_beside_the_weights(
     saved: Path, releases: Callable[[str], Path]
