@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.app.job.vllm import device_digest
+from ckptkit.app.job.vllm import device_sum, told
 
 
 class WeightReader:
@@ -36,8 +36,8 @@ class WeightReader:
             "tp": parallel_state.get_tp_group().rank_in_group,
         }
         prefix = "".join(f"{name}{rank}:" for name, rank in ranks.items())
-        model = self.model_runner.get_model()
-        return {prefix + name: device_digest(parameter) for name, parameter in model.named_parameters()}
+        sums = {prefix + name: device_sum(one) for name, one in self.model_runner.get_model().named_parameters()}
+        return dict(zip(sums, told(list(sums.values())), strict=True))
 
 
 def _plain(config: Any) -> dict[str, Any]:

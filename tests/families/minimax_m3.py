@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, MiniMaxM3VLConfig
 
-from families.case import SIZES, Case, random
+from families.case import SIZES, Case, biases_in_float32, random
 
 FREQUENCY = [0, 0, 0, *[1] * 9]
 # What transformers reads and does not write, and what it writes instead.
@@ -67,11 +67,6 @@ def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return random(name, tensor, dtype) - float("norm" in name and "vision" not in name)
 
 
-def stored(name: str, tensor: Tensor) -> Tensor:
-    """Biases in float32, which transformers' class keeps in the model's dtype."""
-    return 6.9 + 0.1 * torch.randn(tensor.shape) if name.endswith("e_score_correction_bias") else tensor
-
-
 def config() -> MiniMaxM3VLConfig:
     """Three dense layers without an indexer, and nine with experts and one."""
     rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
@@ -102,6 +97,6 @@ def config() -> MiniMaxM3VLConfig:
 
 CASES = {
     "minimax_m3_vl": Case(
-        config, edit=as_released, value=value, stored=stored, auto=AutoModelForImageTextToText, fused=True
+        config, edit=as_released, value=value, stored=biases_in_float32, auto=AutoModelForImageTextToText, fused=True
     ),
 }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import NemotronHConfig, PreTrainedModel
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 
-from families.case import MOE, SIZES, Case, random
+from families.case import MOE, SIZES, Case, biases_in_float32, random
 from families.mtp import next_tokens, rms_norm
 
 # Experts in the layers in which tests lose and exchange some.
@@ -54,13 +54,6 @@ def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result if "norm" in name or name.endswith("e_score_correction_bias") else result * 3
 
 
-def stored(name: str, tensor: Tensor) -> Tensor:
-    """The router's bias is float32 in the releases; transformers has it in the model's dtype."""
-    if not name.endswith("e_score_correction_bias") or tensor.dtype == torch.float32:
-        return tensor
-    return tensor.float() * (1 + 2**-12)  # no value of bfloat16
-
-
 # As transformers 5.12 saves it; the releases and later transformers have the other.
 RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 
@@ -98,7 +91,7 @@ def added_mtp(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
             stem, _, leaf = f"mtp.layers.{place}.{name}".rpartition(".")
             each = {f"{stem}.{expert}.{leaf}.weight": part for expert, part in enumerate(tensor)}
             found |= each if stem.endswith(".experts") else {f"{stem}.{leaf}": tensor}
-    return {name: stored(name, value(name, tensor, dtype)) for name, tensor in found.items()}
+    return {name: biases_in_float32(name, value(name, tensor, dtype)) for name, tensor in found.items()}
 
 
 def mtp_logits(model: PreTrainedModel, added: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
@@ -135,7 +128,7 @@ CASES = {
         lambda: NemotronHConfig(**sizes(), layers_block_type=layers(PATTERN)),
         edit=as_letters,
         value=value,
-        stored=stored,
+        stored=biases_in_float32,
         renamed=RENAMED,
     ),
     # As Ultra has it: experts in a smaller size, an MTP layer, and no num_hidden_layers.
@@ -146,7 +139,7 @@ CASES = {
         added=added_mtp,
         edit=as_released,
         value=value,
-        stored=stored,
+        stored=biases_in_float32,
         renamed=RENAMED,
         mtp=mtp_logits,
         since=(0, 17),  # before, MambaModel has no MTP layers

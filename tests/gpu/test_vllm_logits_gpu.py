@@ -50,7 +50,8 @@ OF_32 = {"head_dim": 32}
 LONG = {"max_position_embeddings": 4096}
 MIXER = LONG | {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "chunk_size": 128}
 GRANITE = LONG | {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128}
-BLOCKS = LONG | {"index_head_dim": 128, "index_block_size": 128, "index_topk_blocks": 4}
+# One head of the indexer: of several, each chooses for its own keys in vLLM, and in transformers all choose together.
+BLOCKS = LONG | {"index_n_heads": 1, "index_head_dim": 128, "index_block_size": 128, "index_topk_blocks": 4}
 # vLLM takes the original positions times the factor for all there are.
 ROPES = HF_CASES["deepseek_v4"].config().rope_parameters
 COMPRESSED = {
@@ -75,7 +76,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite"), LATENT),
     **dict.fromkeys(("nemotron_h", "nemotron_h-latent"), MIXER),
     "granitemoehybrid": FOUR_HEADS | GRANITE,
-    "minimax_m3_vl": {"num_attention_heads": 8, "head_dim": 128, "rotary_dim": 64} | BLOCKS,
+    "minimax_m3_vl": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128, "rotary_dim": 64} | BLOCKS,
     "deepseek_v4": COMPRESSED,
 }
 FAMILIES = (

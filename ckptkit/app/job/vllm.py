@@ -57,6 +57,18 @@ def device_digest(tensor: Tensor) -> str:
 
     The sum, modulo 2^64, of every word of 8 bytes mixed with its place, as splitmix64 mixes.
     """
+    return f"{int(device_sum(tensor)) % (1 << 64):016x}"
+
+
+def told(sums: Sequence[Tensor]) -> list[str]:
+    """Checksums of what `device_sum` returned, in hexadecimal digits; one wait for all of them."""
+    import torch
+
+    return [f"{total % (1 << 64):016x}" for total in torch.cat(list(sums)).tolist()] if sums else []
+
+
+def device_sum(tensor: Tensor) -> Tensor:
+    """What `device_digest` tells, as int64 [1] on the device, which is not waited for."""
     import torch
 
     data = tensor.detach().cuda() if torch.cuda.is_available() else tensor.detach()
@@ -65,15 +77,19 @@ def device_digest(tensor: Tensor) -> str:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
     elif data.storage_offset() % 8:
         data = data.clone()
-    words, sums = data.view(torch.int64), []
+    words, total = data.view(torch.int64), torch.full((1,), tensor.nbytes, device=data.device)
+    if words.is_cuda and len(words):
+        from ckptkit.app.job.triton_digest import add_words
+
+        add_words(total, words, (_PLACE, _FIRST, _SECOND))
+        return total
     for start in range(0, len(words), _CHUNK):
         part = words[start : start + _CHUNK]
         mixed = torch.arange(start, start + len(part), device=data.device)
         mixed.mul_(_PLACE).bitwise_xor_(part).mul_(_FIRST)
         mixed.bitwise_xor_(mixed >> 27).mul_(_SECOND)
-        sums.append(mixed.bitwise_xor_(mixed >> 31).sum())
-    total = int(torch.stack(sums).sum()) if sums else 0
-    return f"{(total + tensor.nbytes) % (1 << 64):016x}"
+        total += mixed.bitwise_xor_(mixed >> 31).sum()
+    return total
 
 
 @dataclass(frozen=True)

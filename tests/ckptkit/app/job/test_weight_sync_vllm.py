@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,6 +266,25 @@ def test_checksum_of_a_device_is_that_of_every_byte_and_its_place(monkeypatch: p
     found = [vllm.device_digest(one) for one in cases]
     assert found == [mixed(one) for one in cases]
     assert len({*found, vllm.device_digest(values.flip(0)), vllm.device_digest(torch.zeros(8))}) == len(cases) + 2
+
+
+def test_kernel_sums_as_torch_does() -> None:
+    """In Triton's interpreter, which a process chooses when it starts. On a GPU the test before this one runs it."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from ckptkit.app.job import triton_digest, vllm
+for count in (1, 8, 4095, 4096, 9000):
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (count,))
+    total = torch.full((1,), words.nbytes)
+    triton_digest.add_words(total, words, (vllm._PLACE, vllm._FIRST, vllm._SECOND))
+    assert vllm.told([total]) == [vllm.device_digest(words)], count
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[4])}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_engine_of_sglang_is_an_address() -> None:
