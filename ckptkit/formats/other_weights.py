@@ -13,7 +13,8 @@ _RUNTIME = "{{}} is the format of {}: take the safetensors of the release"
 _PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
 _NEMO = "{} is of NeMo 1, whose weights ckptkit does not read: export them to HF with the NeMo that wrote them"
 # What lies where safetensors with an index should, the most telling first, and the way out.
-_INDEX, _ADAPTER_FILE, _SHARDS = "model.safetensors.index.json", "adapter_model.safetensors", "*.safetensors"
+_INDEX, _SINGLE, _SHARDS = "model.safetensors.index.json", "model.safetensors", "*.safetensors"
+_ADAPTER_FILE = "adapter_model.safetensors"
 _ADAPTER = (
     "{} is an adapter (LoRA), not a model: `ckptkit verify ADAPTER --source BASE` looks at it; merge it with "
     "`ckptkit convert BASE DST --merge ADAPTER` and give the result"
@@ -68,10 +69,10 @@ def other_weights(root: Path) -> str | None:
 
 def refuse_other_format(root: Path) -> None:
     """Raises UnsupportedError where a directory without an index holds weights, and none as a model's safetensors."""
-    found = None if os.path.lexists(root / _INDEX) else _found(root)
+    found = None if any(os.path.lexists(root / one) for one in (_INDEX, _SINGLE)) else _found(root)
     if found is not None and found[0] != _SHARDS:
         advice = _OTHER_WEIGHTS[found[0]].format(found[1])
-        raise UnsupportedError(f"{root} has neither {_INDEX} nor model.safetensors", advice)
+        raise UnsupportedError(f"{root} has neither {_INDEX} nor {_SINGLE}", advice)
 
 
 def has_shards(root: Path) -> bool:
@@ -99,7 +100,7 @@ def below(root: Path) -> str | None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    return any((folder / mark).exists() for mark in (".metadata", _INDEX, "model.safetensors")) or (
+    return any((folder / mark).exists() for mark in (".metadata", _INDEX, _SINGLE)) or (
         (found := _found(folder)) is not None and found[0] != "model_config.yaml"
     )
 

@@ -293,6 +293,18 @@ def test_what_mistral_publishes_beside_its_shards_is_a_warning(
     assert "Mistral's own names" in finding.actual
 
 
+def test_what_mistral_publishes_beside_a_single_file_is_a_warning(tmp_path: Path, only: OnlyFinding) -> None:
+    """As SGLang leaves it out (`filter_duplicate_safetensors_files`)."""
+    path = tmp_path / "one"
+    models.save("qwen2-tied", path, shard_size="1GB")
+    assert not (path / "model.safetensors.index.json").exists()
+    save_file({"tok_embeddings.weight": torch.ones(8, 128, dtype=torch.bfloat16)}, path / "consolidated.safetensors")
+    report = verify(path)
+    finding = only(report)
+    assert (finding.code, finding.severity, report.status) == ("CK104", "warning", "passed")
+    assert "Mistral's own names" in finding.actual
+
+
 def test_leftover_named_like_mistrals_extra_file_is_found(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
     path = copy_of(releases("qwen2-tied"))
     save_file({"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}, path / "consolidated.safetensors")

@@ -45,7 +45,9 @@ def _orphan(files: HfFiles, file: str) -> Issue:
     """
     where, newest = files.root / file, _newest(files.root, [*files.shards, file])
     if files.index is None:
-        actual = f"SGLang reads {file} too, transformers {SINGLE} alone; {newest}"
+        # SGLang leaves out a consolidated.safetensors that is alone beside it.
+        reader = "vLLM" if file == "consolidated.safetensors" and len(files.orphans) == 1 else "SGLang"
+        actual = f"{reader} reads {file} too, transformers {SINGLE} alone; {newest}"
         return Issue(
             f"{SINGLE} alone, since there is no index", actual, f"move one of them elsewhere; {_ASIDE}", file=where
         )
