@@ -33,6 +33,8 @@ _CLASSES: Mapping[str, tuple[int, str]] = MappingProxyType(
         "Qwen2ForCausalLMEagle": (1, "qwen2"),
     }
 )
+# What the classes of other draft models are called; wrappers of vision models may have the same words.
+NAMED = r"(?i)(?!.*ForConditionalGeneration$).*(eagle|nextn|mtp|medusa|speculator|draft|dflash|dspark).*"
 _SGLANG = "SGLang 0.5.16"
 # Engines, and the classes among these that each has; the others end while the engine looks for them.
 ENGINES: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -48,14 +50,21 @@ _OLD = (
     *(("aux_norm_mid.", "fc_norm.1."), ("aux_norm_high.", "fc_norm.2.")),
 )
 _COMPUTED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+_MAX_NAME = 200  # characters of a class's name
 TOKENS, USED = "d2t", "t2d"
 EMBEDDING, HEAD, FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 
 
-def is_draft(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a draft model whose class is read here."""
+def class_of(config: Mapping[str, Any]) -> str:
+    """The class that a config.json states first; empty where it states none."""
     stated = config.get("architectures")
-    return isinstance(stated, list) and stated[:1] != [] and isinstance(stated[0], str) and stated[0] in _CLASSES
+    return stated[0] if isinstance(stated, list) and stated and isinstance(stated[0], str) else ""
+
+
+def is_draft(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a draft model, by the name of its class; `draft_of` reads some of them."""
+    name = class_of(config)
+    return name in _CLASSES or re.fullmatch(NAMED, name[:_MAX_NAME]) is not None
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class Draft:
     """An EAGLE draft model as its config.json has it; of speculators' two levels as one."""
 
     config: Mapping[str, Any]
-    version: int  # 3, or 1 for the first two, whose files are alike
+    version: int  # 3, or 1 for the first two, whose files are alike; 0 for what is no EAGLE
     decoder: str
 
     @property
@@ -225,20 +234,31 @@ class Draft:
             yield expected, f"attention_bias true: {_SGLANG} drops those of q, k and v", hint
 
 
-def draft_of(config: Mapping[str, Any]) -> Draft:
-    """The draft model of a config.json for which `is_draft`. Raises UnsupportedError for what is not read of them."""
-    version, decoder = _CLASSES[config["architectures"][0]]
+def sizes_of(config: Mapping[str, Any]) -> Draft:
+    """The sizes of a draft model of any class. Its tensors are known where `draft_of` reads the class."""
+    name = class_of(config)
+    eagle = re.search("(?i)p?eagle3?", name)
+    version, decoder = _CLASSES.get(name, (0 if eagle is None else 1 if len(eagle[0]) == 5 else 3, ""))
     inner = config.get("transformer_layer_config")
     if isinstance(inner, dict):
         config = {**inner, **config}
         decoder = decoder or str(inner.get("model_type", "llama"))
+    return Draft(config, version, decoder)
+
+
+def draft_of(config: Mapping[str, Any]) -> Draft:
+    """The draft model of a config.json for which `is_draft`. Raises UnsupportedError for what is not read of them."""
+    if class_of(config) not in _CLASSES:
+        message = f"config.json: {shortened(class_of(config))} is a class of draft models that is not read"
+        raise UnsupportedError(message, "docs/drafts.md says which are")
+    draft = sizes_of(config)
+    config, decoder = draft.config, draft.decoder
     check_config(config)
     if decoder not in ("llama", "qwen2", "qwen3"):
         message = f"config.json: a draft model with decoder layers of {shortened(decoder)} is not read"
         raise UnsupportedError(message, "Llama's, Qwen2's and Qwen3's are")
     if is_quantized(config):
         raise UnsupportedError("config.json: a quantized draft model is not read", "verify the one it was made from")
-    draft = Draft(config, version, decoder)
     if draft.steps != 1:
         message = "config.json: a draft model with parallel_draft_step is not read"
         raise UnsupportedError(message, "those that draft one token after another are")

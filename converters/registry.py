@@ -14,7 +14,7 @@ from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedErro
 from ckptkit.core.printable import shortened
 from converters import families
 from converters.config.bounds import check_config
-from converters.draft import is_draft
+from converters.draft import NAMED, is_draft
 from converters.family import ModelFamily
 
 
@@ -43,7 +43,7 @@ _MAX_NAME = 200  # characters of a class's name
 # What a model of another class is, by the name of the class; the first that fits.
 _OTHERS = (
     (
-        r"(?i).*(eagle|nextn|mtp|medusa|speculator|draft).*",
+        NAMED,
         "a draft model for speculative decoding",
         "`ckptkit verify DRAFT --source TARGET` looks at EAGLE's; give the model that it drafts for",
     ),

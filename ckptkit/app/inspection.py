@@ -132,7 +132,10 @@ def _draft_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Of an EAGLE draft model: what it is, and the sizes of the target that it drafts for."""
     if not is_draft(config):
         return {}
-    draft = draft_of(config)
+    try:
+        draft = draft_of(config)
+    except UnsupportedError as error:
+        return {"draft": error.message}
     target = {"hidden_size": draft.target_hidden, "vocab_size": draft.vocabulary}
     layers = ", ".join(map(str, draft.layer_ids)) or "the engine's default"
     return {

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from mutations.edits import edit_config
+from mutations.edits import edit_config, edit_json, names, replace
 from safetensors.torch import load_file, save_file
 from support.drafts import KINDS, save_draft, tensors_of
+from support.launch_scripts import write_headers
 
 from reports.files import on_checkpoint
-from reports.launches import SCRIPT, launch, said
+from reports.launches import SCRIPT, VERL, launch, said
 from reports.report import Change, Report
 
+STRICT = f"{SCRIPT} --strict"
 OVER_TARGET = "ckptkit verify CKPT --source RELEASE"
 _OPTIONS = (
     "--sglang-speculative-algorithm EAGLE3 --sglang-speculative-draft-model-path DRAFT "
@@ -31,11 +34,59 @@ def _headless(path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def _drafting(work: Path) -> None:
-    """A launch that drafts with an EAGLE3 model."""
-    launch("qwen2")(work)
-    save_draft(work / "DRAFT", tensors_of("SpecForge"), KINDS["SpecForge"][0])
-    said("--rollout-batch-size 32", f"--rollout-batch-size 32 {_OPTIONS}")(work)
+def _saved(work: Path, kind: str, **config: Any) -> None:
+    """A draft at `DRAFT` whose config.json has the sizes of Qwen2.5-7B, which the launches here serve."""
+    content = KINDS[kind][0] | {"hidden_size": 3584, "vocab_size": 152064}
+    if "transformer_layer_config" in content:
+        content["transformer_layer_config"] |= {"hidden_size": 3584, "vocab_size": 152064}
+    save_draft(work / "DRAFT", tensors_of(kind), content | config)
+
+
+def _drafting(options: str = _OPTIONS, kind: str = "SpecForge", **config: Any) -> Change:
+    """A launch of slime that drafts."""
+
+    def prepare(work: Path) -> None:
+        launch("qwen2")(work)
+        _saved(work, kind, **config)
+        said("--rollout-batch-size 32", f"--rollout-batch-size 32 {options}")(work)
+
+    return prepare
+
+
+def _vllm(*settings: str, kind: str = "SpecForge", **config: Any) -> Change:
+    """A launch of verl whose vLLM drafts."""
+
+    def prepare(work: Path) -> None:
+        if not (work / "CKPT").exists():
+            write_headers(work / "CKPT", "qwen2")
+        _saved(work, kind, **config)
+        at = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
+        (work / "run.sh").write_text(VERL.rstrip() + "".join(f" {at}.{one}" for one in settings) + "\n")
+
+    return prepare
+
+
+def _bundled(work: Path) -> None:
+    """A served model whose config.json speaks of its own layers of DSpark."""
+    _vllm("method=dspark", "num_speculative_tokens=5")(work)
+    edit_config(work / "CKPT", dspark_block_size=5)
+
+
+def _draft_says(**config: Any) -> Change:
+    return lambda work: edit_config(work / "DRAFT", **config)
+
+
+def _of_speculators(work: Path) -> None:
+    """The draft's config.json as speculators writes it: what the class of the layers needs is one level down."""
+    file = work / "DRAFT" / "config.json"
+    content = json.loads(file.read_text())
+    content["transformer_layer_config"] = {key: content.pop(key) for key in ("model_type", "num_attention_heads")}
+    kind = "dspark" if "DSpark" in content["architectures"][0] else "eagle3"
+    file.write_text(json.dumps(content | {"speculators_model_type": kind}))
+
+
+def _without_own_layer(path: Path) -> None:
+    replace(path, {}, names(path, ".layers.12."))
 
 
 REPORTS = (
@@ -71,6 +122,145 @@ REPORTS = (
         code="CK745",
         names=("EAGLE3, for a draft model of EAGLE3", "EAGLE, at"),
         damage=said("speculative-algorithm EAGLE3", "speculative-algorithm EAGLE"),
-        prepare=_drafting,
+        prepare=_drafting(),
+    ),
+    Report(
+        "sglang#24051",
+        "2026-04",
+        "STANDALONE with a draft of another tokenizer: accepted tokens are other words. Since #23838 the server stops.",
+        SCRIPT,
+        code="CK745",
+        names=("vocab_size 152064, as the served model", "151936"),
+        damage=_draft_says(vocab_size=151936),
+        prepare=_drafting(_OPTIONS.replace("EAGLE3", "STANDALONE"), architectures=["LlamaForCausalLM"]),
+    ),
+    Report(
+        "sglang#33966",
+        "2026-08",
+        "Drafts are published under the class of the model that they draft for, which SGLang then loads in place of "
+        "its draft class.",
+        STRICT,
+        code="CK745",
+        names=("LlamaForCausalLM: SGLang 0.5.16 drafts with no class", "LlamaForCausalLMEagle"),
+        damage=_draft_says(architectures=["LlamaForCausalLM"]),
+        prepare=_drafting(_OPTIONS.replace("EAGLE3", "EAGLE"), "EAGLE"),
+        twin=SCRIPT,
+    ),
+    Report(
+        "sglang#18216",
+        "2026-02",
+        "An EAGLE3 draft as speculators saves it: SGLang finds no model_type and stops.",
+        STRICT,
+        code="CK745",
+        names=("config.json of speculators, without model_type",),
+        damage=_of_speculators,
+        prepare=_drafting(),
+        twin=SCRIPT,
+    ),
+    Report(
+        "sglang#40630",
+        "2026-09",
+        "The same of a DSpark draft; with a model_type written by hand its sizes are the class's own.",
+        STRICT,
+        code="CK745",
+        names=("a draft model for DSPARK", "config.json of speculators"),
+        damage=_of_speculators,
+        prepare=_drafting(_OPTIONS.replace("EAGLE3", "DSPARK"), architectures=["Qwen3DSparkModel"]),
+        twin=SCRIPT,
+    ),
+    Report(
+        "vllm#43369",
+        "2026-05",
+        "vLLM compares vocabularies for draft_model alone: an EAGLE3 draft of another one reads beyond the embedding.",
+        STRICT,
+        code="CK745",
+        names=("vocab_size 152064, as the served model", "201088"),
+        damage=_draft_says(vocab_size=201088),
+        prepare=_vllm("method=eagle3", "model=DRAFT", "num_speculative_tokens=3"),
+        twin=SCRIPT,
+    ),
+    Report(
+        "vllm#49646",
+        "2026-07",
+        "A DFlash draft of the class Qwen3DSparkModel: vLLM puts DFlash before it, and knows no such class.",
+        STRICT,
+        code="CK745",
+        names=("no class DFlashQwen3DSparkModel",),
+        damage=said("method=dspark", "method=dflash"),
+        prepare=_vllm("method=dspark", "model=DRAFT", "num_speculative_tokens=7", architectures=["Qwen3DSparkModel"]),
+        twin=SCRIPT,
+    ),
+    Report(
+        "vllm#44566",
+        "2026-06",
+        "The number of tokens stands in the config of speculators, where vLLM does not look when the draft is given.",
+        STRICT,
+        code="CK745",
+        names=("num_speculative_tokens", "without it"),
+        damage=said("num_speculative_tokens=3", "draft_tensor_parallel_size=1"),
+        prepare=_vllm("method=eagle3", "model=DRAFT", "num_speculative_tokens=3", kind="speculators"),
+        twin=SCRIPT,
+    ),
+    Report(
+        "vllm#55323",
+        "2026-09",
+        "The number of tokens should default to the layers of an MTP draft: vLLM compares nothing with 1 and stops.",
+        STRICT,
+        "glm4_moe/hf",
+        "CK745",
+        ("num_speculative_tokens", "mtp, at"),
+        said("num_speculative_tokens=1", "draft_tensor_parallel_size=1"),
+        _vllm("method=mtp", "model=CKPT", "num_speculative_tokens=1"),
+        SCRIPT,
+    ),
+    Report(
+        "vllm#35548",
+        "2026-02",
+        "GLM-5 in NVFP4 was published without its MTP layer, which config.json still states: vLLM drafts with memory "
+        "that nobody wrote, and accepts nothing.",
+        SCRIPT,
+        "glm4_moe/hf",
+        "CK745",
+        ("its files hold none",),
+        on_checkpoint(_without_own_layer),
+        _vllm("method=mtp", "num_speculative_tokens=1"),
+    ),
+    Report(
+        "spark-vllm-docker#378",
+        "2026-09",
+        "A recipe drafts by DSpark with a DeepSeek-V4 that was published without such layers: vLLM asks for a token "
+        "that config.json does not name.",
+        SCRIPT,
+        code="CK745",
+        names=("a model with layers of DSpark", "its config.json speaks of none"),
+        damage=on_checkpoint(lambda path: edit_json(path / "config.json", lambda one: one.pop("dspark_block_size"))),
+        prepare=_bundled,
+    ),
+    Report(
+        "sglang#26726",
+        "2026-05",
+        "num_nextn_predict_layers 0 in the config of an EAGLE3 draft with latent attention: SGLang made room for no "
+        "layer.",
+        OVER_TARGET,
+        "qwen3-untied/",
+        names=("'Eagle3DeepseekV2ForCausalLM' is a class of draft models that is not read",),
+        prepare=_draft(
+            "SpecForge",
+            architectures=["Eagle3DeepseekV2ForCausalLM"],
+            model_type="kimi_k2",
+            num_nextn_predict_layers=0,
+        ),
+        verdict="named",
+        reason="draft models with latent attention are not judged, and the config was right",
+    ),
+    Report(
+        "sglang#21274",
+        "2026-03",
+        "A draft's config.json has no eagle_config: SGLang trips over it, and takes its default.",
+        OVER_TARGET,
+        "qwen3-untied/",
+        prepare=_draft("SpecForge"),
+        verdict="sound",
+        reason="the layers of the default are what such a draft was trained with",
     ),
 )

@@ -177,6 +177,17 @@ REPORTS = (
         prepare=_one_step,
     ),
     Report(
+        "slime#1871",
+        "2026-04",
+        "--allgather-cp cuts tokens into contiguous parts, and attention other than DeepSeek's sparse one takes its "
+        "parts in zigzag order: shapes fit, and tokens are scrambled. Since #1891 slime stops.",
+        SCRIPT,
+        code="CK746",
+        names=("no --allgather-cp with context_parallel_size above 1 for Qwen3ForCausalLM",),
+        damage=said("--context-parallel-size 2", "--context-parallel-size 2 --allgather-cp"),
+        prepare=launch("qwen3"),
+    ),
+    Report(
         "verl#7952",
         "2026-09",
         "FSDP with async_save: the trainer leaves the tracker to a manager that does not write it, and the next run "

@@ -324,6 +324,21 @@ REPORTS = (
         _in("fp8-ue8m0"),
     ),
     Report(
+        "sglang#23841",
+        "2026-04",
+        "A packaged FP8 config in place of the checkpoint's own: the engine takes its weights in BF16 for FP8. Here "
+        "config.json says so itself.",
+        VERIFY,
+        "qwen2-untied/hf",
+        "CK302",
+        ("FP8", "no weight is"),
+        on_checkpoint(
+            lambda path: edit_config(
+                path, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+            )
+        ),
+    ),
+    Report(
         "vllm#51525",
         "2026-08",
         "NVFP4 experts that calibration did not reach have no input_scale; one GPU's kernel multiplies by memory that "

@@ -19,6 +19,7 @@ TRAINER = "the trainer's own code: settings and checkpoints are right"
 BY_GPU = "the engine's own choice; `lint` says which tensors each trainer packs"
 LOUD = "the engine says so and stops: nothing of it is in files"
 ANOTHER = "another thread about the fault of"
+RELEASE = "a release"
 FEATURE = "a decision or a feature of the project, no fault of a checkpoint"
 
 
@@ -218,6 +219,96 @@ REPORTS = (
                 "2026-09",
                 "A class of vLLM returns no set of loaded names, which turns its check of completeness off.",
                 "an engine's own class, and vLLM is not asked to load",
+            ),
+            (
+                "vime#351",
+                "2026-07",
+                "A trained MTP layer reaches the trainer's model alone: the engine's drafts go stale after each step.",
+                UPDATE,
+            ),
+            (
+                "verl-SpeCo#64",
+                "2026-08",
+                "A sync filters out the embedding and output layer that a P-EAGLE draft trains.",
+                UPDATE,
+            ),
+            (
+                "NeMo-RL#2999",
+                "2026-07",
+                "MTP weights arrive in several buffers, and vLLM misses the others after each.",
+                UPDATE,
+            ),
+            (
+                "vllm#46725",
+                "2026-06",
+                "Updates of weights never reach a draft model.",
+                UPDATE,
+            ),
+            (
+                "vllm#50158",
+                "2026-07",
+                "Each rank decides for itself whether a draft shares the target's embedding, and two disagree.",
+                "the engine's own choice: the copy in the draft is compared by CK144",
+            ),
+            (
+                "vllm#46994",
+                "2026-06",
+                "With pipeline stages a draft has no embedding, which the last stage never loads.",
+                f"{RELEASE} of vLLM: the checkpoint is right",
+            ),
+            (
+                "vllm#51758",
+                "2026-08",
+                "vLLM 0.27 builds DeepSeek-V4's draft layers in another FP8 than 0.26 did.",
+                f"{RELEASE} of vLLM: the checkpoint is right",
+            ),
+            (
+                "vllm#51269",
+                "2026-08",
+                "DSpark configs of speculators lack what vLLM adds to those of DFlash.",
+                f"{RELEASE} of vLLM: the draft is right",
+            ),
+            (
+                "vllm#53428",
+                "2026-08",
+                "DFlash2 drafts are built with the layers of DFlash, as in #53612.",
+                f"{RELEASE} of vLLM: the draft is right",
+            ),
+            (
+                "sglang#25368",
+                "2026-05",
+                "All three MTP layers of MiMo-V2.5 are loaded into the same parameters.",
+                f"{RELEASE} of SGLang: the checkpoint is right",
+            ),
+            (
+                "sglang#26640",
+                "2026-05",
+                "The image's transformers does not know the assistant of Gemma 4.",
+                f"{RELEASE} of transformers, which is in no file",
+            ),
+            (
+                "sglang#32459",
+                "2026-07",
+                "With EAGLE the prefixes of earlier turns are computed again.",
+                "speed, and no fault of a checkpoint or launch",
+            ),
+            (
+                "sglang#29781",
+                "2026-06",
+                "Quark's list names eh_proj, which the draft class asks for by another name.",
+                f"{ANOTHER} sglang#36158",
+            ),
+            (
+                "sglang#16581",
+                "2026-01",
+                "GLM-4.7 in NVFP4 with its MTP layer in BF16.",
+                f"{ANOTHER} sglang#36158",
+            ),
+            (
+                "vllm#37667",
+                "2026-03",
+                "A quantized model whose MTP layer is not: vLLM builds it quantized.",
+                f"{ANOTHER} vllm#53387",
             ),
         )
     ),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ckptkit.app.api import convert, inspect, quantize
 from ckptkit.core.errors import UnsupportedError, UsageError
+from converters.draft import is_draft
 from quant.formats.scheme import QuantScheme
 from verify.run import verify
 
@@ -204,6 +205,28 @@ def test_of_drafts_that_are_not_read_it_is_inconclusive(config: dict[str, Any], 
     report = verify(path)
     assert (report.status, report.findings) == ("inconclusive", [])
     assert any("not read" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Eagle3DeepseekV2ForCausalLM", "DFlashDraftModel", "Qwen3DSparkModel", "PEagleDraftModel", "MedusaModel"),
+        *("MistralForCausalLMEagle", "DeepseekV3ForCausalLMNextN", "EagleSpeculator", "MiMoV2MTP"),
+    ],
+)
+def test_a_draft_of_another_class_is_named_and_not_judged(name: str, tmp_path: Path) -> None:
+    """Its tables of tokens are whole numbers, which no weight of a language model is."""
+    config = KINDS["SpecForge"][0] | {"architectures": [name]}
+    path = save_draft(tmp_path / "draft", tensors_of("SpecForge"), config)
+    report = verify(path)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert f"'{name}' is a class of draft models that is not read" in report.reasons[0]
+    assert inspect(path)["draft"] == f"config.json: '{name}' is a class of draft models that is not read"
+
+
+def test_a_vision_model_called_eagle_is_no_draft() -> None:
+    assert not is_draft({"architectures": ["Eagle2_5_VLForConditionalGeneration"]})
+    assert not is_draft({"architectures": []})
 
 
 def test_inspect_says_what_it_is_and_for_which_target(tmp_path: Path) -> None:

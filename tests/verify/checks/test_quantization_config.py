@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fixture_types import OnlyFinding, PathOf
+from mutations.edits import edit_config
+from support.fixture_types import CopyOf, OnlyFinding, PathOf
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
 from quant.lint.lint import lint
+from verify.launch.preflight import preflight
 from verify.run import verify
 
 
@@ -207,3 +209,40 @@ def test_method_that_is_not_known_beside_plain_weights_is_inconclusive(
     report = verify(path)
     assert report.status == "inconclusive"
     assert any("quantization method 'exl9' is not supported" in reason for reason in report.reasons)
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("announced", "words"),
+    [
+        (FP8, "FP8 (float8_e4m3fn, one scale for each block of 32 x 32), as config.json says"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8 (float8_e4m3fn, one scale for each tensor), as"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": ROWS}},
+                "ignore": ["lm_head"],
+            },
+            "FP8 (float8_e4m3fn, one scale for each row), as",
+        ),
+        ({"quant_method": "mxfp4"}, "MXFP4 (4-bit floats"),
+        (FP8 | {"modules_to_not_convert": ["model"]}, None),  # every Linear layer
+    ],
+)
+def test_plain_weights_under_a_config_of_quantized_ones_are_one_finding(
+    announced: dict[str, Any], words: str | None, releases: PathOf, copy_of: CopyOf
+) -> None:
+    path = copy_of(releases("qwen2-untied"))
+    edit_config(path, quantization_config=announced)
+    found = [(one.code, one.severity) for one in verify(path).findings]
+    assert found == ([("CK302", "error")] if words else [])
+    launched = preflight(hf_checkpoint=path, arguments=["--rollout-batch-size", "8"]).findings
+    assert [one.severity for one in launched if one.code == "CK302"] == (["error"] if words else [])
+    # A job that quantizes what it sends to the engine replaces them before the first rollout.
+    launched = preflight(hf_checkpoint=path, ref_load=path, arguments=["--rollout-batch-size", "8"]).findings
+    assert [one.severity for one in launched if one.code == "CK302"] == (["warning"] if words else [])
+    assert all(words is not None and one.expected.startswith(words) for one in verify(path).findings)

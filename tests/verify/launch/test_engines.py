@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from support.launch_words import arguments_of
 
@@ -200,6 +203,9 @@ def test_layers_count_by_their_weights_and_not_by_config(releases: PathOf, copy_
         "method=eagle3 model=$NOBODY_SETS_IT num_speculative_tokens=3",
         "method=$NOBODY_SETS_IT num_speculative_tokens=3",
         "method=eagle3 num_speculative_tokens=3 $NOBODY_SETS_IT",
+        "method=ngram num_speculative_tokens=$NOBODY_SETS_IT",
+        "method=ngram $NOBODY_SETS_IT",
+        "method=suffix",
     ],
 )
 def test_what_is_not_known_of_a_draft_is_not_missing(given: str, releases: PathOf, tmp_path: Path) -> None:
@@ -215,3 +221,137 @@ def test_what_is_not_known_of_a_draft_is_not_missing(given: str, releases: PathO
 
     assert asked(given) == []
     assert len(asked("method=eagle3 num_speculative_tokens=3")) == 1
+    assert [one.expected for one in asked("method=ngram")] == ["num_speculative_tokens"]
+
+
+SIZES = {"hidden_size": 128, "vocab_size": 352}  # of qwen2-untied
+LLAMA = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": 64, **SIZES}
+PLAIN = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}
+FUSED, LANGUAGE = ("fc.weight", "midlayer.mlp.up_proj.weight"), ("model.layers.0.mlp.up_proj.weight",)
+KIMI = LLAMA | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2"}
+NESTED = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_config": {},
+    "transformer_layer_config": {"model_type": "llama", **SIZES},
+}
+# Engine, method, config.json of the draft, names of its tensors, the severity of what is found, and its words.
+DRAFTS: list[tuple[str, str, dict[str, Any], tuple[str, ...], str, str]] = [
+    ("sglang", "EAGLE3", LLAMA, FUSED, "", ""),
+    ("sglang", "EAGLE3", LLAMA | {"hidden_size": 64, "target_hidden_size": 128}, FUSED, "", ""),
+    ("sglang", "EAGLE3", LLAMA | {"hidden_size": 64}, FUSED, "error", "64"),
+    ("sglang", "EAGLE3", LLAMA | {"vocab_size": 360}, FUSED, "warning", "360"),
+    ("sglang", "EAGLE3", KIMI, FUSED, "", ""),
+    ("sglang", "EAGLE", KIMI, FUSED, "error", "EAGLE, at"),
+    ("sglang", "EAGLE3", LLAMA | {"architectures": ["Eagle3Qwen3ForCausalLM"]}, FUSED, "warning", "no class Eagle3Qw"),
+    ("sglang", "EAGLE3", PLAIN, LANGUAGE, "error", "Qwen3ForCausalLM, a language model, whose files hold no fc.weight"),
+    ("sglang", "EAGLE3", PLAIN, FUSED, "warning", "drafts with no class Qwen3ForCausalLM"),
+    ("sglang", "EAGLE3", NESTED, FUSED, "warning", "without model_type"),
+    ("sglang", "EAGLE", PLAIN, LANGUAGE, "error", "a language model"),
+    ("sglang", "EAGLE", PLAIN | {"num_nextn_predict_layers": 1}, LANGUAGE, "", ""),
+    ("sglang", "NEXTN", PLAIN | {"architectures": ["Gemma4AssistantForCausalLM"]}, LANGUAGE, "", ""),
+    ("sglang", "EAGLE", PLAIN | {"architectures": ["DeepseekV3ForCausalLMNextN"]}, LANGUAGE, "", ""),
+    ("sglang", "STANDALONE", PLAIN, LANGUAGE, "", ""),
+    ("sglang", "STANDALONE", PLAIN | {"hidden_size": 64}, LANGUAGE, "", ""),
+    ("sglang", "STANDALONE", PLAIN | {"vocab_size": 360}, LANGUAGE, "error", "360"),
+    ("vllm", "eagle3", LLAMA, FUSED, "", ""),
+    ("vllm", "eagle3", LLAMA | {"architectures": ["LlamaForCausalLM"]}, FUSED, "", ""),
+    ("vllm", "eagle3", LLAMA | {"architectures": ["LlamaForCausalLM"]}, LANGUAGE, "error", "a language model"),
+    (
+        "vllm",
+        "eagle3",
+        PLAIN | {"architectures": ["Qwen3MoeForCausalLM"]},
+        FUSED,
+        "warning",
+        "Eagle3Qwen3MoeForCausalLM",
+    ),
+    ("vllm", "eagle", PLAIN | {"architectures": ["LlamaForCausalLM"]}, FUSED, "", ""),
+    (
+        "vllm",
+        "eagle",
+        PLAIN | {"architectures": ["LlamaForCausalLMEagle"]},
+        FUSED,
+        "warning",
+        "EagleLlamaForCausalLMEagle",
+    ),
+    ("vllm", "eagle", PLAIN | {"model_type": "deepseek_v3"}, FUSED, "", ""),
+    ("vllm", "eagle3", NESTED, FUSED, "", ""),
+    ("vllm", "draft_model", PLAIN, LANGUAGE, "", ""),
+    ("vllm", "draft_model", PLAIN | {"vocab_size": 360}, LANGUAGE, "error", "360"),
+    ("vllm", "draft_model", {"text_config": SIZES, "architectures": ["Qwen3VLForCausalLM"]}, LANGUAGE, "", ""),
+    ("vllm", "medusa", {"model_type": "medusa"}, LANGUAGE, "", ""),
+]
+
+
+def drafting(server: str, method: str, draft: Path, **more: Any) -> list[str]:
+    """The options of a launch that drafts with a model."""
+    if server == "sglang":
+        return [f"{SPECULATIVE}-algorithm={method}", f"{SPECULATIVE}-draft-model-path={draft}"]
+    given = {"method": method, "model": str(draft), "num_speculative_tokens": 3} | more
+    return ["--vllm-speculative-config", json.dumps({name: one for name, one in given.items() if one is not None})]
+
+
+def save_names(path: Path, config: dict[str, Any], names: tuple[str, ...]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(1) for name in names}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(("server", "method", "config", "names", "severity", "words"), DRAFTS)
+def test_a_draft_is_held_against_the_method_and_the_served_model(
+    server: str,
+    method: str,
+    config: dict[str, Any],
+    names: tuple[str, ...],
+    severity: str,
+    words: str,
+    releases: PathOf,
+    tmp_path: Path,
+) -> None:
+    draft = save_names(tmp_path / "draft", config, names)
+    given = drafting(server, method, draft)
+    report = preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given)
+    assert [one.severity for one in found(report, "CK745")] == ([severity] if severity else [])
+    assert all(words in one.actual for one in found(report, "CK745"))
+
+
+def test_a_vocabulary_may_differ_where_vllm_is_told_so(releases: PathOf, tmp_path: Path) -> None:
+    draft = save_names(tmp_path / "draft", PLAIN | {"vocab_size": 360}, LANGUAGE)
+    given = drafting("vllm", "draft_model", draft, use_heterogeneous_vocab=True)
+    assert found(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given), "CK745") == []
+    named = draft.rename(tmp_path / "my-EAGLE3")  # which vLLM takes for an EAGLE3 by its path
+    given = drafting("vllm", "draft_model", named)
+    assert found(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given), "CK745") == []
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "severity"),
+    [
+        ("eagle3", LLAMA, "error"),
+        ("eagle3", LLAMA | {"n_predict": 3}, ""),
+        ("eagle3", NESTED, "warning"),
+        ("mtp", PLAIN | {"n_predict": 1}, "warning"),
+        ("medusa", {"model_type": "medusa"}, ""),
+    ],
+)
+def test_vllm_takes_the_number_of_tokens_from_n_predict_alone(
+    method: str, config: dict[str, Any], severity: str, releases: PathOf, tmp_path: Path
+) -> None:
+    given = drafting("vllm", method, save_names(tmp_path / "draft", config, FUSED), num_speculative_tokens=None)
+    report = preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given)
+    assert [one.severity for one in found(report, "CK745")] == ([severity] if severity else [])
+    given = ["--vllm-speculative-config", json.dumps({"method": method, "model": "org/draft"})]
+    assert found(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given), "CK745") == []
+
+
+@pytest.mark.parametrize("method", ["DSPARK", "dspark"])
+def test_layers_of_dspark_are_the_models_own_or_a_draft(method: str, copy_of: CopyOf, releases: PathOf) -> None:
+    path = copy_of(releases("qwen2-untied"))
+    vllm = ["--vllm-speculative-config", json.dumps({"method": method, "num_speculative_tokens": 5})]
+    given = vllm if method.islower() else [f"{SPECULATIVE}-algorithm={method}"]
+    (one,) = found(preflight(hf_checkpoint=path, arguments=given), "CK745")
+    assert one.expected == "a model with layers of DSpark, or a draft model"
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dspark_block_size": 5}))
+    assert found(preflight(hf_checkpoint=path, arguments=given), "CK745") == []

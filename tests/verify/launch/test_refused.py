@@ -5,6 +5,7 @@ Every row breaks one rule of the source that `verify/launch/rules` names; withou
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,26 @@ def test_a_kl_term_needs_the_reference() -> None:
     assert refused(f"{TRAINER} --use-kl-loss") == []
     (found,) = refused(f"{without} --kl-coef 0.1")
     assert found.expected == "--ref-load with --kl-coef"
+
+
+def test_contiguous_parts_of_the_tokens_are_for_sparse_attention(tmp_path: Path) -> None:
+    script, cut = tmp_path / "run.sh", "--context-parallel-size 2"
+
+    def asked(model: str, words: str) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [model]}))
+        script.write_text(f"python3 train.py --hf-checkpoint {tmp_path} {TRAINER} {words}\n")
+        return [one.expected for one in preflight(script=script).findings if one.code == "CK746"]
+
+    expected = "no --allgather-cp with context_parallel_size above 1 for Qwen3ForCausalLM"
+    assert asked("Qwen3ForCausalLM", f"{cut} --allgather-cp") == [expected]
+    for words in (cut, "--allgather-cp", f"{cut} --allgather-cp --ci-check-model-hash", "--allgather-cp $MORE"):
+        assert asked("Qwen3ForCausalLM", words) == []
+    assert asked("Qwen3ForCausalLM", "--allgather-cp --context-parallel-size $N") == []
+    for model in ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"):
+        assert asked(model, f"{cut} --allgather-cp") == []
+    (found,) = asked("DeepseekV4ForCausalLM", f"{cut} --ci-check-model-hash")  # an option of miles
+    assert found == "--allgather-cp with context_parallel_size above 1 for DeepSeek-V4"
+    assert asked("DeepseekV4ForCausalLM", "--ci-check-model-hash") == []
 
 
 def test_values_that_are_not_known_break_no_rule(tmp_path: Path, configs: PathOf) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold
 from verify.check import Skip, Tally, Unable
+from verify.evidence.floats.stored import stored_floats_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.report import Severity
 
 
 def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -37,9 +40,25 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if who := [reader for reader in refusal.readers if reader in counting]:
             yield Issue(expected, f"{' and '.join(who)}: {refusal.what}", refusal.hint, file=where)
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]
+    if (announced := subject.once(stored_floats_of)) is not None and not announced[1]:
+        wanted = {matrix.tensor for matrix, packed in zip(found.matrices, found.packed, strict=True) if packed}
+        wanted |= {one.tensor for one in differing if one.answer == "packs"}
+        stored = [spec for name, spec in subject.hf_files.specs.items() if name in wanted]
+        if stored and all(spec.dtype in COMPUTED for spec in stored):
+            yield _none_of_them(subject, announced[0].words, len(stored))
+        return
     for reader in dict.fromkeys(one.reader for one in differing):
         own = [one for one in differing if one.reader == reader]
         patterns = fold(dict.fromkeys(pattern for one in own for pattern in one.patterns))
         unlisted = next((one.tensor.removesuffix(".weight") for one in own if one.answer == "packs"), None)
         hint = found.next_move([reader], patterns[:3], next(iter(patterns), unlisted))
         yield Issue(expected, "; ".join(described(own)), hint, file=where)
+
+
+def _none_of_them(subject: Subject, words: str, count: int) -> Issue:
+    """Plain weights under a config.json of quantized ones. A job that sends quantized weights replaces them."""
+    hint = "engines cast the numbers to codes and find no scale: take quantization_config out of config.json"
+    actual = f"no weight is: {count} that readers build so are stored as plain numbers, without scales"
+    severity: Severity = "error" if subject.updated is False else "warning"
+    where = subject.path / "config.json"
+    return Issue(f"{words}, as config.json says", actual, f"{hint}, or quantize", file=where, severity=severity)

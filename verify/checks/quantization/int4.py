@@ -22,6 +22,7 @@ from verify.checks.quantization.float_lists import float_lists
 from verify.checks.quantization.floats import float_parts, float_scales, forbidden_floats, has_floats
 from verify.checks.quantization.quantization_config import config_issue, refused_parts
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
+from verify.evidence.floats.stored import stored_floats_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import Int4Format, Scale, int4_format_in, int4_format_of, part_shapes, read_scales
 from verify.evidence.rounding import keeps_scales, names_grid
@@ -149,7 +150,8 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.once(renamed_of) is not None:
         raise Skip("not run because the tensors have other names than config.json promises (CK104)")
     config, specs, where = subject.once(config_of), subject.checkpoint.specs, str(subject.path)
-    if has_floats(subject) and not _packs_integers(subject):
+    announced = subject.once(stored_floats_of) is not None and not any(packed_in(specs))
+    if announced or (has_floats(subject) and not _packs_integers(subject)):
         yield from float_lists(subject, tally)
         return
     packed = set(packed_in(specs))

@@ -10,10 +10,11 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_config
-from converters.draft import draft_of, is_draft
+from converters.draft import sizes_of
 from verify.check import Skip, Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.launch.checks.drafts import class_issues, size_issues, token_issues
 from verify.launch.checks.engine import engine_config, job_of, unless_skipped
 from verify.launch.options.speculative import Speculation
 from verify.launch.words import UnresolvedWord
@@ -55,7 +56,9 @@ def _speculation(subject: Subject) -> Speculation:
     unless=unless_skipped(_speculation),
 )
 def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """A draft model where the method needs one, layers of the model's own where it has none, and what goes with it.
+    """A draft model where the method needs one, of a class and sizes that go with method and served model.
+
+    Without one, layers of the model's own; and the options that go with it.
 
     Source: SGLang `arg_groups/speculative_hook.py`, `server_args.py` (check_server_args, check_lora_server_args),
     `configs/model_config.py` (_config_draft_model); vLLM `config/speculative.py` (SpeculativeConfig).
@@ -64,10 +67,11 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0)
     if found.server == "sglang":
         yield from _options(found)
-    if found.draft is None and found.known:
+    if found.draft is not None:
+        yield from _given(found, Path(found.draft), subject)
+    elif found.known:
+        yield from token_issues(found, None)
         yield from _without(found, subject)
-    elif found.draft is not None:
-        yield from _given(found, Path(found.draft))
 
 
 def _options(found: Speculation) -> Iterator[Issue]:
@@ -94,9 +98,14 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
             f"{option} with {found.method}", f"{where}, without it", "give the draft model that was trained for it"
         )
         return
+    root = job_of(subject).hf
+    if found.method.upper() == "DSPARK" and root is not None and (config := engine_config(root)):
+        if not any(key.startswith("dspark_") for key in config):
+            actual = f"{where}, with {root}: its config.json speaks of none"
+            yield Issue("a model with layers of DSpark, or a draft model", actual, "give the draft model", file=root)
+        return
     if found.method not in _OWN and found.method != "mtp" and not found.method.endswith("_mtp"):
         return
-    root = job_of(subject).hf
     config = engine_config(root) if root else {}
     if root is None or not config:
         raise Skip("there is no config.json of the engine's model that can be read (CK714, CK101)")
@@ -110,9 +119,9 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
         yield Issue(expected, actual, "give a draft model, or leave speculative decoding out", file=root)
 
 
-def _given(found: Speculation, draft: Path) -> Iterator[Issue]:
+def _given(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]:
     if draft.is_dir():
-        yield from _method(found, draft)
+        yield from _model(found, draft, subject) if found.known else ()
         return
     if (not draft.is_absolute() and _HUB.fullmatch(str(draft))) or "://" in str(draft):
         return
@@ -121,18 +130,26 @@ def _given(found: Speculation, draft: Path) -> Iterator[Issue]:
     yield Issue(f"the draft model {draft}", "no such directory", "check the path", file=draft)
 
 
-def _method(found: Speculation, draft: Path) -> Iterator[Issue]:
-    """SGLang hands on states of three layers for EAGLE3 and of one for EAGLE, whatever the draft model reads."""
+def _model(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]:
+    """A draft model against the method and the served model, by config.json and the names of its tensors."""
     try:
         config = read_config(draft)
-        version = draft_of(config).version if is_draft(config) else 0
+        version = sizes_of(config).version
     except CkptkitError:
         return  # which `verify DRAFT` judges
+    # SGLang hands on states of three layers for EAGLE3 and of one for EAGLE, whatever the draft model reads.
     named = {"EAGLE": 1, "EAGLE3": 3}.get(found.method, 0)
     if found.server == "sglang" and named and version and named != version:
         right = "EAGLE3" if version == 3 else "EAGLE"
         expected, actual = f"{right}, for a draft model of {right}", f"{found.method}, at {found.place}"
         yield Issue(expected, actual, "no draft token is accepted: name the method of the draft model", file=draft)
+    else:
+        layers = _stated(config) or bool(_stored(subject, draft, config))
+        yield from class_issues(found, draft, config, _names(subject, draft), layers)
+    yield from token_issues(found, config)
+    root = job_of(subject).hf
+    if root is not None and root != draft:
+        yield from size_issues(found, draft, config, engine_config(root))
 
 
 def _stated(config: Mapping[str, Any]) -> bool:
@@ -141,14 +158,19 @@ def _stated(config: Mapping[str, Any]) -> bool:
     return any(isinstance(one.get(key), int) and one[key] > 0 for one in places for key in _KEYS)
 
 
+def _names(subject: Subject, root: Path) -> list[str]:
+    """The names of a model's tensors; empty where they cannot be told."""
+    try:
+        return list(subject.loaded.get(root, Subject(root)).hf_files.specs)
+    except CkptkitError:
+        return []
+
+
 def _stored(subject: Subject, root: Path, config: Mapping[str, Any]) -> bool | None:
     """Whether the files hold such layers; None where their names cannot be told."""
     text = config.get("text_config")
     layers = next((one.get("num_hidden_layers") for one in (config, text or {}) if "num_hidden_layers" in one), None)
-    try:
-        names = list(subject.loaded.get(root, Subject(root)).hf_files.specs)
-    except CkptkitError:
-        return None
+    names = _names(subject, root)
     if not names or not isinstance(layers, int):
         return None
     beyond = (match for name in names if (match := _LAYER.match(name)))

@@ -20,8 +20,9 @@ class Speculation:
     """How an engine drafts: `method` as it calls it, `draft` the model that it drafts with where one is given.
 
     `known`: False where the method, the draft, or whether there is one, is not known. `steps` and `trees`: whether the
-    number of steps is given, and the width or the number of tokens of a draft. `stages`: pipeline stages of the engine.
-    `attention`: its attention is data parallel. `lora`: it serves an adapter. `place` is where it is written.
+    number of steps is given, and the width or the number of tokens of a draft. `tokens`: vLLM is told how many tokens
+    to draft. `mixed`: the draft may have another vocabulary. `stages`: pipeline stages of the engine. `attention`: its
+    attention is data parallel. `lora`: it serves an adapter. `place` is where it is written.
     """
 
     server: Server
@@ -31,6 +32,8 @@ class Speculation:
     known: bool = True
     steps: bool = True
     trees: bool = False
+    tokens: bool = True
+    mixed: bool = False
     stages: int = 1
     attention: bool = False
     lora: bool = False
@@ -74,18 +77,22 @@ def of_mapping(content: Mapping[str, Any], place: str) -> Speculation:
     model, method = content.get("model"), content.get("method")
     if method is None:
         method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
-    return Speculation("vllm", str(method).lower(), place, None if model is None else str(model))
+    tokens, mixed = content.get("num_speculative_tokens") is not None, bool(content.get("use_heterogeneous_vocab"))
+    draft = None if model is None else str(model)
+    return Speculation("vllm", str(method).lower(), place, draft, tokens=tokens, mixed=mixed)
 
 
 def of_settings(settings: Settings, prefix: str) -> Speculation | None:
     """The mapping `speculative_config` that verl and NeMo-RL hand on to vLLM."""
-    names = ("method", "model", "num_speculative_tokens")
+    names = ("method", "model", "num_speculative_tokens", "use_heterogeneous_vocab")
     words = {name: settings.word(f"{prefix}.speculative_config.{name}") for name in names}
     given = {name: word.text for name, word in words.items() if word is not None}
     if not given or given.get("num_speculative_tokens") == "0":
         return None
-    known = all(settings.resolved(f"{prefix}.speculative_config.{name}") for name in ("method", "model"))
-    return replace(of_mapping(given, _place(words.values())), known=known)
+    resolved = {name for name in names if settings.resolved(f"{prefix}.speculative_config.{name}")}
+    found = of_mapping(given, _place(words.values()))
+    tokens = found.tokens or "num_speculative_tokens" not in resolved
+    return replace(found, known=resolved >= {"method", "model"}, tokens=tokens)
 
 
 def _place(words: Any) -> str:

@@ -19,13 +19,15 @@ class Options:
     """The options of a launch of slime, miles or vime.
 
     `program`: the file that starts the trainer, `train_async.py`, where it is known. `paths`: arguments whose path
-    preflight was given itself. `miles`: an option is among those that only miles has.
+    preflight was given itself. `miles`: an option is among those that only miles has. `model`: the class that
+    config.json states of the model, empty where it is not known.
     """
 
     given: GivenArguments
     program: str = ""
     paths: frozenset[str] = frozenset()
     miles: bool = False
+    model: str = ""
 
     def on(self, name: str) -> bool:
         """Whether it is given for certain, and not turned off by a file of settings."""

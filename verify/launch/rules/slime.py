@@ -2,7 +2,7 @@
 
 Source: slime 624b824 `utils/arguments.py` (slime_validate_args), `train_async.py`, `utils/dp_schedule.py`,
 `backends/sglang_utils/arguments.py` (validate_args) and `backends/megatron_utils/arguments.py`; miles 31f1ca9
-`utils/arguments.py` (miles_validate_args, validate_async_off_policy_correction), `train_async.py`,
+`utils/arguments.py` (miles_validate_args, hf_validate_args, validate_async_off_policy_correction), `train_async.py`,
 `utils/dp_schedule.py`, `ray/rollout/rollout_data_conversion.py`; vime `utils/arguments.py` (vime_validate_args).
 """
 
@@ -14,6 +14,13 @@ from verify.issue import Issue
 from verify.launch.rules.options import Excludes, Needs, Options, broken
 
 _STOPS = "the trainer stops at its own check of arguments: give it, or leave the first out"
+# Models of slime with sparse attention, and those that miles alone trains with contiguous parts.
+_CONTIGUOUS = frozenset(
+    {
+        *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        *("DeepseekV4ForCausalLM", "InklingForConditionalGeneration"),
+    }
+)
 _ROWS: tuple[Needs | Excludes, ...] = (
     *(Needs(one, ("save",), _STOPS) for one in ("save_interval", "release_train", "save_trigger_sentinel")),
     Needs("custom_megatron_post_save_hook_path", ("save",), _STOPS),
@@ -224,6 +231,21 @@ def _others(options: Options) -> Iterator[Issue]:
         yield options.issue(("async_max_concurrent_samples", "n_samples_per_prompt"), expected, _STOPS)
 
 
+def _context_parallel(options: Options) -> Iterator[Issue]:
+    """Contiguous parts of the tokens are for sparse attention; any other takes its parts in zigzag order."""
+    if (options.value("context_parallel_size", 1) or 1) <= 1 or not options.model or options.on("debug_rollout_only"):
+        return
+    names = ("allgather_cp", "context_parallel_size")
+    if options.miles and options.model == "DeepseekV4ForCausalLM" and options.off("allgather_cp"):
+        expected = "--allgather-cp with context_parallel_size above 1 for DeepSeek-V4"
+        yield options.issue(names[::-1], expected, "miles stops: give it")
+    elif not options.miles and options.on("allgather_cp") and options.model not in _CONTIGUOUS:
+        expected = f"no --allgather-cp with context_parallel_size above 1 for {options.model}"
+        hint = "slime stops: tokens would be in another order than this attention takes them; leave --allgather-cp out"
+        yield options.issue(names, expected, hint)
+
+
 _RULES: tuple[Callable[[Options], Iterator[Issue]], ...] = (
     *(_asynchronous, _kl, _estimator, _teacher, _batches, _micro_batches, _length, _transport, _lora, _others),
+    _context_parallel,
 )
