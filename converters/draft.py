@@ -1,8 +1,9 @@
 """EAGLE draft models, which are models of their own: the tensors of their classes, and the target that they draft for.
 
-Source: SGLang 0.5.16 `models/llama_eagle3.py`, `llama_eagle.py`, `qwen2_eagle.py`; vLLM 0.26 `models/llama_eagle3.py`,
-`qwen3_eagle3.py`, `llama_eagle.py`, `transformers_utils/configs/speculators`; as SpecForge, AngelSlim, ModelOpt
-(`hf_spec_export.py`) and speculators save them.
+Source: SGLang 0.5.16 `models/llama_eagle3.py`, `kimi_k25_eagle3.py`, `llama_eagle.py`, `qwen2_eagle.py`; vLLM 0.26
+`models/llama_eagle3.py`, `qwen3_eagle3.py`, `deepseek_eagle3.py`, `llama_eagle.py`,
+`transformers_utils/configs/speculators`; as SpecForge, AngelSlim, ModelOpt (`hf_spec_export.py`) and speculators save
+them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _CLASSES: Mapping[str, tuple[int, str]] = MappingProxyType(
         ),
         **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"), (3, "llama")),
         "Eagle3Qwen3ForCausalLM": (3, "qwen3"),
+        **dict.fromkeys(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"), (3, "latent")),
         **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), (3, "")),
         **dict.fromkeys(("LlamaForCausalLMEagle", "EagleLlamaForCausalLM"), (1, "llama")),
         "Qwen2ForCausalLMEagle": (1, "qwen2"),
@@ -39,7 +41,12 @@ _SGLANG = "SGLang 0.5.16"
 # Engines, and the classes among these that each has; the others end while the engine looks for them.
 ENGINES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        _SGLANG: frozenset({"LlamaForCausalLMEagle3", "LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle"}),
+        _SGLANG: frozenset(
+            {
+                *("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle"),
+                "Eagle3DeepseekV2ForCausalLM",
+            }
+        ),
         "vLLM 0.26": frozenset(_CLASSES) - {"LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle"},
     }
 )
@@ -162,7 +169,8 @@ class Draft:
         if self.version == 3:
             found |= {"norm.weight": (self.hidden,), TOKENS: (self.draft_vocabulary,), USED: (self.vocabulary,)}
             found |= {f"fc_norm.{at}.weight": (self.target_hidden,) for at in range(self.states)}
-            found |= {"input_norm.weight": (self._fusion_width,)}
+            if self.decoder != "latent":
+                found |= {"input_norm.weight": (self._fusion_width,)}
         return found
 
     @property
@@ -173,20 +181,33 @@ class Draft:
         hidden, heads = self.hidden, integer(self.config, "num_attention_heads")
         if heads < 1:
             raise CkptkitError(f"config.json: num_attention_heads is {heads}", "restore it from the release")
-        head = integer(self.config, "head_dim", hidden // heads)
-        query, key = heads * head, integer(self.config, "num_key_value_heads", heads) * head
         width = 2 * hidden if self.version == 3 and layer == 0 else hidden
-        for part, rows in (("q", query), ("k", key), ("v", key)):
-            yield f"self_attn.{part}_proj.weight", (rows, width)
-            yield f"self_attn.{part}_proj.bias", (rows,)
-        yield from (("self_attn.o_proj.weight", (hidden, query)), ("self_attn.o_proj.bias", (hidden,)))
+        yield from self._latent(heads, width) if self.decoder == "latent" else self._attention(heads, width)
         inner = integer(self.config, "intermediate_size")
         yield from ((f"mlp.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up"))
         yield "mlp.down_proj.weight", (hidden, inner)
         norms = ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if self.version == 3 else ()))
         yield from ((f"{norm}.weight", (hidden,)) for norm in norms)
+
+    def _attention(self, heads: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        head = integer(self.config, "head_dim", self.hidden // heads)
+        query, key = heads * head, integer(self.config, "num_key_value_heads", heads) * head
+        for part, rows in (("q", query), ("k", key), ("v", key)):
+            yield f"self_attn.{part}_proj.weight", (rows, width)
+            yield f"self_attn.{part}_proj.bias", (rows,)
+        yield from (("self_attn.o_proj.weight", (self.hidden, query)), ("self_attn.o_proj.bias", (self.hidden,)))
         if self.decoder == "qwen3":
             yield from ((f"self_attn.{part}_norm.weight", (head,)) for part in "qk")
+
+    def _latent(self, heads: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        query, key, plain, rotary, value = (integer(self.config, name) for name in names)
+        yield from (("self_attn.q_a_proj.weight", (query, width)), ("self_attn.q_a_layernorm.weight", (query,)))
+        yield "self_attn.q_b_proj.weight", (heads * (plain + rotary), query)
+        yield "self_attn.kv_a_proj_with_mqa.weight", (key + rotary, width)
+        yield "self_attn.kv_a_layernorm.weight", (key,)
+        yield "self_attn.kv_b_proj.weight", (heads * (plain + value), key)
+        yield "self_attn.o_proj.weight", (self.hidden, heads * value)
 
     def needs(self, name: str) -> bool:
         """Whether the class cannot do without a tensor of `shapes`: nothing else gives it a value."""
@@ -254,7 +275,7 @@ def draft_of(config: Mapping[str, Any]) -> Draft:
     draft = sizes_of(config)
     config, decoder = draft.config, draft.decoder
     check_config(config)
-    if decoder not in ("llama", "qwen2", "qwen3"):
+    if decoder not in ("llama", "qwen2", "qwen3", "latent"):
         message = f"config.json: a draft model with decoder layers of {shortened(decoder)} is not read"
         raise UnsupportedError(message, "Llama's, Qwen2's and Qwen3's are")
     if is_quantized(config):

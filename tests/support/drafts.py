@@ -45,6 +45,18 @@ _SPECULATORS = {
     "torch_dtype": "bfloat16",
 }
 _EAGLE = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "bias": False, **_SIZES}
+_LATENT = {
+    **_LLAMA,
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale_all_dim": 1.0},
+}
 # By who saves them so: config.json, what the first layer is called, and which other tensors there are.
 KINDS: Mapping[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "SpecForge": (_LLAMA, "midlayer.", ("d2t", "t2d", "lm_head")),
@@ -67,6 +79,7 @@ KINDS: Mapping[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "layers.0.",
         ("d2t", "t2d", "lm_head", "qk"),
     ),
+    "latent attention": (_LATENT, "midlayer.", ("d2t", "t2d", "lm_head", "embed", "latent")),
     "EAGLE": (_EAGLE, "layers.0.", ("fc.bias",)),
     "EAGLE for vLLM": (_EAGLE | {"architectures": ["EagleLlamaForCausalLM"]}, "layers.0.", ("embed",)),
     "Qwen2's EAGLE": (
@@ -105,6 +118,16 @@ def tensors_of(kind: str) -> dict[str, Tensor]:
     shapes |= {f"{first}self_attn.{one}_norm.weight": (16,) for one in "qk"} if "qk" in parts else {}
     if "qkv.bias" in parts:
         shapes |= {f"{first}self_attn.{one}_proj.bias": (64 if one == "q" else 32,) for one in "qkv"}
+    if "latent" in parts:
+        shapes = {name: shape for name, shape in shapes.items() if "self_attn." not in name} | {
+            f"{first}self_attn.q_a_proj.weight": (48, 256),
+            f"{first}self_attn.q_a_layernorm.weight": (48,),
+            f"{first}self_attn.q_b_proj.weight": (96, 48),
+            f"{first}self_attn.kv_a_proj_with_mqa.weight": (40, 256),
+            f"{first}self_attn.kv_a_layernorm.weight": (32,),
+            f"{first}self_attn.kv_b_proj.weight": (160, 32),
+            f"{first}self_attn.o_proj.weight": (128, 96),
+        }
     found = {name: torch.randn(shape).mul(0.05).bfloat16() for name, shape in shapes.items()}
     chosen = torch.randperm(TOKENS)[:DRAFTED].sort().values
     if "d2t" in parts:

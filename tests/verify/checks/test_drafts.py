@@ -210,7 +210,7 @@ def test_of_drafts_that_are_not_read_it_is_inconclusive(config: dict[str, Any], 
 @pytest.mark.parametrize(
     "name",
     [
-        *("Eagle3DeepseekV2ForCausalLM", "DFlashDraftModel", "Qwen3DSparkModel", "PEagleDraftModel", "MedusaModel"),
+        *("Eagle3CohereForCausalLM", "DFlashDraftModel", "Qwen3DSparkModel", "PEagleDraftModel", "MedusaModel"),
         *("MistralForCausalLMEagle", "DeepseekV3ForCausalLMNextN", "EagleSpeculator", "MiMoV2MTP"),
     ],
 )

@@ -10,13 +10,14 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_config
-from converters.draft import sizes_of
+from converters.config.values import language_part
+from converters.draft import FUSION, sizes_of
 from verify.check import Skip, Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.drafts import class_issues, size_issues, token_issues
 from verify.launch.checks.engine import engine_config, job_of, unless_skipped
 from verify.launch.options.speculative import Speculation
+from verify.launch.rules.drafts import class_issues, size_issues, token_issues
 from verify.launch.words import UnresolvedWord
 
 # What configs call the number of multi-token prediction layers.
@@ -100,7 +101,7 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
         return
     root = job_of(subject).hf
     if found.method.upper() == "DSPARK" and root is not None and (config := engine_config(root)):
-        if not any(key.startswith("dspark_") for key in config):
+        if not any(key.startswith("dspark_") for key in (*config, *language_part(config))):
             actual = f"{where}, with {root}: its config.json speaks of none"
             yield Issue("a model with layers of DSpark, or a draft model", actual, "give the draft model", file=root)
         return
@@ -134,13 +135,14 @@ def _model(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]
     """A draft model against the method and the served model, by config.json and the names of its tensors."""
     try:
         config = read_config(draft)
-        version = sizes_of(config).version
+        own = sizes_of(config)
+        fused = own.version != 3 or own.needs(FUSION)
     except CkptkitError:
         return  # which `verify DRAFT` judges
-    # SGLang hands on states of three layers for EAGLE3 and of one for EAGLE, whatever the draft model reads.
-    named = {"EAGLE": 1, "EAGLE3": 3}.get(found.method, 0)
-    if found.server == "sglang" and named and version and named != version:
-        right = "EAGLE3" if version == 3 else "EAGLE"
+    # Engines hand on states of three layers for EAGLE3 and of one for EAGLE, whatever the draft model reads.
+    named = {"EAGLE": 1, "EAGLE3": 3}.get(found.method.upper(), 0)
+    if named and own.version and fused and named != own.version:
+        right = "EAGLE3" if own.version == 3 else "EAGLE"
         expected, actual = f"{right}, for a draft model of {right}", f"{found.method}, at {found.place}"
         yield Issue(expected, actual, "no draft token is accepted: name the method of the draft model", file=draft)
     else:

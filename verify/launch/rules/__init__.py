@@ -1,3 +1,3 @@
-"""What the trainers' own checks of their arguments refuse, as rules: tables, and functions of what a launch says."""
+"""What trainers' own checks of their arguments refuse, and engines of a draft model: as tables and functions."""
 
-MAY_IMPORT = ("ckptkit.core", "verify.issue", "verify.launch", "verify.report")
+MAY_IMPORT = ("ckptkit.core", "converters", "verify.issue", "verify.launch", "verify.report")

@@ -18,10 +18,11 @@ from converters.draft import FUSION, class_of, is_draft, sizes_of, target_of
 from verify.issue import Issue
 from verify.launch.options.speculative import Speculation
 
-# SGLang's classes for EAGLE3; for EAGLE those that take states of the target, beside its own layers of many families.
+# SGLang's classes for EAGLE3, and those that read states of the target for EAGLE, beside a family's own layers.
+_EAGLE3 = frozenset({"LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"})
 _SGLANG = {
-    "EAGLE3": frozenset({"LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"}),
-    "EAGLE": frozenset(f"{one}ForCausalLMEagle" for one in ("Llama", "Qwen2", "Mistral", "MistralLarge3")),
+    "EAGLE3": _EAGLE3,
+    "EAGLE": _EAGLE3 | {f"{one}ForCausalLMEagle" for one in ("Llama", "Qwen2", "Mistral", "MistralLarge3")},
 }
 # vLLM's, which it makes of the stated class by a prefix.
 _VLLM = {
@@ -41,6 +42,8 @@ _VLLM = {
     "dflash": frozenset({"DFlashDraftModel", "DFlashLagunaForCausalLM"}),
 }
 _PREFIX = {"eagle3": "Eagle3", "eagle": "Eagle", "dflash": "DFlash"}
+# Before that, vLLM replaces the class of these model types, also where the stated one is of a draft.
+_REPLACED = dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), "DeepSeekMTPModel")
 # What vLLM takes a draft for by its path, whatever the method says.
 _BY_PATH = re.compile("(?i)eagle-|eagle3|dflash|dspark")
 
@@ -60,30 +63,36 @@ def class_issues(
         hint = "serve it with vLLM, or convert it for SGLang"
         yield Issue(f"a draft model for {method}", actual, hint, file=draft, severity="warning")
     known = _SGLANG.get("EAGLE" if method == "NEXTN" else method) if sglang else _VLLM.get(method)
-    if known is None or not stated or nested or _of_its_family(found, config, layers):
+    if known is None or not stated or nested or _of_its_family(found, config, names, layers):
         return
-    sought = _sought(found, stated)
+    sought = _sought(found, stated, config.get("model_type"))
     if names and not is_draft(config) and {FUSION, f"model.{FUSION}"}.isdisjoint(names):
         actual = f"{stated}, a language model, whose files hold no {FUSION}"
         hint = f"give a model that was trained for it, or name {'STANDALONE' if sglang else 'draft_model'}"
         yield Issue(f"a draft model for {method}", actual, hint, file=draft)
     elif sought not in known:
-        actual = f"{stated}: {'SGLang 0.5.16' if sglang else 'vLLM 0.26'} drafts with no class {sought}"
-        hint = f"state the class of the engine in config.json, as {min(known)}, if it is one"
+        actual = f"{stated}: {'SGLang 0.5.16' if sglang else 'vLLM 0.26'} has no draft class {sought}"
+        named = f"{stated}Eagle{'3' if '3' in method else ''}"  # as drafts are that were trained for SGLang
+        hint = f"state {named} in config.json" if named in known else "is there a release of the engine that has it?"
+        if stated in known:
+            hint = "state model_type kimi_k2 in config.json, of which vLLM keeps the class"
         yield Issue(f"a draft model for {method}", actual, hint, file=draft, severity="warning")
 
 
-def _of_its_family(found: Speculation, config: Mapping[str, Any], layers: bool) -> bool:
-    """Whether the engine may replace the stated class by one of the layers of its family."""
+def _of_its_family(found: Speculation, config: Mapping[str, Any], names: Collection[str], layers: bool) -> bool:
+    """Whether the engine may take another class for the stated one, of the layers of its family."""
+    kind = str(config.get("model_type"))
     if found.server == "vllm":
-        return layers or str(config.get("model_type")).startswith(("deepseek", "glm_moe_dsa"))
+        return kind == "deepseek_v4" or (layers and (kind not in _REPLACED or found.method == "eagle"))
     named = re.fullmatch("(?i).*(nextn|mtp|assistant).*", class_of(config)[:200]) is not None
-    return found.method != "EAGLE3" and (layers or named)
+    return found.method != "EAGLE3" and (layers or named or not (names or is_draft(config)))
 
 
-def _sought(found: Speculation, stated: str) -> str:
+def _sought(found: Speculation, stated: str, kind: object) -> str:
     """The class that the engine looks for."""
-    prefix = _PREFIX[found.method] if found.server == "vllm" else ""
+    if found.server == "sglang":
+        return stated
+    prefix, stated = _PREFIX[found.method], _REPLACED.get(str(kind), stated)
     as_it_is = stated.startswith(prefix) or (prefix != "Eagle" and stated.endswith(prefix))
     return stated if as_it_is else prefix + stated
 
@@ -94,14 +103,14 @@ def size_issues(
     """Another width than the states of the target have; another vocabulary. Nothing for sizes that are not stated."""
     try:
         own, other = sizes_of(config), target_of(target)
-        vocabulary = _vocabulary(config)
         wide = own.version and own.target_hidden != other.hidden
     except CkptkitError:
         return
     if wide:
         expected = f"a draft model for states of width {other.hidden}, as the served model has them"
         yield Issue(expected, f"{own.target_hidden}", "give the draft that was trained for this model", file=draft)
-    if vocabulary is None or vocabulary == other.vocabulary or found.mixed:
+    vocabulary = (own.config if own.version else language_part(config)).get("vocab_size")
+    if type(vocabulary) is not int or vocabulary == other.vocabulary or found.mixed:
         return
     expected, actual = f"a draft model with vocab_size {other.vocabulary}, as the served model", f"{vocabulary}"
     engine = {"STANDALONE": "SGLang", "draft_model": "vLLM"}.get(found.method)
@@ -110,12 +119,6 @@ def size_issues(
         yield Issue(expected, actual, hint, file=draft, severity="warning")
     elif engine and not is_draft(config) and not _BY_PATH.search(str(draft)):
         yield Issue(expected, actual, f"{engine} stops: give a draft of the same tokenizer", file=draft)
-
-
-def _vocabulary(config: Mapping[str, Any]) -> int | None:
-    inner = config.get("transformer_layer_config")
-    places = [config, *([inner] if isinstance(inner, dict) else []), language_part(config)]
-    return next((one["vocab_size"] for one in places if type(one.get("vocab_size")) is int), None)
 
 
 def token_issues(found: Speculation, config: Mapping[str, Any] | None) -> Iterator[Issue]:
@@ -129,7 +132,8 @@ def token_issues(found: Speculation, config: Mapping[str, Any] | None) -> Iterat
         return
     if config is None or found.method not in (*_PREFIX, "draft_model", "mtp"):
         return
+    by_itself = found.method == "draft_model" and (is_draft(config) or _BY_PATH.search(str(found.draft)))
     if found.method == "mtp" or config.get("speculators_config") is not None:
         yield Issue(expected, actual, f"vLLM 0.26 {hint}", severity="warning")  # a later one may look there
-    elif config.get("n_predict") is None and not _BY_PATH.search(str(found.draft)):
+    elif config.get("n_predict") is None and not by_itself:
         yield Issue(expected, actual, f"vLLM {hint}")
