@@ -224,6 +224,18 @@ def test_a_draft_of_another_class_is_named_and_not_judged(name: str, tmp_path: P
     assert inspect(path)["draft"] == f"config.json: '{name}' is a class of draft models that is not read"
 
 
+def test_tensors_of_latent_attention_are_looked_at(tmp_path: Path) -> None:
+    tensors = tensors_of("latent attention")
+    del tensors["midlayer.self_attn.kv_b_proj.weight"]
+    tensors["midlayer.self_attn.q_a_proj.weight"] = torch.ones(48, 128).bfloat16()  # of states alone
+    found = verify(save_draft(tmp_path / "draft", tensors, KINDS["latent attention"][0])).findings
+    said = {(one.code, one.tensor, one.actual) for one in found}
+    assert said == {
+        ("CK141", "layers.0.self_attn.kv_b_proj.weight", "in no shard"),
+        ("CK141", "midlayer.self_attn.q_a_proj.weight", "[48, 128]"),
+    }
+
+
 def test_a_vision_model_called_eagle_is_no_draft() -> None:
     assert not is_draft({"architectures": ["Eagle2_5_VLForConditionalGeneration"]})
     assert not is_draft({"architectures": []})
