@@ -22,7 +22,7 @@ from ckptkit.formats.hf.adapter import AdapterFiles, is_adapter
 from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
 from ckptkit.formats.hf.remote import config_at, opened
-from ckptkit.formats.hf.side_files import is_quantized
+from ckptkit.formats.hf.side_files import is_quantized, stated_quantization
 from ckptkit.formats.torch_dist.reader import Layout, TorchDistCheckpoint
 from ckptkit.formats.torch_dist.training_state import described, training_state
 from ckptkit.storage.directory import Directory
@@ -188,7 +188,7 @@ def _model_class(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> str:
 
 def _quantization(checkpoint: HfCheckpoint) -> str | None:
     if not is_quantized(checkpoint.config):
-        return None
+        return "the cache alone" if stated_quantization(checkpoint.config) else None
     from quant.formats.dequantize import described
 
     return described(checkpoint.config, checkpoint.specs)

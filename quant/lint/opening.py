@@ -153,8 +153,8 @@ def _method_of(content: Mapping[str, Any], where: object) -> Method:
     if method not in get_args(Method):
         known = sorted({one.partition(" ")[0] for row in LISTS for one in row.methods})
         raise CkptkitError(
-            f"{where} has no quantization_config of compressed-tensors, {', '.join(known[:-1])} or {known[-1]}",
-            "lint looks at quantized checkpoints and their lists of unquantized modules",
+            f"{where} has no quantization_config of weights",
+            f"lint looks at the lists of compressed-tensors, {', '.join(known[:-1])} and {known[-1]}",
         )
     found: Method = method  # type: ignore[assignment]
     return found

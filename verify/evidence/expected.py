@@ -12,7 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
-from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.formats.hf.side_files import quantization_of, stated_quantization
 from ckptkit.formats.megatron_config import config_in
 from converters.experts import fuse, is_fused
 from converters.foreign import refuse_foreign
@@ -201,7 +201,7 @@ def has_floats(config: Mapping[str, Any]) -> bool:
 
 def is_cache_scale(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor scales the key-value cache, where config.json has a scheme for that."""
-    content = quantization_of(config)
+    content = stated_quantization(config)
     keys = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
     stated = isinstance(content, Mapping) and any(content.get(key) is not None for key in keys)
     return stated and _CACHE_SCALE.fullmatch(name) is not None

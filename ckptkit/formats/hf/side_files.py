@@ -80,10 +80,18 @@ def pieces_of(path: Path) -> Iterator[bytes]:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """What an HF config says of quantized weights; None: they are not.
+    """What an HF config says of quantized weights; None: they are not, though the cache may be.
 
     It may stand in `text_config`, or under compressed-tensors' older key.
     """
+    content = stated_quantization(config)
+    if isinstance(content, Mapping) and content.get("quant_method") == "compressed-tensors":
+        return None if content.get("kv_cache_scheme") and not content.get("config_groups") else content
+    return content
+
+
+def stated_quantization(config: Mapping[str, Any]) -> Any:
+    """What an HF config says of quantized weights or of a quantized cache; None: nothing."""
     holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
     return next((holder[key] for holder in holders for key in QUANTIZATION_KEYS if holder.get(key) is not None), None)
 
@@ -115,8 +123,8 @@ def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, Te
     method = quantization_of(config).get("quant_method") if isinstance(quantization_of(config), Mapping) else None
     if method != "modelopt":
         (target / MODELOPT_CONFIG).unlink(missing_ok=True)
-    if is_quantized(config):
-        after["quantization_config"] = quantization_of(config)
+    if (stated := stated_quantization(config)) is not None:
+        after["quantization_config"] = stated
         after |= {key: config[key] for key in _BESIDE if key in config}
     if dtype := main_dtype(specs):
         inner = [thinker] if isinstance(thinker := after.get("thinker_config"), dict) else []

@@ -246,8 +246,8 @@ def test_fix_where_the_list_lies_in_text_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": None}, "has no quantization_config of compressed-tensors"),
-        ({"quantization_config": {"quant_method": "awq"}}, "has no quantization_config of compressed-tensors"),
+        ({"quantization_config": None}, "has no quantization_config of weights"),
+        ({"quantization_config": {"quant_method": "awq"}}, "has no quantization_config of weights"),
         ({"quantization_config": published.quantization(["re:("])}, "is not a regular expression"),
         ({"quantization_config": published.quantization([]) | {"ignore": "lm_head"}}, "`ignore` is 'lm_head'"),
         (

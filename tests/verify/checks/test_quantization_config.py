@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from mutations.edits import edit_config
+from safetensors.torch import save_file
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
 
 from ckptkit.app.api import quantize
@@ -113,6 +116,26 @@ def test_a_scheme_for_the_key_value_cache_is_not_a_fault(with_config: Any) -> No
     scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
     report = verify(with_config(set_in("kv_cache_scheme", value=scheme)))
     assert (report.status, [one.code for one in report.findings]) == ("passed", [])
+
+
+def test_a_quantized_cache_alone_leaves_plain_weights(
+    releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
+) -> None:
+    """As compressed-tensors writes it, beside plain weights and the scales of the cache."""
+    path = copy_of(releases("qwen2-untied"))
+    cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False)
+    stated = QuantizationConfig(config_groups={}, kv_cache_scheme=cache, ignore=["lm_head"], format="dense")
+    edit_json(path / "config.json", quantization_config=stated.model_dump(mode="json"))
+    assert (verify(path).status, verify(path).findings) == ("passed", [])
+    scales = {f"model.layers.{layer}.self_attn.{part}_scale": torch.ones(1) for layer in range(12) for part in "kv"}
+    save_file(scales, path / "scales.safetensors", metadata={"format": "pt"})
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] |= dict.fromkeys(scales, "scales.safetensors")
+    content["metadata"]["total_size"] += 4 * len(scales)
+    index.write_text(json.dumps(content))
+    report = verify(path, source=releases("qwen2-untied"))
+    assert (report.status, [(one.code, one.actual) for one in report.findings]) == ("passed", [])
 
 
 @pytest.mark.parametrize(("reader", "severity"), [("vllm", "error"), ("sglang", "warning")])

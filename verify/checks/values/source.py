@@ -10,7 +10,7 @@ from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from quant.formats.part_names import PACKED, packed_in
 from verify.check import Skip, Tally, check
 from verify.checks.values.values import PARTS, UNREAD, counted
-from verify.evidence.expected import fp32_names, is_quantized, tied_head_of, usable_config
+from verify.evidence.expected import fp32_names, is_cache_scale, is_quantized, tied_head_of, usable_config
 from verify.evidence.extremes import Extremes, same_bytes
 from verify.evidence.floats.rounding import float_weights
 from verify.evidence.folding import group_by_pattern, layer_of, layers_of, pattern_of
@@ -50,7 +50,8 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for nbytes in values.compared.values():
         tally.compared(nbytes)
     quantized, floats = _judged_by_steps(subject), subject.once(float_weights)
-    dropped = _repeated_head(subject)
+    config = usable_config(subject) or {}
+    dropped = _repeated_head(subject) | {name for name in values.only_here if is_cache_scale(name, config)}
     extra = [name for name in values.only_here if name not in dropped | floats.parts and not _part_of(name, quantized)]
     lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
     yield Issue("the tensor of the source", "missing", "convert again from the source", names=lost, file=subject.path)
