@@ -37,29 +37,8 @@ def _drafts_packed(path: Path) -> None:
     packed(modules)(path, "")
 
 
-def _quark(module: str, weight: Tensor) -> Mapping[str, Tensor]:
-    """NVFP4 as Quark stores it: ModelOpt's, with another name of the inputs' scale."""
-    found = modelopt_nvfp4(inputs=True)(module, weight)
-    return {name.replace(".input_scale", ".input_scale_2"): one for name, one in found.items()}
-
-
-_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "ch_axis": -1, "scale_format": None}
-_WHOLE = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
-_QUARK_NVFP4 = Spelling(
-    _quark,
-    {
-        "quantization_config": {
-            "quant_method": "quark",
-            "global_quant_config": {"weight": [_FP4 | {"is_dynamic": False}, _WHOLE], "input_tensors": [_FP4 | {"is_dynamic": True}, _WHOLE]},
-            "exclude": ["lm_head"],
-        }
-    },
-    columns=16,
-)
-
-
 def _quark_nvfp4(work: Path) -> None:
-    write((work / SOURCE).resolve(), work / "CKPT", _QUARK_NVFP4, lambda name: name.endswith("_proj.weight") and "layers.12." not in name)
+    write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["nvfp4-quark"], lambda name: name.endswith("_proj.weight") and "layers.12." not in name)
     quantization(lambda content: content["exclude"].append(r"re:model\.(layers\.12|decoder)\..*"))(work)
 
 

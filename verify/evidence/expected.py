@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -229,18 +230,31 @@ def _packed(
     """Replaces every weight that is stored packed by its parts, and adds the scales of weights in floats."""
     integers = weights_of(config).get("type", "float") == "int"
     floats = stated_floats(config) or (None if integers and not has_floats(config) else _UNREAD)
+    beside = _beside(names) if floats is _UNREAD else {}
     parts = [f".{part}" for part in packed_parts(config)]
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if floats is not None and (found := _float_parts(name, shape, floats, names)):
-            result |= found
+            result |= found | dict.fromkeys(beside.get(module, ()))
+        elif any(one != name for one in beside.get(module, ())):
+            result |= dict.fromkeys(beside[module])
         elif module + PACKED in names:
             for part in parts:
                 result[module + part] = None
         else:
             result[name] = shape
     return result
+
+
+def _beside(names: Iterable[str]) -> dict[str, list[str]]:
+    """The tensors of each module but its bias: of a format that is not read, any of them may be a part of the weight."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        if leaf != "bias":
+            found[module].append(name)
+    return found
 
 
 def _float_parts(
