@@ -103,6 +103,8 @@ class Release:
     Linear layers end that no INT4 release quantizes. `partly_fused`: engines join queries, keys and values also where a
     layer lacks some of them.
 
+    `older`: how the names of layers begin in older files, which engines rename while they load.
+
     `fp8_only`: engines' classes load it in BF16 and, with `quant_method` fp8, in FP8 blocks alone. `stated`: other keys
     of config.json that they then read.
     """
@@ -124,6 +126,7 @@ class Release:
     stacked: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     partly_fused: bool = False
+    older: str = ""
     fp8_only: bool = False
     stated: Mapping[str, Any] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.plan import Plan
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
@@ -20,7 +20,7 @@ from converters.foreign import refuse_foreign
 from converters.foreign import refuse_stated as refuse_stated_format
 from converters.planner import dims_of, rules_in, rules_of, tied_head
 from converters.registry import family_of
-from converters.stored import OtherSpelling, as_stored, other_spelling, remarks
+from converters.stored import OtherSpelling, as_stored, other_spelling, refuse_older, remarks
 from quant.formats.dequantize import floats_of
 from quant.formats.floats.layout import E4M3
 from quant.formats.floats.release import Floats
@@ -112,6 +112,8 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
         refuse_foreign(subject.once(_names) if subject.is_hf else (), subject.path)
         refuse_stated_format(config, subject.path)
         dims_of(config)
+        if subject.is_hf:
+            refuse_older(config, subject.once(_names), subject.path)
     except (TypeError, ValueError) as error:
         raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
     return config
@@ -274,15 +276,19 @@ def _float_parts(
 
 
 def refuse_stated(subject: Subject) -> None:
-    """Raises UnsupportedError where config.json names a format that ckptkit does not read.
+    """Raises UnsupportedError where config.json or names of layers are of a kind that ckptkit does not read.
 
     A config that is missing or broken names none; CK101 reports it.
     """
     try:
         config = subject.hf_files.config
-    except CkptkitError:
-        return
-    refuse_stated_format(config, subject.path)
+        refuse_stated_format(config, subject.path)
+        refuse_older(config, subject.once(_names), subject.path)
+        if is_quantized(config) and weights_of(config).get("type") != "int":
+            floats_of(config)
+    except CkptkitError as error:
+        if error.code == UnsupportedError.code and not isinstance(error, UnknownModelError):
+            raise UnsupportedError(error.message, error.hint) from error
 
 
 def usable_config(subject: Subject) -> Mapping[str, Any] | None:
