@@ -50,6 +50,8 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
     """The source's config, without a look at its weights. Raises CkptkitError when there is none."""
     if subject.source_path is None:
         raise Skip("no --source was given")
+    if subject.options.adapter is not None and subject.source is not None:
+        return subject.source.config  # an adapter may part the output layer from the embedding
     return stated_config_of(Subject(subject.source_path, hf_path=subject.hf_path))
 
 
