@@ -200,6 +200,9 @@ class EngineClass:
     layer_id_since: tuple[int, ...] = ()
     # It refuses a checkpoint without the tensors that no reader uses (`ModelFamily.with_unused`).
     wants_unused: bool = False
+    # Whether a class with a vision tower finds the layers of an adapter that was trained on the language model alone
+    # (`model.layers.`, without the wrapper's prefix). Otherwise it answers with the base, silently.
+    adapters_of_text: bool = True
     # The dtype of its key-value cache, where it does not build the model with another.
     cache_dtype: str = "auto"
     # What it reads of the language model's config and transformers 5 does not write, with the values of the model that

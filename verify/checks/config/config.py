@@ -101,7 +101,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     here, there = require_config(subject, stated_config_of), _source_config(subject)
     hint, where = (
-        "take config.json from the source",
+        "take config.json from the source" if subject.options.adapter is None else "write what the merged weights need",
         str(subject.path / "config.json" if subject.is_hf else subject.path),
     )
     if _is_another_model(here, there):
