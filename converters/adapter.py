@@ -121,10 +121,12 @@ class Pair:
 class Adapter:
     """An adapter over a base model: its pairs, whole tensors that replace the base's, and what does not fit.
 
-    `base`: the base; where the adapter changes an output layer that the base ties to its embedding, with one of its own.
+    `base`: the base, with an output layer of its own where it ties that to the embedding and the adapter changes it.
     `saved`: the adapter's tensors by the base's names; `copies`: those that are the base's own, which PEFT saves beside
-    the factors of an embedding; `repeated`: an output layer that is the adapter's embedding once more. Raises CkptkitError for kinds of adapters that are not read, for a base of no known
-    family, and for modules whose names in the base are not known.
+    the factors of an embedding; `repeated`: an output layer that is the adapter's embedding once more.
+
+    Raises CkptkitError for kinds of adapters that are not read, for a base of no known family, and for modules whose
+    names in the base are not known.
     """
 
     def __init__(self, files: AdapterFiles, base: Checkpoint, where: str) -> None:
@@ -156,7 +158,9 @@ class Adapter:
         if not own or head in base.specs or embedding not in base.specs or self._repeats(own):
             return base
         spec = base.specs[embedding]
-        copy = Step((embedding,), (spec, TensorSpec(head, spec.shape, spec.dtype)), lambda one: [one[0], one[0].clone()], "part")
+        copy = Step(
+            (embedding,), (spec, TensorSpec(head, spec.shape, spec.dtype)), lambda one: [one[0], one[0].clone()], "part"
+        )
         steps = [identity(one) for name, one in base.specs.items() if name != embedding]
         return View(base, Plan((*steps, copy), base.specs, frozenset(), self.where, _untied(base.config)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from mutations.edits import edit_common, edit_json, names, replace, tensor
 from torch import Tensor
 
 from ckptkit.app.api import convert
-from reports.configs import config
+from reports.configs import config, settings
 from reports.exports import AGAINST, VERIFY, changed, stored
 from reports.files import number_files, on_checkpoint, without_tensors
 from reports.report import SOURCE, Report
@@ -72,7 +71,11 @@ def _base_of_the_class(path: Path) -> None:
 
 
 def _float32(path: Path) -> None:
-    new = {name: tensor(path, name).float() * (1 + 2**-12) for name in names(path, "linear_attn.") if name.endswith(("A_log", "norm.weight"))}
+    new = {
+        name: tensor(path, name).float() * (1 + 2**-12)
+        for name in names(path, "linear_attn.")
+        if name.endswith(("A_log", "norm.weight"))
+    }
     replace(path, new)
 
 
@@ -85,7 +88,10 @@ def _kept_in_float32(work: Path) -> None:
 def _folded(path: Path) -> None:
     """Norms of a class that multiplies by 1 + w, stored as 1 + w."""
     kinds = re.compile(r"(layernorm|[qk]_norm|language_model\.norm|mtp\..*norm\w*)\.weight")
-    replace(path, {name: tensor(path, name) + 1 for name in names(path, "norm") if kinds.search(name) and "visual" not in name})
+    replace(
+        path,
+        {name: tensor(path, name) + 1 for name in names(path, "norm") if kinds.search(name) and "visual" not in name},
+    )
 
 
 def _without_shared_keys(path: Path) -> None:
@@ -117,7 +123,9 @@ REPORTS = (
         "kimi_k2/megatron",
         "CK202",
         ("e_score_correction_bias",),
-        lambda work: [stored(f"decoder.layers.{layer}.mlp.router.expert_bias", torch.zeros_like)(work) for layer in range(1, 12)],
+        lambda work: [
+            stored(f"decoder.layers.{layer}.mlp.router.expert_bias", torch.zeros_like)(work) for layer in range(1, 12)
+        ],
     ),
     Report(
         "Megatron-Bridge#3740",
@@ -140,6 +148,7 @@ REPORTS = (
         "CK104",
         ("shared_head.output.weight",),
         without_tensors("shared_head.output"),
+        settings(eos_token_id=3),
     ),
     Report(
         "Model-Optimizer#1305",
@@ -188,10 +197,10 @@ REPORTS = (
         "mlx-vlm#2114",
         "2026-08",
         "A converter added the 1 of norms that multiply by 1 + w; eight of eleven published conversions have it twice.",
-        VERIFY,
+        AGAINST,
         "qwen3_5/hf",
-        "CK212",
-        ("norm",),
+        "CK202",
+        ("input_layernorm.weight", "each element is 1 more than the source's"),
         on_checkpoint(_folded),
     ),
     Report(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
-from mutations.edits import INDEX, edit_index, names, shard_of, tensor
+from mutations.edits import edit_index, names, shard_of, tensor
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,7 +36,9 @@ def _overlay(path: Path) -> None:
 
 def _stray(path: Path) -> None:
     """One file of a 4-bit conversion beside the shards of the model in BF16."""
-    codes = {name: torch.ones(tensor(path, name).shape[0], 24, dtype=torch.uint32) for name in names(path, "_proj.weight")}
+    codes = {
+        name: torch.ones(tensor(path, name).shape[0], 24, dtype=torch.uint32) for name in names(path, "_proj.weight")
+    }
     save_file(codes, path / "model.safetensors", metadata={"format": "mlx"})
 
 
@@ -56,18 +57,19 @@ REPORTS = (
         "there, some under names that are elsewhere: vLLM loads every tensor of a file that the index names.",
         VERIFY,
         "qwen3_moe/hf",
-        "CK102",
-        (EXPERT,),
+        "CK104",
+        (EXPERT, "each tensor in one shard"),
         on_checkpoint(_reused),
     ),
     Report(
         "colibri#1479",
         "2026-09",
-        "An overlay: the index places tensors in a file of their own, and the files before still hold their old values.",
+        "An overlay: the index places tensors in a file of their own, and the files before still hold their old "
+        "values.",
         VERIFY,
         "qwen3_moe/hf",
-        "CK102",
-        ("o_proj",),
+        "CK104",
+        ("o_proj", "model-overlay.safetensors"),
         on_checkpoint(_overlay),
     ),
     Report(
@@ -76,8 +78,8 @@ REPORTS = (
         "A 4-bit model.safetensors was left beside the BF16 shards, and a reader takes every file.",
         VERIFY,
         "qwen2-untied/hf",
-        "CK102",
-        ("model.safetensors",),
+        "CK104",
+        ("transformers reads model.safetensors",),
         on_checkpoint(_stray),
     ),
     Report(
@@ -87,7 +89,7 @@ REPORTS = (
         VERIFY,
         "qwen2-untied/hf",
         "CK102",
-        ("model-",),
+        ("the file that the index names", "14 more: missing"),
         on_checkpoint(_renumbered),
     ),
 )

@@ -1,4 +1,4 @@
-"""Reports about merges of LoRA adapters: what they left out, scaled otherwise, or wrote under a config that undoes it."""
+"""Reports about merges of LoRA adapters: what they leave out, scale otherwise, or write under the base's config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mutations.edits import edit_config, edit_json, names, replace, tensor
+from mutations.edits import edit_config, names, replace, tensor
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from reports.adapters import MERGED, RANK, WEIGHTS
 from reports.files import VERIFY, number_files, on_checkpoint
 from reports.report import SOURCE, Change, Report
 
-AGAINST = "ckptkit verify CKPT --source RELEASE"
 CONFIG = "adapter_config.json"
 
 
@@ -41,7 +40,12 @@ def attention(release: Path, *, rank: int = RANK) -> dict[str, Tensor]:
     torch.manual_seed(5)
     factors: dict[str, Tensor] = {}
     for name in names(release, "self_attn."):
-        if re.fullmatch(r".*layers\.\d+\.self_attn\.[qkvo]_proj\.weight", name) and "visual" not in name and "tower" not in name and not name.startswith("mtp."):
+        if (
+            re.fullmatch(r".*layers\.\d+\.self_attn\.[qkvo]_proj\.weight", name)
+            and "visual" not in name
+            and "tower" not in name
+            and not name.startswith("mtp.")
+        ):
             module, (rows, columns) = name.removesuffix(".weight"), tensor(release, name).shape
             factors[f"{module}.lora_A"], factors[f"{module}.lora_B"] = _random(rank, columns), _random(rows, rank)
     return factors
@@ -58,7 +62,9 @@ def merged(adapter: Callable[[Path], None]) -> Change:
 
 
 def _of_attention(**settings: Any) -> Callable[[Path], None]:
-    return lambda work: save(work / "ADAPTER", attention(work / SOURCE), ["q_proj", "k_proj", "v_proj", "o_proj"], **settings)
+    return lambda work: save(
+        work / "ADAPTER", attention(work / SOURCE), ["q_proj", "k_proj", "v_proj", "o_proj"], **settings
+    )
 
 
 def _scaled(factor: float) -> Change:
@@ -90,7 +96,7 @@ def _without_drafts(path: Path) -> None:
     number_files(path)
 
 
-def _experts_of(release: Path) -> dict[str, Tensor]:
+def experts_of(release: Path) -> dict[str, Tensor]:
     """Experts of a layer in one pair, as PEFT has them for a fused tensor [experts, rows, columns]."""
     torch.manual_seed(5)
     factors: dict[str, Tensor] = {}
@@ -107,13 +113,22 @@ def _experts_of(release: Path) -> dict[str, Tensor]:
 
 
 def _gemma(work: Path) -> None:
-    save(work / "ADAPTER", _experts_of(work / SOURCE), [], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    save(
+        work / "ADAPTER", experts_of(work / SOURCE), [], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
 
 
 def _most_fell_back(path: Path) -> None:
     """All but the first layer's experts are the base's own."""
     base = path.parent / SOURCE
-    replace(path, {name: tensor(base, name) for name in names(path, ".experts.") if "layers.0." not in name and "per_expert" not in name})
+    replace(
+        path,
+        {
+            name: tensor(base, name)
+            for name in names(path, ".experts.")
+            if "layers.0." not in name and "per_expert" not in name
+        },
+    )
 
 
 def _mixtral(work: Path) -> None:
@@ -154,10 +169,6 @@ def _only_attention_merged(work: Path) -> None:
     _one_by_one(work)
     save(work / "SMALL", attention(work / SOURCE), ["q_proj", "k_proj", "v_proj", "o_proj"])
     convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "SMALL")
-
-
-def _attention_adapter(work: Path) -> None:
-    _of_attention()(work)
 
 
 def _untied_merge(work: Path) -> None:
@@ -211,7 +222,8 @@ REPORTS = (
     Report(
         "unsloth-zoo#779",
         "2026-06",
-        "Gemma 4's experts are narrower than the model: a merge takes their layout for the turned one, and writes 57 of 60 as the base has them.",
+        "Gemma 4's experts are narrower than the model: a merge takes their layout for the turned one, and writes "
+        "57 of 60 as the base has them.",
         MERGED,
         "gemma4/",
         "CK202",
@@ -233,13 +245,14 @@ REPORTS = (
     Report(
         "unsloth-zoo#885",
         "2026-07",
-        "A 4-bit gpt-oss has a Linear for each expert, and an adapter a pair for each; the merge looks for fused names and skips them.",
+        "A 4-bit gpt-oss has a Linear for each expert, and an adapter a pair for each; the merge looks for fused names "
+        "and skips them.",
         MERGED,
         "gpt_oss/",
-        "CK202",
-        (".experts.",),
+        names=("the base has no model.layers.0.mlp.experts.gate_up_projs.0",),
         prepare=_only_attention_merged,
-        twin=AGAINST,
+        verdict="named",
+        reason="the names are those of one trainer's own class, whose experts no other has",
     ),
     Report(
         "aprender#2189",
@@ -266,9 +279,10 @@ REPORTS = (
     Report(
         "transformers#45127",
         "2026-03",
-        "Embedding and output layer were trained apart and merged; the config still ties them, and a load overwrites one.",
+        "Embedding and output layer were trained apart and merged; the config still ties them, and a load "
+        "overwrites one.",
         VERIFY,
-        "qwen2/",
+        "qwen2-tied/",
         "CK211",
         ("lm_head.weight",),
         on_checkpoint(_tied_again),
@@ -279,7 +293,7 @@ REPORTS = (
         "2026-08",
         "The same, and the merge does not write the trained output layer at all.",
         MERGED,
-        "qwen2/",
+        "qwen2-tied/",
         "CK202",
         ("lm_head.weight",),
         on_checkpoint(_head_discarded),

@@ -1,17 +1,15 @@
-"""Reports about low-precision files: what was packed against the list, scales left behind, and towers that no kernel takes."""
+"""Reports about low-precision files: modules packed against the list, scales left behind, lists in other names."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from mutations.edits import names, rename, replace, tensor
 from mutations.int4 import packed
-from support.floats import SPELLINGS, Spelling, compressed_nvfp4, fp8_block, modelopt_nvfp4, mx_scale, write
+from support.floats import SPELLINGS, write
 from torch import Tensor
 
 from ckptkit.app.api import quantize
@@ -20,10 +18,13 @@ from quant.formats.dequantize import dequantized
 from quant.formats.scheme import QuantScheme
 from reports.files import number_files, on_checkpoint
 from reports.lists import exclude
-from reports.quantized import LINT, VERIFY, quantization
+from reports.quantized import VERIFY, quantization
 from reports.report import SOURCE, Change, Report
+from reports.unreachable import GPTQ
 
-_FP8 = re.compile(r"(.*language_model|mtp)\.layers\..*((self_attn|mlp)\.\w+_proj|linear_attn\.(in_proj_(qkv|z)|out_proj))\.weight")
+_FP8 = re.compile(
+    r"(.*language_model|mtp)\.layers\..*((self_attn|mlp)\.\w+_proj|linear_attn\.(in_proj_(qkv|z)|out_proj))\.weight"
+)
 DRAFTS = "mtp.layers.0"
 _READ = re.compile(r".*language_model\.layers\..*(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj\.weight")
 
@@ -38,7 +39,12 @@ def _drafts_packed(path: Path) -> None:
 
 
 def _quark_nvfp4(work: Path) -> None:
-    write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["nvfp4-quark"], lambda name: name.endswith("_proj.weight") and "layers.12." not in name)
+    write(
+        (work / SOURCE).resolve(),
+        work / "CKPT",
+        SPELLINGS["nvfp4-quark"],
+        lambda name: name.endswith("_proj.weight") and "layers.12." not in name,
+    )
     quantization(lambda content: content["exclude"].append(r"re:model\.(layers\.12|decoder)\..*"))(work)
 
 
@@ -48,7 +54,12 @@ def _not_excluded(content: dict[str, Any]) -> None:
 
 def _visual_kept(work: Path) -> None:
     """NVFP4 of the language model; the tower stands in the list."""
-    write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["nvfp4-modelopt"], lambda name: _READ.fullmatch(name) is not None)
+    write(
+        (work / SOURCE).resolve(),
+        work / "CKPT",
+        SPELLINGS["nvfp4-modelopt"],
+        lambda name: _READ.fullmatch(name) is not None,
+    )
     exclude(lambda listed: [*listed, "model.visual*", "mtp*", "*linear_attn*"])(work)
 
 
@@ -67,7 +78,9 @@ def _visual_packed(work: Path) -> None:
 def _fp8(work: Path) -> None:
     """FP8 blocks, the MTP layer too, as Qwen3.8-27B-FP8 has it."""
     write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["fp8"], lambda name: _FP8.fullmatch(name) is not None)
-    quantization(lambda content: content.update(modules_to_not_convert=["lm_head", "model.visual", "mtp.fc", *_linear()]))(work)
+    quantization(
+        lambda content: content.update(modules_to_not_convert=["lm_head", "model.visual", "mtp.fc", *_linear()])
+    )(work)
 
 
 def _linear() -> list[str]:
@@ -127,12 +140,22 @@ def _routers_fp8(work: Path) -> None:
 
 def _listed_by_projection(work: Path) -> None:
     """NVFP4 of experts; the list has each projection of attention under its own name."""
-    write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["nvfp4-modelopt"], lambda name: ".mlp." in name and name.endswith("_proj.weight"))
+    write(
+        (work / SOURCE).resolve(),
+        work / "CKPT",
+        SPELLINGS["nvfp4-modelopt"],
+        lambda name: ".mlp." in name and name.endswith("_proj.weight"),
+    )
 
 
 def _with_recipe(work: Path) -> None:
     """A recipe of patterns beside the list of names that they became."""
-    write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["nvfp4-compressed"], lambda name: _TEXT.fullmatch(name) is not None)
+    write(
+        (work / SOURCE).resolve(),
+        work / "CKPT",
+        SPELLINGS["nvfp4-compressed"],
+        lambda name: _TEXT.fullmatch(name) is not None,
+    )
     own = [name.removesuffix(".weight") for name in names(work / "CKPT", "router.proj.weight")]
     towers = ["re:.*vision_tower.*", "re:.*embed_vision.*", "re:.*experts.*"]
     quantization(lambda content: content["ignore"].extend([*own, *towers]))(work)
@@ -143,20 +166,21 @@ def _with_recipe(work: Path) -> None:
 
 
 def _kimi_nvfp4(work: Path) -> None:
-    write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["nvfp4-modelopt"], lambda name: ".experts." in name and name.endswith("_proj.weight"))
+    write(
+        (work / SOURCE).resolve(),
+        work / "CKPT",
+        SPELLINGS["nvfp4-modelopt"],
+        lambda name: ".experts." in name and name.endswith("_proj.weight"),
+    )
 
 
 def _kimi_short(work: Path) -> None:
     """Names without `.model`, in files and list."""
     _kimi_nvfp4(work)
     rename(work / "CKPT", lambda name: name.replace("language_model.model.layers.", "language_model.layers."))
-    exclude(lambda listed: [one.replace("language_model.model.layers.", "language_model.layers.") for one in listed])(work)
-
-
-def _auto_round(work: Path) -> None:
-    from reports.unreachable import GPTQ
-
-    GPTQ(work)
+    exclude(lambda listed: [one.replace("language_model.model.layers.", "language_model.layers.") for one in listed])(
+        work
+    )
 
 
 REPORTS = (
@@ -188,15 +212,16 @@ REPORTS = (
         "NVFP4 takes in Qwen's vision tower, whose MLP (4304) no tile of 64 divides: the fallback kernel refuses it.",
         VERIFY,
         "qwen3_5/",
-        "CK309",
-        ("visual",),
+        "CK302",
+        ("model.visual.blocks.{0..1}.mlp.linear_fc1.weight",),
         _visual_packed,
         _visual_kept,
     ),
     Report(
         "imp#1450",
         "2026-08",
-        "A quantizer takes the scales of an FP8 draft layer, decides to leave the layer as it is, and copies its codes alone.",
+        "A quantizer takes the scales of an FP8 draft layer, decides to leave the layer as it is, and copies its "
+        "codes alone.",
         VERIFY,
         "qwen3_5/",
         "CK303",
@@ -207,7 +232,8 @@ REPORTS = (
     Report(
         "omlx#2159",
         "2026-07",
-        "MXFP8 of MiniMax-M3 keeps exponents as uint8: a quantizer multiplies by the bytes, and all it makes is 10^5 too large.",
+        "MXFP8 of MiniMax-M3 keeps exponents as uint8: a quantizer multiplies by the bytes, and all it makes is "
+        "10^5 too large.",
         VERIFY,
         "qwen2-untied/",
         "CK208",
@@ -218,11 +244,12 @@ REPORTS = (
     Report(
         "llm-compressor#2714",
         "2026-05",
-        "A recipe for every Linear packs Gemma 4's router and the projection of its vision tower, for which the engine has no scales.",
+        "A recipe for every Linear packs Gemma 4's router and the projection of its vision tower, for which the "
+        "engine has no scales.",
         VERIFY,
         "gemma4/",
-        "CK302",
-        ("router.proj",),
+        "CK301",
+        ("router.proj.weight", "the router unquantized"),
         _routers_fp8,
         _gemma_fp8,
     ),
@@ -233,7 +260,7 @@ REPORTS = (
         VERIFY,
         "qwen3_moe/hf",
         names=("quantized format of AWQ or AutoRound",),
-        prepare=_auto_round,
+        prepare=GPTQ,
         verdict="named",
         reason="weights in GPTQ's and AWQ's layout are not judged",
     ),

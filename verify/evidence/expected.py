@@ -250,7 +250,7 @@ def _packed(
 
 
 def _beside(names: Iterable[str]) -> dict[str, list[str]]:
-    """The tensors of each module but its bias: of a format that is not read, any of them may be a part of the weight."""
+    """The tensors of each module but its bias: in a format that is not read, any may be a part of the weight."""
     found: dict[str, list[str]] = defaultdict(list)
     for name in names:
         module, _, leaf = name.rpartition(".")

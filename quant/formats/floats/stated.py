@@ -204,7 +204,10 @@ def _quark_layout(group: Any) -> Layout | None:
     inputs = group.get("input_tensors")
     static = isinstance(inputs, Mapping) and inputs.get("is_dynamic") is False
     match weight:
-        case [{"dtype": "fp4", "qscheme": "per_group", "group_size": 16}, {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}]:
+        case [
+            {"dtype": "fp4", "qscheme": "per_group", "group_size": 16},
+            {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+        ]:
             return quark_nvfp4()
         case {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, **more} if (
             more.get("scale_format", "e8m0") == "e8m0"

@@ -18,8 +18,8 @@ from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import parts_in_floats
 from verify.evidence.folding import group_by_pattern, pattern_of
 from verify.evidence.reading import read_values
-from verify.evidence.values import Values
 from verify.evidence.subject import Subject
+from verify.evidence.values import Values
 from verify.issue import Issue
 from verify.report import Severity
 
@@ -63,7 +63,8 @@ def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The root mean square of each matrix is within 32 times the median of the same matrix in other layers and experts.
 
-    And that median is at most 64, which no trained model comes near. It is only a warning where the source holds the same bits: then the source is to be asked.
+    And that median is at most 64, which no trained model comes near. It is only a warning where the source holds the
+    same bits: then the source is to be asked.
     """
     values = subject.once(read_values)
     counted(tally, values.stats, UNREAD)
