@@ -115,8 +115,11 @@ def test_quarks_nvfp4_is_modelopts_with_another_name_of_the_inputs_scale() -> No
         "x.weight_scale_2": torch.tensor(0.5),
     }
     meant = read(modelopt("NVFP4"), {**tensors, "x.input_scale": torch.ones(())})
-    groups, whole = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16}, {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
-    quark = {"weight": [groups, whole], "input_tensors": [groups, whole]}
+    scheme = [
+        {"dtype": "fp4", "qscheme": "per_group", "group_size": 16},
+        {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+    ]
+    quark = {"weight": scheme, "input_tensors": scheme}
     content = {"quant_method": "quark", "global_quant_config": quark}
     assert same(read(content, {**tensors, "x.input_scale_2": torch.ones(())})["x.weight"], meant["x.weight"])
 
