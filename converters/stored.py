@@ -112,9 +112,11 @@ def other_spelling(config: Mapping[str, Any], names: Collection[str]) -> OtherSp
 
 
 def refuse_older(config: Mapping[str, Any], names: Collection[str], where: object) -> None:
-    """Raises UnsupportedError where layers have the older names of the family. Raises CkptkitError as `family_of`."""
+    """Raises UnsupportedError where all layers have older names of the family. Raises CkptkitError as `family_of`."""
     release = family_of(config).release
-    if release and release.older and any(name.startswith(release.older) for name in names):
+    if not release or not release.older or any(name.startswith(f"{release.root}layers.") for name in names):
+        return
+    if any(name.startswith(release.older) for name in names):
         raise UnsupportedError(
             f"{where} holds layers under older names, {release.older}*, which engines rename and which are not judged",
             f"rename them to {release.root}layers.* in the files, the index and the list of unquantized modules",
