@@ -24,8 +24,11 @@ from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
 from ckptkit.formats.hf.shard import Fault
+from converters.config.tie import KEY as TIE
 from converters.config.values import integer, number
+from converters.family import Release
 from converters.hf_names import GATE_UP, GATE_UP_DOWN
+from converters.planner import tied_head
 from converters.registry import family_of
 
 if TYPE_CHECKING:
@@ -118,14 +121,19 @@ class Pair:
 class Adapter:
     """An adapter over a base model: its pairs, whole tensors that replace the base's, and what does not fit.
 
+    `base`: the base, with an output layer of its own where it ties that to the embedding and the adapter changes it.
     `saved`: the adapter's tensors by the base's names; `copies`: those that are the base's own, which PEFT saves beside
-    the factors of an embedding. Raises CkptkitError for kinds of adapters that are not read, for a base of no known
-    family, and for modules whose names in the base are not known.
+    the factors of an embedding; `repeated`: an output layer that is the adapter's embedding once more.
+
+    Raises CkptkitError for kinds of adapters that are not read, for a base of no known family, and for modules whose
+    names in the base are not known.
     """
 
     def __init__(self, files: AdapterFiles, base: Checkpoint, where: str) -> None:
-        self.files, self.base, self.where = files, base, where
+        self.files, self.where = files, where
         self.family = family_of(base.config)
+        self.repeated: str | None = None
+        self.base = self._parted(base)
         self.faults: list[Fault] = []
         require_lora(files.config, where)
         self.pairs: list[Pair] = []
@@ -136,11 +144,34 @@ class Adapter:
             if match := FACTOR.fullmatch(name):
                 key = name[: match.start(3)], match[2] is not None
                 found.setdefault(key, {})[match[3]] = spec
-            else:
+            elif name != self.repeated:
                 self._add_saved(spec)
         for (stem, embedding), parts in found.items():
             match = FACTOR.fullmatch(f"{stem}A")
             self._add_pair(match[1].removeprefix(ROOT) if match else stem, parts, embedding)
+
+    def _parted(self, base: Checkpoint) -> Checkpoint:
+        """The base; with an output layer of its own where it ties that to the embedding, and the adapter changes it."""
+        head, embedding = tied_head(base.config) or ("", "")
+        changed = {ROOT + head.removesuffix(".weight"), ROOT + (self.family.release or Release()).head}
+        own = [name for name in self.files.specs if name.startswith(tuple(f"{one}." for one in changed))]
+        if not own or head in base.specs or embedding not in base.specs or self._repeats(own):
+            return base
+        spec = base.specs[embedding]
+        copy = Step(
+            (embedding,), (spec, TensorSpec(head, spec.shape, spec.dtype)), lambda one: [one[0], one[0].clone()], "part"
+        )
+        steps = [identity(one) for name, one in base.specs.items() if name != embedding]
+        return View(base, Plan((*steps, copy), base.specs, frozenset(), self.where, _untied(base.config)))
+
+    def _repeats(self, own: Sequence[str]) -> bool:
+        """Whether the adapter's output layer is its embedding, as PEFT keeps them with `ensure_weight_tying`."""
+        whole = [name for name in self.files.specs if name.endswith(".embed_tokens.weight")]
+        if len(own) != 1 or len(whole) != 1 or self.files.specs[own[0]].shape != self.files.specs[whole[0]].shape:
+            return False
+        one, other = (self.files.read([name])[name] for name in (*own, *whole))
+        self.repeated = own[0] if bool((one == other).all()) else None
+        return self.repeated is not None
 
     def _fault(self, name: str, expected: str, actual: str) -> None:
         self.faults.append(Fault(expected, actual, name))
@@ -292,11 +323,18 @@ class Adapter:
         steps += [self._taken(name, spec) for name, spec in self.saved.items()]
         joined = Joined(self.base, self.files)
         dropped = {*self.saved, *(spec.name for spec in self.copies.values())}
+        dropped |= {self.repeated} if self.repeated else set()
         return View(joined, Plan(tuple(steps), joined.specs, frozenset(dropped), self.where, self.base.config))
 
     def _taken(self, name: str, spec: TensorSpec) -> Step:
         whole = TensorSpec(name, spec.shape, self.base.specs[name].dtype)
         return Step((spec.name,), (whole,), lambda one: [one[0].to(whole.torch_dtype)], "take from the adapter")
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    below = {"text_config": {**text, TIE: False}} if isinstance(text, Mapping) and TIE in text else {}
+    return {**config, **below, TIE: False}
 
 
 def _of_parts(pairs: Sequence[Pair]) -> Step:

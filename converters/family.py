@@ -103,6 +103,8 @@ class Release:
     Linear layers end that no INT4 release quantizes. `partly_fused`: engines join queries, keys and values also where a
     layer lacks some of them.
 
+    `older`: how the names of layers begin in older files, which engines rename while they load.
+
     `fp8_only`: engines' classes load it in BF16 and, with `quant_method` fp8, in FP8 blocks alone. `stated`: other keys
     of config.json that they then read.
     """
@@ -124,6 +126,7 @@ class Release:
     stacked: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     partly_fused: bool = False
+    older: str = ""
     fp8_only: bool = False
     stated: Mapping[str, Any] = field(default_factory=dict)
 
@@ -197,6 +200,9 @@ class EngineClass:
     layer_id_since: tuple[int, ...] = ()
     # It refuses a checkpoint without the tensors that no reader uses (`ModelFamily.with_unused`).
     wants_unused: bool = False
+    # Whether a class with a vision tower finds the layers of an adapter that was trained on the language model alone
+    # (`model.layers.`, without the wrapper's prefix). Otherwise it answers with the base, silently.
+    adapters_of_text: bool = True
     # The dtype of its key-value cache, where it does not build the model with another.
     cache_dtype: str = "auto"
     # What it reads of the language model's config and transformers 5 does not write, with the values of the model that

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from converters.config.values import NESTED_ROOT
 from converters.registry import FAMILIES, family_of, unwitnessed
 
@@ -109,6 +109,18 @@ def other_spelling(config: Mapping[str, Any], names: Collection[str]) -> OtherSp
             towers = (f"{_INNER}{tower}" for tower in family.towers(config) if found == NESTED_ROOT)
             return OtherSpelling(root, found, renamed, tuple(towers))
     return None
+
+
+def refuse_older(config: Mapping[str, Any], names: Collection[str], where: object) -> None:
+    """Raises UnsupportedError where all layers have older names of the family. Raises CkptkitError as `family_of`."""
+    release = family_of(config).release
+    if not release or not release.older or any(name.startswith(f"{release.root}layers.") for name in names):
+        return
+    if any(name.startswith(release.older) for name in names):
+        raise UnsupportedError(
+            f"{where} holds layers under older names, {release.older}*, which engines rename and which are not judged",
+            f"rename them to {release.root}layers.* in the files, the index and the list of unquantized modules",
+        )
 
 
 def lacks_mtp(config: Mapping[str, Any], names: Collection[str]) -> bool:

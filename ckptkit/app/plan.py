@@ -172,8 +172,9 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
         _require_separate_experts(source.config, options.scheme)
     view = as_release(source, location.root, release, fused=fused and not packs, dtype=options.cast_to)
     require_towers(source.config, view.specs, str(location.path))
-    view = _merged(view, options)
-    if layout is None or options.max_shard_size or (fused and packs):
+    before, view = view, _merged(view, options)
+    parted = view.specs.keys() != before.specs.keys()  # from the embedding, by the adapter
+    if layout is None or options.max_shard_size or (fused and packs) or parted:
         layout = _cut(view, options)
     plan = _hf_plan(view, layout, source.hf, location, options, here)
     return replace(plan, notes=(*remarks(source.config, source.specs), *plan.notes))
@@ -189,7 +190,8 @@ def _merged(view: Checkpoint, options: RunOptions) -> Checkpoint:
 def _hf_to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = plain(location.directory)
     view = _merged(source, options)
-    layout = _cut(source, options) if options.max_shard_size else _layout(source, options)
+    parted = view.specs.keys() != source.specs.keys()  # an output layer from the embedding, by the adapter
+    layout = _cut(view, options) if options.max_shard_size or parted else _layout(source, options)
     if options.scheme is None and view is source and isinstance(source, HfCheckpoint):
         raise UsageError(f"{options.src} is not quantized: there is nothing to dequantize", "use it as it is")
     if options.scheme is not None and is_fused(view.specs):

@@ -155,6 +155,9 @@ FAMILIES = (
         architectures=_TEXT.architectures[::-1],
         tie=TieFlag(("transformers", "vLLM"), ("SGLang",), absent=True, older=("transformers 4",)),
         release=_NESTED,
-        engines={"sglang": EngineClass(QKV_GATE_UP, outside=((".self_attn.out_proj", ".self_attn.proj"),))},
+        engines={
+            "sglang": EngineClass(QKV_GATE_UP, outside=((".self_attn.out_proj", ".self_attn.proj"),)),
+            "vllm": EngineClass(adapters_of_text=False),
+        },
     ),
 )

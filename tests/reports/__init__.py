@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from reports import adapters, configs, drafts, exports, files, launches, lists, megatron, names, quantized, unreachable
+from reports import (
+    adapter_files,
+    adapters,
+    configs,
+    conversions,
+    drafts,
+    exports,
+    files,
+    indexes,
+    launches,
+    lists,
+    megatron,
+    merges,
+    names,
+    precision,
+    quantized,
+    unreachable,
+)
 from reports.report import Report
 
 REPORTS: tuple[Report, ...] = (
     *files.REPORTS,
+    *indexes.REPORTS,
     *megatron.REPORTS,
     *names.REPORTS,
     *exports.REPORTS,
+    *conversions.REPORTS,
     *configs.REPORTS,
     *quantized.REPORTS,
     *lists.REPORTS,
+    *precision.REPORTS,
     *adapters.REPORTS,
+    *adapter_files.REPORTS,
+    *merges.REPORTS,
     *drafts.REPORTS,
     *launches.REPORTS,
     *unreachable.REPORTS,

@@ -180,6 +180,12 @@ def modelopt_nvfp4(*, inputs: bool) -> Store:
     return store
 
 
+def quark_nvfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
+    """ModelOpt's, with another name of the inputs' scale. Source: `schemes/quark_nvfp4.py` of vLLM 0.26."""
+    stored = modelopt_nvfp4(inputs=True)(module, weight)
+    return {name.replace(".input_scale", ".input_scale_2"): part for name, part in stored.items()}
+
+
 def compressed_nvfp4(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     divisor = torch.tensor([2688 / AMAX])
     codes, scale = nvfp4(weight, float(1 / divisor))
@@ -231,6 +237,8 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 _V4 = _FP8 | {"scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 DEEPSEEK_V4 = Spelling(deepseek_v4, _quantization(**_V4))
 _BESIDE = {"producer": {"name": "modelopt", "version": "0.47.0"}}
+_QUARK_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "ch_axis": -1, "scale_format": None}
+_QUARK_WHOLE = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
 _LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 SPELLINGS: Mapping[str, Spelling] = {
     "fp8": Spelling(deepseek, _quantization(**_FP8, weight_block_size=[16, 16])),
@@ -262,6 +270,18 @@ SPELLINGS: Mapping[str, Spelling] = {
             exclude=["lm_head"],
         ),
         columns=32,
+    ),
+    "nvfp4-quark": Spelling(
+        quark_nvfp4,
+        _quantization(
+            quant_method="quark",
+            global_quant_config={
+                "weight": [_QUARK_FP4 | {"is_dynamic": False}, _QUARK_WHOLE],
+                "input_tensors": [_QUARK_FP4 | {"is_dynamic": True}, _QUARK_WHOLE],
+            },
+            exclude=["lm_head"],
+        ),
+        columns=16,
     ),
     "nvfp4-modelopt": Spelling(
         modelopt_nvfp4(inputs=True),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.plan import Plan
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
@@ -19,7 +20,7 @@ from converters.foreign import refuse_foreign
 from converters.foreign import refuse_stated as refuse_stated_format
 from converters.planner import dims_of, rules_in, rules_of, tied_head
 from converters.registry import family_of
-from converters.stored import OtherSpelling, as_stored, other_spelling, remarks
+from converters.stored import OtherSpelling, as_stored, other_spelling, refuse_older, remarks
 from quant.formats.dequantize import floats_of
 from quant.formats.floats.layout import E4M3
 from quant.formats.floats.release import Floats
@@ -111,6 +112,8 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
         refuse_foreign(subject.once(_names) if subject.is_hf else (), subject.path)
         refuse_stated_format(config, subject.path)
         dims_of(config)
+        if subject.is_hf:
+            refuse_older(config, subject.once(_names), subject.path)
     except (TypeError, ValueError) as error:
         raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
     return config
@@ -229,18 +232,31 @@ def _packed(
     """Replaces every weight that is stored packed by its parts, and adds the scales of weights in floats."""
     integers = weights_of(config).get("type", "float") == "int"
     floats = stated_floats(config) or (None if integers and not has_floats(config) else _UNREAD)
+    beside = _beside(names) if floats is _UNREAD else {}
     parts = [f".{part}" for part in packed_parts(config)]
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if floats is not None and (found := _float_parts(name, shape, floats, names)):
-            result |= found
+            result |= found | dict.fromkeys(beside.get(module, ()))
+        elif any(one != name for one in beside.get(module, ())):
+            result |= dict.fromkeys(beside[module])
         elif module + PACKED in names:
             for part in parts:
                 result[module + part] = None
         else:
             result[name] = shape
     return result
+
+
+def _beside(names: Iterable[str]) -> dict[str, list[str]]:
+    """The tensors of each module but its bias: in a format that is not read, any may be a part of the weight."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        if leaf != "bias":
+            found[module].append(name)
+    return found
 
 
 def _float_parts(
@@ -260,15 +276,19 @@ def _float_parts(
 
 
 def refuse_stated(subject: Subject) -> None:
-    """Raises UnsupportedError where config.json names a format that ckptkit does not read.
+    """Raises UnsupportedError where config.json or names of layers are of a kind that ckptkit does not read.
 
     A config that is missing or broken names none; CK101 reports it.
     """
     try:
         config = subject.hf_files.config
-    except CkptkitError:
-        return
-    refuse_stated_format(config, subject.path)
+        refuse_stated_format(config, subject.path)
+        refuse_older(config, subject.once(_names), subject.path)
+        if is_quantized(config) and weights_of(config).get("type") != "int":
+            floats_of(config)
+    except CkptkitError as error:
+        if error.code == UnsupportedError.code and not isinstance(error, UnknownModelError):
+            raise UnsupportedError(error.message, error.hint) from error
 
 
 def usable_config(subject: Subject) -> Mapping[str, Any] | None:

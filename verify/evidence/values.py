@@ -41,6 +41,7 @@ class Difference:
     distinct_source: int  # distinct values, of small tensors only
     distinct_actual: int
     rows: str = ""  # rows with unequal elements, `rows 3..5` or `row 7`; empty where that is every row, or none
+    shift: int = 0  # 1 or -1 where every element of a vector is that much more than the source's, rounded
 
 
 @dataclass
@@ -172,7 +173,14 @@ def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
     few = origin.numel() <= _COUNTED
     distinct = [len(set(one.reshape(-1).tolist())) if few else 0 for one in (origin, tensor)]
     named = rows_named(rows) if 0 < len(rows) < len(tensor) else ""
-    return Difference(source, actual, unequal, largest, distinct[0], distinct[1], named)
+    return Difference(source, actual, unequal, largest, distinct[0], distinct[1], named, _shift(tensor, origin))
+
+
+def _shift(tensor: Tensor, origin: Tensor) -> int:
+    """1 or -1 where that was added to each element of a vector, as of norms that multiply by 1 + w; else 0."""
+    if tensor.dim() != 1 or not tensor.is_floating_point():
+        return 0
+    return next((by for by in (1, -1) if bool(((origin.float() + by).to(tensor.dtype) == tensor).all())), 0)
 
 
 def rows_named(rows: Collection[int]) -> str:

@@ -109,11 +109,12 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+_TIE = "tie_word_embeddings"
 _BESIDE = ("expert_dtype",)  # what engines read beside it: the format of DeepSeek-V4's experts
 
 
 def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
-    """Makes `config.json` true to the weights beside it: their dtype, and whether they are quantized.
+    """Makes `config.json` true to the weights beside it: their dtype, whether they are quantized, and parted weights.
 
     The file is left as it is, byte for byte, when it is true already. What ModelOpt says beside it of other weights is
     removed.
@@ -126,6 +127,10 @@ def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, Te
     if (stated := stated_quantization(config)) is not None:
         after["quantization_config"] = stated
         after |= {key: config[key] for key in _BESIDE if key in config}
+    if config.get(_TIE) is False and before.get(_TIE) is not False:  # an adapter parted them
+        text = after.get("text_config")
+        for holder in (after, *([text] if isinstance(text, dict) and _TIE in text else [])):
+            holder[_TIE] = False
     if dtype := main_dtype(specs):
         inner = [thinker] if isinstance(thinker := after.get("thinker_config"), dict) else []
         places = [place for holder in (after, *inner) for place in (holder, holder.get("text_config"))]

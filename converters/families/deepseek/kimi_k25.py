@@ -22,6 +22,7 @@ _RELEASE = replace(
     root="language_model.model.",
     head="language_model.lm_head",
     nested=True,
+    older="language_model.layers.",  # nvidia/Kimi-K2.5-NVFP4; `hf_to_sglang_mapper` and `hf_to_vllm_mapper`
     published_ignore=(deepseek_v3.PUBLISHED_IGNORE, _IGNORE, _IGNORE - {"lm_head"} | {"re:.*lm_head.*"}),
 )
 
@@ -56,7 +57,7 @@ FAMILIES = (
             "sglang": replace(
                 deepseek_v3.SGLANG,
                 root=("language_model.", ""),
-                entries=(("language_model.layers.", "language_model.model.layers."),),
+                entries=((_RELEASE.older, f"{_RELEASE.root}layers."),),
             )
         },
     ),

@@ -114,7 +114,8 @@ def _family(model_type: str, release: Release, language_models: Mapping[str, str
         language_models=language_models,
         release=release,
         engines={
-            "sglang": EngineClass((*QKV_GATE_UP, "in_proj_qkvz", "in_proj_ba"), dense=SGLANG_DENSE, keys=sglang_keys)
+            "sglang": EngineClass((*QKV_GATE_UP, "in_proj_qkvz", "in_proj_ba"), dense=SGLANG_DENSE, keys=sglang_keys),
+            "vllm": EngineClass(adapters_of_text=False),
         },
     )
 

@@ -70,7 +70,8 @@ _DENSE = ModelFamily(
                 ("lm_head.", "language_model.lm_head."),
                 ("model.", "language_model.model."),
             )
-        )
+        ),
+        "vllm": EngineClass(adapters_of_text=False),
     },
 )
 _CLASSES = {"Router": "Qwen3VLMoeTextTopKRouter"}
@@ -81,6 +82,6 @@ FAMILIES = (
         model_types=("qwen3_vl_moe",),
         architectures=_DENSE.architectures[::-1],
         release=replace(_RELEASE, model_type="qwen3_vl_moe_text", classes=_CLASSES),
-        engines={**_DENSE.engines, "vllm": EngineClass(packs_routers=True)},
+        engines={**_DENSE.engines, "vllm": EngineClass(packs_routers=True, adapters_of_text=False)},
     ),
 )

@@ -22,6 +22,7 @@ from quant.formats.floats.table import (
     mxfp4,
     mxfp8,
     quark_fp8,
+    quark_nvfp4,
 )
 from quant.formats.part_names import FP8_SCALE
 
@@ -203,6 +204,11 @@ def _quark_layout(group: Any) -> Layout | None:
     inputs = group.get("input_tensors")
     static = isinstance(inputs, Mapping) and inputs.get("is_dynamic") is False
     match weight:
+        case [
+            {"dtype": "fp4", "qscheme": "per_group", "group_size": 16},
+            {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+        ]:
+            return quark_nvfp4()
         case {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, **more} if (
             more.get("scale_format", "e8m0") == "e8m0"
         ):
@@ -217,6 +223,6 @@ def _quark_layout(group: Any) -> Layout | None:
     what = {key: weight.get(key) for key in ("dtype", "qscheme")} if isinstance(weight, Mapping) else weight
     raise CkptkitError(
         f"config.json: quantization method 'quark' with weights of {what!r:.120} is not supported",
-        f"ckptkit reads fp4 in groups of 32 and fp8_e4m3: {_START}",
+        f"ckptkit reads fp4 in groups of 32, NVFP4 and fp8_e4m3: {_START}",
         code="unsupported",
     )

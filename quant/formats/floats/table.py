@@ -11,12 +11,14 @@
 | `MXFP4_BYTES` | `N.weight` int8, `N.scale` or `N.weight_scale_inv` | DeepSeek-V4's experts |
 | `mxfp4` | `N.weight` or `N.weight_packed`, `N.weight_scale` | Quark and ModelOpt; compressed-tensors |
 | `modelopt_nvfp4` | `N.weight`, `N.weight_scale`, `N.weight_scale_2` (multiplies) | ModelOpt, miles |
+| `quark_nvfp4` | the same, and `N.input_scale_2` for `N.input_scale` | AMD Quark |
 | `compressed_nvfp4` | `N.weight_packed`, `N.weight_scale`, `N.weight_global_scale` (divides) | compressed-tensors |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from quant.formats.floats.layout import E2M1, E4M3, EXPONENTS, FLOAT_SCALES, Axes, Block, Layout
 from quant.formats.part_names import (
@@ -131,6 +133,11 @@ def modelopt_nvfp4(group: int = 16, *, static: bool = True) -> Layout:
     )
 
 
+def quark_nvfp4() -> Layout:
+    """Quark's fp4 in groups of 16 below fp8_e4m3 of the tensor. Source: `schemes/quark_nvfp4.py` of vLLM 0.26."""
+    return replace(modelopt_nvfp4(), inputs=(".input_scale_2",))
+
+
 def compressed_nvfp4(group: int = 16, *, static: bool = True) -> Layout:
     """compressed-tensors' `nvfp4-pack-quantized`."""
     return Layout(
@@ -157,6 +164,7 @@ _ROWS = (
     MXFP4_BYTES,
     mxfp4(packed=True),
     modelopt_nvfp4(),
+    quark_nvfp4(),
     compressed_nvfp4(),
 )
 # Endings that only scales have, those of activations too.

@@ -108,6 +108,22 @@ def test_modelopts_nvfp4_multiplies_what_compressed_tensors_divides(shape: tuple
         assert same(found["x.weight"], meant.to(torch.bfloat16))
 
 
+def test_quarks_nvfp4_is_modelopts_with_another_name_of_the_inputs_scale() -> None:
+    tensors = {
+        "x.weight": bytes_of(16, 32),
+        "x.weight_scale": torch.rand(16, 4, generator=seeded()).to(torch.float8_e4m3fn),
+        "x.weight_scale_2": torch.tensor(0.5),
+    }
+    meant = read(modelopt("NVFP4"), {**tensors, "x.input_scale": torch.ones(())})
+    scheme = [
+        {"dtype": "fp4", "qscheme": "per_group", "group_size": 16},
+        {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+    ]
+    quark = {"weight": scheme, "input_tensors": scheme}
+    content = {"quant_method": "quark", "global_quant_config": quark}
+    assert same(read(content, {**tensors, "x.input_scale_2": torch.ones(())})["x.weight"], meant["x.weight"])
+
+
 def test_modelopts_nvfp4_by_hand() -> None:
     # The first byte is 0.5 (low bits) and -6; the scale 0x38 is 1.0, 0x41 is 2.25.
     codes = torch.tensor([[0xF1, *[0x22] * 15]], dtype=torch.uint8)

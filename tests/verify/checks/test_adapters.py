@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from families import HF_CASES, case
+from mutations.edits import edit_config, tensor
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from support.adapters import KINDS, made
+from support.adapters import KINDS, made, randomized
 from support.check_examples import hold_example
 from support.forking import run_script
 from support.nightly import daily
@@ -77,6 +79,63 @@ def test_a_sound_adapter_and_what_it_is_merged_to_have_no_finding(kind: str, roo
     found = [str(finding) for finding in merged.findings if finding.code != "CK212"]  # the weights are random numbers
     assert (found, merged.status) == ([], "passed")
     assert "LORA" in str(inspect(path / "adapter")["format"])
+
+
+TIED = {
+    "output layer saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "both saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "output layer adapted": {"target_modules": ["q_proj", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("options", TIED.values(), ids=TIED)
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`", "ignore:Model has `tie_word_embeddings")
+def test_an_output_layer_that_the_base_ties_is_parted_from_its_embedding(
+    options: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """PEFT gives the module a copy of its own: the merged model has two matrices, and its config says so."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tuned = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options))  # type: ignore[arg-type]
+    randomized(tuned)
+    head = tuned.base_model.model.lm_head
+    if "modules_to_save" in options:
+        head.modules_to_save.default.weight.data += 0.05  # or it would be the embedding once more
+        meant = head.modules_to_save.default.weight.detach().clone()
+    else:
+        meant = head.base_layer.weight.detach() + head.get_delta_weight("default").detach()
+    tuned.save_pretrained(str(adapter))
+    report = verify(adapter, source=base)
+    assert (report.status, {finding.code for finding in report.findings}) == ("passed", {"CK137"})
+    convert(base, tmp_path / "merged", merge=adapter)
+    found = {name: one for file in (tmp_path / "merged").glob("*.safetensors") for name, one in load_file(file).items()}
+    assert torch.equal(found["lm_head.weight"], meant)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert verify(tmp_path / "merged", source=base, adapter=adapter).status == "passed"
+    edit_config(tmp_path / "merged", tie_word_embeddings=True)
+    again = verify(tmp_path / "merged", source=base, adapter=adapter)
+    assert {"CK211", "CK702"} <= {finding.code for finding in again.findings if finding.severity == "error"}
+
+
+def test_an_output_layer_that_repeats_the_adapters_embedding_stays_tied(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)
+    rows = torch.randn(HF_CASES["qwen3-tied"].config().vocab_size, HF_CASES["qwen3-tied"].config().hidden_size)
+    adapter.mkdir()
+    names = ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight")
+    factors = {f"{LAYER}.lora_{part}.weight": one for part, one in zip("AB", _pair(base), strict=True)}
+    save_file(factors | {name: rows.clone() for name in names}, adapter / WEIGHTS)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "layers_to_transform": [5]}
+    (adapter / CONFIG).write_text(json.dumps(config | {"modules_to_save": ["embed_tokens", "lm_head"]}))
+    convert(base, tmp_path / "merged", merge=adapter)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is True
+    assert verify(tmp_path / "merged", source=base, adapter=adapter).status == "passed"
+
+
+def _pair(base: Path) -> tuple[Tensor, Tensor]:
+    rows, columns = tensor(base, "model.layers.5.self_attn.q_proj.weight").shape
+    return torch.randn(4, columns), torch.randn(rows, 4)
 
 
 def edited(path: Path, target: Path, change: Change, **config: object) -> Path:

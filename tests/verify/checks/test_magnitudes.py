@@ -106,6 +106,28 @@ def test_a_matrix_of_another_size_in_the_source_too_is_a_warning(
     assert finding.severity == "error"
 
 
+def sized(path: Path, size: float) -> None:
+    """Every matrix of layers at this root mean square."""
+    for name, found in models.tensors(path).items():
+        if name.endswith("_proj.weight"):
+            models.edit(path, name, (torch.randn(found.shape) * size).to(found.dtype))
+
+
+def test_matrices_that_are_all_larger_than_any_that_was_trained(
+    releases: PathOf, copy_of: CopyOf, alone: RunAlone
+) -> None:
+    """As codes of FP8 without their scales: each is as large as its siblings. A tenth of that is left alone."""
+    path = copy_of(releases("qwen2-tied"))
+    sized(path, 100.0)
+    _, (finding,) = alone("CK208", path)
+    assert (finding.severity, finding.count) == ("error", 7 * 12)
+    assert "of at most 64" in finding.expected
+    _, (finding,) = alone("CK208", path, source_path=path)
+    assert finding.severity == "warning"
+    sized(path, 10.0)
+    assert alone("CK208", path)[1] == []
+
+
 def coarse(path: Path, layers: range) -> None:
     found = models.tensors(path)
     for layer in layers:

@@ -119,6 +119,16 @@ def test_the_files_of_an_adapter(file: str, releases: PathOf, copy_of: CopyOf, a
     assert (finding.file, finding.actual) == (str(path / file), f"{file} lies beside them")
 
 
+def test_an_adapter_that_verls_merger_left_below_is_a_note(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    assert "lora_adapter" not in str(verify(path).facts)
+    (path / "lora_adapter").mkdir()
+    (path / "lora_adapter" / "adapter_config.json").write_text("{}")
+    report = verify(path)
+    assert report.status == "passed"
+    assert f"--source BASE --adapter {path / 'lora_adapter'}" in str(report.facts)
+
+
 @pytest.mark.parametrize(
     "tensor",
     ["model.layers.{}.self_attn.q_proj.lora_A.default.weight", "base_model.model.model.layers.{}.mlp.up_proj.weight"],

@@ -32,6 +32,19 @@ def test_sound_weights_have_no_finding(name: str, model: str, releases: PathOf, 
         assert checks[code].tensors_compared
 
 
+def test_a_scheme_that_is_not_read_is_inconclusive_and_no_part_of_it_is_a_fault(
+    releases: PathOf, tmp_path: Path
+) -> None:
+    """Parts whose names no format that is read has; a name that belongs to no module is found all the same."""
+    path = floats.write(releases("qwen2-untied"), tmp_path / "floats", floats.SPELLINGS["nvfp4-quark"])
+    scheme = {"global_quant_config": {"weight": {"dtype": "fp6_e3m2", "qscheme": "per_group", "group_size": 16}}}
+    edit_json(path / "config.json", lambda config: config["quantization_config"].update(scheme))
+    report = verify(path)
+    assert (report.status, [str(finding) for finding in report.findings]) == ("inconclusive", [])
+    replace(path, {"model.layers.12.self_attn.q_proj.weight": torch.zeros(4, 4)})
+    assert "CK104" in [finding.code for finding in verify(path).findings]
+
+
 def test_formats_that_are_mixed_are_each_judged(
     releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
 ) -> None:

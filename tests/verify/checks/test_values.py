@@ -65,6 +65,18 @@ def test_values_with_one_changed_element_are_found(
         assert "0.25" in finding.actual
 
 
+@pytest.mark.parametrize(("by", "words"), [(1.0, "is 1 more than"), (-1.0, "is 1 less than"), (0.5, "elements differ")])
+def test_norms_that_another_convention_shifts_are_said_to_be(
+    by: float, words: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    """Some classes multiply by w, others by 1 + w; a converter between them moves the numbers by 1."""
+    path, name = copy_of(releases("qwen2-tied")), "model.layers.3.input_layernorm.weight"
+    models.edit(path, name, models.tensors(path)[name] + by)
+    finding = only(verify(path, source=releases("qwen2-tied")))
+    assert (finding.code, finding.tensor) == ("CK202", name)
+    assert words in finding.actual
+
+
 def test_a_changed_sign_of_zero_is_a_difference(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
     path, name = copy_of(releases("qwen2-tied")), "model.layers.0.mlp.up_proj.weight"
     tensor = models.tensors(path)[name]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ckptkit.formats.hf.adapter import AdapterFiles
 from converters.adapter import Adapter
+from converters.registry import FAMILIES
 from verify.evidence.plain import plain
 
 pytestmark = pytest.mark.timeout(900)
@@ -122,3 +123,25 @@ def test_sglangs_manager_holds_what_is_read(name: str, root: Path, in_sglang: Lo
 @pytest.mark.parametrize("name", MADE)
 def test_vllms_manager_holds_what_is_read(name: str, root: Path, in_vllm: Loads) -> None:
     holds_what_is_read(name, root, in_vllm, "vllm")
+
+
+def test_vllms_wrappers_find_layers_of_adapters_of_text_where_the_families_say_so(tmp_path: Path) -> None:
+    """CK137 goes by `adapters_of_text`: a layer that is not below `language_model.` is in no such class."""
+    families = {
+        family.architectures[0]: family
+        for family in FAMILIES.values()
+        if family.release and family.release.nested and family.architectures[0].endswith("ForConditionalGeneration")
+    }
+    assert {name for name, family in families.items() if not family.engine("vllm").adapters_of_text} == {
+        *("Gemma3ForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+        "Qwen3_5ForConditionalGeneration",
+    }
+    # Not asked: their adapters are of classes that no transformers has, or vLLM 0.26 has no class.
+    asked = sorted(families.keys() - {"KimiK25ForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration"})
+    (tmp_path / "names.json").write_text(json.dumps(asked))
+    log = tmp_path / "log"
+    assert run_in_engine("vllm", log, "support.vllm_adapter_names", tmp_path / "names.json"), log.read_text()[-3000:]
+    found = json.loads((tmp_path / "names.json").read_text())
+    assert {name: one.startswith("language_model.") for name, one in found.items()} == {
+        name: families[name].engine("vllm").adapters_of_text for name in asked
+    }

@@ -20,6 +20,7 @@ from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
+SGLANG, VLLM = "SGLang 0.5.16", "vLLM 0.26"
 _AGAIN = "export the adapter again from the run"
 _NO_BASE = "no base model was given as --source"
 # Keys by which a run leaves out modules of some layers.
@@ -75,6 +76,11 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("an adapter that PEFT saved", error.message, error.hint or _AGAIN, file=subject.path)
         return
     require_lora(files.config, str(subject.path))
+    if lost := [key for key in ("r", "lora_alpha") if files.config.get(key) is None]:
+        actual = f"{' and '.join(lost)} not there: PEFT takes 8, {SGLANG} and {VLLM} refuse the adapter"
+        hint = "write what the run was started with"
+        file = subject.path / ADAPTER_CONFIG
+        yield Issue("r and lora_alpha, of which the scale is made", actual, hint, file=file, severity="warning")
     parts: dict[str, set[str]] = defaultdict(set)
     for name in files.specs:
         if match := FACTOR.fullmatch(name):
@@ -229,14 +235,14 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if rank < 1:
         return  # which engines refuse, and CK132 says
     given = {
-        "SGLang 0.5.16": alpha / rank,
-        "vLLM 0.26": alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+        SGLANG: alpha / rank,
+        VLLM: alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
     }
     odd: dict[tuple[float, str], list[str]] = defaultdict(list)
     for pair in adapter.pairs:
         wrong = {engine: scale for engine, scale in given.items() if not math.isclose(pair.scale, scale)}
         if pair.rank != rank:  # which SGLang refuses (CK137)
-            wrong.pop("SGLang 0.5.16", None)
+            wrong.pop(SGLANG, None)
         if wrong:
             words = [f"{engine} scales it by {scale:g}" for engine, scale in wrong.items()]
             odd[pair.scale, ", ".join(words)].append(pair.a.name)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from converters.adapter import FACTOR
+from converters.adapter import FACTOR, ROOT
 from converters.config.values import integer
 from verify.check import Tally, check
-from verify.checks.adapters.lora import over_base, without_base
+from verify.checks.adapters.lora import SGLANG, VLLM, over_base, without_base
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
-_SGLANG, _VLLM = "SGLang 0.5.16", "vLLM 0.26"
 _MERGE = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
 # Projections that SGLang has in one layer: with the first in the adapter it looks for the second without asking.
 _TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
@@ -42,18 +41,22 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, match in factors.items():
         parent, _, leaf = match[1].rpartition(".")
         if match[3] == "magnitude_vector":
-            found[f"{_SGLANG} and {_VLLM} refuse DoRA"].append(name)
+            found[f"{SGLANG} and {VLLM} refuse DoRA"].append(name)
         elif match[3] != "A":
             continue
         elif leaf == "experts":
-            found[f"{_SGLANG} refuses experts of a layer in one pair"].append(name)
+            found[f"{SGLANG} refuses experts of a layer in one pair"].append(name)
         elif ".experts." not in name and not match[2] and files.specs[name].shape[0] != rank:
-            found[f"{_SGLANG} refuses another rank than {rank}, which adapter_config.json has as r"].append(name)
+            found[f"{SGLANG} refuses another rank than {rank}, which adapter_config.json has as r"].append(name)
         for own, other in _TOGETHER:
             alone = leaf == own and other in kinds and f"{parent}.{other}" not in modules
             if alone and ".experts" not in name:
-                found[f"{_SGLANG} refuses {own} without {other}"].append(name)
+                found[f"{SGLANG} refuses {own} without {other}"].append(name)
+    family, config = adapter.family, adapter.base.config
+    if family.towers(config) and not family.engine("vllm").adapters_of_text:
+        actual = f"{VLLM} has no layer of this name in {family.class_of(config)}, and answers with the base silently"
+        found[actual] += [name for name in factors if name.startswith(f"{ROOT}model.layers.")]
     whole = [name for name in files.specs if name not in factors and ".base_layer." not in name]
-    found[f"{_SGLANG} leaves it out silently, {_VLLM} refuses the adapter"] += whole
+    found[f"{SGLANG} leaves it out silently, {VLLM} refuses the adapter"] += whole
     for actual, names in found.items():
         yield Issue(_ALL, actual, _MERGE, names, subject.path, severity="warning", together=True)

@@ -50,6 +50,8 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
     """The source's config, without a look at its weights. Raises CkptkitError when there is none."""
     if subject.source_path is None:
         raise Skip("no --source was given")
+    if subject.options.adapter is not None and subject.source is not None:
+        return subject.source.config  # an adapter may part the output layer from the embedding
     return stated_config_of(Subject(subject.source_path, hf_path=subject.hf_path))
 
 
@@ -99,7 +101,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     here, there = require_config(subject, stated_config_of), _source_config(subject)
     hint, where = (
-        "take config.json from the source",
+        "take config.json from the source" if subject.options.adapter is None else "write what the merged weights need",
         str(subject.path / "config.json" if subject.is_hf else subject.path),
     )
     if _is_another_model(here, there):

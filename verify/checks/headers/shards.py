@@ -17,6 +17,7 @@ from verify.issue import Issue
 _NUMBERED = re.compile(r"(.+?)-?(\d+)-of-(\d+)\.safetensors")
 # Files of peft, and what peft, slime's trainer and megatron-core's adapters put into names of tensors.
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_BELOW = "lora_adapter"
 _ADAPTER_NAMES = (
     "lora_A",
     "lora_B",
@@ -106,6 +107,11 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if (root / file).exists():
             hint = "merge it into the weights, or move it elsewhere"
             yield Issue("weights with every adapter merged", f"{file} lies beside them", hint, file=root / file)
+    if (root / _BELOW / _ADAPTER_FILES[0]).exists():
+        tally.note(
+            f"{_BELOW}/ holds an adapter, beside which verl's model merger writes the base: `ckptkit verify {root} "
+            f"--source BASE --adapter {root / _BELOW}` says whether it is in these weights"
+        )
     listed = subject.hf_files.index or {} if subject.is_hf else {}
     yield Issue(
         "weights with every adapter merged",

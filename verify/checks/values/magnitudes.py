@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
+from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from converters.planner import dims_of, rules_of
 from verify.check import Skip, Tally, check, only
@@ -18,12 +19,15 @@ from verify.evidence.floats.stored import parts_in_floats
 from verify.evidence.folding import group_by_pattern, pattern_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
+from verify.evidence.values import Values
 from verify.issue import Issue
 from verify.report import Severity
 
 # The layers of trained models differ in size by less than 10 times; a scale lost or applied twice is 100 and more.
 _FACTOR = 32.0
 _SIBLINGS = 3  # fewer have no majority
+# Weights of layers are below 1. FP8 codes without their scales are about 100, bytes of exponents taken for scales more.
+_LARGEST = 64.0
 
 
 @check(
@@ -59,7 +63,8 @@ def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The root mean square of each matrix is within 32 times the median of the same matrix in other layers and experts.
 
-    It is only a warning where the source holds the same bits: then the source is to be asked.
+    And that median is at most 64, which no trained model comes near. It is only a warning where the source holds the
+    same bits: then the source is to be asked.
     """
     values = subject.once(read_values)
     counted(tally, values.stats, UNREAD)
@@ -76,6 +81,34 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             wanted = f"a root mean square within {_FACTOR:g} times the median of its siblings"
             hint = "compare with the release: was a scale lost or applied twice, was it ever loaded?"
             yield Issue(wanted, actual, hint, names=names, file=subject.path, severity=severity)
+    yield from _all_too_large(subject, values)
+
+
+def _all_too_large(subject: Subject, values: Values) -> Iterator[Issue]:
+    """Kinds of matrices of which the median is larger than any that was trained: one issue, for all have one cause."""
+    kinds = _kinds(values.stats, subject.once(parts_in_floats))
+    usual = {
+        tuple(names): size
+        for (_, in_codes), names in kinds.items()
+        if not in_codes and (size := statistics.median(values.stats[name].rms for name in names)) > _LARGEST
+        if _is_floating(subject, names[0])
+    }
+    found = [name for names in usual for name in names]
+    same = all(name in values.compared and name not in values.differences for name in found)
+    yield Issue(
+        f"a root mean square of at most {_LARGEST:g}",
+        f"{max(usual.values(), default=0):.3g}, in the median of its kind",
+        "compare with the release: were scales lost, or the bytes of exponents taken for scales?",
+        names=found,
+        file=subject.path,
+        severity="warning" if same else "error",
+        together=True,
+    )
+
+
+def _is_floating(subject: Subject, name: str) -> bool:
+    """Whether a tensor is stored in a dtype that models compute in, not in that of codes or tables."""
+    return (spec := subject.specs.get(name)) is None or spec.dtype in COMPUTED
 
 
 def _outliers(stats: Mapping[str, Extremes], codes: Collection[str]) -> Iterator[tuple[str, float]]:
@@ -83,6 +116,16 @@ def _outliers(stats: Mapping[str, Extremes], codes: Collection[str]) -> Iterator
 
     `codes`: tensors that are compared among themselves, since they are no weights without their scales.
     """
+    for names in _kinds(stats, codes).values():
+        median = statistics.median(stats[name].rms for name in names)
+        for name in names:
+            ratio = stats[name].rms / median
+            if not 1 / _FACTOR <= ratio <= _FACTOR:
+                yield name, ratio
+
+
+def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[str, bool], list[str]]:
+    """The matrices of each kind of which there are enough: by pattern, and whether they are `codes`."""
     kinds: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, one in stats.items():
         if (
@@ -94,13 +137,7 @@ def _outliers(stats: Mapping[str, Extremes], codes: Collection[str]) -> Iterator
             and not name.endswith(PARTS)
         ):
             kinds[pattern_of(name), name in codes].append(name)
-    for names in kinds.values():
-        if len(names) >= _SIBLINGS:
-            median = statistics.median(stats[name].rms for name in names)
-            for name in names:
-                ratio = stats[name].rms / median
-                if not 1 / _FACTOR <= ratio <= _FACTOR:
-                    yield name, ratio
+    return {kind: names for kind, names in kinds.items() if len(names) >= _SIBLINGS}
 
 
 @check(

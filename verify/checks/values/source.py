@@ -158,6 +158,9 @@ def _described(difference: Difference, name: str | None, stats: Extremes) -> str
     by = f"by up to {difference.largest:.3g}" if stats.finite else "with NaN or infinity among them"
     where = f" in {name}" if name else ""
     constant = f"all {stats.low:g}: ".replace("all 0:", "all zero:") if stats.constant else ""
+    if difference.shift and not stats.constant:
+        more = "more" if difference.shift > 0 else "less"
+        return f"each element is 1 {more} than the source's{where}, as between norms that multiply by w and by 1 + w"
     return f"{constant}{difference.unequal} of {numel} elements differ{where}{rows}, {by}"
 
 
