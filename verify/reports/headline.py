@@ -30,7 +30,9 @@ def headline(report: Report) -> str:
     errors = [one for one in report.findings if one.severity == "error" and one.cause is None]
     if errors:
         first = alike(errors)[0]
-        return _sentence(cause_of(first, report.checkpoint) + _more(len(errors) - len(first), "error"))
+        text = cause_of(first, report.checkpoint) + _more(len(errors) - len(first), "error")
+        file = first[0].file
+        return _sentence(text, Path(file).name if file and not first[0].tensor else None)
     if report.status == "failed":
         return "A check failed."
     if report.status == "inconclusive":
@@ -131,10 +133,10 @@ def _shortened(text: str) -> str:
     return line if len(line) <= _LENGTH else f"{line[:_LENGTH].rpartition(' ')[0] or line[:_LENGTH]} …"
 
 
-def _sentence(text: str) -> str:
-    """The text with a capital, unless it begins with a name, and a full stop."""
+def _sentence(text: str, file: str | None = None) -> str:
+    """The text with a capital, unless it begins with a name, such as that of `file`, and a full stop."""
     first = text.split(" ", 1)[0].rstrip(":")
     if first.startswith(_VERDICTS):  # a tensor of that name
         text = f"'{text.replace(first, first + chr(39), 1)}"
-    text = text[:1].upper() + text[1:] if first.isalpha() else text
+    text = text[:1].upper() + text[1:] if first.isalpha() and first.islower() and first != file else text
     return printable(f"{text}.")

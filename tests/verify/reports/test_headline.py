@@ -53,6 +53,8 @@ def finding(tensor: str | None, actual: str, expected: str = "what should be", f
         (finding(None, "top_k = 2", "top_k = 3", "/ckpt/config.json"), "config.json: top_k = 2 instead of 3."),
         (finding(None, "/ckpt/config.json is not JSON", file="/ckpt/config.json"), "config.json is not JSON."),
         (finding(None, "no shard", file="/ckpt"), "No shard."),
+        (finding(None, "no tokenizer file", file="/models/good"), "good: no tokenizer file."),
+        (finding(None, "vLLM reads a.safetensors too", file="/ckpt/a.safetensors"), "vLLM reads a.safetensors too."),
     ],
 )
 def test_the_sentence_names_the_cause_in_words(found: Finding, sentence: str) -> None:
