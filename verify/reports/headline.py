@@ -60,7 +60,9 @@ def cause_of(findings: Sequence[Finding], checkpoint: str = "") -> str:
 
 def _wrong(finding: Finding, checkpoint: str) -> str:
     """What is wrong, and instead of what where it says little by itself."""
-    expected, wrong = finding.expected, finding.actual.replace(f"{checkpoint}/", "") if checkpoint else finding.actual
+    expected, wrong = finding.expected, finding.actual
+    for root in (checkpoint, str(Path(checkpoint).absolute())) if checkpoint else ():
+        wrong = re.sub(rf"(?<![\w./-]){re.escape(root)}/", "", wrong)
     if finding.tensor:
         wrong = _NAMED.sub("", wrong)
     if (words := wrong_of(expected, wrong)) != wrong:

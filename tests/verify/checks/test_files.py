@@ -269,6 +269,19 @@ def test_a_tensor_in_two_shards(
     assert other.name in found[0].actual
 
 
+def test_a_model_of_no_known_class_is_inconclusive_and_the_rest_is_looked_at(
+    releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
+) -> None:
+    """It may well be right. Under a known class the type is wrong, which the mutations have."""
+    path = copy_of(releases("qwen2-tied"))
+    edit_json(path / "config.json", model_type="qwen9", architectures=["Qwen9ForCausalLM"])
+    report = verify(path)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert any("model_type 'qwen9' is not supported" in reason for reason in report.reasons)
+    models.edit(path, "model.norm.weight", torch.zeros(128, dtype=torch.bfloat16))
+    assert [one.code for one in verify(path).findings] == ["CK205"]
+
+
 def test_a_leftover_file(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
     path = copy_of(releases("qwen2-tied"))
     save_file({"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}, path / "old.safetensors")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from ckptkit.core.findings_text import plain
@@ -59,6 +62,12 @@ def finding(tensor: str | None, actual: str, expected: str = "what should be", f
 )
 def test_the_sentence_names_the_cause_in_words(found: Finding, sentence: str) -> None:
     assert headline(report(found)) == sentence
+
+
+def test_of_a_path_only_the_whole_checkpoint_is_left_out() -> None:
+    found = finding(None, f"{Path.cwd()}/e2/config.json: no such file", file="e2/config.json")
+    assert headline(replace(report(found), checkpoint="e2")) == "config.json: no such file."
+    assert headline(replace(report(found), checkpoint="2")) == f"{found.actual}."
 
 
 def test_other_errors_are_counted_and_what_follows_from_one_is_not() -> None:

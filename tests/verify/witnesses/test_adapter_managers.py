@@ -125,6 +125,7 @@ def test_vllms_manager_holds_what_is_read(name: str, root: Path, in_vllm: Loads)
     holds_what_is_read(name, root, in_vllm, "vllm")
 
 
+@pytest.mark.vllm
 def test_vllms_wrappers_find_layers_of_adapters_of_text_where_the_families_say_so(tmp_path: Path) -> None:
     """CK137 goes by `adapters_of_text`: a layer that is not below `language_model.` is in no such class."""
     families = {

@@ -10,10 +10,12 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import LOADED
-from ckptkit.formats.hf.reader import INDEX
+from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.side_files import is_hidden, is_weight
 from ckptkit.formats.other_weights import other_weights, refuse_other_format
 from ckptkit.storage.links import fetch_again, in_words
+from converters.draft import class_of
+from converters.registry import FAMILIES
 from verify.check import Skip, Tally, check, only
 from verify.evidence.expected import (
     config_of,
@@ -83,13 +85,19 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         subject.once(config_of)
         tally.compared(0)
     except CkptkitError as error:
-        # A launch of a model that is not known here may be right; the trainer may know it.
-        known = not isinstance(error, UnknownModelError) or subject.arguments is not None
-        if isinstance(error, UnsupportedError) and known:
+        # A model that is not known here may be right, and so may its launch.
+        wrong = isinstance(error, UnknownModelError) and subject.arguments is None and not _has_own_class(subject)
+        if isinstance(error, UnsupportedError) and not wrong:
             raise
         hint = error.hint or "compare it with the release"
         problem = error.message.removeprefix("config.json: ")
         yield Issue("the config of a supported model", problem, hint, file=subject.config_root / "config.json")
+
+
+def _has_own_class(subject: Subject) -> bool:
+    """Whether config.json states a class, and of no family that is known: of one, its model_type would be another."""
+    name = class_of(read_config(subject.config_root))
+    return name != "" and all(name not in family.architectures for family in FAMILIES.values())
 
 
 @check(
