@@ -42,6 +42,16 @@ def _one_step(work: Path) -> None:
     said("--rollout-batch-size 32", batch)(work)
 
 
+def with_options(family: str, options: str) -> Change:
+    """The launch of a family with more options, quoted as they are."""
+
+    def prepare(work: Path) -> None:
+        launch(family)(work)
+        said("  --rollout-batch-size 32", f"  {options} --rollout-batch-size 32")(work)
+
+    return prepare
+
+
 NEMO_RL = """
 loss_fn: {{reference_policy_kl_penalty: 0}}
 checkpointing: {{enabled: true, checkpoint_dir: {work}/results}}
@@ -89,6 +99,28 @@ def _nemo_rl_from_megatron(work: Path) -> None:
         "  megatron_cfg:", "  pretrained_checkpoint: {{path: {work}/CKPT, format: megatron_lm}}\n  megatron_cfg:"
     )
     (work / "job.yaml").write_text(text.format(work=work))
+
+
+def _four_stages(work: Path) -> None:
+    """Four stages of 7 layers each, two of them by number."""
+    launch("qwen2")(work)
+    ends = "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7"
+    sizes = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
+    said(sizes, f"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 {ends}")(work)
+
+
+def _glm_in_one_group(work: Path) -> None:
+    """Each engine shares attention and experts out over all of its 16 GPUs."""
+    launch("glm4_moe")(work)
+    said("--rollout-num-gpus-per-engine 32 --sglang-ep-size 32", "--rollout-num-gpus-per-engine 16")(work)
+    said(" --sglang-dp-size 4 --sglang-enable-dp-attention", "")(work)
+
+
+def _uneven(work: Path) -> None:
+    """NeMo-RL's settings, with other numbers of layers in the first and the last of two stages."""
+    _nemo_rl(work)
+    ends = "num_layers_in_first_pipeline_stage: 13\n    num_layers_in_last_pipeline_stage: 15\n"
+    said("  generation:\n", f"    {ends}  generation:\n")(work)
 
 
 REPORTS = (
@@ -208,5 +240,90 @@ REPORTS = (
         ("run_config.yaml",),
         _bridge_format,
         _nemo_rl_from_megatron,
+    ),
+    Report(
+        "slime#2077",
+        "2026-06",
+        "A script was cut down to 8 GPUs, and its expert parallel size was not: with 2 stages it needs 16.",
+        SCRIPT,
+        code="CK722",
+        names=("EP x ETP x PP = 8 x 1 x 2 = 16",),
+        damage=said(
+            "--expert-model-parallel-size 8", "--expert-model-parallel-size 8 --pipeline-model-parallel-size 2"
+        ),
+        prepare=launch("qwen3_moe"),
+    ),
+    Report(
+        "Megatron-Bridge#5754",
+        "2026-08",
+        "Recipes do not state the expert tensor parallel size, which then is the tensor parallel one: too few GPUs.",
+        SCRIPT,
+        code="CK722",
+        names=("EP x ETP x PP = 8 x 4 x 1 = 32",),
+        damage=said("--expert-tensor-parallel-size 1", ""),
+        prepare=launch("qwen3_moe"),
+    ),
+    Report(
+        "slime#1796",
+        "2026-04",
+        "FP8 rollouts by a guide's sizes: a rank would have 48 rows of an expert (32 here), and a block has 128.",
+        SCRIPT,
+        code="CK722",
+        names=("moe_intermediate_size = 2048, 32 a rank",),
+        damage=said("--sglang-ep-size 64 ", ""),
+        prepare=launch("deepseek_v3"),
+    ),
+    Report(
+        "Megatron-Bridge#5551",
+        "2026-08",
+        "The 92 layers of GLM-4.5 over 8 stages, without numbers for the first and the last.",
+        SCRIPT,
+        code="CK703",
+        names=("divisible by pp = 8", "num_hidden_layers = 92"),
+        damage=said(
+            "--pipeline-model-parallel-size 4 --context-parallel-size 2 --expert-model-parallel-size 16",
+            "--pipeline-model-parallel-size 8 --expert-model-parallel-size 8",
+        ),
+        prepare=launch("glm4_moe"),
+    ),
+    Report(
+        "Megatron-Bridge#5581",
+        "2026-08",
+        "Another number of stages is chosen, and the layers of the first and last stay: no stage has the others.",
+        SCRIPT,
+        code="CK703",
+        names=("14 layers do not divide over the 0 other stages",),
+        damage=said("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 2"),
+        prepare=_four_stages,
+    ),
+    Report(
+        "Megatron-Bridge#5846",
+        "2026-08",
+        "A recipe for one stage keeps the numbers of layers in the first and the last of two.",
+        "ckptkit preflight job.yaml",
+        code="CK703",
+        names=("uneven stages in a pipeline of one",),
+        damage=said("pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 1"),
+        prepare=_uneven,
+    ),
+    Report(
+        "Megatron-Bridge#5578",
+        "2026-08",
+        "A pipeline layout has one decoder layer less than the model.",
+        SCRIPT,
+        code="CK703",
+        names=("27",),
+        damage=said("t*15", "t*14"),
+        prepare=with_options("qwen2", "--pipeline-model-parallel-layout 'Et*13|t*15,L'"),
+    ),
+    Report(
+        "sglang#31799",
+        "2026-07",
+        "The vocabulary does not divide over 24 ranks: on a GPU SGLang pads it to a multiple of 64 alone.",
+        f"{SCRIPT} --strict",
+        code="CK722",
+        names=("vocab_size that, padded to a multiple of 64, divides over 24 ranks",),
+        damage=said("--rollout-num-gpus-per-engine 16", "--rollout-num-gpus-per-engine 24"),
+        prepare=_glm_in_one_group,
     ),
 )

@@ -8,11 +8,17 @@ from pathlib import Path
 import torch
 from mutations.torch_dist_edits import TRACKER
 from support import models
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from reports.files import VERIFY, on_checkpoint
 from reports.report import Report
 
+# A run of slime that goes on, but for its number of rollouts.
+_GOES_ON = (
+    "ckptkit preflight --hf-checkpoint RELEASE --load RUN --ref-load CKPT --strict -- "
+    "python3 train.py --rollout-batch-size 8 --num-rollout"
+)
 QKV = "decoder.layers.3.self_attention.linear_qkv.weight"
 
 
@@ -34,6 +40,19 @@ def _resumes(work: Path) -> None:
     torch.save({**common, "iteration": 10}, work / "RUN" / "iter_0000010" / "common.pt")
     shutil.copytree(root / "hf", work / "RUN" / "hf")
     (work / "RUN" / TRACKER).write_text("10")
+
+
+def _common_state_as_an_object(work: Path) -> None:
+    """As megatron-core 0.19 saves: what common.pt held is an object among the .distcp files."""
+    path, key, name = work / "CKPT" / "release", "common_state/shard_0_1", "__0_9.distcp"
+    common = path / "common.pt"
+
+    def add(content: Metadata) -> None:
+        content.state_dict_metadata[key] = BytesStorageMetadata()
+        content.storage_data[MetadataIndex(key)] = _StorageInfo(name, 0, common.stat().st_size)
+
+    models.edit_metadata(path, add)
+    common.rename(path / name)
 
 
 REPORTS = (
@@ -78,5 +97,26 @@ REPORTS = (
         ("no tracker",),
         lambda work: (work / "RUN" / TRACKER).unlink(),
         _resumes,
+    ),
+    Report(
+        "training-gym#492",
+        "2026-09",
+        "A run that goes on from iteration N with --num-rollout of at most N + 1 trains nothing, and ends as if done.",
+        f"{_GOES_ON} 11",
+        "qwen3_moe/megatron",
+        "CK746",
+        ("iteration 10", "without a step of training"),
+        prepare=_resumes,
+        twin=f"{_GOES_ON} 12",
+    ),
+    Report(
+        "ms-swift#9908",
+        "2026-08",
+        "A checkpoint of megatron-core 0.19 has no common.pt, for which an export looked.",
+        VERIFY,
+        "qwen3_moe/megatron",
+        prepare=_common_state_as_an_object,
+        verdict="sound",
+        reason="what common.pt held is an object in the .distcp files, where ckptkit reads it",
     ),
 )

@@ -310,6 +310,18 @@ REPORTS = (
                 "A quantized model whose MTP layer is not: vLLM builds it quantized.",
                 f"{ANOTHER} vllm#53387",
             ),
+            (
+                "Megatron-Bridge#5706",
+                "2026-08",
+                "A save without the optimizer's state, as its settings say, ends the resumed run in a KeyError.",
+                TRAINER,
+            ),
+            (
+                "Megatron-LM#4378",
+                "2026-04",
+                "A save after a fault leaves a part of the state out that only the run itself looks for.",
+                TRAINER,
+            ),
         )
     ),
 )

@@ -121,6 +121,29 @@ def test_what_slime_only_warns_of_is_a_warning() -> None:
     assert [refused(f"{TRAINER} {words}") for words in sound] == [[]] * len(sound)
 
 
+GOES_ON = [
+    ("--num-rollout 11", True),
+    ("--num-rollout 12", False),
+    ("--num-rollout 11 --start-rollout-id 0", False),
+    ("--num-rollout 11 --finetune", False),
+    ("--num-rollout 11 --debug-rollout-only", False),
+    ("--num-rollout 11 --advantage-estimator ppo", False),
+    ("--num-rollout 0", False),
+    ("--num-epoch 1", False),
+]
+
+
+@pytest.mark.parametrize(("more", "warned"), GOES_ON)
+def test_a_run_that_goes_on_needs_more_rollouts_than_it_had(more: str, warned: bool, tmp_path: Path) -> None:
+    """From iteration 10, whose rollout was the eleventh. An iteration of --ref-load is no run that goes on."""
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    words = f"--rollout-batch-size 16 {more}"
+    found = [one for one in refused(f"--load {tmp_path} {words}") if "--load" in one.expected]
+    assert [one.severity for one in found] == ["warning"] * warned
+    assert [one for one in refused(f"--ref-load {tmp_path} {words}") if "--load" in one.expected] == []
+
+
 def test_colocate_goes_with_train_and_not_with_train_async() -> None:
     assert refused(f"{TRAINER} --colocate", "train.py") == []
     (found,) = refused(f"{TRAINER} --colocate", "train_async.py")

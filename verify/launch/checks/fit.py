@@ -7,9 +7,9 @@ Source: SGLang's `get_attention_tp_size`, `QKVParallelLinear` and `FusedMoE`; vL
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
@@ -18,6 +18,10 @@ from quant.selection.readers import compressed_tensors
 from verify.issue import Issue
 from verify.launch.stacks.sizes import Cut
 from verify.report import Severity
+
+# Rows of the embedding that SGLang pads to. Source: 0.5.16 `layers/vocab_parallel_embedding.py`; only on a CPU it takes
+# the ranks into account, vLLM everywhere.
+_VOCABULARY = 64
 
 
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
@@ -37,6 +41,11 @@ def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator
         expected, actual = f"experts that divide over {cut.ep_option.removeprefix('--').replace('-', '_')}", "experts"
         hint = f"choose another {cut.ep_option}"
         yield Issue(f"{expected} = {cut.ep}", f"{dims.experts + cut.redundant} {actual}", hint)
+    rows = math.ceil(dims.vocab / _VOCABULARY) * _VOCABULARY
+    if rows % attention and dims.heads % attention == 0:
+        expected = f"vocab_size that, padded to a multiple of {_VOCABULARY}, divides over {attention} ranks"
+        hint = f"SGLang 0.5.16 stops: on a GPU it pads to no more than that; choose another {cut.where}"
+        yield Issue(expected, f"vocab_size = {dims.vocab}, {rows} rows", hint, severity="warning")
 
 
 # What verl makes of `rollout.quantization=fp8`. Source: its `vllm_fp8_utils.py` and `async_sglang_server.py`.
@@ -70,7 +79,7 @@ class _Side:
         Source: vLLM 0.33 `fused_moe/oracle/fp8.py` (refine_fp8_moe_block_shape); 0.26 has nothing of it.
         """
         part = self.size // self.share if self.size % self.share == 0 else 1
-        return self.module == "mlp.experts" and gcd(*block, part, hidden) >= 32
+        return self.module == "mlp.experts" and math.gcd(*block, part, hidden) >= 32
 
     def plain(self, names: Sequence[object]) -> bool:
         """Whether a list of modules without FP8 may name all of these layers; a pattern may name any."""

@@ -20,7 +20,8 @@ class Options:
 
     `program`: the file that starts the trainer, `train_async.py`, where it is known. `paths`: arguments whose path
     preflight was given itself. `miles`: an option is among those that only miles has. `model`: the class that
-    config.json states of the model, empty where it is not known.
+    config.json states of the model, empty where it is not known. `resumed`: the iteration that the actor goes on from,
+    0 for a new run.
     """
 
     given: GivenArguments
@@ -28,6 +29,7 @@ class Options:
     paths: frozenset[str] = frozenset()
     miles: bool = False
     model: str = ""
+    resumed: int = 0
 
     def on(self, name: str) -> bool:
         """Whether it is given for certain, and not turned off by a file of settings."""

@@ -180,6 +180,17 @@ def _length(options: Options) -> Iterator[Issue]:
         yield options.issue(("n_samples_per_prompt",), expected, hint, "warning")
 
 
+def _resumed(options: Options) -> Iterator[Issue]:
+    """A run goes on with the rollout behind the iteration that it loads. A critic may have loaded another."""
+    rollouts, names = options.value("num_rollout"), ("num_rollout", "start_rollout_id")
+    other = ("start_rollout_id", "finetune", "debug_rollout_only")
+    ppo = options.value("advantage_estimator", "grpo") in ("ppo", None)
+    if options.resumed and rollouts and rollouts <= options.resumed + 1 and all(map(options.off, other)) and not ppo:
+        expected = f"--num-rollout above {options.resumed + 1}, as --load goes on from iteration {options.resumed}"
+        hint = "the run ends without a step of training, as if it were done: --num-rollout counts from the first start"
+        yield options.issue(names, expected, hint, "warning")
+
+
 def _grouped(options: Options) -> bool:
     """Whether rewards less their group's mean are the whole advantage."""
     other = ("use_opd", "disable_rewards_normalization", "custom_advantage_function_path")
@@ -247,5 +258,5 @@ def _context_parallel(options: Options) -> Iterator[Issue]:
 
 _RULES: tuple[Callable[[Options], Iterator[Issue]], ...] = (
     *(_asynchronous, _kl, _estimator, _teacher, _batches, _micro_batches, _length, _transport, _lora, _others),
-    _context_parallel,
+    *(_context_parallel, _resumed),
 )

@@ -176,6 +176,22 @@ def test_experts_that_vllm_033_splits_into_finer_blocks_are_a_warning(
     assert [one.severity for one in issues if "moe_intermediate_size" in one.expected] == [severity]
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "cut", "warned"),
+    [
+        (1000, Cut("", "sglang", 3, ""), True),  # 1024 rows
+        (1000, Cut("", "sglang", 4, ""), False),
+        (1100, Cut("", "sglang", 3, ""), False),  # 1152 rows
+        (1000, Cut("", "vllm", 3, ""), False),
+        (1000, Cut("", "sglang", 12, "", attention=4), False),
+    ],
+)
+def test_sglang_pads_a_vocabulary_to_a_multiple_of_64(vocabulary: int, cut: Cut, warned: bool, both: ModelDims) -> None:
+    issues = engine_fit(replace(both, heads=12, groups=12, vocab=vocabulary), {}, cut)
+    found = [one.severity for one in issues if "vocab_size" in one.expected]
+    assert found == ["warning"] * warned
+
+
 def launched(folder: Path, quantization: Mapping[str, Any]) -> list[Finding]:
     """What CK722 finds of a launch whose engine serves a Qwen3 mixture of experts quantized so."""
     report = preflight(script=quantized_launch(folder, "qwen3_moe", quantization, wide))

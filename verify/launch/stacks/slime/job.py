@@ -5,6 +5,7 @@ Source: slime `utils/arguments.py`, miles `utils/arguments.py`, and what the mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from verify.launch.options.speculative import of_options
 from verify.launch.options.tables import OPTIONS
 from verify.launch.rules import megatron, slime
 from verify.launch.rules.options import Options
+from verify.launch.sides import Side, is_trained
 from verify.launch.stacks.directories import class_in, config_in, experts_in
 from verify.launch.stacks.scales import scales_of_options
 from verify.launch.stacks.slime.files import role_files
@@ -69,7 +71,7 @@ def read(launch: Launch) -> Job:
         scales=scales_of_options(text, launch.environment, config_in(paths.hf)) if updates else (),
         arguments=given,
         written=_written(text),
-        own_check=_own_check(text, given, paths),
+        own_check=_own_check(text, given, paths, _resumed(paths, sides)),
         unread=unread,
         notes=notes_of(paths, sides),
         replaced=paths.replaced,
@@ -95,7 +97,13 @@ def _written(text: LaunchText) -> dict[str, Word]:
     return found
 
 
-def _own_check(text: LaunchText, given: GivenArguments, paths: Paths) -> OwnCheck:
+def _resumed(paths: Paths, sides: Sequence[Side]) -> int:
+    """The iteration of `--load` that the actor goes on from; 0 where it starts anew, as from `--ref-load`."""
+    actor = next((side for side in sides if side.role == "actor" and is_trained(side)), None)
+    return int(actor.path.name[5:]) if actor and actor.path and actor.path.parent == paths.load else 0
+
+
+def _own_check(text: LaunchText, given: GivenArguments, paths: Paths, resumed: int) -> OwnCheck:
     """slime judges the words before --custom-config-path sets anything, Megatron after it."""
     ruled = {name for name in given.places if option_of(name) not in LAYOUT}
     if not text.words:
@@ -106,7 +114,7 @@ def _own_check(text: LaunchText, given: GivenArguments, paths: Paths) -> OwnChec
     known["opd_teacher_load"] = paths.teacher
     own = frozenset(name for name, path in known.items() if path)
     trainer = not _TRAINERS.isdisjoint(first.places)
-    options = Options(first, text.program_name, own, _of_miles(text), class_in(paths.hf))
+    options = Options(first, text.program_name, own, _of_miles(text), class_in(paths.hf), resumed)
     issues = list(slime.refused(options)) if trainer else []
     if first.get("train_backend", "megatron") == "megatron" and not first.get("debug_rollout_only", False):
         # In mode bridge miles builds the model from config.json, and no argument says its experts.
