@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from click.testing import CliRunner
 
 from ckptkit.app.cli import cli, main
@@ -79,6 +80,8 @@ def _virtual() -> int:
 
 def _child(words: Sequence[str], root: Path) -> None:
     """Runs one verb as the command line does. Does not return."""
+    # In a fork torch makes its pool of threads anew at the first call; of threads that call at once some find none.
+    torch.set_num_threads(1)
     os.chdir(root)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

@@ -285,6 +285,7 @@ report.write("report.html")
 """
 
 
+@pytest.mark.nightly
 def test_users_types_hold_under_mypy_strict(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(TYPED)
     root = Path(ckptkit.__file__).parent.parent

@@ -194,6 +194,7 @@ def test_number_at_the_end_of_a_piece_is_not_read_before_it_is_whole() -> None:
     assert found.counts == {}
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_log() -> None:
     class Endless(BytesIO):
         left = 40_000
