@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.app.job.vllm import device_sum, told
+from ckptkit.app.job.vllm import checksums_of, device_sum
 
 
 class WeightReader:
@@ -37,7 +37,7 @@ class WeightReader:
         }
         prefix = "".join(f"{name}{rank}:" for name, rank in ranks.items())
         sums = {prefix + name: device_sum(one) for name, one in self.model_runner.get_model().named_parameters()}
-        return dict(zip(sums, told(list(sums.values())), strict=True))
+        return dict(zip(sums, checksums_of(list(sums.values())), strict=True))
 
 
 def _plain(config: Any) -> dict[str, Any]:

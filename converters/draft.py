@@ -19,7 +19,7 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import is_quantized
 from converters.config.bounds import check_config
-from converters.config.values import flag, integer, language_part
+from converters.config.values import class_of, flag, integer, language_part
 
 # The class of each draft: which EAGLE, and the decoder layer, empty where `transformer_layer_config` says it.
 _CLASSES: Mapping[str, tuple[int, str]] = MappingProxyType(
@@ -60,12 +60,6 @@ _COMPUTED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 _MAX_NAME = 200  # characters of a class's name
 TOKENS, USED = "d2t", "t2d"
 EMBEDDING, HEAD, FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
-
-
-def class_of(config: Mapping[str, Any]) -> str:
-    """The class that a config.json states first; empty where it states none."""
-    stated = config.get("architectures")
-    return stated[0] if isinstance(stated, list) and stated and isinstance(stated[0], str) else ""
 
 
 def is_draft(config: Mapping[str, Any]) -> bool:

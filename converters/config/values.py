@@ -67,6 +67,12 @@ def _wrong(key: str, value: Any, what: str) -> CkptkitError:
     return CkptkitError(f"config.json: {key} is {shortened(value)}, not {what}", "compare it with the release")
 
 
+def class_of(config: Mapping[str, Any]) -> str:
+    """The class that a config.json states first; empty where it states none."""
+    stated = config.get("architectures")
+    return stated[0] if isinstance(stated, list) and stated and isinstance(stated[0], str) else ""
+
+
 def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The language model's part of a config, and the HF prefix of its names.
 

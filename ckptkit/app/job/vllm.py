@@ -60,7 +60,7 @@ def device_digest(tensor: Tensor) -> str:
     return f"{int(device_sum(tensor)) % (1 << 64):016x}"
 
 
-def told(sums: Sequence[Tensor]) -> list[str]:
+def checksums_of(sums: Sequence[Tensor]) -> list[str]:
     """Checksums of what `device_sum` returned, in hexadecimal digits; one wait for all of them."""
     import torch
 

@@ -14,7 +14,7 @@ from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.side_files import is_hidden, is_weight
 from ckptkit.formats.other_weights import other_weights, refuse_other_format
 from ckptkit.storage.links import fetch_again, in_words
-from converters.draft import class_of
+from converters.config.values import class_of
 from converters.registry import FAMILIES
 from verify.check import Skip, Tally, check, only
 from verify.evidence.expected import (
@@ -76,7 +76,10 @@ def require_metadata(subject: Subject) -> None:
     fix="Restore config.json from the release that the weights belong to.",
 )
 def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The config is there, is JSON, is of a supported family, and its sizes make sense."""
+    """The config is there, is JSON, is of a supported family, and its sizes make sense.
+
+    A `model_type` that is not known, with a class that is not known either, is not judged.
+    """
     if subject.is_megatron:
         require_metadata(subject)
     elif "config.json" in subject.hf_files.dangling:

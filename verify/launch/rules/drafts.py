@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.config.values import language_part
-from converters.draft import FUSION, class_of, is_draft, sizes_of, target_of
+from converters.config.values import class_of, language_part
+from converters.draft import FUSION, is_draft, sizes_of, target_of
 from verify.issue import Issue
 from verify.launch.options.speculative import Speculation
 

@@ -5,8 +5,8 @@ An option whose value is not known, or that may be among words that are not know
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from verify.issue import Issue
@@ -19,16 +19,15 @@ class Options:
     """The options of a launch of slime, miles or vime.
 
     `program`: the file that starts the trainer, `train_async.py`, where it is known. `paths`: arguments whose path
-    preflight was given itself. `miles`: an option is among those that only miles has. `model`: the class that
-    config.json states of the model, empty where it is not known. `resumed`: the iteration that the actor goes on from,
-    0 for a new run.
+    preflight was given itself. `miles`: an option is among those that only miles has. `config`: the model's
+    config.json, empty where it is not known. `resumed`: the iteration that the actor goes on from, 0 for a new run.
     """
 
     given: GivenArguments
     program: str = ""
     paths: frozenset[str] = frozenset()
     miles: bool = False
-    model: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
     resumed: int = 0
 
     def on(self, name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from converters.config.values import class_of
 from verify.issue import Issue
 from verify.launch.rules.options import Excludes, Needs, Options, broken
 
@@ -244,14 +245,15 @@ def _others(options: Options) -> Iterator[Issue]:
 
 def _context_parallel(options: Options) -> Iterator[Issue]:
     """Contiguous parts of the tokens are for sparse attention; any other takes its parts in zigzag order."""
-    if (options.value("context_parallel_size", 1) or 1) <= 1 or not options.model or options.on("debug_rollout_only"):
+    model = class_of(options.config)
+    if (options.value("context_parallel_size", 1) or 1) <= 1 or not model or options.on("debug_rollout_only"):
         return
     names = ("allgather_cp", "context_parallel_size")
-    if options.miles and options.model == "DeepseekV4ForCausalLM" and options.off("allgather_cp"):
+    if options.miles and model == "DeepseekV4ForCausalLM" and options.off("allgather_cp"):
         expected = "--allgather-cp with context_parallel_size above 1 for DeepSeek-V4"
         yield options.issue(names[::-1], expected, "miles stops: give it")
-    elif not options.miles and options.on("allgather_cp") and options.model not in _CONTIGUOUS:
-        expected = f"no --allgather-cp with context_parallel_size above 1 for {options.model}"
+    elif not options.miles and options.on("allgather_cp") and model not in _CONTIGUOUS:
+        expected = f"no --allgather-cp with context_parallel_size above 1 for {model}"
         hint = "slime stops: tokens would be in another order than this attention takes them; leave --allgather-cp out"
         yield options.issue(names, expected, hint)
 

@@ -68,12 +68,6 @@ def config_in(model: Path | None) -> Mapping[str, Any]:
         return {}
 
 
-def class_in(model: Path | None) -> str:
-    """The class that the config.json of a directory states first; empty where it states none."""
-    stated = config_in(model).get("architectures")
-    return str(stated[0]) if isinstance(stated, list) and stated else ""
-
-
 def experts_in(model: Path | None) -> int:
     """How many experts the model of a directory has; 0 for a dense one, and where its config.json cannot be read."""
     return experts_of(config_in(model))

@@ -278,7 +278,7 @@ for count in (1, 8, 4095, 4096, 9000):
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (count,))
     total = torch.full((1,), words.nbytes)
     triton_digest.add_words(total, words, (vllm._PLACE, vllm._FIRST, vllm._SECOND))
-    assert vllm.told([total]) == [vllm.device_digest(words)], count
+    assert vllm.checksums_of([total]) == [vllm.device_digest(words)], count
 """
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[4])}
     done = subprocess.run(

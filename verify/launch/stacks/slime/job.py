@@ -21,7 +21,7 @@ from verify.launch.options.tables import OPTIONS
 from verify.launch.rules import megatron, slime
 from verify.launch.rules.options import Options
 from verify.launch.sides import Side, is_trained
-from verify.launch.stacks.directories import class_in, config_in, experts_in
+from verify.launch.stacks.directories import config_in, experts_in
 from verify.launch.stacks.scales import scales_of_options
 from verify.launch.stacks.slime.files import role_files
 from verify.launch.stacks.slime.gpus import placement_of
@@ -114,7 +114,7 @@ def _own_check(text: LaunchText, given: GivenArguments, paths: Paths, resumed: i
     known["opd_teacher_load"] = paths.teacher
     own = frozenset(name for name, path in known.items() if path)
     trainer = not _TRAINERS.isdisjoint(first.places)
-    options = Options(first, text.program_name, own, _of_miles(text), class_in(paths.hf), resumed)
+    options = Options(first, text.program_name, own, _of_miles(text), config_in(paths.hf), resumed)
     issues = list(slime.refused(options)) if trainer else []
     if first.get("train_backend", "megatron") == "megatron" and not first.get("debug_rollout_only", False):
         # In mode bridge miles builds the model from config.json, and no argument says its experts.
