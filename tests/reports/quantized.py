@@ -331,7 +331,7 @@ REPORTS = (
         VERIFY,
         "qwen2-untied/hf",
         "CK302",
-        ("FP8", "no weight is"),
+        ("FP8", "plain numbers"),
         on_checkpoint(
             lambda path: edit_config(
                 path, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}

@@ -58,7 +58,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _none_of_them(subject: Subject, words: str, count: int) -> Issue:
     """Plain weights under a config.json of quantized ones. A job that sends quantized weights replaces them."""
     hint = "engines cast the numbers to codes and find no scale: take quantization_config out of config.json"
-    actual = f"no weight is: {count} that readers build so are stored as plain numbers, without scales"
+    actual = f"all {count} such weights are stored as plain numbers, without scales"
     severity: Severity = "error" if subject.updated is False else "warning"
     where = subject.path / "config.json"
     return Issue(f"{words}, as config.json says", actual, f"{hint}, or quantize", file=where, severity=severity)
