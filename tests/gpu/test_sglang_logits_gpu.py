@@ -59,7 +59,7 @@ SAID = {
     "glm_moe_dsa-shared": "assert index_head_dim == 128",
     "exaone_moe": "'NoneType' object has no attribute 'type'",  # of Triton, in a window beside full attention
     "exaone_moe-groups-tied": "'NoneType' object has no attribute 'type'",
-    "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration has no SGlang implementation",
+    "qwen3_omni_moe_thinker": "has no SGLang implementation, falling back to Transformers",
     "bailing_moe": "does not recognize this architecture",  # its config class comes with the release, as code
     "bailing_moe_v2-tied": "does not recognize this architecture",
     "nemotron_h": "does not support triton attention backend",

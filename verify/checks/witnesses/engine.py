@@ -22,8 +22,8 @@ from verify.witnesses.live.run import (
 
 DECODING = "with speculative decoding"
 _OF_THE_CACHE = (
-    "these scales count where the key-value cache is in FP8 (--kv-cache-dtype): no update sends them, so release only "
-    "kv_cache there"
+    "only a key-value cache in FP8 (--kv-cache-dtype) is scaled by these, and no update sends them: with one, release "
+    "only kv_cache"
 )
 FURTHEST = 3.0  # times the noise of the format; docs/gpu-results.md has what sound and broken models measure
 

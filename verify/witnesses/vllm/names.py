@@ -9,11 +9,12 @@ from typing import Any
 from verify.evidence.expected import weights_of
 from verify.witnesses.loading.names import without_input_scale
 
-# Scales and zero points of attention in FP8, which only few checkpoints have; else what they are made with is meant.
-# Sparse attention has them in a module `attn` up to 0.26, in the layer itself in 0.33.
+# Scales of attention in FP8, their ranges and zero points, which few checkpoints have: they mean what they begin with.
+# Those named `_cpu` may lie on the GPU. Sparse attention has all of them in a module `attn` up to 0.26, in the layer
+# itself in 0.33.
 _OF_ATTENTION = re.compile(
-    r".+\.(?:mla_)?attn\.(?:_?[kqv]_scale|_?prob_scale|[kqv]_zero_point|prob_zero_point)"
-    r"|.+\.self_attn\.(?:_[kqv]_scale|_prob_scale)"
+    r".+\.(?:mla_)?attn\.(?:_?[kqv]_scale(?:_cpu)?|[kqv]_range|_?prob_scale|[kqv]_zero_point|prob_zero_point)"
+    r"|.+\.self_attn\.(?:_[kqv]_scale(?:_cpu)?|[kqv]_range|_prob_scale)"
 )
 # Allocated for every packed layer of experts up to 0.26, but read only with activation ordering.
 _G_IDX = re.compile(r".+\.experts\.(?:routed_experts\.)?w(?:13|2)_(?:weight_g_idx|g_idx_sort_indices)")

@@ -179,7 +179,8 @@ def test_a_router_of_another_pipeline_stage_is_not_missing(releases: PathOf) -> 
 def test_what_vllm_fills_by_itself_is_exempt() -> None:
     layer = "model.layers.0.self_attn"
     assert all(has_default(f"{layer}.attn.{one}") for one in ("_k_scale", "q_scale", "v_zero_point", "_prob_scale"))
-    assert all(has_default(f"{layer}.{one}") for one in ("_k_scale", "_v_scale", "_prob_scale"))
+    assert all(has_default(f"{layer}.attn.{one}") for one in ("_v_scale_cpu", "q_range", "k_range"))
+    assert all(has_default(f"{layer}.{one}") for one in ("_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu"))
     assert not has_default(f"{layer}.k_scale")
     assert has_default("model.layers.1.mlp.experts.routed_experts._expert_map")
     assert not has_default(f"{layer}.qkv_proj.weight_scale")
