@@ -42,6 +42,7 @@ READ = {
     "break 9": f"for i in 1 2; do A+=$i; break 9; done\n{TRAIN}$A",
     "continue 2": f"for i in 1 2; do for j in a b; do A+=$i$j; continue 2; done; A+=x; done\n{TRAIN}$A",
     "braces that are none": "python3 train.py {} {a} a{b}c '{a,b}' \"{a,b}\" {a,b",
+    "patterns of layers": 'A=("Et*3|(tt|)*29,m|L" "[0]*3+[1]*58" MEMEM*EM/*E)\npython3 train.py ${A[@]} M-M-M*M-',
     "ANSI quotes": "python3 train.py $'a\\x41\\'b\\101\\e\\n' x",
     "set -e": "set -e\nfalse\npython3 train.py --a 1",
     "set -e with conditions": "set -e\nfalse || true\nif false; then :; fi\n! true\nfalse && :\npython3 train.py --a",

@@ -21,8 +21,10 @@ _ASSIGNED = re.compile(
 )
 _DEFAULTS = (":-", "-", ":+", "+")
 _NAMED = re.compile(r"[A-Za-z_]\w*|[0-9]+")
-# An unquoted pattern of file names; `[0]*3+[1]*58` is one too, that no file has.
-_GLOB, _LAYERS = re.compile(r"[*?]"), re.compile(r"[\[\]\d*+(),\0]*")
+# An unquoted pattern of file names. So are Megatron's patterns of layers, which no file has: `[0]*3+[1]*58`,
+# `Et*3|(tt|)*29,m|L`, `MEM*EMEM`.
+_GLOB = re.compile(r"[*?]")
+_LAYERS = re.compile(r"[\[\]\d*+(),\0]*|(?=.*\|)[EtmL\d*(),|\0]*|[ME*GD+|/-]{8,}")
 
 
 BRACES, FILES = "braces are not expanded here", "it stands for the names of files"
