@@ -30,12 +30,12 @@ TEXT: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_size": 128,
     "index_head_dim": 16,
-    "index_kpool": 5,
+    "index_kpool": 4,
     "index_kpool_always_select_tail": True,
     "index_kpool_compress": True,
     "index_n_heads": 4,
     "index_share_for_mtp_iteration": True,
-    "index_topk": 10,
+    "index_topk": 12,
     "indexer_rope_interleave": True,
     "indexer_types": ["full"] * 12,
     "intermediate_size": 288,
@@ -77,6 +77,19 @@ TEXT: dict[str, Any] = {
     "v_head_dim": 20,
     "vocab_size": 352,
 }
+VISION: dict[str, Any] = {
+    "attention_bias": False,
+    "depth": 2,
+    "hidden_size": 24,
+    "image_size": 28,
+    "intermediate_size": 40,
+    "model_type": "glm5_next_vision",
+    "num_heads": 2,
+    "out_hidden_size": 128,
+    "patch_size": 14,
+    "projection_intermediate_size": 40,
+    "swiglu_limit": 10.0,
+}
 
 
 class Glm5NextConfig(PretrainedConfig):
@@ -87,7 +100,12 @@ class Glm5NextConfig(PretrainedConfig):
 
 def config() -> PretrainedConfig:
     """As the release's config.json, with the sizes of the test model."""
-    content = {"text_config": json.loads(json.dumps(TEXT)), "tie_word_embeddings": False, "dtype": "bfloat16"}
+    content = {
+        "text_config": json.loads(json.dumps(TEXT)),
+        "vision_config": dict(VISION),
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
     return Glm5NextConfig(architectures=["Glm5NextForConditionalGeneration"], **content)
 
 
@@ -140,7 +158,7 @@ def kda() -> Shapes:
 
 
 def sparse_attention() -> Shapes:
-    """10 heads: 24 of a query or key, 20 of a value. The indexer has 4 heads of 16 and pools 5 keys."""
+    """10 heads: 24 of a query or key, 20 of a value. The indexer has 4 heads of 16 and pools 4 keys."""
     return norms() | {
         "self_attn.q_a_proj.weight": ((48, 128), BF16),
         "self_attn.q_a_layernorm.weight": ((48,), BF16),
@@ -154,7 +172,7 @@ def sparse_attention() -> Shapes:
         "self_attn.indexer.weights_proj.weight": ((4, 128), BF16),
         "self_attn.indexer.k_norm.weight": ((16,), BF16),
         "self_attn.indexer.k_norm.bias": ((16,), BF16),
-        "self_attn.indexer.index_kpool_compress_ape": ((5, 16), BF16),
+        "self_attn.indexer.index_kpool_compress_ape": ((4, 16), BF16),
         "self_attn.indexer.index_kpool_compress_gate": ((16, 128), BF16),
     }
 
@@ -205,13 +223,28 @@ class Glm5NextForConditionalGeneration(PreTrainedModel):
 
 
 def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """A few tensors of the vision tower."""
-    shapes = {
-        "model.visual.blocks.0.attn.qkv.weight": (72, 24),
-        "model.visual.patch_embed.proj.weight": (24, 3, 2, 14, 14),
-        "model.visual.merger.post_projection_norm.bias": (128,),
+    """The vision tower, as SGLang 0.5.23 builds it of `VISION`, gate and up apart."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj.weight": (24, 3, 2, 14, 14),
+        "patch_embed.proj.bias": (24,),
+        "post_layernorm.weight": (24,),
+        "downsample.weight": (128, 24, 2, 2),
+        "downsample.bias": (128,),
+        "merger.proj.weight": (128, 128),
+        "merger.post_projection_norm.weight": (128,),
+        "merger.post_projection_norm.bias": (128,),
+        "merger.gate_proj.weight": (40, 128),
+        "merger.up_proj.weight": (40, 128),
+        "merger.down_proj.weight": (128, 40),
     }
-    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    for layer in range(2):
+        block: dict[str, tuple[int, ...]] = dict.fromkeys(("norm1.weight", "norm2.weight"), (24,))
+        block |= dict.fromkeys(("attn.q_norm.weight", "attn.k_norm.weight"), (12,))
+        block |= {"attn.qkv.weight": (72, 24), "attn.proj.weight": (24, 24), "attn.proj.bias": (24,)}
+        for name, shape in {"gate_proj": (40, 24), "up_proj": (40, 24), "down_proj": (24, 40)}.items():
+            block |= {f"mlp.{name}.weight": shape, f"mlp.{name}.bias": shape[:1]}
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    return {f"model.visual.{name}": torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
 CASES = {"glm5_next": Case(config, added=vision, auto=Glm5NextForConditionalGeneration)}

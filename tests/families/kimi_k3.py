@@ -6,7 +6,7 @@ They are written down here by hand, in the sizes of the test model. Nothing comp
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from families.by_name import BF16, F32, Shapes, fill
 from families.case import Case, random
 from families.glm5_next import dense
-from families.mla import vision
 
 # Layers counted from 1. The last two have latent attention both, as in the release.
 KDA, FULL = [1, 2, 3, 5, 6, 7, 9, 10], [4, 8, 11, 12]
@@ -70,6 +69,19 @@ TEXT: dict[str, Any] = {
     "v_head_dim": 20,
     "vocab_size": 352,
 }
+VISION: dict[str, Any] = {
+    "init_pos_emb_height": 4,
+    "init_pos_emb_width": 4,
+    "mm_hidden_size": 32,
+    "model_type": "kimi_k3_vision",
+    "patch_size": 14,
+    "qkv_hidden_size": 32,
+    "text_hidden_size": 128,
+    "vt_hidden_size": 32,
+    "vt_intermediate_size": 48,
+    "vt_num_attention_heads": 2,
+    "vt_num_hidden_layers": 2,
+}
 
 
 class KimiK3Config(PretrainedConfig):
@@ -80,7 +92,12 @@ class KimiK3Config(PretrainedConfig):
 
 def config() -> PretrainedConfig:
     """As the release's config.json, with the sizes of the test model."""
-    content = {"text_config": json.loads(json.dumps(TEXT)), "tie_word_embeddings": False, "dtype": "bfloat16"}
+    content = {
+        "text_config": json.loads(json.dumps(TEXT)),
+        "vision_config": dict(VISION),
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
     return KimiK3Config(architectures=["KimiK3ForConditionalGeneration"], **content)
 
 
@@ -183,6 +200,23 @@ def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if name.endswith("A_log"):
         result[96:] = 0
     return result
+
+
+def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """The vision tower and its projector, as SGLang 0.5.23 builds them of `VISION`."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "vision_tower.patch_embed.proj.weight": (32, 3, 14, 14),
+        "vision_tower.patch_embed.pos_emb.weight": (4, 4, 32),
+        "vision_tower.encoder.final_layernorm.weight": (32,),
+        "mm_projector.proj.0.weight": (128, 128),
+        "mm_projector.proj.2.weight": (128, 128),
+        "mm_projector.post_norm.weight": (128,),
+    }
+    for layer in range(2):
+        block: dict[str, tuple[int, ...]] = dict.fromkeys(("norm0", "norm1"), (32,))
+        block |= {"wqkv": (96, 32), "wo": (32, 32), "mlp.fc0": (48, 32), "mlp.fc1": (32, 48)}
+        shapes |= {f"vision_tower.encoder.blocks.{layer}.{name}.weight": shape for name, shape in block.items()}
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
 CASES = {"kimi_k3": Case(config, added=vision, value=value, auto=KimiK3ForConditionalGeneration)}

@@ -18,20 +18,16 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 
-# Sparse attention is built on a GPU alone. Which layers share an indexer the releases say in index_topk_freq, which
-# transformers does not write.
-NAMES = [*CLEAN, "deepseek_v32", "glm_moe_dsa"]
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     root = tmp_path_factory.mktemp("models")
-    for name in NAMES:
+    for name in CLEAN:
         models.save(name, root / name)
-    return run_cases({name: Case(root / name) for name in NAMES}, tmp_path_factory.mktemp("runs"), gpu=True)
+    return run_cases({name: Case(root / name) for name in CLEAN}, tmp_path_factory.mktemp("runs"), gpu=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CLEAN)
 def test_every_tensor_is_where_sglang_keeps_it(name: str, runs: Mapping[str, LoadRun]) -> None:
     report = runs[name].report
     assert report is not None, runs[name]

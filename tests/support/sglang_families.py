@@ -15,14 +15,8 @@ SAID = {
     "mimo-tied-two-layers": "does not recognize this architecture",
     "bailing_moe": "does not recognize this architecture",  # as MiMo's
     "bailing_moe_v2-tied": "does not recognize this architecture",
-    # Neither SGLang nor the transformers that it wants has a class of these.
-    "kimi_k3": "does not recognize this architecture",
-    "glm5_next": "does not recognize this architecture",
     "qwen3_omni_moe_thinker": "Unrecognized configuration class",
     "kimi_k25": "'KimiK25VisionConfig' object has no attribute 'vt_hidden_size'",  # only a stub of a vision tower
-    "deepseek_v32": "Found no NVIDIA driver",
-    "glm_moe_dsa": "Found no NVIDIA driver",
-    "glm_moe_dsa-shared": "Found no NVIDIA driver",
     # Its config class takes neither spelling of rotary settings as transformers 5 wants them.
     "olmo3": "KeyError: 'rope_theta' (at sglang/srt/models/olmo2.py",
     "olmo3-tied-window-everywhere": "'NoneType' object is not subscriptable (at sglang/srt/models/olmo2.py",
@@ -34,6 +28,8 @@ if release("sglang") < (0, 5, 23):
     SAID |= {
         "qwen3_5_text-tied": "Qwen3_5ForCausalLM has no SGlang implementation",
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM has no SGlang implementation",
+        "kimi_k3": "does not recognize this architecture",
+        "glm5_next": "does not recognize this architecture",
     }
 # What SGLang's class does not read of config.json, and so leaves out: tensors, of which and of how many.
 LEFT_OUT = {
@@ -65,7 +61,8 @@ STRICT = ("step3p5", "step3p7")
 # The class that SGLang makes of a model's multi-token prediction layers.
 DRAFTS = {
     "glm4_moe-mtp": "Glm4MoeForCausalLMNextN",
-    "deepseek_v3": "DeepseekV3ForCausalLMNextN",
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32"), "DeepseekV3ForCausalLMNextN"),
+    **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa-shared"), "GlmMoeDsaForCausalLMNextN"),
     "glm4_moe_lite": "Glm4MoeLiteForCausalLMNextN",
     "hy_v3": "HYV3ForCausalLMNextN",
     "qwen3_next": "Qwen3NextForCausalLMMTP",
@@ -75,12 +72,15 @@ DRAFTS = {
     "deepseek_v4": "DeepseekV4ForCausalLMNextN",
 }
 if release("sglang") >= (0, 5, 23):
-    DRAFTS |= {"qwen3_5_moe_text": "Qwen3_5ForCausalLMMTP"}
+    DRAFTS |= {
+        "qwen3_5_moe_text": "Qwen3_5ForCausalLMMTP",
+        "glm5_next": "Glm5NextForConditionalGenerationNextN",
+    }
 # What is said where no draft model is built.
 NO_DRAFT = dict.fromkeys(("step3p5", "step3p7"), "SGLang builds a Step3p5MTP for each such layer")
-OF_DRAFT = re.compile(r"model\.layers\.12\..*|mtp\..*")
+OF_DRAFT = re.compile(r"model\.(language_model\.)?layers\.12\..*|mtp\..*")
 EXPERT_OF_DRAFT = re.compile(
-    r"(model\.layers\.12\.mlp|mtp\.layers\.0\.mlp|mtp\.layers\.1\.mixer|mtp\.0\.ffn)\.experts\.[45]\..*"
+    r"(model\.(language_model\.)?layers\.12\.mlp|mtp\.layers\.0\.mlp|mtp\.layers\.1\.mixer|mtp\.0\.ffn)\.experts\.[45]\..*"
 )
 # Parameters that SGLang computes of what it is given: -exp(A_log).
 # It joins queries, keys and values of MiniMax-M3's vision tower itself, after all tensors were given.

@@ -169,7 +169,7 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
 
 def _mtp(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
     """A multi-token prediction layer, numbered after the decoder layers. It has one residual stream."""
-    at = NamePrefix("", f"{dims.root}layers.{dims.layers + depth}.", None)
+    at = NamePrefix("mtp.", f"{dims.root}layers.{dims.layers + depth}.", None)
     joint: dict[str, Shape] = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (dims.hidden,))
     joint |= {"eh_proj": (dims.hidden, 2 * dims.hidden)}
     return (

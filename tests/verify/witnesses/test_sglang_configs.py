@@ -81,6 +81,14 @@ def made(root: Path, name: str, change: Callable[[Config], None] | None = None, 
     return path
 
 
+def shares_in_its_words(config: Config) -> None:
+    del config["indexer_types"]
+
+
+def shares_in_transformers_words(config: Config) -> None:
+    del config["index_topk_freq"], config["index_skip_topk_offset"]
+
+
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("configs")
@@ -93,6 +101,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         "no tower": made(root, "qwen3_vl-tied", lost=_TOWERS),
         "text under a multimodal class": made(root, "qwen3_5", tower_elsewhere),
         "no tower of Gemma": made(root, "gemma3", lost=_TOWERS),
+        "shared indexers": made(root, "glm_moe_dsa-shared", shares_in_its_words),
+        "shared indexers in transformers' words": made(root, "glm_moe_dsa-shared", shares_in_transformers_words),
     }
     return {label: Case(path) for label, path in found.items()}
 
@@ -121,6 +131,16 @@ def test_sglang_silently_builds_another_model_without_a_key(key: str, runs: Mapp
     report = runs[f"minimax_m2 {key}"].report
     assert report is not None
     assert any(one.tensor.endswith(LEAVES_OUT[key]) for one in report.dropped)
+
+
+def test_a_layer_that_shares_an_indexer_needs_none_of_its_own(runs: Mapping[str, LoadRun]) -> None:
+    """SGLang builds one in every layer. 0.5.16 takes no notice of transformers' words, and runs what nothing wrote."""
+    said, unheard = runs["shared indexers"].report, runs["shared indexers in transformers' words"].report
+    assert said is not None
+    assert said.unwritten == ()
+    assert unheard is not None
+    layers = {int(one.param.split(".")[2]) for one in unheard.unwritten}
+    assert layers == (set() if release("sglang") >= (0, 5, 23) else {3, 4, 5, 7, 8, 9, 11})
 
 
 def test_sglang_looks_for_the_tie_flag_at_the_top(runs: Mapping[str, LoadRun]) -> None:

@@ -7,14 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from families import HF_CASES
 from torch import Tensor
 
 from verify.witnesses.loading.bits import difference, poison
+from verify.witnesses.loading.compare import Loaded
 from verify.witnesses.loading.placement import Placement, covered
 from verify.witnesses.loading.trace import Region, Trace
+from verify.witnesses.sglang import adapter
 
 Weights = Iterator[tuple[str, Tensor]]
-Loader = Callable[[dict[str, Tensor], Weights], None]
+Loader = Callable[[dict[str, Tensor], Weights], object]
 
 
 def given(*names: str, shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -179,6 +182,37 @@ def test_what_is_computed_of_one_of_two_is_named() -> None:
     placement = placed({"a": torch.empty(8, 6)}, tensors, half)
     assert counts(placement, tensors) == {"x": 24, "y": 0}
     assert placement.computed == {"a": frozenset({"y"})}
+
+
+def test_weights_that_are_joined_and_cut_into_views_are_followed_back() -> None:
+    """As for kernels that multiply by both at once; the joint matrix ends with rows of zeros."""
+
+    def loader(parameters: dict[str, Tensor], weights: Weights) -> None:
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+        both = torch.cat([parameters["a"], parameters["b"], parameters["a"].new_zeros(2, 6)])
+        parameters["a"].data, parameters["b"].data = both[:4], both[4:8]
+
+    tensors = given("a", "b")
+    placement = placed({name: torch.zeros(4, 6) for name in tensors}, tensors, loader)
+    assert counts(placement, tensors) == {"a": 24, "b": 24}
+    assert [piece.param for name in tensors for piece in placement.pieces[name]] == ["a", "b"]
+    assert placement.computed == {}
+
+
+@pytest.mark.parametrize(
+    ("behind", "wrong"), [(0, []), (1, ["the values behind the first 96 are not 0, and are nowhere"])]
+)
+def test_zeros_behind_the_values_need_no_place(behind: float, wrong: list[str]) -> None:
+    """Kimi K3 stores a number a head for 128, and has 96 heads. An engine may hold these alone."""
+    name, config = "language_model.model.layers.0.self_attn.A_log", HF_CASES["kimi_k3"].config().to_dict()
+    tensor = torch.arange(1, 129, dtype=torch.float32)
+    tensor[96:] = behind
+    parameters = {name: torch.zeros(96)}
+    placement = placed(parameters, {name: tensor}, lambda held, weights: held[name].copy_(next(weights)[1][:96]))
+    loaded = Loaded(adapter, config, parameters, placement, {name: 128})
+    assert loaded.in_part == {}
+    assert [one.what for one in loaded.compare([(name, tensor)]).differing] == wrong
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_lay_there() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from converters.hf_names import LATENT_DOWN
+from converters.ops.hybrid import ZeroPadded
 from converters.planner import expected_hf
 from converters.registry import family_of
 from converters.stored import unused_names
@@ -21,7 +22,7 @@ from verify.witnesses.loading.bits import difference, poisoned
 from verify.witnesses.loading.computed import computed_of, is_computed
 from verify.witnesses.loading.engine import Engine
 from verify.witnesses.loading.job import Observation
-from verify.witnesses.loading.names import of_draft, promised_names, routers
+from verify.witnesses.loading.names import of_draft, padded, promised_names, routers
 from verify.witnesses.loading.placement import Piece, Placement, covered, flat, whole
 from verify.witnesses.loading.trace import Region
 
@@ -76,6 +77,9 @@ class Loaded:
                 Observation(name, param, "other values than it is computed to") for param in made if not made[param]
             ]
             result.computed |= {param for param, right in made.items() if right}
+            if name in self.in_padding and not self.padded[name].is_padded(tensor):
+                lost = f"the values behind the first {self.padded[name].size} are not 0, and are nowhere"
+                found.append(Observation(name, self.placement.pieces[name][0].param, lost))
             if found:
                 result.differing.append(found[0])
             elif pieces or made or (wanted(name) and (self.is_shared(name, tensor) or self.is_repeated(name, tensor))):
@@ -256,8 +260,27 @@ class Loaded:
     @cached_property
     def in_part(self) -> Mapping[str, int]:
         """Tensors of which not every element was written into a parameter, with the number of those that were."""
-        counts = ((name, covered(size, self.placement.parts(name)), size) for name, size in self.sizes.items())
+        counts = ((name, covered(size, self.parts(name)), size) for name, size in self.sizes.items())
         return {name: count for name, count, size in counts if 0 < count < size}
+
+    def parts(self, name: str) -> list[Region]:
+        """Which elements of a given tensor stand in parameters, or need not."""
+        return [*self.placement.parts(name), *filter(None, [self.in_padding.get(name)])]
+
+    @cached_property
+    def padded(self) -> Mapping[str, ZeroPadded]:
+        """As `names.padded`."""
+        return padded(self.config)
+
+    @cached_property
+    def in_padding(self) -> Mapping[str, Region]:
+        """The padding of tensors that were written without it."""
+        found: dict[str, Region] = {}
+        for name, op in self.padded.items():
+            parts = self.placement.parts(name) if name in self.placement.pieces else []
+            if parts and max(part.end for part in parts) <= op.size:
+                found[name] = Region(op.size, (op.padding,), (1,))
+        return found
 
     def place(self, name: str) -> tuple[str, Region] | None:
         """Where a tensor stands or, by others like it, belongs; else a parameter of its own name, if there is one."""

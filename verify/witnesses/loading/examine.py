@@ -117,7 +117,7 @@ class Examination:
         self.repacked_seen = len(seen.repacked | seen.unchanged)
 
     def _partial(self, name: str) -> PartialTensor:
-        parts = self.loaded.placement.parts(name)
+        parts = self.loaded.parts(name)
         return PartialTensor(self.loaded.sizes[name], [(part.offset, part.sizes, part.strides) for part in parts])
 
     def _cpu(self) -> str:

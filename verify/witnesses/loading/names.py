@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from converters.ops.hybrid import ZeroPadded
 from converters.planner import expected_hf, rules_of
 from converters.registry import FAMILIES
 from quant.formats.dequantize import format_of
@@ -68,6 +69,12 @@ def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:
         if rule.megatron.startswith("mtp.") == draft
         for name in rule.hf
     ]
+
+
+def padded(config: Mapping[str, Any]) -> Mapping[str, ZeroPadded]:
+    """The tensors with zeros behind their values, for which an engine need not have a place."""
+    ops = ((rule.mapping.op, rule.hf) for rule in rules_of(config))
+    return {name: op for op, names in ops if isinstance(op, ZeroPadded) for name in names}
 
 
 def of_draft(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -89,13 +89,16 @@ class Placement:
         pieces: dict[str, list[Piece]] = {name: [] for name in trace.given}
         written: dict[str, list[Piece]] = {name: [] for name in trace.given}
         computed: dict[str, frozenset[str]] = {}
-        seen: set[Block] = set()
+        seen: set[tuple[Block, Region | None]] = set()
         numbering = _Numbering(trace.given)
         for name, tensor in parameters.items():
             source = trace.source(tensor)
-            if source is None or source.block in seen:
+            if source is None:
                 continue
-            seen.add(source.block)
+            place = source.block, source.region if source.block.made else None  # engines join weights, and cut views
+            if place in seen:
+                continue
+            seen.add(place)
             writes = _writes_of(source, tensor)
             for write in writes:
                 if (piece := _copied(name, write)) is not None:
@@ -104,7 +107,8 @@ class Placement:
                 found = [] if write.source is None else list(numbering.pieces(name, write, surviving))
                 for piece in found:
                     pieces[piece.tensor].append(piece)
-                if of := _computed(write) - {piece.tensor for piece in found}:
+                of = _computed(write) - {piece.tensor for piece in found}
+                if of and not _fill(found):
                     computed[name] = computed.get(name, frozenset()) | of
         return Placement(pieces, written, computed)
 
@@ -245,6 +249,12 @@ def _of_group(writes: Sequence[Write]) -> Iterator[tuple[Write, Tensor | None]]:
             yield write, None
         elif bool(surviving.any()):
             yield write, surviving
+
+
+def _fill(pieces: Sequence[Piece]) -> bool:
+    """Whether every element of their common place is of one of these."""
+    known = [piece.numbers >= 0 for piece in pieces if piece.numbers is not None]
+    return bool(known) and bool(torch.stack(known).any(0).all())
 
 
 def _copied(param: str, write: Write) -> Piece | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from torch import nn
@@ -32,7 +34,7 @@ from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.sglang.names import fuses_shared as fuses_shared
 from verify.witnesses.sglang.names import has_default as has_default
-from verify.witnesses.sglang.names import left_empty as left_empty
+from verify.witnesses.sglang.names import left_empty as left_empty_by_name
 
 PACKAGE, LABEL = SGLANG.name, SGLANG.label
 # Where SGLang reads what was set up before.
@@ -54,6 +56,7 @@ REPACK = Phase("repacking the weights", ("sglang.srt.layers",), machinery=_MACHI
 # Blackwell, and kernels that it compiles once the weights are there.
 WITHOUT_GPU = {"SGLANG_OPT_FP8_WO_A_GEMM": "0", "SGLANG_DSV4_MHC_PREWARM": "0"}
 _ONE_EACH = "Step3p5MTP"  # takes the number of its layer, which SGLang's workers for several draft models give
+_INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\..+")
 _MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes whose kernel is Marlin
 
 
@@ -117,6 +120,16 @@ def layout(module: nn.Module) -> Layout | None:
     return fp8_blocks((block[0], block[1]), pairs) if block else unknown(type(method).__name__)
 
 
+def left_empty(param: str, config: Mapping[str, Any]) -> bool:
+    """Also the indexer of a layer that reads what an earlier one chose: SGLang builds it and never runs it."""
+    from sglang.srt.configs.model_config import dsa_layer_skips_topk, is_deepseek_dsa
+
+    if left_empty_by_name(param, config):
+        return True
+    found, own = _INDEXER.fullmatch(param), SimpleNamespace(**config)
+    return found is not None and is_deepseek_dsa(own) and bool(dsa_layer_skips_topk(own, int(found[1])))
+
+
 def chosen_for() -> None:
     """SGLang chooses for the device that the model is on."""
 
@@ -151,6 +164,8 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
     from sglang.srt import runtime_context, server_args
 
     cuda = torch.cuda.is_available()
+    if not cuda:  # an H100's, by which SGLang chooses kernels for sparse attention
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
     args = server_args.ServerArgs(
         model_path=str(model_path),
         device="cuda" if cuda else "cpu",
@@ -256,8 +271,8 @@ def allow_building_on_cpu() -> None:
 
     The rotary embedding would import vLLM's kernels, and has a variant for CPUs that knows few models;
     compressed-tensors and GLM's fusion of shared experts ask for a compute capability, Qwen3-Next for the GPU's number;
-    experts in NVFP4 put a place for their swizzled scales on the GPU. DeepSeek-V4's draft
-    model empties the GPU's cache.
+    experts in NVFP4 put a place for their swizzled scales on the GPU. DeepSeek-V4's draft model empties the cache of the
+    GPU, and Kimi K3 makes streams.
     """
     if torch.cuda.is_available():
         return
@@ -267,6 +282,7 @@ def allow_building_on_cpu() -> None:
     from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 
     os.environ["SGLANG_NCCL_SO_PATH"] = "none"  # else several ranks would start NCCL
+    torch.cuda.Stream = Mock  # type: ignore[assignment,misc]
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     base._is_cpu = True
