@@ -120,4 +120,4 @@ def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
 
 
 def _is_integer(weights: Mapping[str, Any]) -> bool:
-    return weights.get("type", "int") == "int"
+    return bool(weights.get("type", "int") == "int")
