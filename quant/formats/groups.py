@@ -17,7 +17,7 @@ from quant.formats.scheme import FORMAT
 from quant.patterns.entries import matcher
 
 Kind = Literal["packs", "other"]  # what a group makes of its modules: packed integers, or any other format
-# Widths that every engine loads from packed words. Source: `WNA16_SUPPORTED_BITS` of SGLang 0.5.16; vLLM has others too.
+# Widths that every engine loads from packed words. Source: `WNA16_SUPPORTED_BITS` of SGLang 0.5.16; vLLM has more.
 _PACKED_BITS = (4, 8)
 _REORDERED = ("group", "dynamic", True)
 _REFUSES_REORDERED = (0, 19)  # of compressed-tensors
