@@ -13,10 +13,12 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.formats.scheme import BITS, FORMAT
+from quant.formats.scheme import FORMAT
 from quant.patterns.entries import matcher
 
-Kind = Literal["packs", "other"]  # what a group makes of its modules: INT4, or any other format
+Kind = Literal["packs", "other"]  # what a group makes of its modules: packed integers, or any other format
+# Widths that every engine loads from packed words. Source: `WNA16_SUPPORTED_BITS` of SGLang 0.5.16; vLLM has more.
+_PACKED_BITS = (4, 8)
 _REORDERED = ("group", "dynamic", True)
 _REFUSES_REORDERED = (0, 19)  # of compressed-tensors
 _IN_ORDER = ("weight", "static")
@@ -33,9 +35,9 @@ class Group:
 
     @property
     def kind(self) -> Kind:
-        """Whether its modules are INT4 with activations as they are (W4A16)."""
+        """Whether its modules are packed integers with activations as they are (W4A16, W8A16)."""
         plain = self.weights.get("type", "int") == "int" and not self.activations
-        return "packs" if plain and self.weights.get("num_bits") == BITS else "other"
+        return "packs" if plain and self.weights.get("num_bits") in _PACKED_BITS else "other"
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,13 @@ def targets_of(groups: Sequence[Group]) -> tuple[Target, ...]:
 
 
 def group_of(groups: Sequence[Group], module: str) -> Group | None:
-    """The group that quantizes a Linear module, as compressed-tensors has it: its name counts before its class."""
-    named = (group for group in groups if any(_names(target, module) for target in group.targets))
-    by_class = (group for group in groups if "Linear" in group.targets)
-    return next(named, None) or next(by_class, None)
+    """The group that quantizes a Linear module, as compressed-tensors has it: its name counts before its class.
+
+    Of groups with one and the same target the last counts: readers keep them by target.
+    """
+    by_target = {target: group for group in groups for target in group.targets}
+    named = (group for target, group in by_target.items() if _names(target, module))
+    return next(named, by_target.get("Linear"))
 
 
 def _names(target: str, module: str) -> bool:

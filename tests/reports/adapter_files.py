@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from mutations.edits import edit_json
+import torch
+from mutations.edits import edit_json, tensor
 from safetensors.torch import load_file, save_file
 
 from reports.adapters import OVER_BASE, VERIFY, WEIGHTS
@@ -55,6 +57,21 @@ def _exchanged(work: Path) -> None:
     save_file(other, work / "CKPT" / WEIGHTS)
 
 
+def _whole(rows: int) -> Change:
+    """Embedding and output layer too (modules_to_save), with so many rows more than the base has."""
+
+    def make(work: Path) -> None:
+        shutil.rmtree(work / "CKPT", ignore_errors=True)
+        save(work / "CKPT", attention(work / SOURCE), ALL, modules_to_save=["embed_tokens", "lm_head"])
+        file, whole = work / "CKPT" / WEIGHTS, {}
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            own = tensor(work / SOURCE, name)
+            whole[f"base_model.model.{name}"] = torch.cat([own + 0.01, own[:rows]])
+        save_file(load_file(file) | whole, file)
+
+    return make
+
+
 REPORTS = (
     Report(
         "surogate#173",
@@ -102,5 +119,28 @@ REPORTS = (
         _exchanged,
         _of_experts,
         twin=VERIFY,
+    ),
+    Report(
+        "LlamaFactory#10186",
+        "2026-02",
+        "An adapter with a whole embedding and output layer was trained on a base whose vocabulary had grown.",
+        OVER_BASE,
+        "qwen2-untied/",
+        "CK132",
+        ("[352, 128], as in the base", "[360, 128]", "embed_tokens"),
+        _whole(8),
+        _whole(0),
+        twin=VERIFY,
+    ),
+    Report(
+        "LlamaFactory#9545",
+        "2025-11",
+        "resize_vocab trains embedding and output layer whole (modules_to_save), which vLLM does not serve.",
+        f"{OVER_BASE} --strict",
+        "qwen2-untied/",
+        "CK137",
+        ("SGLang 0.5.16 leaves it out silently, vLLM 0.26 refuses the adapter",),
+        _whole(0),
+        _of_attention,
     ),
 )

@@ -153,7 +153,8 @@ def _linear_attention(*parts: tuple[str, int]) -> Change:
 _INT4 = QuantScheme(32, "qmax7")
 
 
-def _with_pairs_merged(work: Path) -> None:
+def pairs_merged(work: Path) -> None:
+    """The release with an adapter of its experts, a pair a layer, merged into it, and the adapter."""
     _one_pair(RANK)(work)
     (work / "CKPT").rename(work / "ADAPTER")
     convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "ADAPTER")
@@ -289,7 +290,7 @@ REPORTS = (
         "CK202",
         (".mlp.experts.", "144"),
         _without_experts_deltas,
-        _with_pairs_merged,
+        pairs_merged,
     ),
     Report(
         "Megatron-Bridge#6076",

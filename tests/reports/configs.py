@@ -77,6 +77,22 @@ def _other_arguments(path: Path) -> None:
     edit_common(path, lambda content: setattr(content["args"], "rotary_base", 1000000))
 
 
+def _end_of_turns(work: Path) -> None:
+    """A release whose turns end with a token of their own, by tokenizer and generation_config."""
+    path = work / "CKPT"
+    edit_json(path / "tokenizer_config.json", lambda content: content.update({"eos_token": "w7"}))
+    template = "{% for message in messages %}<bos>{{ message['content'] }}w7{% endfor %}\n"
+    (path / "chat_template.jinja").write_text(template)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 7]}))
+    (work / SOURCE).unlink()
+    shutil.copytree(path, work / SOURCE)
+
+
+def _end_of_texts(path: Path) -> None:
+    edit_json(path / "tokenizer_config.json", lambda content: content.update({"eos_token": "<eos>"}))
+    (path / "generation_config.json").unlink()
+
+
 REPORTS = (
     Report(
         "Megatron-Bridge#4413",
@@ -236,5 +252,28 @@ REPORTS = (
         ("generation_config.json",),
         on_checkpoint(_other_eos),
         _same_eos,
+    ),
+    Report(
+        "unsloth#5386",
+        "2026-05",
+        "A merge of Gemma 4 makes `<eos>` the tokenizer's end, which was the token that ends a turn: vLLM generates to "
+        "the length limit.",
+        f"{AGAINST} --strict",
+        "gemma4/hf",
+        "CK707",
+        ("'w7', which the chat template writes", "ends at 3"),
+        on_checkpoint(_end_of_texts),
+        _end_of_turns,
+        AGAINST,
+    ),
+    Report(
+        "granite-switch#126",
+        "2026-09",
+        "config.json has dtype bfloat16 and torch_dtype null, which one engine took for float32.",
+        VERIFY,
+        "qwen2-untied/hf",
+        prepare=settings(torch_dtype=None),
+        verdict="sound",
+        reason="transformers 5 reads dtype; which release an engine has is in no file",
     ),
 )

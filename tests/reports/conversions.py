@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mutations.edits import edit_common, edit_json, names, replace, tensor
+from mutations.edits import edit_common, edit_json, edit_stored, names, replace, tensor
 from torch import Tensor
 
 from ckptkit.app.api import convert
@@ -111,6 +111,25 @@ def _types(content: dict[str, Any]) -> None:
 
 def _backend(path: Path) -> None:
     edit_json(path / "tokenizer_config.json", lambda content: content.update(tokenizer_class="TokenizersBackend"))
+
+
+def _down_turned(path: Path) -> None:
+    key = "decoder.layers.{}.mlp.experts.experts.linear_fc2.weight"
+    for layer in range(12):
+        for expert in range(12):
+            edit_stored(path, key.format(layer), lambda found: found.mT.contiguous(), expert)
+
+
+def _own_output_layer(work: Path) -> None:
+    """The side files are still the release's."""
+    made, path = work / "made", work / "CKPT"
+    shutil.copytree((work / SOURCE).resolve(), made)
+    replace(made, {"lm_head.weight": _random(tensor(made, "model.embed_tokens.weight"))})
+    edit_json(made / "config.json", lambda content: content.update(tie_word_embeddings=False))
+    shutil.rmtree(path)
+    convert(made, path)
+    shutil.rmtree(path / "hf")
+    shutil.copytree((work / SOURCE).resolve(), path / "hf")
 
 
 REPORTS = (
@@ -233,5 +252,26 @@ REPORTS = (
         prepare=on_checkpoint(_backend),
         verdict="sound",
         reason="transformers 5 reads what it wrote; which release reads it is in no file",
+    ),
+    Report(
+        "Megatron-Bridge#3743",
+        "2026-05",
+        "An import of gpt-oss in BF16 leaves down_proj of the experts in HF's layout, which its sizes do not show: it "
+        "is square.",
+        AGAINST,
+        "gpt_oss-square/megatron",
+        "CK202",
+        ("down_proj.weight", "144"),
+        on_checkpoint(_down_turned),
+    ),
+    Report(
+        "slime#345",
+        "2025-09",
+        "A tied Qwen2.5 is converted with an output layer of its own, for which the release has no weights.",
+        AGAINST,
+        "qwen2/megatron",
+        "CK701",
+        ("untie_embeddings_and_output_weights = True",),
+        _own_output_layer,
     ),
 )

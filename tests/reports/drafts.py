@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mutations.edits import edit_config, edit_json, names, replace
+from mutations.edits import edit_config, edit_json, names, replace, tensor
 from safetensors.torch import load_file, save_file
 from support.drafts import KINDS, save_draft, tensors_of
 from support.launch_scripts import write_headers
 
 from reports.files import on_checkpoint
 from reports.launches import SCRIPT, VERL, launch, said
-from reports.report import Change, Report
+from reports.report import SOURCE, Change, Report
 
 STRICT = f"{SCRIPT} --strict"
 OVER_TARGET = "ckptkit verify CKPT --source RELEASE"
@@ -94,6 +94,12 @@ def _of_speculators(work: Path) -> None:
 
 def _without_own_layer(path: Path) -> None:
     replace(path, {}, names(path, ".layers.12."))
+
+
+def _of_three_states(work: Path) -> None:
+    """A draft of speculators, with the target's own embedding."""
+    tensors = tensors_of("speculators") | {"embed_tokens.weight": tensor(work / SOURCE, "model.embed_tokens.weight")}
+    save_draft(work / "CKPT", tensors, KINDS["speculators"][0])
 
 
 REPORTS = (
@@ -263,5 +269,17 @@ REPORTS = (
         prepare=_draft("SpecForge"),
         verdict="sound",
         reason="the layers of the default are what such a draft was trained with",
+    ),
+    Report(
+        "speculators#1065",
+        "2026-08",
+        "eagle_aux_hidden_state_layer_ids of a draft names the target's last layer too, of which its fc knows nothing: "
+        "vLLM builds an fc for four states.",
+        OVER_TARGET,
+        "qwen3-untied/",
+        "CK141",
+        ("4 states of a target", "fc.weight", "[128, 384]"),
+        on_checkpoint(lambda path: edit_config(path, eagle_aux_hidden_state_layer_ids=[2, 6, 9, 11])),
+        _of_three_states,
     ),
 )

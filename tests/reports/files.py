@@ -121,6 +121,11 @@ def _linked(work: Path) -> None:
         file.symlink_to(target)
 
 
+def _zero_projections(path: Path) -> None:
+    found = [name for part in "qkv" for name in names(path, f"self_attn.{part}_proj.weight")]
+    replace(path, {name: torch.zeros_like(tensor(path, name)) for name in found})
+
+
 REPORTS = (
     Report(
         "Megatron-Bridge#4188",
@@ -270,5 +275,15 @@ REPORTS = (
         ("link",),
         on_checkpoint(_dangling),
         _linked,
+    ),
+    Report(
+        "prime-rl#3451",
+        "2026-09",
+        "A trainer that fuses q, k and v loads weights into copies that it does not train, and saves zeros for them.",
+        VERIFY,
+        "qwen3_moe/hf",
+        "CK205",
+        ("self_attn.k_proj.weight", "all zero", "12"),
+        on_checkpoint(_zero_projections),
     ),
 )

@@ -123,6 +123,30 @@ def _uneven(work: Path) -> None:
     said("  generation:\n", f"    {ends}  generation:\n")(work)
 
 
+_ENDS = "    num_layers_in_first_pipeline_stage: 2\n    num_layers_in_last_pipeline_stage: 2\n"
+_ONE_CHUNK = "--num-virtual-stages-per-pipeline-rank 1"
+_NO_TRAINER = "no command starts a trainer"
+_ENGINE_ALONE = "`preflight` reads launches of trainers, not of an engine alone"
+
+
+def _eight_stages(work: Path) -> None:
+    """NeMo-RL's settings for 16 GPUs of training: 2 layers in the first and the last of 8 stages, 4 in the others."""
+    _nemo_rl(work)
+    said("pipeline_model_parallel_size: 2\n", f"pipeline_model_parallel_size: 8\n{_ENDS}")(work)
+    said("context_parallel_size: 2", "context_parallel_size: 1")(work)
+    said("num_nodes: 2}", "num_nodes: 3}")(work)
+
+
+def _serving(options: str) -> Change:
+    """A script that serves a model with an adapter."""
+
+    def prepare(work: Path) -> None:
+        write_headers(work / "CKPT", "qwen2")
+        (work / "run.sh").write_text(f"vllm serve CKPT --enable-lora {options} --lora-modules one=ADAPTER\n")
+
+    return prepare
+
+
 REPORTS = (
     Report(
         "slime#641",
@@ -325,5 +349,55 @@ REPORTS = (
         names=("vocab_size that, padded to a multiple of 64, divides over 24 ranks",),
         damage=said("--rollout-num-gpus-per-engine 16", "--rollout-num-gpus-per-engine 24"),
         prepare=_glm_in_one_group,
+    ),
+    Report(
+        "Megatron-Bridge#5884",
+        "2026-08",
+        "Recipes choose 8 stages for 60 layers, and no numbers for the first and the last (28 layers here).",
+        "ckptkit preflight job.yaml",
+        code="CK703",
+        names=("divisible by pp = 8", "num_hidden_layers = 28"),
+        damage=said(_ENDS, ""),
+        prepare=_eight_stages,
+    ),
+    Report(
+        "Megatron-Bridge#5443",
+        "2026-08",
+        "A layout of twice as many stages as ranks stays, and one virtual stage a rank is asked for.",
+        SCRIPT,
+        code="CK703",
+        names=("--num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout",),
+        damage=said("--pipeline-model-parallel-layout", f"{_ONE_CHUNK} --pipeline-model-parallel-layout"),
+        prepare=with_options("qwen2", "--pipeline-model-parallel-layout 'Et*7|t*7|t*7|t*7,L'"),
+    ),
+    Report(
+        "slime#253",
+        "2025-09",
+        "The script of Qwen3-32B leaves out --untie-embeddings-and-output-weights.",
+        SCRIPT,
+        code="CK718",
+        names=("untie_embeddings_and_output_weights = False, by default",),
+        damage=said("MODEL+=( --untie-embeddings-and-output-weights )", ""),
+        prepare=launch("qwen2"),
+    ),
+    Report(
+        "vllm#55193",
+        "2026-09",
+        "`vllm serve --lora-target-modules qkv_proj` with an adapter of down_proj: it is applied to nothing.",
+        SCRIPT,
+        names=(_NO_TRAINER,),
+        prepare=_serving("--max-lora-rank 8 --lora-target-modules qkv_proj"),
+        verdict="named",
+        reason=_ENGINE_ALONE,
+    ),
+    Report(
+        "gpustack#5438",
+        "2026-06",
+        "An adapter of rank 64 is served without --max-lora-rank, which is 16 then: vLLM refuses it.",
+        SCRIPT,
+        names=(_NO_TRAINER,),
+        prepare=_serving(""),
+        verdict="named",
+        reason=_ENGINE_ALONE,
     ),
 )

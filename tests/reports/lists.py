@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from mutations.edits import edit_json, names, replace, tensor
 from support.floats import SPELLINGS, write
+from support.quantized import one_target, widen
 
 from reports.files import number_files, on_checkpoint
-from reports.quantized import LINT, VERIFY, cache_scales, quantization
+from reports.quantized import LINT, VERIFY, cache_scales, int4_without, quantization
 from reports.report import SOURCE, Change, Report
 
 LAYERS = tuple(f"model.language_model.layers.{layer}" for layer in range(12))
@@ -112,6 +113,52 @@ def _packed_experts(path: Path) -> None:
 ROUTERS = tuple(f"model.layers.{layer}.mlp.gate" for layer in range(12))
 ATTENTION = tuple(f"{layer}.self_attn.{part}_proj" for layer in LAYERS for part in "qkvo")
 
+
+def _without_drafts(work: Path) -> None:
+    """NVFP4 of attention and experts of the language model."""
+    write(
+        (work / SOURCE).resolve(),
+        work / "CKPT",
+        SPELLINGS["nvfp4-compressed"],
+        lambda name: re.fullmatch(r".*language_model\.layers.*(self_attn|mlp).*_proj\.weight", name) is not None,
+    )
+    kept = ["re:mtp.*", "re:.*visual.*", "re:.*linear_attn.*", "re:.*mlp.gate$", "re:.*shared_expert_gate$"]
+    quantization(lambda content: content["ignore"].extend(kept))(work)
+
+
+def _without_draft_experts(content: dict[str, Any]) -> None:
+    kept = [entry for entry in content["ignore"] if "mtp" not in entry]
+    draft = ["re:mtp.layers.0.self_attn.*", "re:mtp.layers.0.mlp.shared_expert.*", "mtp.layers.0.mlp.gate"]
+    content["ignore"] = [*kept, "mtp.fc", *draft]
+
+
+_KEPT = (3, 5, 6)
+
+
+def _experts_kept(work: Path) -> None:
+    """MXFP4 of experts as Quark stores it, but for three layers; expressions name those as every reader asks."""
+    write(
+        (work / SOURCE).resolve(),
+        work / "CKPT",
+        SPELLINGS["mxfp4-quark"],
+        lambda name: ".experts." in name and int(name.split(".")[2]) not in _KEPT,
+    )
+    kept = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+    layers = [f"re:model.layers.{layer}.mlp.experts.*" for layer in _KEPT]
+    quantization(lambda content: content.update(exclude=[*kept, *layers]))(work)
+
+
+def _one_by_one(content: dict[str, Any]) -> None:
+    parts = [f"{expert}.{part}_proj" for expert in range(12) for part in ("gate", "up", "down")]
+    kept = [entry for entry in content["exclude"] if "experts" not in entry]
+    content["exclude"] = [*kept, *(f"model.layers.{layer}.mlp.experts.{part}" for layer in _KEPT for part in parts)]
+
+
+def _two_widths(work: Path) -> None:
+    int4_without()(work)
+    widen(work / "CKPT", (work / SOURCE).resolve(), ".down_proj")
+
+
 REPORTS = (
     Report(
         "Model-Optimizer#1858",
@@ -193,5 +240,41 @@ REPORTS = (
         _excluding(
             "model.visual*", "mtp.*", "*linear_attn*", packed=r".*language_model.*experts\.\d+\.\w+_proj\.weight"
         ),
+    ),
+    Report(
+        "vllm#41994",
+        "2026-05",
+        "The list names every module of the MTP layer but its experts, which are stored in BF16: vLLM builds them in "
+        "NVFP4 and finds no place for their weights.",
+        f"{VERIFY} --reader vllm",
+        "qwen3_5_moe/",
+        "CK302",
+        ("vLLM 0.26 would pack", "mtp.layers.0.mlp.experts.{0..11}.down_proj.weight"),
+        quantization(_without_draft_experts),
+        _without_drafts,
+    ),
+    Report(
+        "sglang#37673",
+        "2026-09",
+        "Quark's list names the experts of three layers one by one; SGLang asks for a layer's experts under one name, "
+        "and builds them packed.",
+        VERIFY,
+        "qwen3_moe/",
+        "CK302",
+        ("SGLang 0.5.16 would pack model.layers.{3,5..6}.mlp.experts.{0..11}.gate_proj.weight",),
+        quantization(_one_by_one),
+        _experts_kept,
+    ),
+    Report(
+        "auto-round#2188",
+        "2026-08",
+        "Weights of two widths, whose config_groups both have the target `Linear`: readers keep one of the two.",
+        VERIFY,
+        "qwen2-untied-tiles/",
+        "CK303",
+        ("mlp.gate_proj.weight_packed", "config.json says 8 bits"),
+        quantization(one_target),
+        _two_widths,
+        f"{LINT} --reader vllm",
     ),
 )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.app.api import convert
-from reports.adapters import MERGED, RANK, WEIGHTS
+from reports.adapters import MERGED, RANK, WEIGHTS, pairs_merged
 from reports.files import VERIFY, number_files, on_checkpoint
 from reports.report import SOURCE, Change, Report
 
@@ -196,6 +196,20 @@ def _head_discarded(path: Path) -> None:
     edit_config(path, tie_word_embeddings=True)
 
 
+def _expert_after_expert(work: Path) -> None:
+    """Merged by a reading in which column j of B is that of expert j // rank."""
+    shutil.copytree(work / "ADAPTER", work / "OTHER")
+    factors = load_file(work / "OTHER" / WEIGHTS)
+    turned = {
+        name: one.unflatten(1, (-1, RANK)).transpose(1, 2).flatten(1).contiguous()
+        for name, one in factors.items()
+        if "lora_B" in name
+    }
+    save_file(factors | turned, work / "OTHER" / WEIGHTS)
+    shutil.rmtree(work / "CKPT")
+    convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "OTHER")
+
+
 REPORTS = (
     Report(
         "verl#7285",
@@ -298,5 +312,17 @@ REPORTS = (
         ("lm_head.weight",),
         on_checkpoint(_head_discarded),
         _untied_merge,
+    ),
+    Report(
+        "unsloth#6930",
+        "2026-07",
+        "A trainer has the columns of a fused expert's B expert after expert, PEFT rank after rank: a merge by the one "
+        "gives each expert columns of others.",
+        MERGED,
+        "qwen3_moe/",
+        "CK202",
+        (".mlp.experts.", "144"),
+        _expert_after_expert,
+        pairs_merged,
     ),
 )

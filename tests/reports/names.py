@@ -164,4 +164,14 @@ REPORTS = (
         ("model.language_model.*", "the multimodal class"),
         renamed(lambda name: name.replace("model.", "model.language_model.", 1)),
     ),
+    Report(
+        "transformers#45357",
+        "2026-04",
+        "save_pretrained of Qwen3.5 puts the vision tower below the language model's prefix.",
+        VERIFY,
+        "qwen3_5/hf",
+        "CK104",
+        ("model.language_model.visual.blocks",),
+        renamed(lambda name: name.replace("model.visual.", "model.language_model.visual.")),
+    ),
 )

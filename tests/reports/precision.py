@@ -183,6 +183,12 @@ def _kimi_short(work: Path) -> None:
     )
 
 
+def _with_zero_points(work: Path) -> None:
+    """INT4 of experts in groups of 128, with zero points, for vLLM."""
+    scheme = QuantScheme(128, "minmax", ("re:.*self_attn.*",), symmetric=False)
+    quantize(work / SOURCE, work / "CKPT", scheme, readers=("vllm",))
+
+
 REPORTS = (
     Report(
         "compressed-tensors#712",
@@ -294,5 +300,16 @@ REPORTS = (
         prepare=_kimi_short,
         verdict="named",
         reason="engines have learned to rename them; under their names nothing is judged",
+    ),
+    Report(
+        "sglang#39510",
+        "2026-09",
+        "INT4 experts with zero points as compressed-tensors stores them: SGLang reads them turned, in AWQ's order.",
+        VERIFY,
+        "qwen3_moe-tiles/",
+        "CK309",
+        ("[rows / 8, groups]", "mlp.experts.{0..11}.gate_proj.weight_zero_point"),
+        prepare=_with_zero_points,
+        twin=f"{VERIFY} --reader vllm",
     ),
 )

@@ -113,7 +113,7 @@ def _doubled_scale(path: Path) -> None:
         replace(path, {name: tensor(path, name).log2().ceil().exp2()})
 
 
-def _int4_without(*ignore: str, group: int | None = 32) -> Change:
+def int4_without(*ignore: str, group: int | None = 32) -> Change:
     """The release in INT4, without these modules."""
 
     def prepare(work: Path) -> None:
@@ -513,7 +513,7 @@ REPORTS = (
         "lint: exposed",
         ("mtp.layers.0.self_attn",),
         quantization(_mtp_by_name),
-        _int4_without("re:mtp.*"),
+        int4_without("re:mtp.*"),
     ),
     Report(
         "vllm#53387",
@@ -525,7 +525,7 @@ REPORTS = (
         "CK302",
         ("vLLM 0.26 would pack mtp.fc.weight",),
         quantization(_without_drafts),
-        _int4_without("re:mtp.*"),
+        int4_without("re:mtp.*"),
     ),
     Report(
         "sglang#35792",
@@ -548,7 +548,7 @@ REPORTS = (
         "lint: exposed",
         ("linear_attn",),
         quantization(_split_names),
-        _int4_without("re:.*linear_attn.*"),
+        int4_without("re:.*linear_attn.*"),
     ),
     Report(
         "transformers#47407",
@@ -579,7 +579,7 @@ REPORTS = (
         "lint: refused",
         ("actorder",),
         weights(actorder="static"),
-        _int4_without(group=None),
+        int4_without(group=None),
     ),
     Report(
         "sglang#31248",
@@ -599,7 +599,7 @@ REPORTS = (
         "qwen3_moe-tiles/",
         "CK307",
         ("down_proj",),
-        prepare=_int4_without("re:.*self_attn.*", group=128),
+        prepare=int4_without("re:.*self_attn.*", group=128),
         twin="ckptkit verify CKPT",
     ),
     Report(
@@ -612,7 +612,7 @@ REPORTS = (
         "CK302",
         ("linear_attn.in_proj_b", "unquantized"),
         on_checkpoint(_small_packed),
-        _int4_without("re:mtp.*", "re:.*linear_attn.*"),
+        int4_without("re:mtp.*", "re:.*linear_attn.*"),
     ),
     Report(
         "slime#2256",

@@ -12,11 +12,11 @@ from transformers import PretrainedConfig
 _SIZES = {"intermediate_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 
 
-def _tiled(case: Case) -> Case:
+def _sized(case: Case, sizes: Mapping[str, int] = _SIZES) -> Case:
     def config() -> PretrainedConfig:
         whole = case.config()
         text = whole.get_text_config()
-        for name, size in _SIZES.items():
+        for name, size in sizes.items():
             if hasattr(text, name):
                 setattr(text, name, size)
         return whole
@@ -24,8 +24,11 @@ def _tiled(case: Case) -> Case:
     return replace(case, config=config)
 
 
-# Every test model, and some of them again under `NAME-tiles`.
+# Every test model, some of them again under `NAME-tiles`, and gpt-oss with square matrices, as its releases have them.
 MODELS: Mapping[str, Case] = HF_CASES | {
-    f"{name}-tiles": _tiled(CASES[name])
-    for name in ("qwen2-untied", "qwen3_moe", "qwen3_5", "qwen3_5_text-tied", "qwen3_next")
+    **{
+        f"{name}-tiles": _sized(CASES[name])
+        for name in ("qwen2-untied", "qwen3_moe", "qwen3_5", "qwen3_5_text-tied", "qwen3_next")
+    },
+    "gpt_oss-square": _sized(CASES["gpt_oss"], {"intermediate_size": 128}),
 }

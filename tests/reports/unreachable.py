@@ -305,6 +305,12 @@ REPORTS = (
                 f"{ANOTHER} sglang#36158",
             ),
             (
+                "vllm#50170",
+                "2026-07",
+                "A draft's config.json names no layers of the target; vLLM takes its default, and the draft others.",
+                "nothing in the draft says which layers it was trained on",
+            ),
+            (
                 "vllm#37667",
                 "2026-03",
                 "A quantized model whose MTP layer is not: vLLM builds it quantized.",

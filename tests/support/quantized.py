@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -78,9 +79,9 @@ def fp8_blocks(height: int, width: int, dtype: torch.dtype = torch.float32, endi
     return quantize
 
 
-def int4(**arguments: Any) -> Quantizer:
+def int4(bits: int = 4, **arguments: Any) -> Quantizer:
     """compressed-tensors' own compressor, and its decompressor for what is meant."""
-    args = QuantizationArgs(num_bits=4, type="int", **arguments)
+    args = QuantizationArgs(num_bits=bits, type="int", **arguments)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
 
     def quantize(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
@@ -93,6 +94,38 @@ def int4(**arguments: Any) -> Quantizer:
         return {name.removeprefix("weight"): part for name, part in stored.items()}, meant
 
     return quantize
+
+
+def widen(path: Path, plain: Path, part: str) -> None:
+    """Packs modules of an INT4 directory in groups of 32 again, in 8 bits from `plain`; config_groups name each."""
+    quantize, plain_weights = int4(8, strategy="group", group_size=32), {}
+    for file in plain.glob("*.safetensors"):
+        plain_weights |= load_file(file)
+    for file in sorted(path.glob("*.safetensors")):
+        stored = load_file(file)
+        for name in [name for name in stored if name.endswith(f"{part}.weight_packed")]:
+            weight = name.removesuffix("_packed")
+            stored |= {weight + ending: one.contiguous() for ending, one in quantize(plain_weights[weight])[0].items()}
+        save_file(stored, file, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    first = groups["group_0"]
+    others = f"re:(?!.*{re.escape(part)}$).*_proj$"
+    groups["group_1"] = first | {"weights": first["weights"] | {"num_bits": 8}, "targets": [f"re:.*{re.escape(part)}$"]}
+    groups["group_0"] = first | {"targets": [others]}
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["metadata"]["total_size"] = sum(
+        one.nbytes for file in path.glob("*.safetensors") for one in load_file(file).values()
+    )
+    index.write_text(json.dumps(content))
+
+
+def one_target(content: dict[str, Any]) -> None:
+    """Every group of a quantization_config is for Linear."""
+    for group in content["config_groups"].values():
+        group["targets"] = ["Linear"]
 
 
 def mxfp4(experts: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:

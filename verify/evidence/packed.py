@@ -51,7 +51,7 @@ def int4_format_of(config: Mapping[str, Any]) -> Int4Format | None:
 def int4_format_in(config: Mapping[str, Any], groups: Sequence[Group], module: str) -> Int4Format:
     """The format of a packed module, by the group that it is a target of; else that of the first group of INT4."""
     group = group_of(groups, module)
-    own = _format(group.weights) if group is not None and group.kind == "packs" else None
+    own = _format(group.weights) if group is not None else None
     form = own or int4_format_of(config)
     assert form is not None
     return form

@@ -318,6 +318,23 @@ def test_zero_points_that_sglangs_kernel_does_not_read_are_named(asymmetric: Pat
     assert (result.status, len(found)) == ("failed", 3)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("reader", ["sglang", "vllm"])
+def test_zero_points_of_experts_suit_the_reader_that_they_were_written_for(
+    reader: str, releases: PathOf, tmp_path: Path, alone: RunAlone
+) -> None:
+    """One scale a row, so that no tile of SGLang's kernel holds two groups."""
+    leave = (r"re:.*\.mlp\.shared_experts\..*",)
+    scheme = QuantScheme(None, "minmax", leave, symmetric=False)
+    quantize(releases("glm4_moe"), tmp_path / "own", scheme, readers=(reader,))
+    result, found = alone("CK309", tmp_path / "own")
+    experts = [f"model.layers.{{2..11}}.mlp.experts.{{0..11}}.{part}_proj" for part in ("down", "gate", "up")]
+    wrong = [f"{expert}.weight_zero_point" for expert in experts] if reader == "vllm" else []
+    assert sorted(str(one.tensor) for one in found) == wrong
+    assert all((one.severity, "take for others" in one.actual) == ("error", True) for one in found)
+    assert (result.status, result.tensors_compared > 0) == ("failed" if wrong else "passed", True)  # type: ignore[union-attr]
+    assert alone("CK309", tmp_path / "own", readers=("vllm",)) == (None, [])
+
+
 def test_zero_points_in_the_layout_of_other_readers(asymmetric: Path, copy_of: CopyOf, alone: RunAlone) -> None:
     path, name = copy_of(asymmetric), f"{EXPERT}.up_proj.weight_zero_point"
     models.edit(path, name, models.tensors(path)[name].T.contiguous())

@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from mutations.edits import edit_config
 from safetensors.torch import save_file
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
+from support.quantized import one_target, widen
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
@@ -176,6 +177,29 @@ def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config: Any) -
     }
     result = next(check for check in report.checks if check.code == "CK302")
     assert (result.status, "the qmax7 grid is symmetric" in (result.reason or "")) == ("skipped", True)
+
+
+def test_two_widths_are_not_judged_and_two_groups_for_linear_are_found(
+    int4: Path, releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
+) -> None:
+    """INT8 beside INT4, each under targets of its own, is valid; of two groups for Linear readers keep the last."""
+    path = copy_of(int4)
+    widen(path, releases("qwen2-untied"), ".down_proj")
+    report = verify(path)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert [one.code for one in report.checks if one.status == "skipped" and "no decision" in (one.reason or "")] == [
+        "CK302"
+    ]
+    assert not lint(path, readers=("vllm",)).findings
+    content = json.loads((path / "config.json").read_text())["quantization_config"]
+    one_target(content)
+    edit_json(path / "config.json", quantization_config=content)
+    report = verify(path)
+    assert (report.status, {one.code for one in report.findings}) == ("failed", {"CK303"})
+    assert {str(one.tensor).split(".")[-2] for one in report.findings} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
+    }
+    assert all("config.json says 8 bits" in one.hint for one in report.findings)
 
 
 def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_config: Any, releases: PathOf) -> None:

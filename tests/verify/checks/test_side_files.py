@@ -209,6 +209,38 @@ def test_special_tokens_without_a_majority_name_every_file(
     assert (finding.severity, finding.expected, finding.actual) == (severity, "one eos_token_id in all files", actual)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_lost"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "w3"}, "generation_config.json": {"eos_token_id": 3}}, True),
+        ({"tokenizer_config.json": {"eos_token": "w3"}}, False),  # generation_config.json has it
+        ({"generation_config.json": {"eos_token_id": 350}}, False),  # 3 is lost, which no template writes
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "w3", "chat_template": "{{ messages }}"},
+                "generation_config.json": {"eos_token_id": 3},
+            },
+            False,
+        ),
+    ],
+)
+def test_end_of_the_source_that_the_template_writes_is_an_end(
+    changes: dict[str, Any], is_lost: bool, hf: Path, tmp_path: Path, alone: RunAlone
+) -> None:
+    """A merge that keeps the template, and ends where texts end and not where a turn does."""
+    template = {"chat_template": "{{ messages }}<end>"}
+    write(hf, "tokenizer_config.json", json.loads((hf / "tokenizer_config.json").read_text()) | template)
+    config = json.loads((hf / "config.json").read_text())
+    write(hf, "config.json", config | {"eos_token_id": [350, 3]})
+    source = shutil.copytree(hf, tmp_path / "source")
+    for file, change in changes.items():
+        write(hf, file, json.loads((hf / file).read_text()) | change)
+    _, found = alone("CK707", hf, source_path=source)
+    lost = [("warning", "'<end>', which the chat template writes, among the ends of an answer, as in the source")]
+    assert [(one.severity, one.expected) for one in found] == (lost if is_lost else [])
+    assert alone("CK707", hf)[1] == []
+
+
 @pytest.mark.parametrize("number", [352, -7])
 def test_eos_token_id_beyond_the_embedding_is_found(number: int, hf: Path, alone: RunAlone) -> None:
     write(hf, "generation_config.json", {"eos_token_id": [350, number]})

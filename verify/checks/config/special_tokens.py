@@ -12,7 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.planner import dims_of
 from verify.check import Tally, check
-from verify.checks.config.tokenizer import side_of, unreadable
+from verify.checks.config.tokenizer import side_of, source_side, unreadable
 from verify.evidence.expected import require_config
 from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
 from verify.evidence.subject import Subject
@@ -46,7 +46,8 @@ def _one_place_only(subject: Subject) -> str | None:
 def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Ids of the end, padding and begin tokens: inside the vocabulary, and the same wherever two files state one.
 
-    Several ends are usual in generation_config.json, so the ends of two files need only have one in common.
+    Several ends are usual in generation_config.json, so the ends of two files need only have one in common. With a
+    source, whether each of its ends that the chat template writes is one here.
     """
     side, rows = side_of(subject), dims_of(require_config(subject)).vocab
     try:
@@ -79,8 +80,27 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(
             f"{kind}_token in the vocabulary", f"{text!r} is not in it", hint, file=side.root / TOKENIZER_CONFIG
         )
+    with suppress(CkptkitError):  # a source that cannot be read is for CK708
+        yield from _lost_ends(side, source_side(subject)) if subject.source_path else ()
     if not any(stated.values()):
         tally.compared(0)  # three files were looked at, and none of them names a special token
+
+
+def _lost_ends(side: SideFiles, there: SideFiles) -> Iterator[Issue]:
+    """Ends of the source that the chat template writes in both, as at the end of a turn, and that end nothing here."""
+    ends, texts = _ends(side), {number: text for text, number in there.ids.items()}
+    for number in sorted(_ends(there) - ends):
+        text = texts.get(number)
+        if ends and text and all(any(text in one for one in both.templates.values()) for both in (side, there)):
+            expected = f"{text!r}, which the chat template writes, among the ends of an answer, as in the source"
+            hint = "take tokenizer_config.json and generation_config.json from the source"
+            yield Issue(expected, f"ends at {_text(ends)}", hint, file=side.root / TOKENIZER_CONFIG, severity="warning")
+
+
+def _ends(side: SideFiles) -> set[int]:
+    """The ids that end an answer in vLLM, which reads the ends of config.json only without a generation_config."""
+    stated = dict(_stated(side, "eos"))
+    return set().union(*(ids for file, ids in stated.items() if file != "config.json" or GENERATION not in stated))
 
 
 def _stated(side: SideFiles, kind: str) -> Iterator[tuple[str, set[int]]]:

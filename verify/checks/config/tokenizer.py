@@ -29,7 +29,8 @@ def side_of(subject: Subject) -> SideFiles:
     return SideFiles(subject.path / "hf")
 
 
-def _source_side(subject: Subject) -> SideFiles:
+def source_side(subject: Subject) -> SideFiles:
+    """The files beside the source's weights. Raises Skip where no source was given, CkptkitError where it is none."""
     if subject.source_path is None:
         raise Skip("no --source was given")
     place = locate(subject.source_path)
@@ -92,7 +93,7 @@ def _nothing_to_carry(subject: Subject) -> str | None:
     if subject.source_path is None:
         return None
     with suppress(CkptkitError):
-        there = _source_side(subject)
+        there = source_side(subject)
         if there.root == side_of(subject).root:
             return "tokenizer and chat template are taken from the source"
         return None if there.templates or there.has_vocabulary else "the source has no tokenizer and no chat template"
@@ -112,7 +113,7 @@ def _nothing_to_carry(subject: Subject) -> str | None:
 )
 def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every chat template by its text, wherever it is stored, and the id of every token."""
-    here, there = side_of(subject), _source_side(subject)
+    here, there = side_of(subject), source_side(subject)
     try:
         kinds: list[_Kind] = [
             ("chat template", here.templates, there.templates, SideFiles.file_of_template),
@@ -156,7 +157,7 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0)
     if side_of(subject).has_tokenizer:
         return
-    there = _source_side(subject) if subject.source_path else None
+    there = source_side(subject) if subject.source_path else None
     known = there is not None and there.has_tokenizer
     hint = (
         f"copy the tokenizer files from {there.root}"

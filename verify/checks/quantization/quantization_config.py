@@ -9,7 +9,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.compressed import stated_scheme
 from quant.formats.groups import Group, groups_of, refusals
-from quant.formats.scheme import FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
+from quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
 from quant.patterns.entries import check_entries
 from quant.selection.readers import severity_of, worst
 from verify.evidence.packed import int4_format_of
@@ -91,7 +91,8 @@ def _is_judged(group: Group) -> bool:
     if group.kind == "other":
         return weights.get("type") == "float" and weights.get("num_bits") == 8
     by_group = weights.get("strategy") in (None, "group") and weights.get("group_size") in GROUP_SIZES
-    return (by_group or weights.get("strategy") == "channel") and weights.get("actorder") in IN_ORDER
+    is_usual = weights.get("num_bits") == BITS and weights.get("actorder") in IN_ORDER
+    return is_usual and (by_group or weights.get("strategy") == "channel")
 
 
 def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
@@ -105,11 +106,18 @@ def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
     ):
         return False
     groups = {
-        name: {**group, "weights": {**group["weights"], **_JUDGED}} for name, group in content["config_groups"].items()
+        name: {**group, "weights": {**group["weights"], **(_JUDGED if _is_integer(group["weights"]) else {})}}
+        for name, group in content["config_groups"].items()
     }
+    judged = {**config, "quantization_config": {**content, "config_groups": groups}}
     try:
         QuantizationConfig.model_validate(dict(content))
-        stated_scheme({**config, "quantization_config": {**content, "config_groups": groups}})
+        if not _in_groups(judged):
+            stated_scheme(judged)
     except (CkptkitError, ValueError, TypeError, KeyError, NotImplementedError):
         return False
     return True
+
+
+def _is_integer(weights: Mapping[str, Any]) -> bool:
+    return bool(weights.get("type", "int") == "int")

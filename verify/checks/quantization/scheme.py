@@ -128,21 +128,34 @@ def _not_for_sglang(subject: Subject) -> str | None:
     stage="quantization",
     preflight=True,
     rationale="SGLang's kernel for packed experts reads the zero points of one group in each tile of 64 or 128 inputs. "
-    "Those of further groups are whatever shared memory held, and answers change from one request to the next.",
-    fix="Quantize the experts again symmetrically, or in groups of 128 or with a scale a row.",
+    "Those of further groups are whatever shared memory held, and answers change from one request to the next. It "
+    "takes them in a layout of its own, so that those of compressed-tensors belong to other rows and groups.",
+    fix="Quantize the experts again symmetrically, or with `--reader sglang` in groups of 128 or with a scale a row.",
     unless=_not_for_sglang,
 )
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Group sizes of routed experts with zero points, where SGLang is to load them."""
+    """Group sizes and layout of routed experts' zero points, where SGLang is to load them.
+
+    The layout is what config.json says (CK303 holds the files against it).
+    """
     schemes = list(_schemes(names_of(subject)))
     if not schemes:
         raise Skip("no tensor is the weight of a layer (CK104)")
     tally.compared(0, len(schemes))
-    small = [
-        (module + ZERO_POINT, scheme[0])
-        for module, scheme in schemes
-        if scheme and scheme[2] and is_expert(module) and 0 < scheme[0] < LARGE_TILE
-    ]
+    experts = [(one + ZERO_POINT, scheme[0]) for one, scheme in schemes if scheme and scheme[2] and is_expert(one)]
+    config = usable_config(subject)
+    form = int4_format_of(config) if config else None
+    small = [(name, group) for name, group in experts if 0 < group < LARGE_TILE]
+    if form is not None and not form.sglang_experts:
+        yield Issue(
+            "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order",
+            "as compressed-tensors stores them, [rows / 8, groups], which SGLang 0.5.16 and 0.5.23 take for others",
+            "quantize the experts again symmetrically, or with --reader sglang; or serve with vLLM, and give "
+            "--reader vllm",
+            names=[name for name, group in experts if not 0 < group < SMALL_TILE],
+            file=subject.path,
+        )
+        small = [(name, group) for name, group in small if group < SMALL_TILE]
     hint = f"quantize the experts again: symmetrically, or with --group-size {LARGE_TILE} or channel"
     yield Issue(
         f"groups of at least {SMALL_TILE} inputs, or one a row",
