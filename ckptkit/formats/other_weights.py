@@ -87,7 +87,7 @@ def of_file(path: Path) -> str:
     for pattern, advice in _OTHER_WEIGHTS.items():
         if pattern != _SHARDS and fnmatch(path.name, pattern):
             return advice.format(path.name, path.parent)
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" or path.name in ("config.json", _INDEX):
         return f"it is one file of a checkpoint: give the directory around it, {path.absolute().parent}"
     return "give the directory that holds config.json or .metadata"
 

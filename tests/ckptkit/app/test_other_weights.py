@@ -135,6 +135,8 @@ def test_one_file_without_an_index(releases: Callable[[str], Path], tmp_path: Pa
         ("model.pt", f"model.pt {PICKLE}"),
         ("consolidated.safetensors", "consolidated.safetensors is Mistral's own format"),
         ("model-00001-of-00002.safetensors", "it is one file of a checkpoint: give the directory around it, /"),
+        ("config.json", "it is one file of a checkpoint: give the directory around it, /"),
+        ("model.safetensors.index.json", "it is one file of a checkpoint: give the directory around it, /"),
         ("notes.txt", "give the directory that holds config.json or .metadata"),
     ],
 )
