@@ -114,7 +114,9 @@ def _check_direction(options: RunOptions, location: Location) -> None:
             raise UsageError("--dtype has no effect with --merge, which keeps the dtypes of the base", "leave it out")
         if options.scheme and not options.merge:
             message = f"{options.scheme.title} is not written into Megatron checkpoints"
-            raise UsageError(message, f"quantize from HF to HF instead: `ckptkit quantize SRC DST --scheme {options.scheme.name}`")
+            raise UsageError(
+                message, f"quantize from HF to HF instead: `ckptkit quantize SRC DST --scheme {options.scheme.name}`"
+            )
         if is_url(options.dst) and not options.merge:
             raise _no_megatron_at(options.dst)
 

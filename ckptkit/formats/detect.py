@@ -206,8 +206,8 @@ def iteration_of(root: Path) -> Path:
 def tracked(root: Path) -> Path:
     """The directory that the tracker of a Megatron root names.
 
-    Raises CkptkitError where it does not exist, UsageError where this is the root of a run of verl, UnsupportedError of one of
-    miles' FSDP trainer.
+    Raises CkptkitError where it does not exist, UsageError for the root of a run of verl, and UnsupportedError for a
+    save of miles' FSDP trainer.
     """
     text = tracker_text(root)
     if text != "release" and not (text.isdecimal() and len(text) <= _MAX_DIGITS):

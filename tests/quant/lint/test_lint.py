@@ -273,7 +273,7 @@ def test_a_directory_without_config_json_is_named_for_what_it_is(tmp_path: Path)
     for name, hint in (
         ("absent", "check the path"),
         ("run", f"a checkpoint lies further down: give {tmp_path / 'run/checkpoint-5'}"),
-        ("megatron", "lint looks at HF directories: give the one it came from"),
+        ("megatron", "lint reads HF directories: give the one it came from"),
     ):
         with pytest.raises(CkptkitError) as error:
             lint(tmp_path / name)

@@ -36,9 +36,8 @@ def leftovers(files: HfFiles) -> Iterator[Issue]:
         else:
             stray.append(file)
     if stray:
-        actual = "the index names none of its tensors, and loaders follow it"
-        if stray[1:]:
-            actual = f"{stray[0]} and {len(stray) - 1} more: the index names none of their tensors, and loaders follow it"
+        whose = f"{stray[0]} and {len(stray) - 1} more: the index names none of their" if stray[1:] else ""
+        actual = f"{whose or 'the index names none of its'} tensors, and loaders follow it"
         hint = f"restore the index if it belongs to this save, or move it elsewhere; {_ASIDE}"
         where = files.root if stray[1:] else files.root / stray[0]
         actual = f"{actual}; {_newest(files.root, [*files.shards, *stray])}"
