@@ -20,12 +20,12 @@ from ckptkit.core.specs import ranges
 from quant.formats.floats.table import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from verify.check import Skip, Tally, check
+from verify.checks.values.merged import FILE as MERGED
+from verify.checks.values.merged import are_copies, layer_origins
 from verify.evidence.expected import Expected, expected_of, is_cache_scale, usable_config
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import scales_in_floats
 from verify.evidence.folding import layers_of, pattern_of
-from verify.evidence.moved.merged import FILE as MERGED
-from verify.evidence.moved.merged import are_copies, layer_origins
 from verify.evidence.moved.repeated import repeated_experts, repeated_layers
 from verify.evidence.moved.stages import stages_of
 from verify.evidence.reading import read_values
