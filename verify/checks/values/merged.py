@@ -16,10 +16,8 @@ from verify.evidence.folding import layer_of, layers_of
 FILE = "mergekit_config.yml"
 _MAX_LAYERS = 10_000
 
-Origins = Sequence[tuple[str, int]]
 
-
-def layer_origins(root: Path) -> Origins:
+def layer_origins(root: Path) -> Sequence[tuple[str, int]]:
     """Model and layer that each layer was copied from; none where no passthrough merge is written down."""
     try:
         content = values(parse(read_regular(root / FILE, MAX_BYTES).decode()))
@@ -39,7 +37,7 @@ def _of_slice(one: Any) -> Iterator[tuple[str, int]]:
     yield from ((str(source["model"]), layer) for layer in range(first, end))
 
 
-def are_copies(names: Sequence[str], origins: Origins) -> bool:
+def are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> bool:
     """Whether these are one tensor of several layers, all copied from the same layer."""
     layers = layers_of(names)
     same = {name.replace(f".{layer_of(name)}.", ".#.", 1) for name in names}

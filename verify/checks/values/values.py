@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 
 from ckptkit.core.specs import ranges
 from quant.formats.floats.table import SCALE_ENDINGS
@@ -199,14 +199,9 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
         equal = [found for found in equal if not are_copies(found, origins)]
     layers = repeated_layers(equal, subject.once(stages_of))
     experts = repeated_experts(found for found in equal if len(layers_of(found)) < len(found))
-    for what, one in (*((" layer", one) for one in layers), *(("", one) for one in experts)):
-        text, hint, severity = one.text, one.hint, _severity(one.names, same)
+    for one in (*layers, *experts):
+        expected, text, hint = "bytes of its own for each layer and expert", one.text, one.hint
+        severity: Severity = "warning" if same.issuperset(one.names) else "error"
         if severity == "warning":
             text, hint = f"as in the source, {text}", "ask whoever made the source whether that is meant"
-        expected = f"bytes of its own for each{what}"
         yield Issue(expected, text, hint, names=one.names, together=True, file=subject.path, severity=severity)
-
-
-def _severity(names: Collection[str], same: Collection[str]) -> Severity:
-    """`same`: the tensors that the source holds bit for bit."""
-    return "warning" if all(name in same for name in names) else "error"

@@ -135,6 +135,8 @@ def unread_of(launch: Launch, paths: Paths) -> tuple[str, ...]:
     download = [f"--hf-checkpoint {hub.name}: {hub.why}"] if hub and hub.path is None else []
     resumed = loading.of_fsdp(paths.load, paths.ckpt_step) if paths.fsdp and paths.load else None
     saved = [f"--load {paths.load}: what FSDP saved in {resumed.name} is not looked at"] if resumed else []
+    if paths.fsdp and paths.teacher:
+        saved.append(f"--opd-teacher-load {paths.teacher}: not looked at, since FSDP trains")
     return (*download, *lines, *saved, *paths.files.unread, *launch.text.unresolved)
 
 
@@ -205,7 +207,7 @@ def _trainers(paths: Paths, words: bool) -> Iterator[Side]:
 
 
 def _of_fsdp(paths: Paths) -> Iterator[Side]:
-    """Actor and reference of miles' FSDP trainer, which has no critic and no teacher."""
+    """Actor and reference of miles' FSDP trainer. miles refuses a critic beside it."""
     if paths.hf:
         yield loading.fsdp_actor(paths.hf, paths.load, paths.ckpt_step)
     elif paths.hub:
