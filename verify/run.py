@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import TRACKER, is_legacy, is_nemo, iteration_of, locate, refuse_url
@@ -182,8 +182,12 @@ def _refuse_other_formats(subject: Subject) -> None:
     """The checks of Megatron checkpoints are checks of torch_dist. Raises CkptkitError where another format lies."""
     path = subject.path
     weights = path
-    with suppress(CkptkitError):
+    try:
         weights = iteration_of(path)
+    except (UsageError, UnsupportedError):
+        raise
+    except CkptkitError:
+        pass  # a matter of CK111
     if is_legacy(weights):
         hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
         raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot look into", hint)

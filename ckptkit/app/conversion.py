@@ -96,9 +96,10 @@ def _check_direction(options: RunOptions, location: Location) -> None:
         return
     if location.is_megatron:
         if options.verb == "quantize":
+            scheme = options.scheme.name if options.scheme else DEFAULT
             raise UsageError(
                 f"{options.src} is a Megatron checkpoint",
-                f"`ckptkit convert SRC DST --quantize {DEFAULT}` exports and quantizes in one pass",
+                f"`ckptkit convert SRC DST --quantize {scheme}` exports and quantizes in one pass",
             )
         if options.dialect and options.scheme:
             message = f"--dialect writes a Megatron checkpoint, which holds no {options.scheme.title} weights"
@@ -112,9 +113,9 @@ def _check_direction(options: RunOptions, location: Location) -> None:
         if options.merge and options.dtype != "auto":
             raise UsageError("--dtype has no effect with --merge, which keeps the dtypes of the base", "leave it out")
         if options.scheme and not options.merge:
-            message = f"Megatron holds no {options.scheme.title} weights"
+            message = f"{options.scheme.title} is not written into Megatron checkpoints"
             raise UsageError(
-                message, f"`ckptkit quantize` makes an {options.scheme.title} HF checkpoint from an HF one"
+                message, f"quantize from HF to HF instead: `ckptkit quantize SRC DST --scheme {options.scheme.name}`"
             )
         if is_url(options.dst) and not options.merge:
             raise _no_megatron_at(options.dst)

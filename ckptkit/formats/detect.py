@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError, UsageError
 from ckptkit.formats.other_weights import below, has_shards, of_file, other_weights
 from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.regular import read_regular
@@ -204,16 +204,23 @@ def iteration_of(root: Path) -> Path:
 
 
 def tracked(root: Path) -> Path:
-    """The directory that the tracker of a Megatron root names. Raises CkptkitError where it does not exist."""
+    """The directory that the tracker of a Megatron root names.
+
+    Raises CkptkitError where it does not exist, UsageError for the root of a run of verl, and UnsupportedError for a
+    save of miles' FSDP trainer.
+    """
     text = tracker_text(root)
     if text != "release" and not (text.isdecimal() and len(text) <= _MAX_DIGITS):
         raise DamagedError(f"{root / TRACKER} says {text!r}", "it must say `release` or an iteration number")
     path = root / ("release" if text == "release" else f"iter_{int(text):07d}")
     if not path.is_dir():
-        hint = "the save was cut short, or the directory was moved"
+        missing = f"{root / TRACKER} says {text!r}, but {path.name}/ is not there"
         if (step := root / f"global_step_{text}").is_dir():
-            hint = f"this is a run of verl: {below(step) or f'look into {step}'}"
-        raise MissingError(f"{root / TRACKER} says {text!r}, but {path.name}/ is not there", hint)
+            raise UsageError(missing, f"this is a run of verl: {below(step) or f'look into {step}'}")
+        raise MissingError(missing, "the save was cut short, or the directory was moved")
+    if (path / "model" / ".metadata").exists() and not (path / ".metadata").exists():
+        hint = f"export it with miles' tools/convert_fsdp_to_hf.py, --input-dir {path}, and give what that writes"
+        raise UnsupportedError(f"{path} was saved by miles' FSDP trainer, not by Megatron", hint)
     return path
 
 

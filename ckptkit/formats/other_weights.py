@@ -40,8 +40,8 @@ _OTHER_WEIGHTS = {
     "*.msgpack": _RUNTIME.format("Flax"),
     "*.h5": _RUNTIME.format("TensorFlow"),
     "model_world_size_*_rank_*.pt": (
-        "{} is one rank of an FSDP model as verl saves it: merge them with `python -m verl.model_merger merge "
-        "--backend fsdp --local_dir HERE --target_dir OUT`"
+        "{0} is one rank of an FSDP model as verl saves it: merge them with `python -m verl.model_merger merge "
+        "--backend fsdp --local_dir {1} --target_dir OUT`"
     ),
     "*_model_states.pt": (
         "{} is one rank of a DeepSpeed run: put them together with the zero_to_fp32.py that DeepSpeed left beside the "
@@ -58,7 +58,7 @@ _LOOKED_AT, _NAMED = 1000, 3  # folders below a path that is no checkpoint
 def other_weights(root: Path) -> str | None:
     """What weights a directory holds instead of safetensors with an index, and the way out; None when it holds none."""
     if (found := _found(root)) is not None:
-        return _OTHER_WEIGHTS[found[0]].format(found[1])
+        return _OTHER_WEIGHTS[found[0]].format(found[1], root)
     if (root / "original").is_dir():
         return (
             "only original/ holds weights, in the format of the model's authors: "
@@ -71,7 +71,7 @@ def refuse_other_format(root: Path) -> None:
     """Raises UnsupportedError where a directory without an index holds weights, and none as a model's safetensors."""
     found = None if any(os.path.lexists(root / one) for one in (_INDEX, _SINGLE)) else _found(root)
     if found is not None and found[0] != _SHARDS:
-        advice = _OTHER_WEIGHTS[found[0]].format(found[1])
+        advice = _OTHER_WEIGHTS[found[0]].format(found[1], root)
         raise UnsupportedError(f"{root} has neither {_INDEX} nor {_SINGLE}", advice)
 
 
@@ -86,8 +86,8 @@ def of_file(path: Path) -> str:
     """What to do about a file that was given instead of a directory."""
     for pattern, advice in _OTHER_WEIGHTS.items():
         if pattern != _SHARDS and fnmatch(path.name, pattern):
-            return advice.format(path.name)
-    if path.suffix == ".safetensors":
+            return advice.format(path.name, path.parent)
+    if path.suffix == ".safetensors" or path.name in ("config.json", _INDEX):
         return f"it is one file of a checkpoint: give the directory around it, {path.absolute().parent}"
     return "give the directory that holds config.json or .metadata"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold
-from ckptkit.formats.detect import refuse_url
+from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.lint.finding import LintFinding
@@ -111,11 +111,14 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
 
     `readers` (as `--reader`): those that must agree; None: all. Severities: `quant.selection.readers.severity_of`.
     `fix`: writes the portable list into config.json and keeps the original as config.json.orig.
-    Raises CkptkitError as `open_subject` does, for a URL, and with `fix` when there is no portable list.
+    Raises CkptkitError as `open_subject` and `locate` do, for a Megatron checkpoint, for a URL, and with `fix` when
+    there is no portable list.
     """
     refuse_url(path)
     root = Path(path)
     root = root.parent if root.name == "config.json" else root
+    if not (root / "config.json").exists() and locate(root).is_megatron:
+        raise CkptkitError(f"{root} is a Megatron checkpoint", "lint reads HF directories: give the one it came from")
     subject, names = open_subject(root, readers)
     portable = portable_list(subject)
     findings = examine(subject)

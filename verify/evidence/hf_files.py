@@ -169,6 +169,6 @@ class HfFiles:
 def _instead(root: Path, shards: int) -> str:
     """What a directory holds that has neither an index nor a single file."""
     if shards:
-        return f"neither; {shards} other .safetensors file(s)"
+        return f"not there, nor {SINGLE}; {shards} other .safetensors file(s)"
     inside = sorted(path.name for path in root.iterdir() if path.is_file())
     return f"no weights: only {', '.join(inside[:5])}{f' and {len(inside) - 5} more' if inside[5:] else ''}"

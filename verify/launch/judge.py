@@ -175,7 +175,8 @@ def _of_another_model(subject: Subject, outcome: Outcome) -> Outcome:
 def _finding(arguments: list[Finding], errors: list[Finding], config: Path, path: Path) -> Finding:
     tensors = sum(one.count for one in errors if one.code in _TENSORS)
     named = [one.actual for one in arguments[:_NAMED]]
-    more = [f"{len(arguments) - _NAMED} more arguments"] if arguments[_NAMED:] else []
+    left = len(arguments) - _NAMED
+    more = [f"{left} more argument{'s' * (left > 1)}"] if left > 0 else []
     held = [f"{tensors} tensors with other names or shapes"] if tensors else []
     expected, actual = f"the model of {config}/config.json", f"another one: {', '.join([*named, *more, *held])}"
     hint = f"give the checkpoint of that model, or the HF directory of this one; --all lists {len(errors)} differences"

@@ -18,8 +18,13 @@ _MATTERS = re.compile(
     r"virtual_pipeline|num_layers"
 )
 _SIZE = re.compile(r"--(?:.*-)?(?:parallel-size|(?:tp|pp|ep|etp|vpp)(?:-size)?)")
-# Sizes that cut no weight.
-_HARMLESS = frozenset({"--context-parallel-size", "--sglang-data-parallel-size", "--sglang-moe-data-parallel-size"})
+# Sizes that cut no weight, and those that slime and miles overwrite by --rollout-num-gpus-per-engine.
+_HARMLESS = frozenset(
+    {
+        *("--context-parallel-size", "--sglang-data-parallel-size", "--sglang-moe-data-parallel-size"),
+        *("--sglang-tp-size", "--sglang-tensor-parallel-size"),
+    }
+)
 _PATHS = frozenset({"--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"})
 # Looked at where a launch gives them; preflight has no options for these.
 _FROM_WORDS = frozenset({"--ref-ckpt-step", "--critic-load", "--opd-teacher-load", "--opd-teacher-ckpt-step"})

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import CkptkitError
+from verify.run import verify
 
 PICKLE = "is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
 ORIGINAL = "is the format of the model's authors: take the safetensors of the release, not its original/ folder"
@@ -134,6 +135,8 @@ def test_one_file_without_an_index(releases: Callable[[str], Path], tmp_path: Pa
         ("model.pt", f"model.pt {PICKLE}"),
         ("consolidated.safetensors", "consolidated.safetensors is Mistral's own format"),
         ("model-00001-of-00002.safetensors", "it is one file of a checkpoint: give the directory around it, /"),
+        ("config.json", "it is one file of a checkpoint: give the directory around it, /"),
+        ("model.safetensors.index.json", "it is one file of a checkpoint: give the directory around it, /"),
         ("notes.txt", "give the directory that holds config.json or .metadata"),
     ],
 )
@@ -177,3 +180,27 @@ def test_the_root_of_a_run_of_verl_is_told_from_one_of_megatron(tmp_path: Path) 
     with pytest.raises(CkptkitError, match="iter_0000007/ is not there") as error:
         inspect(tmp_path)
     assert error.value.hint == f"this is a run of verl: a checkpoint lies further down: give {step}"
+
+
+def test_verify_does_not_fail_the_root_of_a_run_for_a_layout_of_megatron(tmp_path: Path) -> None:
+    """Of verl and of miles' FSDP trainer; a tracker of Megatron's whose iteration is gone fails."""
+    for name, folder in (("verl", "global_step_7/actor"), ("fsdp", "iter_0000007/model"), ("megatron", "iter_0000006")):
+        (tmp_path / name / folder).mkdir(parents=True)
+        (tmp_path / name / folder / ".metadata").write_bytes(b"x")
+        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(CkptkitError, match="iter_0000007/ is not there"):
+        verify(tmp_path / "verl")
+    with pytest.raises(CkptkitError, match="saved by miles' FSDP trainer") as error:
+        verify(tmp_path / "fsdp")
+    assert f"--input-dir {tmp_path / 'fsdp/iter_0000007'}," in (error.value.hint or "")
+    report = verify(tmp_path / "megatron")
+    assert (report.status, report.findings[0].code) == ("failed", "CK111")
+
+
+def test_config_beside_the_weights_of_verl_names_the_command_that_merges_them(tmp_path: Path) -> None:
+    config = tmp_path / "actor/huggingface"
+    config.mkdir(parents=True)
+    (config / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "actor/model_world_size_2_rank_0.pt").write_bytes(b"x")
+    (found,) = (one for one in verify(config).findings if one.code == "CK103")
+    assert f"verl.model_merger merge --backend fsdp --local_dir {tmp_path / 'actor'} --target_dir" in found.hint

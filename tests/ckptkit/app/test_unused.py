@@ -93,6 +93,16 @@ def test_convert_without_such_options_still_works(releases: PathOf, tmp_path: Pa
     assert (tmp_path / "out/release/.metadata").exists()
 
 
+def test_quantizing_into_or_from_megatron_names_the_command_with_the_scheme_that_was_asked_for(
+    releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
+    for verb, source, option in (("convert", releases, "--quantize"), ("quantize", converted, "--scheme")):
+        with pytest.raises(CkptkitError) as error:
+            run(verb, source("qwen2-tied"), tmp_path / "out", option, "fp8-block")
+        other = "`ckptkit quantize SRC DST --scheme" if verb == "convert" else "`ckptkit convert SRC DST --quantize"
+        assert f"{other} fp8-block`" in (error.value.hint or "")
+
+
 def test_dialect_on_the_way_to_quantized_hf_is_refused(converted: PathOf, tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="--dialect writes a Megatron checkpoint, which holds no INT4 weights"):
         run("convert", converted("qwen2-tied"), tmp_path / "out", "--dialect", "mcore", "--quantize", "w4a16")

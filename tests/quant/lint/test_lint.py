@@ -265,6 +265,21 @@ def test_what_cannot_be_looked_at(tmp_path: Path, change: dict[str, Any], messag
         lint(path)
 
 
+def test_a_directory_without_config_json_is_named_for_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoint-5").mkdir(parents=True)
+    (tmp_path / "run/checkpoint-5/model.safetensors").write_bytes(b"x")
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron/.metadata").write_bytes(b"x")
+    for name, hint in (
+        ("absent", "check the path"),
+        ("run", f"a checkpoint lies further down: give {tmp_path / 'run/checkpoint-5'}"),
+        ("megatron", "lint reads HF directories: give the one it came from"),
+    ):
+        with pytest.raises(CkptkitError) as error:
+            lint(tmp_path / name)
+        assert error.value.hint == hint
+
+
 def test_the_command(tmp_path: Path) -> None:
     write(tmp_path, QWEN, QWEN_LIST)
     shown = CliRunner().invoke(cli, ["lint", str(tmp_path)], env={"COLUMNS": "80"})

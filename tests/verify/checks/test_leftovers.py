@@ -96,6 +96,20 @@ def test_file_that_the_index_does_not_name_is_not_to_be_deleted(
     assert KEEP in finding.hint
 
 
+def test_shards_under_other_names_are_one_finding_of_each_check(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    shards = sorted(path.glob("model-*.safetensors"))
+    for shard in shards:
+        shard.rename(path / shard.name.replace("model", "weights"))
+    first, more = shards[0].name, len(shards) - 1
+    other = first.replace("model", "weights")
+    found = {one.code: one for one in verify(path).findings}
+    assert len(verify(path).findings) == len(found) == 3
+    assert found["CK102"].actual == f"{first} and {more} more: missing"
+    assert found["CK104"].actual.startswith(f"{other} and {more} more: the index names none of their tensors, and ")
+    assert found["CK108"].hint == f"rename {other} to {first}, and {more} more in the same way"
+
+
 def test_tensor_in_two_shards_names_the_newer(releases: PathOf, copy_of: CopyOf) -> None:
     path = copy_of(releases("qwen2-tied"))
     index = json.loads((path / INDEX).read_text())

@@ -377,6 +377,50 @@ def test_experts_and_layers_that_are_equal(
     assert (finding.tensor or "").startswith("model.layers.")
 
 
+MERGE = """
+merge_method: {method}
+slices:
+  - sources: [{{model: org/base, layer_range: [0, 5]}}]
+  - sources: [{{model: org/{second}, layer_range: [4, {last}]}}]
+"""
+
+
+def repeated(path: Path, first: int) -> Path:
+    """Gives two layers the same output projection."""
+    here, there = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (first, first + 1))
+    models.edit(path, there, models.tensors(path)[here])
+    return path
+
+
+def test_layers_that_a_merge_repeated_are_no_fault_and_others_are(releases: PathOf, copy_of: CopyOf) -> None:
+    path, text = repeated(copy_of(releases("glm4_moe")), 4), MERGE.format(method="passthrough", second="base", last=11)
+    (path / "mergekit_config.yml").write_text(text)
+    report = verify(path)
+    assert (report.status, report.findings) == ("passed", [])
+    assert "layers {4..5} repeat one another, as mergekit_config.yml says of the merge" in report.facts["notes"][0]
+    for other in (
+        MERGE.format(method="passthrough", second="other", last=11),
+        MERGE.format(method="linear", second="base", last=11),
+        MERGE.format(method="passthrough", second="base", last=4_000_000_000),
+        "slices: [",
+        "merge_method: passthrough",
+    ):
+        (path / "mergekit_config.yml").write_text(other)
+        (finding,) = verify(path).findings
+        assert (finding.code, finding.severity) == ("CK206", "error")
+    (path / "mergekit_config.yml").write_text(text)
+    (finding,) = verify(repeated(path, 7)).findings
+    assert finding.actual.startswith("layers 7 and 8 hold the same bytes")
+
+
+def test_layers_that_the_source_repeats_too_are_a_warning(releases: PathOf, copy_of: CopyOf) -> None:
+    path = repeated(copy_of(releases("glm4_moe")), 4)
+    (finding,) = verify(path, source=path).findings
+    assert (finding.code, finding.severity) == ("CK206", "warning")
+    assert finding.actual.startswith("as in the source, layers 4 and 5 hold the same bytes")
+    assert {one.severity for one in verify(path, source=releases("glm4_moe")).findings} == {"error"}
+
+
 def test_bytes_that_cannot_be_read_are_a_finding(converted: PathOf, copy_of: CopyOf) -> None:
     path = copy_of(converted("qwen2-tied"))
     file = path / "release" / "__0_0.distcp"

@@ -26,6 +26,7 @@ READ = {
     "return of a sourced file": f"A=x\nsource ./fails.sh || A=y\n{TRAIN}$A",
     "return outside of functions": f"return 1 2>/dev/null || A=y\n{TRAIN}$A",
     "exit of a subshell": f"A=x\n( exit 1 ) && A=y\n{TRAIN}$A",
+    "sed of several texts": f"A=$(echo Qwen3-VL-2B-2B | sed 's/-VL//; s#Q#q#g ;s/-2B/-1.7B/g; s/w/v/')\n{TRAIN}$A",
     "own arguments in a pipeline": 'python3 train.py "$@" | cat',
     "own arguments in a subshell": '( python3 train.py "$@" )',
     "own arguments counted": '[ $# -gt 5 ] && A=1\npython3 train.py --n "${A:-0}"',

@@ -172,7 +172,9 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0)
     hint = "restore it from the release"
     if not (files := subject.hf_files).wanted and files.index is None:
-        hint = other_weights(files.root) or "download its weights, as safetensors"
+        # verl keeps config and tokenizer in huggingface/, beside the weights.
+        root = files.root.parent if files.root.name == "huggingface" and not other_weights(files.root) else files.root
+        hint = other_weights(root) or "download its weights, as safetensors"
     for issue in files.index_issues:
         yield replace(issue, hint=hint, file=files.root / INDEX)
 

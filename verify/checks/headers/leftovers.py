@@ -25,20 +25,30 @@ def leftovers(files: HfFiles) -> Iterator[Issue]:
         actual = f"it is stored in {' and '.join(homes)}; {_newest(files.root, homes)}"
         hint = f"two saves are mixed: move the shards of one of them, with its index, elsewhere; {_ASIDE}"
         yield Issue("each tensor in one shard", actual, hint, names=names, file=files.root)
+    stray: list[str] = []
     for file in files.orphans:
         if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
             actual = "a second copy of the weights, under Mistral's own names"
             hint = "readers of HF names ignore it, and it is not checked here; readers of Mistral's own format load it"
             yield Issue(_ONLY, actual, hint, file=files.root / file, severity="warning")
-        else:
+        elif files.index is None or file == SINGLE:
             yield _orphan(files, file)
+        else:
+            stray.append(file)
+    if stray:
+        whose = f"{stray[0]} and {len(stray) - 1} more: the index names none of their" if stray[1:] else ""
+        actual = f"{whose or 'the index names none of its'} tensors, and loaders follow it"
+        hint = f"restore the index if it belongs to this save, or move it elsewhere; {_ASIDE}"
+        where = files.root if stray[1:] else files.root / stray[0]
+        actual = f"{actual}; {_newest(files.root, [*files.shards, *stray])}"
+        yield Issue(_ONLY, actual, hint, file=where, count=len(stray))
 
 
 _ONLY = "only files that the index names"
 
 
 def _orphan(files: HfFiles, file: str) -> Issue:
-    """A file that the index does not name; one model.safetensors is what transformers takes all the same.
+    """A file that the index does not name, or beside model.safetensors, and that some reader takes all the same.
 
     Source: transformers `modeling_utils.py` (`_get_resolved_checkpoint_files`) and SGLang `weight_utils.py`
     (`filter_duplicate_safetensors_files`).
@@ -51,14 +61,9 @@ def _orphan(files: HfFiles, file: str) -> Issue:
         return Issue(
             f"{SINGLE} alone, since there is no index", actual, f"move one of them elsewhere; {_ASIDE}", file=where
         )
-    if file == SINGLE:
-        actual = f"transformers reads {SINGLE}, SGLang the shards of {INDEX}; {newest}"
-        hint = f"move the one that is not meant elsewhere ({SINGLE}, or the shards with their index); {_ASIDE}"
-        return Issue("one set of weights", actual, hint, file=where)
-    actual = f"the index names none of its tensors, and loaders follow it; {newest}"
-    return Issue(
-        _ONLY, actual, f"restore the index if it belongs to this save, or move it elsewhere; {_ASIDE}", file=where
-    )
+    actual = f"transformers reads {SINGLE}, SGLang the shards of {INDEX}; {newest}"
+    hint = f"move the one that is not meant elsewhere ({SINGLE}, or the shards with their index); {_ASIDE}"
+    return Issue("one set of weights", actual, hint, file=where)
 
 
 def _newest(root: Path, files: list[str]) -> str:

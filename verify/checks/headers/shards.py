@@ -81,12 +81,13 @@ def _renamed(files: HfFiles) -> Iterator[Issue]:
     homes: dict[str, set[str]] = defaultdict(set)
     for name, file in (files.index or {}).items():
         homes[file].add(name)
-    for missing in files.missing:
-        if homes[missing] and (found := held.get(frozenset(homes[missing]))):
-            hint = f"rename {found} to {missing}"
-            yield Issue(
-                missing, f"its tensors lie in {found}, which the index does not name", hint, file=files.root / missing
-            )
+    found = {file: held.get(frozenset(homes[file])) for file in files.missing if homes[file]}
+    renamed = [(file, other) for file, other in found.items() if other]
+    if renamed:
+        (missing, other), more = renamed[0], len(renamed) - 1
+        actual, hint = f"its tensors lie in {other}, which the index does not name", f"rename {other} to {missing}"
+        hint += f", and {more} more in the same way" if more else ""
+        yield Issue(missing, actual, hint, file=files.root / missing, count=len(renamed))
 
 
 @check(

@@ -16,9 +16,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Sized
 
+from ckptkit.core.specs import ranges
 from quant.formats.floats.table import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from verify.check import Skip, Tally, check
+from verify.checks.values.merged import FILE as MERGED
+from verify.checks.values.merged import are_copies, layer_origins
 from verify.evidence.expected import Expected, expected_of, is_cache_scale, usable_config
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import scales_in_floats
@@ -171,12 +174,16 @@ def _constant(name: str, stats: Extremes) -> tuple[Severity, str] | None:
     explained_by=("CK202",),
     rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an "
     "offset by a pipeline stage.",
-    fix="Convert again. Only a model whose experts were all copied from one dense MLP, and never trained since, may be "
-    "so.",
+    fix="Convert again. Only a model whose layers a merge repeated, or whose experts were all copied from one dense "
+    "MLP, and never trained since, may be so.",
 )
 def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """By digest: no two experts of a layer and no two layers hold the same matrix."""
-    values = subject.once(read_values).stats
+    """By digest: no two experts of a layer and no two layers hold the same matrix, but those that a merge repeated.
+
+    It is only a warning where the source holds the same bits: then the source is to be asked.
+    """
+    read = subject.once(read_values)
+    values, same = read.stats, read.compared.keys() - read.differences.keys()
     counted(tally, values, UNREAD)
     others = (subject.once(expected_of) or Expected({})).indices | subject.once(scales_in_floats)
     groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
@@ -186,9 +193,15 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if pattern_of(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(PARTS):
             groups[pattern_of(name), stats.digest].append(name)
     equal = [found for found in groups.values() if len(found) > 1]
-    for one in repeated_layers(equal, subject.once(stages_of)):
-        expected = "bytes of its own for each layer"
-        yield Issue(expected, one.text, one.hint, names=one.names, together=True, file=subject.path)
-    for one in repeated_experts(found for found in equal if len(layers_of(found)) < len(found)):
-        expected = "bytes of its own for each"
-        yield Issue(expected, one.text, one.hint, names=one.names, together=True, file=subject.path)
+    origins = layer_origins(subject.config_root)
+    if merged := layers_of(name for found in equal if are_copies(found, origins) for name in found):
+        tally.note(f"layers {ranges(merged)} repeat one another, as {MERGED} says of the merge that made them")
+        equal = [found for found in equal if not are_copies(found, origins)]
+    layers = repeated_layers(equal, subject.once(stages_of))
+    experts = repeated_experts(found for found in equal if len(layers_of(found)) < len(found))
+    for one in (*layers, *experts):
+        expected, text, hint = "bytes of its own for each layer and expert", one.text, one.hint
+        severity: Severity = "warning" if same.issuperset(one.names) else "error"
+        if severity == "warning":
+            text, hint = f"as in the source, {text}", "ask whoever made the source whether that is meant"
+        yield Issue(expected, text, hint, names=one.names, together=True, file=subject.path, severity=severity)

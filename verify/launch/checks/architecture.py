@@ -37,7 +37,8 @@ class _Difference:
 
     def __str__(self) -> str:
         named = [f"{name} = {found} and not {want}" for name, want, found in self.arguments[:_NAMED]]
-        more = [f"{len(self.arguments) - _NAMED} more arguments"] if self.arguments[_NAMED:] else []
+        left = len(self.arguments) - _NAMED
+        more = [f"{left} more argument{'s' * (left > 1)}"] if left > 0 else []
         tensors = [f"{len(self.tensors)} tensors with other names or shapes"] if self.tensors else []
         return ", ".join([*named, *more, *tensors])
 

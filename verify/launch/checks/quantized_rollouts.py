@@ -30,8 +30,13 @@ _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"
 # The formats that slime or miles packs, and vime: `compressed-tensors` as INT4, `mxfp8` and NVFP4 by miles alone.
 _SENT = frozenset({"fp8", "compressed-tensors", "mxfp8", "nvfp4"})
 _SENT_TO_VLLM = frozenset({"fp8", "compressed-tensors"})
-# What both assert of `fp8`: key, value, and what stands for a key that is not there.
-_ASSERTED = (("activation_scheme", "dynamic", None), ("fmt", "e4m3", "e4m3"))
+# What both assert of `fp8`: key, value, what stands for a key that is not there, and what to do about another value.
+_ASSERTED = (
+    ("activation_scheme", "dynamic", None, "give a checkpoint whose activations are scaled as they come"),
+    ("fmt", "e4m3", "e4m3", "give a checkpoint in block FP8 of e4m3"),
+)
+# Another name of e4m3, under which MiniMax released its models.
+_SAME_FORMAT = ("float8_e4m3fn", 'write "fmt": "e4m3" into its quantization_config: the same format by another name')
 # By the value of SGLang's --quantization, the methods of a checkpoint that it takes besides the value itself.
 # Source: SGLang `ModelConfig._verify_quantization`, which raises for others; ModelOpt's is told from its algorithm.
 _TAKEN: Mapping[str, tuple[str, ...]] = {
@@ -202,11 +207,11 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
         severity: Severity = "warning" if method == "mxfp4" else "error"
         hint = "give a checkpoint in block FP8, INT4 or BF16"
         yield Issue(expected, actual, hint, file=where, severity=severity)
-    for key, wanted, default in _ASSERTED if method == "fp8" else ():
+    for key, wanted, default, hint in _ASSERTED if method == "fp8" else ():
         tally.compared(0)
         if (found := content.get(key, default)) != wanted:
             actual = "not set" if found is None else shortened(found)
-            hint = "give a checkpoint whose activations are scaled as they come"
+            hint = _SAME_FORMAT[1] if found == _SAME_FORMAT[0] else hint
             yield Issue(f"{key} = {wanted}, which slime and miles assert", actual, hint, file=where)
 
 

@@ -88,10 +88,9 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
         raise CkptkitError(f"{script}: no call of {_START} is reached", hint)
     texts = [_launch(script, root, one) for one in started]
     if len({tuple(word.text for word in text.words) for text in texts}) > 1:
-        lines = " and ".join(f"{script}:{one.line}" for one in started)
-        return LaunchText(
-            unresolved=(f"{lines} both start a trainer: give the command that is meant before the options",)
-        )
+        lines = " and ".join(dict.fromkeys(f"{script}:{one.line}" for one in started))
+        more = f"its commands start trainers with different arguments, at {lines}"
+        return LaunchText(unresolved=(f"{more}: give the command that is meant as the first word behind --",))
     return texts[0]
 
 

@@ -165,10 +165,14 @@ def filtered(words: Sequence[Value], text: str) -> str | None:
     scripts = [word.text for word in words[1:] if word.text not in ("-e", "-E", "-r")]
     if words[0].text != "sed" or len(scripts) != 1 or not all(word.known for word in words):
         return None
-    found = re.fullmatch(r"s(\W)((?:(?!\1).)+)\1((?:(?!\1).)*)\1(g?)", scripts[0])
-    if found is None or set("\\.*[]^$+?(){}|").intersection(found[2]) or set("\\&").intersection(found[3]):
-        return None
-    return "\n".join(line.replace(found[2], found[3], -1 if found[4] else 1) for line in text.split("\n"))
+    rest = scripts[0]
+    while rest:
+        found = re.match(r"s([^\w\s;])((?:(?!\1).)+)\1((?:(?!\1).)*)\1(g?) *(?:; *|$)", rest)
+        if found is None or set("\\.*[]^$+?(){}|").intersection(found[2]) or set("\\&").intersection(found[3]):
+            return None
+        text = "\n".join(line.replace(found[2], found[3], -1 if found[4] else 1) for line in text.split("\n"))
+        rest = rest[found.end() :]
+    return text
 
 
 def _absolute(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:

@@ -58,6 +58,20 @@ def test_a_format_that_the_trainer_cannot_send_is_found(
 
 
 DYNAMIC = {**FP8, "activation_scheme": "dynamic"}
+
+
+def test_another_name_of_e4m3_is_to_be_written_anew_and_another_format_to_be_replaced(tmp_path: Path) -> None:
+    hints = {
+        fmt: [one.hint for one in launched(tmp_path / fmt, {**DYNAMIC, "fmt": fmt})]
+        for fmt in ("e4m3", "float8_e4m3fn", "e5m2")
+    }
+    assert hints == {
+        "e4m3": [],
+        "float8_e4m3fn": ['write "fmt": "e4m3" into its quantization_config: the same format by another name'],
+        "e5m2": ["give a checkpoint in block FP8 of e4m3"],
+    }
+
+
 # --sglang-quantization, the checkpoint, and what is found of the two.
 OPTIONS: list[tuple[str, Mapping[str, Any] | None, str | None]] = [
     ("fp8", DYNAMIC, None),

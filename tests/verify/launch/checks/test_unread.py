@@ -74,12 +74,17 @@ def test_launch_arguments_all_read_leave_nothing_unread() -> None:
         (["--tensor-parallel-size", "4"], "--tensor-parallel-size 4: no parallel size that is read"),
         (["--tensor_model_parallel_size", "4"], "--tensor_model_parallel_size 4: no parallel size that is read"),
         (["--tp", "4"], "--tp 4: no parallel size that is read"),
+        (["--vllm-tp-size", "4"], "--vllm-tp-size 4: no parallel size that is read"),
         (["a.tensor_model_parallel_size=4"], "a.tensor_model_parallel_size=4: an override of a configuration file"),
         (["data.seed=4", "data.n=1"], "2 overrides of a configuration file, such as data.seed=4"),
     ],
 )
 def test_launch_arguments_that_matter_and_are_unread_are_listed(words: list[str], line: str) -> None:
     assert unread(words, frozenset()) == [line]
+
+
+def test_the_engine_s_tensor_parallel_size_which_slime_and_miles_overwrite_is_not_missed() -> None:
+    assert unread(["--sglang-tp-size", "8", "--sglang-tensor-parallel-size=4"], frozenset()) == []
 
 
 def test_paths_that_preflight_was_given_are_read() -> None:

@@ -194,6 +194,19 @@ UNKNOWN = {
 }
 
 
+def test_commands_with_different_launches_ask_for_the_one_that_is_meant(tmp_path: Path) -> None:
+    two = "args: ScriptArgs):\n    args.num_nodes = 7\n    execute(args)\n\n\n"
+    script = write(tmp_path, COMMANDS, ("args: ScriptArgs):\n    pass\n\n\n", two))
+    line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "U.execute_train(" in text)
+    assert read_launcher(script, [], {}).unresolved == (
+        f"its commands start trainers with different arguments, at {script}:{line}: "
+        "give the command that is meant as the first word behind --",
+    )
+    for command, nodes in (("prepare", "7"), ("train", "1")):
+        found = words(read_launcher(script, [command], {}))
+        assert found[found.index("--actor-num-nodes") + 1] == nodes
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_depends_on_anything_else_is_not_known(name: str, tmp_path: Path) -> None:
     before, after, option, why = UNKNOWN[name]

@@ -49,7 +49,7 @@ def read(launch: Launch) -> Job:
     files = role_files(text.words)
     given = given_arguments(text.words, files.common)
     mode = str(given.values["megatron_to_hf_mode"]) if "megatron_to_hf_mode" in given.values else None
-    paths = Paths.read(launch, files, mode)
+    paths = Paths.read(launch, files, mode, given.values.get("train_backend") == "fsdp")
     if not (paths.hf or paths.hub or paths.load or paths.ref_load or text.unresolved or text.issues):
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
         raise CkptkitError("nothing to look at", hint)

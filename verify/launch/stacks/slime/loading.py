@@ -7,6 +7,8 @@ Source: slime `utils/arguments.py` and `backends/megatron_utils/checkpoint.py`, 
   The reference takes the same step, unless `--ref-ckpt-step` gives it another.
 - miles takes an HF directory from `--ref-load` alone (or `--hf-checkpoint`, which stands for it in mode bridge), and
   only with `--megatron-to-hf-mode bridge`. slime has no such option. Of `--load` it passes over one silently.
+- miles' FSDP trainer builds actor and reference from HF directories, whatever the mode, and loads an iteration of its
+  own from `--load` where there is one. Source: miles `backends/fsdp_utils/actor.py` and `checkpoint.py`, `load`.
 - Without a tracker slime and miles stop: with an assertion where the directory is empty or absent, else because it is
   no HF directory. Only of a directory called `iter_NNNNNNN` they take Megatron's word, which prints a warning and
   trains from random weights, as Megatron-LM's own scripts do of any directory.
@@ -95,6 +97,39 @@ def _step_without_effect(root: Path, step: int) -> PathIssue:
     hint = f"leave --ckpt-step out, or write {step} into {root / TRACKER} if that iteration is meant"
     actual = f"release, which Megatron loads whatever --ckpt-step {step} says"
     return path_issue("--ckpt-step", root / TRACKER, "a tracker that says an iteration", actual, hint, "warning")
+
+
+def of_fsdp(load: Path, step: int | None) -> Path | None:
+    """The iteration in `--load` that miles' FSDP trainer goes on from; None where it passes over `--load`."""
+    number = str(step) if step is not None else tracker_text(load) if (load / TRACKER).exists() else ""
+    iteration = load / f"iter_{int(number):07d}" if number.isdecimal() else None
+    return iteration if iteration and (iteration / "model").is_dir() else None
+
+
+def fsdp_actor(hf: Path, load: Path | None, step: int | None) -> Side:
+    """The actor of miles' FSDP trainer: `--hf-checkpoint`, over which an iteration of its own in `--load` is loaded."""
+    engine = rollout(hf)
+    why = "FSDP builds the model from --hf-checkpoint"
+    if load is None or (resumed := of_fsdp(load, step)):
+        why += f", and goes on from {resumed}" if load else ""
+        return replace(engine, role="actor", why=why, issues=())
+    issues: tuple[PathIssue, ...] = ()
+    if not load.is_dir() or not any(load.iterdir()):
+        issues = (_empty_load(load, hf),)
+    elif load.resolve() != hf.resolve():
+        hint = "give it as --hf-checkpoint, if it is a model in HF format that the run is meant to start from"
+        expected = f"{TRACKER} and the iteration of FSDP that it names"
+        issues = (path_issue("--load", load, expected, "none: FSDP passes over it silently, or stops", hint),)
+    return replace(engine, role="actor", why=f"{why}; --load {load} holds no iteration of FSDP", issues=issues)
+
+
+def fsdp_reference(root: Path) -> Side:
+    """The reference of miles' FSDP trainer, which loads HF directories alone."""
+    if is_hf(root):
+        return Side("reference", "hf", root, "--ref-load")
+    actual = absent(root / "config.json") if root.exists() else "no such directory"
+    issue = path_issue("--ref-load", root, "an HF directory, from which FSDP builds the reference", actual, "give one")
+    return Side("reference", None, None, f"--ref-load {root} is not an HF directory", (issue,))
 
 
 def rollout(path: Path) -> Side:

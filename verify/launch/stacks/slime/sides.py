@@ -27,6 +27,7 @@ class Paths:
     critic, teacher: what a critic, and a teacher of on-policy distillation, load.
     files: what files of settings give to single roles.
     mode: how miles loads and sends weights, raw or bridge; None where the launch does not say it, or is slime's.
+    fsdp: whether miles trains by FSDP instead of Megatron.
     replaced: a note for each option of preflight that contradicts the words.
     """
 
@@ -41,6 +42,7 @@ class Paths:
     teacher_step: int | None = None
     files: RoleFiles = field(default_factory=RoleFiles)
     mode: str | None = None
+    fsdp: bool = False
     replaced: tuple[str, ...] = ()
 
     @property
@@ -64,7 +66,7 @@ class Paths:
         return frozenset(option for option, value in given.items() if value is not None)
 
     @staticmethod
-    def read(launch: Launch, files: RoleFiles, mode: str | None) -> Paths:
+    def read(launch: Launch, files: RoleFiles, mode: str | None, fsdp: bool = False) -> Paths:
         """Those of a launch. Raises CkptkitError for an iteration that is not a number."""
         options, given = _Options(options_of(launch.text.words)), launch.given
         hf, own = given.hf_checkpoint, options.last("--hf-checkpoint")
@@ -83,6 +85,7 @@ class Paths:
             options.step("--opd-teacher-ckpt-step"),
             files,
             mode,
+            fsdp,
             tuple(options.notes),
         )
 
@@ -130,13 +133,17 @@ def unread_of(launch: Launch, paths: Paths) -> tuple[str, ...]:
     words, hub = [word.text for word in known_words(launch.text.words)], paths.hub
     lines = [line for line in unread(words, paths.named) if line.partition(" ")[0] not in paths.files.read]
     download = [f"--hf-checkpoint {hub.name}: {hub.why}"] if hub and hub.path is None else []
-    return (*download, *lines, *paths.files.unread, *launch.text.unresolved)
+    resumed = loading.of_fsdp(paths.load, paths.ckpt_step) if paths.fsdp and paths.load else None
+    saved = [f"--load {paths.load}: what FSDP saved in {resumed.name} is not looked at"] if resumed else []
+    if paths.fsdp and paths.teacher:
+        saved.append(f"--opd-teacher-load {paths.teacher}: not looked at, since FSDP trains")
+    return (*download, *lines, *saved, *paths.files.unread, *launch.text.unresolved)
 
 
 def notes_of(paths: Paths, sides: Sequence[Side]) -> tuple[str, ...]:
     """Remarks on what these sides load."""
     notes = []
-    if paths.mode is None and any(side.is_hf and side.role != ENGINE for side in sides):
+    if paths.mode is None and not paths.fsdp and any(side.is_hf and side.role != ENGINE for side in sides):
         notes.append("slime loads the HF directory itself; miles does so with --megatron-to-hf-mode bridge only")
     if paths.critic:
         notes.append("--critic-load is an option of miles; slime passes over it and reads --megatron-config-path")
@@ -172,6 +179,9 @@ def _download(hub: HubModel, role: str) -> Side:
 
 def _trainers(paths: Paths, words: bool) -> Iterator[Side]:
     """Actor, reference, critic and teacher, as far as the launch gives them something to load."""
+    if paths.fsdp:
+        yield from _of_fsdp(paths)
+        return
     load, ref_load, mode = paths.load, paths.ref_load, paths.mode
     fallback = ref_load or (paths.hf if paths.bridge else None)
     # Whoever falls back to the reference takes its step, and lends it to roles without one; not in mode bridge.
@@ -194,6 +204,16 @@ def _trainers(paths: Paths, words: bool) -> Iterator[Side]:
             yield found
         elif path:
             yield loading.trainer(role, option, path, step, None if role == "critic" else mode)
+
+
+def _of_fsdp(paths: Paths) -> Iterator[Side]:
+    """Actor and reference of miles' FSDP trainer. miles refuses a critic beside it."""
+    if paths.hf:
+        yield loading.fsdp_actor(paths.hf, paths.load, paths.ckpt_step)
+    elif paths.hub:
+        yield _download(paths.hub, "actor")
+    if paths.ref_load:
+        yield loading.fsdp_reference(paths.ref_load)
 
 
 def _of_file(paths: Paths, role: str, name: str, option: str, step: int | None) -> Side | None:

@@ -1,0 +1,72 @@
+"""miles' FSDP trainer builds the model from --hf-checkpoint, whatever --load and --megatron-to-hf-mode say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.fixture_types import PathOf
+
+from verify.launch.preflight import preflight
+from verify.report import Report
+
+GPUS = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate"
+
+
+def launched(hf: Path, *words: str, backend: str = "fsdp") -> Report:
+    return preflight(arguments=f"{GPUS} --train-backend {backend} --hf-checkpoint {hf}".split() + list(words))
+
+
+def saved(root: Path, tracker: str = "20") -> Path:
+    """A directory in which miles' FSDP trainer saved iteration 20."""
+    (root / "iter_0000020" / "model").mkdir(parents=True)
+    (root / "iter_0000020" / "model" / ".metadata").write_bytes(b"")
+    (root / "latest_checkpointed_iteration.txt").write_text(tracker)
+    return root
+
+
+def found(report: Report) -> list[tuple[str, str, str]]:
+    return [(one.code, one.severity, one.actual) for one in report.findings]
+
+
+def test_first_start_needs_no_ref_load_as_that_of_megatron_does(releases: PathOf, tmp_path: Path) -> None:
+    new = str(tmp_path / "new")
+    assert found(launched(releases("qwen3-untied"), "--load", new)) == [("CK711", "warning", "no such directory")]
+    megatron = launched(releases("qwen3-untied"), "--load", new, backend="megatron")
+    assert ("CK711", "error", "no such directory") in found(megatron)
+
+
+def test_actor_is_built_from_hf_checkpoint(releases: PathOf) -> None:
+    hf = releases("qwen3-untied")
+    for words in ((), ("--load", str(hf)), ("--ref-load", str(hf))):
+        report = launched(hf, *words)
+        assert (report.status, report.findings) == ("passed", [])
+        line = f"actor loads {hf} (HF): FSDP builds the model from --hf-checkpoint"
+        assert report.facts["what would be loaded"][0].startswith(line)
+
+
+@pytest.mark.parametrize("words", [("--load",), ("--ckpt-step", "20", "--load")])
+def test_iteration_that_fsdp_saved_is_not_looked_at(words: tuple[str, ...], releases: PathOf, tmp_path: Path) -> None:
+    load = saved(tmp_path / "run", "40" if len(words) > 1 else "20")
+    report = launched(releases("qwen3-untied"), *words, str(load))
+    assert (report.status, found(report)) == ("inconclusive", [])
+    assert report.facts["not read"] == [f"--load {load}: what FSDP saved in iter_0000020 is not looked at"]
+
+
+def test_load_that_fsdp_passes_over_is_found(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    other = releases("qwen2-tied")
+    for load in (other, saved(tmp_path / "run", "40"), converted("qwen2-tied")):
+        report = launched(releases("qwen3-untied"), "--load", str(load))
+        assert found(report) == [("CK711", "error", "none: FSDP passes over it silently, or stops")]
+
+
+def test_reference_is_an_hf_directory(releases: PathOf, converted: PathOf) -> None:
+    report = launched(releases("qwen3-untied"), "--ref-load", str(converted("qwen2-tied")))
+    assert found(report) == [("CK712", "error", "no config.json in it")]
+
+
+def test_teacher_beside_fsdp_is_not_passed_over(releases: PathOf) -> None:
+    hf = releases("qwen3-untied")
+    report = launched(hf, "--use-opd", "--opd-type", "megatron", "--opd-teacher-load", str(hf))
+    assert report.facts["not read"] == [f"--opd-teacher-load {hf}: not looked at, since FSDP trains"]
+    assert (report.status, report.findings) == ("inconclusive", [])
