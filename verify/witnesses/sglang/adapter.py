@@ -271,8 +271,8 @@ def allow_building_on_cpu() -> None:
 
     The rotary embedding would import vLLM's kernels, and has a variant for CPUs that knows few models;
     compressed-tensors and GLM's fusion of shared experts ask for a compute capability, Qwen3-Next for the GPU's number;
-    experts in NVFP4 put a place for their swizzled scales on the GPU. DeepSeek-V4's draft model empties the cache of the
-    GPU, and Kimi K3 makes streams.
+    experts in NVFP4 put a place for their swizzled scales on the GPU. DeepSeek-V4's draft model empties its cache, and
+    Kimi K3 makes streams.
     """
     if torch.cuda.is_available():
         return
