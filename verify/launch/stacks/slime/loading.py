@@ -113,13 +113,13 @@ def fsdp_actor(hf: Path, load: Path | None, step: int | None) -> Side:
     if load is None or (resumed := of_fsdp(load, step)):
         why += f", and goes on from {resumed}" if load else ""
         return replace(engine, role="actor", why=why, issues=())
-    issues: tuple[PathIssue, ...] = ()
     if not load.is_dir() or not any(load.iterdir()):
-        issues = (_empty_load(load, hf),)
-    elif load.resolve() != hf.resolve():
+        issue = _empty_load(load, hf)
+    else:
         hint = "give it as --hf-checkpoint, if it is a model in HF format that the run is meant to start from"
         expected = f"{TRACKER} and the iteration of FSDP that it names"
-        issues = (path_issue("--load", load, expected, "none: FSDP passes over it silently, or stops", hint),)
+        issue = path_issue("--load", load, expected, "none: FSDP passes over it silently, or stops", hint)
+    issues = () if load.resolve() == hf.resolve() else (issue,)
     return replace(engine, role="actor", why=f"{why}; --load {load} holds no iteration of FSDP", issues=issues)
 
 
