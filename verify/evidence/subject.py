@@ -95,9 +95,11 @@ class Subject(OfKind):
 
     @property
     def not_for_sglang(self) -> str | None:
-        """Why SGLang's rules do not matter: the launch serves with another engine, or --reader leaves SGLang out."""
+        """Why SGLang's rules do not matter: another engine serves the launch or is asked, or --reader leaves it out."""
         if self.arguments is not None and self.arguments.server == "vllm":
             return "the rollout engine of the launch is vLLM, not SGLang"
+        if self.readers is None and "vllm" in self.against and "sglang" not in self.against:
+            return "vLLM is asked, SGLang is not"
         named = self.readers is not None and "sglang" not in self.readers
         return "SGLang is none of the readers that were named" if named else None
 

@@ -314,6 +314,7 @@ def test_zero_points_that_sglangs_kernel_does_not_read_are_named(asymmetric: Pat
     assert sorted(str(one.tensor) for one in found) == [f"{expert}.weight_zero_point" for expert in experts]
     hold_example("CK309", found[0])
     assert alone("CK309", asymmetric, readers=("vllm",)) == (None, [])  # it does not apply
+    assert alone("CK309", asymmetric, against=frozenset({"vllm"})) == (None, [])
     result, found = alone("CK309", asymmetric, readers=("vllm", "sglang"))
     assert (result.status, len(found)) == ("failed", 3)  # type: ignore[union-attr]
 
