@@ -121,7 +121,7 @@ def place(releases: PathOf) -> Iterator[Place]:
             yield found
 
 
-@pytest.mark.parametrize("cell", daily(CELLS, CELLS[::3]), ids=str)
+@pytest.mark.parametrize("cell", daily(CELLS, CELLS[::5]), ids=str)
 def test_fault_leaves_what_its_cell_says(place: Place, cell: Cell, tmp_path: Path) -> None:
     whole = place.whole(cell.verb)
     with tempfile.TemporaryDirectory(prefix="cell-", dir=place.root) as folder:

@@ -9,7 +9,7 @@ from support.nightly import daily
 
 from releases.verbs import LARGE, check_every_verb
 
-DAILY = ("RedHatAI/Qwen3-30B-A3B-quantized.w4a16", "deepseek-ai/DeepSeek-V3.2")
+DAILY = ("RedHatAI/Qwen3-30B-A3B-quantized.w4a16",)
 
 
 @pytest.mark.parametrize("model", daily(LARGE, DAILY))

@@ -14,7 +14,7 @@ What ckptkit says of bugs that others have had. Each row is a public issue or pu
 weights, a config or a launch went wrong between HF, Megatron, INT4 and an engine, mostly silently. It is rebuilt as a
 small case, and once more as a **sound twin**, which has everything of it but the fault.
 `tests/reports/test_reports.py` runs the command on both: the case must be found with the code, in words that name what
-it turned out to be, and in the twin nothing may be found. `make test` does this for three of each check and for the
+it turned out to be, and in the twin nothing may be found. `make test` does this for one of each check and for the
 sound cases, `make test-nightly` for all. This page is made of the same table.
 
 | of {all} reports | |

@@ -17,9 +17,8 @@ from reports.sizes import MODELS
 from reports.table import DOCUMENT, page
 
 CASES = [report for report in REPORTS if report.command]
-_EACH = 3  # reports of a check that run in every `make test`, beside the sound cases
 _OF_CODE = {report.code: [one for one in CASES if one.code == report.code] for report in CASES if report.code}
-DAILY = [report for report in CASES if not report.code or report in _OF_CODE[report.code][-_EACH:]]
+DAILY = [report for report in CASES if not report.code or report == _OF_CODE[report.code][-1]]  # the last of a check
 _SAID: dict[tuple[object, ...], Said] = {}
 
 

@@ -103,6 +103,7 @@ def test_a_worker_that_is_killed_costs_only_its_tasks(cluster: Any, to_megatron:
     assert not out.with_name(f"{out.name}.partial").exists()
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_removed_costs_only_its_tasks(cluster: Any, to_megatron: Write, tmp_path: Path) -> None:
     to_megatron(tmp_path / "plain")
     nodes = {raylet_of(node): node for node in cluster.worker_nodes}

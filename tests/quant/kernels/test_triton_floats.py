@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.nightly
 def test_the_kernel_gives_the_bytes_of_the_formulas_and_marks_what_is_not_finite() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.triton_floats"],
