@@ -190,6 +190,9 @@ def test_two_widths_are_not_judged_and_two_groups_for_linear_are_found(
     assert [one.code for one in report.checks if one.status == "skipped" and "no decision" in (one.reason or "")] == [
         "CK302"
     ]
+    result = next(one for one in verify(path, source=releases("qwen2-untied")).checks if one.code == "CK305")
+    assert (result.status, result.tensors_compared) == ("skipped", 72)
+    assert "12 of another width, such as model.layers.0.mlp.down_proj, were not" in str(result.reason)
     assert not lint(path, readers=("vllm",)).findings
     content = json.loads((path / "config.json").read_text())["quantization_config"]
     one_target(content)
