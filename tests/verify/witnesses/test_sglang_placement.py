@@ -200,6 +200,19 @@ def test_weights_that_are_joined_and_cut_into_views_are_followed_back() -> None:
     assert placement.computed == {}
 
 
+def test_what_is_written_into_a_view_of_joined_weights_stands_there() -> None:
+    def loader(parameters: dict[str, Tensor], weights: Weights) -> None:
+        first, second, third = (tensor for _, tensor in weights)
+        both = torch.cat([first, second])
+        parameters["a"].data, parameters["b"].data = both[:4], both[4:]
+        parameters["b"].copy_(third)
+
+    tensors = given("a", "b", "c")
+    placement = placed({name: torch.zeros(4, 6) for name in "ab"}, tensors, loader)
+    assert counts(placement, tensors) == {"a": 24, "b": 0, "c": 24}
+    assert [piece.param for piece in placement.pieces["c"]] == ["b"]
+
+
 @pytest.mark.parametrize(
     ("behind", "wrong"), [(0, []), (1, ["the values behind the first 96 are not 0, and are nowhere"])]
 )

@@ -22,8 +22,8 @@ from verify.witnesses.live.run import (
 
 DECODING = "with speculative decoding"
 _OF_THE_CACHE = (
-    "only a key-value cache in FP8 (--kv-cache-dtype) is scaled by these, and no update sends them: with one, release "
-    "only kv_cache"
+    "only a key-value cache in FP8 (--kv-cache-dtype) uses these, and no update sends them: with such a cache release "
+    "kv_cache alone"
 )
 FURTHEST = 3.0  # times the noise of the format; docs/gpu-results.md has what sound and broken models measure
 

@@ -210,11 +210,19 @@ def _computed(write: Write) -> frozenset[str]:
 
 
 def _writes_of(source: Source, parameter: Tensor) -> Sequence[Write]:
-    """What was written into a parameter; all of it, where the loader replaced its memory by what was given or made."""
-    block = source.block
+    """What was written into a parameter; all of it, where the loader replaced its memory by what was given or made.
+
+    A parameter may then be a part of that memory, of which only writes from its own start to its end are its own.
+    """
+    block, region = source.block, source.region
     if block.given is None and block.made is None:
         return block.writes
-    return [Write(Region(0, source.region.sizes, source.region.strides), parameter.dtype, source), *block.writes]
+    own = [
+        replace(write, into=replace(write.into, offset=write.into.offset - region.offset))
+        for write in block.writes
+        if region.offset <= write.into.offset < region.end
+    ]
+    return [Write(Region(0, region.sizes, region.strides), parameter.dtype, source), *own]
 
 
 def _surviving(writes: Sequence[Write]) -> Iterator[tuple[Write, Tensor | None]]:

@@ -121,13 +121,15 @@ def layout(module: nn.Module) -> Layout | None:
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:
-    """Also the indexer of a layer that reads what an earlier one chose: SGLang builds it and never runs it."""
-    from sglang.srt.configs.model_config import dsa_layer_skips_topk, is_deepseek_dsa
-
+    """As `names.left_empty`, and the indexer of a layer that shares an earlier one: it is built and never runs."""
     if left_empty_by_name(param, config):
         return True
-    found, own = _INDEXER.fullmatch(param), SimpleNamespace(**config)
-    return found is not None and is_deepseek_dsa(own) and bool(dsa_layer_skips_topk(own, int(found[1])))
+    if (indexer := _INDEXER.fullmatch(param)) is None:
+        return False
+    from sglang.srt.configs.model_config import dsa_layer_skips_topk, is_deepseek_dsa
+
+    own = SimpleNamespace(**config)
+    return is_deepseek_dsa(own) and bool(dsa_layer_skips_topk(own, int(indexer[1])))
 
 
 def chosen_for() -> None:

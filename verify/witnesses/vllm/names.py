@@ -9,9 +9,9 @@ from typing import Any
 from verify.evidence.expected import weights_of
 from verify.witnesses.loading.names import without_input_scale
 
-# Scales of attention in FP8, their ranges and zero points, which few checkpoints have: they mean what they begin with.
-# Those named `_cpu` may lie on the GPU. Sparse attention has all of them in a module `attn` up to 0.26, in the layer
-# itself in 0.33.
+# Scales of attention in FP8, their ranges and zero points. Few checkpoints have them; else what vLLM makes them with is
+# meant. Those named `_cpu` may lie on the GPU. Sparse attention has all of them in a module `attn` up to 0.26, in the
+# layer itself in 0.33.
 _OF_ATTENTION = re.compile(
     r".+\.(?:mla_)?attn\.(?:_?[kqv]_scale(?:_cpu)?|[kqv]_range|_?prob_scale|[kqv]_zero_point|prob_zero_point)"
     r"|.+\.self_attn\.(?:_[kqv]_scale(?:_cpu)?|[kqv]_range|_prob_scale)"
