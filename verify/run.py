@@ -11,7 +11,7 @@ from typing import Unpack
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.detect import TRACKER, is_legacy, is_nemo, iteration_of, locate, refuse_url
+from ckptkit.formats.detect import TRACKER, is_legacy, is_nemo, iteration_of, locate, refuse_url, require_own_files
 from ckptkit.formats.hf.adapter import is_adapter
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.other_weights import refuse_other_format
@@ -93,6 +93,7 @@ def subject_of(
         raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
     if stage := _stage_of_its_own(subject.path):
         _check_options(subject, hf, _OF_ITS_OWN[stage])
+        _require_own_files(subject)
         return subject
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
@@ -197,10 +198,18 @@ def _refuse_other_formats(subject: Subject) -> None:
         refuse_other_format(subject.path)
 
 
+def _require_own_files(subject: Subject) -> None:
+    """Raises CkptkitError as `require_own_files` for every directory that is read, those of other readers included."""
+    for path in filter(None, (subject.path, subject.source_path, subject.hf_path, subject.options.adapter)):
+        require_own_files(path)
+
+
 def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
     """Raises CkptkitError, before every byte has been read, for what is not a matter of the checkpoint."""
     if subject.source_path:
         locate(subject.source_path)
+    subject.kind  # noqa: B018 - raises where there is no checkpoint
+    _require_own_files(subject)
     if hf is not None and not subject.is_megatron and subject.source_is_hf:
         refuse_hf(hf, path)
     if subject.is_deltas:

@@ -17,11 +17,13 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
-from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.detect import MANIFEST, Location, locate, require_own_files
 from ckptkit.formats.hf.remote import opened
 from ckptkit.storage.url import is_url
-from ckptkit.transfer.destination import check_destination
+from ckptkit.transfer.destination import check_destination, finish_published
+from ckptkit.transfer.manifest import read_manifest
 from ckptkit.transfer.upload import check_upload
+from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
 from quant.schemes.registry import DEFAULT
 
@@ -31,7 +33,8 @@ class ConversionResult:
     """What a run wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them.
 
     `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the run
-    will take; `notes`, what the user should know of the source; `packed`, what was quantized.
+    will take; `notes`, what the user should know of the source; `packed`, what was quantized;
+    `was_whole`, whether the run that is resumed had written all of it, so that nothing was written now.
     """
 
     source: str
@@ -45,6 +48,7 @@ class ConversionResult:
     forecast: Forecast | None = None
     notes: tuple[str, ...] = ()
     packed: PackedSummary | None = None
+    was_whole: bool = False
 
 
 def run(options: RunOptions) -> ConversionResult:
@@ -52,7 +56,11 @@ def run(options: RunOptions) -> ConversionResult:
     with ExitStack() as stack:
         sources = {source: stack.enter_context(opened(source)) for source in dict.fromkeys(options.sources)}
         location = locate(sources[options.src])
-        _check_destination(options, sources, location)
+        for source in sources.values():
+            require_own_files(source.path)
+        is_whole = _is_whole(options, sources)
+        if not is_whole:
+            _check_destination(options, sources, location)
         if (adapters := adapters_at(options, location, sources)) is not None:
             if not options.dry_run:
                 write_adapters(options, adapters)
@@ -60,7 +68,7 @@ def run(options: RunOptions) -> ConversionResult:
         _check_direction(options, location)
         with phase("planning"):
             plan = make_plan(options, sources)
-        errors = {} if options.dry_run else execute(options, plan, sources)
+        errors = {} if options.dry_run or is_whole else execute(options, plan, sources)
         return replace(
             _written(str(plan.side_files), options, plan.kind, plan.view),
             layout=plan.layout if plan.is_hf else {},
@@ -68,7 +76,24 @@ def run(options: RunOptions) -> ConversionResult:
             forecast=forecast(options, plan) if options.dry_run else None,
             notes=plan.notes,
             packed=summary(plan, errors),
+            was_whole=is_whole,
         )
+
+
+def _is_whole(options: RunOptions, sources: Sources) -> bool:
+    """Whether the run to be resumed wrote all of its destination, and every file and tensor of its manifest is there.
+
+    Raises CkptkitError as `finish_published`.
+    """
+    dst = options.dst
+    if not options.resume or options.dry_run or not isinstance(dst, Path):
+        return False
+    if not finish_published(dst, options.identity(sources)):
+        return False
+    promised = read_manifest(dst / MANIFEST)
+    found = {name: (spec.dtype, spec.shape) for name, spec in open_checkpoint(dst).specs.items()}
+    listed = {name: (digest.dtype, digest.shape) for name, digest in promised.tensors.items()}
+    return found == listed and all((dst / name).is_file() for name in promised.files)
 
 
 def _written(source: str, options: RunOptions, kind: str, view: Checkpoint) -> ConversionResult:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from ckptkit.app.plan import ConversionPlan
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.app.write import write_files
 from ckptkit.formats.detect import Location
 from ckptkit.formats.hf.remote import check_unchanged
-from ckptkit.formats.hf.side_files import MANIFEST, copy_side_files, write_config
+from ckptkit.formats.hf.side_files import MANIFEST, copy_files, side_files, write_config
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.storage.fingerprint import unchanged
 from ckptkit.transfer.destination import new_directory
 from ckptkit.transfer.journal import Journal
-from ckptkit.transfer.manifest import described_files, lineage_of, write_manifest
+from ckptkit.transfer.manifest import FINGERPRINT, described_files, lineage_of, write_manifest
 from ckptkit.transfer.upload import new_upload
 from converters.passthrough import FOLDER
 from quant.formats.squared_error import SquaredError
@@ -32,9 +33,12 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
     What a run that is cut off has finished is kept for --resume, except at a URL.
     """
     read = [plan.source.path, *(sources[path].path for path in options.sources[1:])]
-    with _destination(options, sources) as (partial, journal), unchanged(read):
+    root, home = plan.source.root, plan.side_files.path
+    files = side_files(home, root if home.is_relative_to(root) else None)
+    identity = options.identity(sources)
+    with _destination(options, identity) as (partial, journal), unchanged(read):
         lineage = lineage_of(plan.source)  # before the work, which would be lost where it cannot be read
-        _write_side_files(plan, partial)
+        _write_side_files(plan, files, partial)
         if options.ray is None:
             # An error in `prepare` comes again in `finish`.
             with ThreadPoolExecutor(1) as meanwhile:
@@ -47,23 +51,22 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
             write_on_ray(options, plan, partial, journal)
         for output in plan.outputs:
             output.files.finish(partial)
-        _write_manifest(options, plan, lineage, partial, journal)
+        _write_manifest(options, plan, {"lineage": lineage, FINGERPRINT: identity["source"]}, partial, journal)
         for source in sources.values():
             check_unchanged(source)
         return {name: SquaredError(*sums) for file in plan.files() for name, sums in journal.measured(file).items()}
 
 
-def _destination(options: RunOptions, sources: Sources) -> AbstractContextManager[tuple[Path, Journal]]:
+def _destination(options: RunOptions, identity: Mapping[str, Any]) -> AbstractContextManager[tuple[Path, Journal]]:
     if isinstance(options.dst, str):
         return new_upload(options.dst, overwrite=options.overwrite, sources=options.sources)
-    identity = options.identity(sources)
     return new_directory(options.dst, identity, overwrite=options.overwrite, resume=options.resume)
 
 
-def _write_side_files(plan: ConversionPlan, partial: Path) -> None:
+def _write_side_files(plan: ConversionPlan, files: Sequence[Path], partial: Path) -> None:
     target = partial / plan.side_folder
     target.mkdir(exist_ok=True)
-    copy_side_files(plan.side_files.path, target)
+    copy_files(plan.side_files.path, files, target)
     write_config(target, plan.config, plan.view.specs)
     for output in plan.outputs[1:]:
         (partial / FOLDER).mkdir(exist_ok=True)
@@ -71,13 +74,13 @@ def _write_side_files(plan: ConversionPlan, partial: Path) -> None:
 
 
 def _write_manifest(
-    options: RunOptions, plan: ConversionPlan, lineage: Mapping[str, str], partial: Path, journal: Journal
+    options: RunOptions, plan: ConversionPlan, source: Mapping[str, Any], partial: Path, journal: Journal
 ) -> None:
     """Writes the manifest of what has been written, digests included, in the order of names."""
     digests: dict[str, TensorDigest] = {}
     for file in plan.outputs[0].files.names:
         digests |= journal.recorded(file) or {}
-    more = {"source": plan.side_files.path.name, "lineage": lineage, "hf_layout": dict(plan.layout)}
+    more = {"source": plan.side_files.path.name, **source, "hf_layout": dict(plan.layout)}
     written = Location(plan.kind, partial / "release" if plan.is_megatron else partial, partial)
     tensors = {name: digests[name] for name in sorted(digests)}
     files = described_files(written, [partial / FOLDER])

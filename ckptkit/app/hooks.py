@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import summarize
 from ckptkit.formats.deltas.chain import lone, require_sound
-from ckptkit.formats.detect import is_deltas
+from ckptkit.formats.detect import is_deltas, require_own_files
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from converters.planner import dims_of, rules_of
 from converters.stored import as_stored
@@ -109,6 +109,7 @@ def after_weight_write(args: Namespace, version_dir: str, rollout_engines: Seque
     if not _is_first_rank():
         return
     path = Path(version_dir)
+    require_own_files(path)
     if not any(path.iterdir()):
         return
     if is_deltas(path):
@@ -123,10 +124,12 @@ def _hf_checkpoint(args: Namespace) -> Path:
     if not given or not Path(given).is_dir():
         hint = "give --hf-checkpoint a local directory with config.json, or leave ckptkit's hook out"
         raise CkptkitError(f"--hf-checkpoint is {given!r}, which is not a directory here", hint)
+    require_own_files(given)
     return Path(given)
 
 
 def _require_sound(subject: Subject) -> None:
+    require_own_files(subject.path)
     outcome = check_headers(subject)
     raise_errors(str(subject.path), outcome)
     for reason in outcome.reasons:

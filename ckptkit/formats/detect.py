@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -11,11 +13,13 @@ from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, Unsupp
 from ckptkit.formats.other_weights import below, has_shards, of_file, other_weights
 from ckptkit.storage.directory import Directory, Listing
 from ckptkit.storage.regular import read_regular
+from ckptkit.storage.tree import files_below
 
 MANIFEST = "ckptkit.json"
 SIGNATURE_ENDING = ".sig"
 TRACKER = "latest_checkpointed_iteration.txt"
 _BACKEND = "metadata.json"
+_BESIDE = (MANIFEST, MANIFEST + SIGNATURE_ENDING, "hf", "carried")  # what ckptkit keeps beside an iteration
 _MAX_TRACKER = 256  # bytes
 _MAX_DIGITS = 18  # of an iteration
 ITERATION = re.compile(r"iter_\d{7}")
@@ -118,9 +122,39 @@ class Location(OfKind):
 
 
 def locate(path: str | Path | Directory) -> Location:
-    """What kind of checkpoint lies at `path`. Raises CkptkitError when there is none or it is ambiguous."""
+    """What kind of checkpoint lies at `path`. Raises CkptkitError when there is none or it is ambiguous.
+
+    Raises CkptkitError as `require_own_files` too.
+    """
     if isinstance(path, Directory):
         return replace(locate(path.path), remote=path.remote)
+    location = _located(path)
+    require_own_files(path)
+    return location
+
+
+def require_own_files(path: str | Path) -> None:
+    """Raises CkptkitError as `files_below` for what is read of the checkpoint at `path`, whole or not.
+
+    Of a Megatron root that is the iteration of its tracker, not the other ones and not what a run keeps there.
+    """
+    root = Path(path).absolute()
+    if not root.is_dir():
+        return
+    around, folders = root.parent, [root]
+    if os.path.lexists(root / TRACKER) or is_nemo(root):
+        around, folders = root, [root / name for name in (TRACKER, "context", "weights", *_BESIDE)]
+        with suppress(MissingError, DamagedError, UsageError, UnsupportedError):  # what reads it says so
+            iteration_of(root)
+    elif VERSION.fullmatch(root.name):  # those before it are read too
+        folders += [folder for folder in around.iterdir() if VERSION.fullmatch(folder.name)]
+    elif any((root / name).exists() for name in (".metadata", _BACKEND)) or is_legacy(root):
+        folders += [around / name for name in _BESIDE]
+    for folder in folders:
+        files_below(folder, None if folder == root else around)
+
+
+def _located(path: str | Path) -> Location:
     given, root = Path(path), Path(path).absolute()
     refuse_url(path)
     if not root.exists():
@@ -206,8 +240,8 @@ def iteration_of(root: Path) -> Path:
 def tracked(root: Path) -> Path:
     """The directory that the tracker of a Megatron root names.
 
-    Raises CkptkitError where it does not exist, UsageError for the root of a run of verl, and UnsupportedError for a
-    save of miles' FSDP trainer.
+    Raises CkptkitError where it does not exist and as `files_below`, UsageError for the root of a run of verl, and
+    UnsupportedError for a save of miles' FSDP trainer.
     """
     text = tracker_text(root)
     if text != "release" and not (text.isdecimal() and len(text) <= _MAX_DIGITS):
@@ -218,6 +252,7 @@ def tracked(root: Path) -> Path:
         if (step := root / f"global_step_{text}").is_dir():
             raise UsageError(missing, f"this is a run of verl: {below(step) or f'look into {step}'}")
         raise MissingError(missing, "the save was cut short, or the directory was moved")
+    files_below(path, root)
     if (path / "model" / ".metadata").exists() and not (path / ".metadata").exists():
         hint = f"export it with miles' tools/convert_fsdp_to_hf.py, --input-dir {path}, and give what that writes"
         raise UnsupportedError(f"{path} was saved by miles' FSDP trainer, not by Megatron", hint)
@@ -225,7 +260,8 @@ def tracked(root: Path) -> Path:
 
 
 def tracker_text(root: Path) -> str:
-    """What the tracker of a Megatron root says. Raises CkptkitError where it cannot be read."""
+    """What the tracker of a Megatron root says. Raises CkptkitError where it cannot be read or is a link out of it."""
+    files_below(root / TRACKER, root)
     try:
         return read_regular(root / TRACKER, _MAX_TRACKER).decode(errors="replace").strip()
     except OSError as error:

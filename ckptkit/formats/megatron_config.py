@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import MissingError
+from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import without_quantization
 from ckptkit.storage.directory import Directory, directory
@@ -17,6 +18,7 @@ def hf_home(path: Path, hf: str | Path | Directory | None) -> Directory:
     if not hf:
         return Directory(path.parent / "hf")
     home = directory(hf)
+    require_own_files(home.path)
     if not (home.path / "config.json").exists():
         raise MissingError(f"{home} has no config.json", "name the HF directory of this model with --hf")
     return home

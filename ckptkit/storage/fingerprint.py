@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ def fingerprint(folders: Iterable[Path | Directory], counts: Counts = _all) -> s
         if folder.remote is not None:
             digest.update(json.dumps([folder.remote.url, sorted(folder.remote.versions.items())]).encode())
             continue
-        for path in sorted(folder.path.rglob("*")):
+        for path in sorted(_below(folder.path)):
             # A file that is removed while others are looked at is not there.
             with suppress(FileNotFoundError):
                 if not counts(path.relative_to(folder.path)) or not path.is_file():
@@ -37,6 +38,17 @@ def fingerprint(folders: Iterable[Path | Directory], counts: Counts = _all) -> s
                 found = path.stat()
                 digest.update(json.dumps([str(path), found.st_size, found.st_mtime_ns]).encode())
     return digest.hexdigest()
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """What is below a folder, as far as it may be read."""
+    folders = [folder]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                yield Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
 
 
 class ChangedError(CkptkitError):

@@ -11,15 +11,18 @@ import fcntl
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.regular import kind_of
 
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 _CONTENT = re.compile(r"ckptkit: (pid \d+ on .+)\n")
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a link is not followed, a pipe not waited for
 _TRIES = 5  # `check_free` of another process may have it for a moment
 _PAUSE_S = 0.02
 _MAX_BYTES = 1000  # bytes of a lock file that are read
@@ -40,12 +43,13 @@ def locked(path: Path) -> Iterator[None]:
 def check_free(path: Path) -> None:
     """Raises CkptkitError, as `locked` does, when another run holds the lock file `path`."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
         return
     except OSError as error:
         raise _unusable(path, error.strerror) from error
     try:
+        _require_file(path, descriptor)
         if (outcome := _try(descriptor, fcntl.LOCK_SH)) != "ours":
             raise _held(path, descriptor, outcome)
     finally:
@@ -57,6 +61,7 @@ def _acquired(path: Path) -> int:
     for left in reversed(range(_TRIES)):
         descriptor, made = _opened(path)
         try:
+            _require_file(path, descriptor)
             outcome = _try(descriptor, fcntl.LOCK_EX)
             refused = outcome == "held" or (outcome == "no locks" and not made)
             if refused and not left:
@@ -82,15 +87,21 @@ def _held(path: Path, descriptor: int, outcome: str) -> CkptkitError:
 def _opened(path: Path) -> tuple[int, bool]:
     """A descriptor of the lock file, and whether it was made just now."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644), True
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o644), True
     except FileExistsError:
         pass
     except OSError as error:
         raise _unusable(path, error.strerror) from error
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), False
+        return os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644), False
     except OSError as error:
         raise _unusable(path, error.strerror) from error
+
+
+def _require_file(path: Path, descriptor: int) -> None:
+    """Raises CkptkitError for a pipe or a device in place of the lock file."""
+    if not stat.S_ISREG((found := os.fstat(descriptor)).st_mode):
+        raise _unusable(path, f"is not a regular file, but {kind_of(found)}")
 
 
 def _unusable(path: Path, why: str | None) -> CkptkitError:

@@ -11,6 +11,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckptkit.storage.tree import everything
+
 Identity = tuple[int, int]
 
 
@@ -18,10 +20,10 @@ def overlaps(target: Path, source: Path) -> bool:
     """Whether writing or replacing directory `target`, which need not exist, would change `source`. Raises OSError."""
     if not source.exists():
         return False
-    folders = {_identity(found) for _, found in _tree(source) if stat.S_ISDIR(found.st_mode)}
+    folders = {_identity(found) for _, found in everything(source) if stat.S_ISDIR(found.st_mode)}
     if not folders.isdisjoint(_identity(parent.stat()) for parent in target.resolve().parents):
         return True
-    return target.exists() and not set(_read(source)).isdisjoint(_identity(found) for _, found in _tree(target))
+    return target.exists() and not set(_read(source)).isdisjoint(_identity(found) for _, found in everything(target))
 
 
 def _read(root: Path) -> Iterator[Identity]:
@@ -29,21 +31,12 @@ def _read(root: Path) -> Iterator[Identity]:
 
     A file with a second name (a hard link) stays when the first is removed, and nothing is written in place.
     """
-    for path, found in _tree(root):
+    for path, found in everything(root):
         if not stat.S_ISLNK(found.st_mode):
             if stat.S_ISDIR(found.st_mode) or found.st_nlink == 1:
                 yield _identity(found)
         elif path.exists():
             yield _identity(path.stat())
-
-
-def _tree(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """A directory and everything below it, links not followed."""
-    found = root.lstat()
-    yield root, found
-    if stat.S_ISDIR(found.st_mode):
-        for path in root.iterdir():
-            yield from _tree(path)
 
 
 def _identity(found: os.stat_result) -> Identity:

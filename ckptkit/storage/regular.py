@@ -51,7 +51,11 @@ def read_regular(path: Path, limit: int) -> bytes:
     return content
 
 
+def kind_of(found: os.stat_result) -> str:
+    """What is not a regular file, in words."""
+    return _KINDS.get(stat.S_IFMT(found.st_mode), "of another kind")
+
+
 def _require_regular(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "of another kind")
-        raise OSError(errno.EINVAL, f"no regular file, but {kind}", str(path))
+        raise OSError(errno.EINVAL, f"no regular file, but {kind_of(found)}", str(path))

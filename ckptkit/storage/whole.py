@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,10 +15,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     A link at `path` is replaced, not followed.
     """
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    descriptor, name = new_file(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o644)
             # Half of a surrogate pair, which a file's name may hold, is no UTF-8.
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             file.flush()
@@ -27,6 +26,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def new_file(path: Path) -> tuple[int, Path]:
+    """A new file beside `path` with a name of its own, open for reading and writing, and that name. Raises OSError.
+
+    Its permissions are those of any new file: what the umask leaves.
+    """
+    name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), name
 
 
 def sync_tree(root: Path) -> None:

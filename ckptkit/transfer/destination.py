@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
@@ -13,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.detect import TRACKER
+from ckptkit.formats.detect import MANIFEST
 from ckptkit.storage.lock import check_free, locked
 from ckptkit.storage.overlap import overlaps
 from ckptkit.storage.whole import sync_tree
-from ckptkit.transfer.journal import JOURNAL, Journal
+from ckptkit.transfer.journal import Journal
+from ckptkit.transfer.manifest import was_asked
+from ckptkit.transfer.replaceable import require_replaceable
 
 _PARTIAL = ".partial"
+_MARK, _OLD, _GONE = ".ckptkit", "replaced", "removed"  # in the directory of what is moved aside
 
 
 def check_destination(
@@ -30,8 +32,8 @@ def check_destination(
     That is: a run is writing it; something is there, without `overwrite`; or a dead run's `.partial` is there, with
     neither `overwrite` nor `resume`.
 
-    Even with `overwrite` only a checkpoint or an empty directory is replaced, and never one of `sources`, or anything
-    around or inside them, by whatever path, link or mount it is reached.
+    Even with `overwrite` only what `require_replaceable` lets through is replaced, and never one of `sources`, or
+    anything around or inside them, by whatever path, link or mount it is reached.
     """
     target = path.resolve()
     _check_name(path, target)
@@ -42,10 +44,11 @@ def check_destination(
     for taken in _taken(target):
         if taken.suffix == _PARTIAL:
             check_free(_lock(taken))
-    _check_replaced(target, overwrite, resume)
+    _check_asked(target, overwrite, resume)
     for source, taken in product(read, _taken(target)):
         if overlaps(taken, source):
             raise _overlap(path, source)
+    _check_replaced(target)
 
 
 def _check_name(path: Path, target: Path) -> None:
@@ -59,26 +62,52 @@ def _overlap(path: Path, source: Path) -> CkptkitError:
     return CkptkitError(f"{path} overlaps {source}, which is read", "choose a destination beside it")
 
 
-def _check_replaced(target: Path, overwrite: bool, resume: bool) -> None:
-    """Raises CkptkitError for what is there and must stay."""
+def _check_asked(target: Path, overwrite: bool, resume: bool) -> None:
+    """Raises CkptkitError for what is there and may be replaced or gone on with only where that is asked for."""
+    partial, aside = _partial(target), _aside(target)
     if target.exists() and not overwrite:
         raise CkptkitError(f"{target} exists already", "choose another destination, or replace it with --overwrite")
-    if _partial(target).exists() and not (overwrite or resume):
+    if overwrite or resume:
+        return
+    if partial.is_dir() and not partial.is_symlink():
         hint = "go on with it (--resume), replace it (--overwrite), or choose another destination"
-        raise CkptkitError(f"{_partial(target)} exists already: a run was cut off", hint)
-    for taken in _taken(target):
-        if taken.exists() and not _replaceable(taken):
-            raise CkptkitError(
-                f"{taken} is not a checkpoint, so it is not replaced",
-                "choose another destination, or move it away first",
-            )
+        raise CkptkitError(f"{partial} exists already: a run was cut off", hint)
+    if (aside / _OLD).exists():
+        message = f"{aside / _OLD} is what a run was replacing at {target} when it was cut off"
+        raise CkptkitError(message, f"rename it to {target.name} to keep it, or replace it with --overwrite")
 
 
-def _replaceable(path: Path) -> bool:
-    if not path.is_dir():
+def _check_replaced(target: Path) -> None:
+    """Raises CkptkitError for what is there and must stay, whatever is asked for."""
+    if os.path.lexists(partial := _partial(target)):
+        require_replaceable(partial, is_partial=True)
+    if target.exists():
+        require_replaceable(target)
+    if os.path.lexists(_aside(target)):
+        _require_own_aside(_aside(target))
+
+
+def finish_published(path: Path, asked: Mapping[str, Any]) -> bool:
+    """Whether a run that was asked for the same wrote all of `path`, by its manifest, before it was cut off.
+
+    Then nothing but `path` is left of it: it gets its name, and what it replaced is removed. Raises CkptkitError as
+    `check_destination`.
+    """
+    target = path.resolve()
+    _check_name(path, target)
+    partial = _partial(target)
+    if not any(was_asked(one / MANIFEST, asked) for one in (target, partial)):
         return False
-    marks = (TRACKER, ".metadata", "config.json", "ckptkit.json", JOURNAL)
-    return not any(path.iterdir()) or any((path / mark).exists() for mark in marks)
+    with locked(_lock(partial)):
+        if os.path.lexists(_aside(target)):
+            _require_own_aside(_aside(target))
+        if os.path.lexists(partial):
+            if target.exists() or Journal(partial).exists or not was_asked(partial / MANIFEST, asked):
+                return False
+            require_replaceable(partial)
+            os.rename(partial, target)
+        _recover(target)
+        return was_asked(target / MANIFEST, asked)
 
 
 @contextmanager
@@ -95,7 +124,10 @@ def new_directory(
     target = path.resolve()
     with locked(_lock(_partial(target))):
         # Another run may have ended since.
-        _check_replaced(target, overwrite, resume)
+        _check_asked(target, overwrite, resume)
+        _check_replaced(target)
+        _recover(target)
+        _check_asked(target, overwrite, resume)
         with _growing(target, asked, resume) as grown:
             yield grown
 
@@ -119,7 +151,7 @@ def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tup
         sync_tree(partial)
         journal.end()
         whole = True
-        old = _replace(partial, path)
+        _replace(partial, path)
     except BaseException as error:
         kept = _whole(partial, path) if whole else _keep_or_remove(partial, journal, error)
         if isinstance(error, OSError):
@@ -131,18 +163,19 @@ def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tup
             raise CkptkitError(f"writing {path}: {error}", f"{hint}; {kept}") from error
         error.add_note(kept)
         raise
-    if old is not None:
-        _remove_old(old, path)
+    _remove_old(path)
 
 
-def _remove_old(old: Path, path: Path) -> None:
+def _remove_old(path: Path) -> None:
+    """Removes what was moved aside for a `path` that is whole."""
+    aside = _aside(path)
     try:
-        shutil.rmtree(old)
+        _recover(path)
     except OSError as error:
         message = f"{path} is whole, but what it replaced cannot be removed: {error}"
-        raise CkptkitError(message, f"remove {old} yourself") from error
+        raise CkptkitError(message, f"remove {aside} yourself") from error
     except BaseException as error:
-        error.add_note(f"{path} is whole; what is left of {old} can be removed")
+        error.add_note(f"{path} is whole; what is left of {aside} can be removed")
         raise
 
 
@@ -158,13 +191,13 @@ def _keep_or_remove(partial: Path, journal: Journal, error: BaseException) -> st
         return f"{partial} keeps {count} finished file(s): give the same command with --resume to go on"
     shutil.rmtree(partial, ignore_errors=True)
     if partial.exists():
-        return f"{partial} could not be removed: remove it, or give --overwrite"
+        return f"{partial} could not be removed: remove it"
     return "nothing was left behind"
 
 
-def _taken(target: Path) -> tuple[Path, Path]:
-    """What a run with this destination replaces."""
-    return target, _partial(target)
+def _taken(target: Path) -> tuple[Path, ...]:
+    """What a run with this destination replaces or removes."""
+    return target, _partial(target), _aside(target)
 
 
 def _partial(path: Path) -> Path:
@@ -176,17 +209,44 @@ def _lock(partial: Path) -> Path:
     return partial.with_name(partial.name + ".lock")
 
 
-def _replace(partial: Path, path: Path) -> Path | None:
-    """Renames `partial` to `path`. Returns the directory that now holds what was there; on an error it is put back."""
-    if not path.exists():
-        os.rename(partial, path)
-        return None
-    old = Path(tempfile.mkdtemp(prefix=f"{path.name}.old.", dir=path.parent))
-    os.rename(path, old / path.name)
+def _aside(path: Path) -> Path:
+    """The directory that holds what is replaced, from before the new output has its name until the old one is gone."""
+    return path.with_name(f"{path.name}{_PARTIAL}.old")
+
+
+def _replace(partial: Path, path: Path) -> None:
+    """Renames `partial` to `path`, and what was there into `_aside`; on an error it is put back."""
     try:
+        if path.exists():
+            aside = _aside(path)
+            aside.mkdir()
+            (aside / _MARK).touch()
+            os.rename(path, aside / _OLD)
         os.rename(partial, path)
-    except OSError:
-        os.rename(old / path.name, path)
-        old.rmdir()
+    except BaseException:
+        _recover(path)
         raise
-    return old
+
+
+def _recover(path: Path) -> None:
+    """Puts back what was moved aside where nothing took its place; else removes it."""
+    aside = _aside(path)
+    if not os.path.lexists(aside):
+        return
+    if (aside / _OLD).exists():
+        # Once its removal has begun, it is not put back.
+        os.rename(aside / _OLD, aside / _GONE if path.exists() else path)
+    if (aside / _GONE).exists():
+        shutil.rmtree(aside / _GONE)
+    (aside / _MARK).unlink(missing_ok=True)
+    aside.rmdir()
+
+
+def _require_own_aside(aside: Path) -> None:
+    """Raises CkptkitError unless a run made the directory at `aside` and nothing was put into it."""
+    names = {entry.name for entry in aside.iterdir()} if aside.is_dir() and not aside.is_symlink() else {""}
+    if not names <= {_MARK, _OLD, _GONE} or (names and _MARK not in names):
+        raise CkptkitError(
+            f"{aside} is in the way: what is replaced is kept there until the new output is whole",
+            "move it away, or choose another destination",
+        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
@@ -19,6 +17,7 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.files import Digests, Files, Piece
 from ckptkit.storage.buffers import BUFFER, bytes_of, copy_bytes, new_buffer
 from ckptkit.storage.digest import TensorDigest
+from ckptkit.storage.whole import new_file
 from ckptkit.storage.write import Regions, WrittenFile
 
 if TYPE_CHECKING:
@@ -96,9 +95,8 @@ class FilesWriter:
             path = self._root / file
             # Not the root: where it is gone the output is whole, and this process was thought dead.
             path.parent.mkdir(exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-            os.fchmod(descriptor, 0o644)
-            self._open[file] = WrittenFile(descriptor, self._files.size(file), self._regions), Path(temporary)
+            descriptor, temporary = new_file(path)
+            self._open[file] = WrittenFile(descriptor, self._files.size(file), self._regions), temporary
             offset, content = self._files.extra_bytes(file)
             self._open[file][0].write(content, offset)
         return self._open[file][0]

@@ -8,7 +8,8 @@ manifest beside them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,18 +23,20 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
-from ckptkit.formats.hf.side_files import MANIFEST, pieces_of, side_files
+from ckptkit.formats.hf.side_files import MANIFEST, pieces_of, require_utf8, side_files
 from ckptkit.formats.torch_dist.reader import MAX_METADATA
 from ckptkit.storage.digest import TensorDigest, is_blake3
 from ckptkit.storage.regular import open_regular, read_regular
+from ckptkit.storage.tree import files_below
 from ckptkit.storage.whole import write_whole
 from ckptkit.transfer.copy import copy
+from ckptkit.transfer.replaceable import SCHEMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SCHEMAS = "ckptkit-manifest/"
-SCHEMA = f"{_SCHEMAS}2"
+SCHEMA = f"{SCHEMAS}2"
+FINGERPRINT = "source_fingerprint"  # the key for paths, sizes and times of the files that a run read
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,13 @@ def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str
     below `hf/` and the directories `beside`.
     """
     if location.is_hf:
-        found: Iterable[Path] = (location.path / relative for relative in side_files(location.path))
+        found = [location.path / relative for relative in side_files(location.path)]
     else:
         names = ("common.pt", ".metadata", "metadata.json")
-        whole = [
-            path for folder in (location.root / "hf", *beside) for path in sorted(folder.rglob("*")) if path.is_file()
-        ]
-        found = [*(location.path / name for name in names if (location.path / name).is_file()), *whole]
+        found = [location.path / name for name in names if (location.path / name).is_file()]
+        for folder in (location.root / "hf", *beside):
+            files = require_utf8(folder, files_below(folder, location.root))
+            found += [folder / file for file in files if (folder / file).is_file()]
     return {str(path.relative_to(location.root)): file_digest(path) for path in found}
 
 
@@ -140,7 +143,7 @@ def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> 
             f"{target} exists already",
             f"compare with it: `ckptkit verify {checkpoint} --manifest {target}`; or choose another --output",
         )
-    if target.exists() and not str(before.get("schema", "")).startswith(_SCHEMAS):
+    if target.exists() and not str(before.get("schema", "")).startswith(SCHEMAS):
         raise CkptkitError(
             f"{target} is not a manifest, so it is not replaced", "move it away, or choose another place with --output"
         )
@@ -150,6 +153,17 @@ def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> 
 def has_digests(target: Path) -> bool:
     """Whether a manifest with digests stands at `target`. Raises CkptkitError where it is not JSON."""
     return target.exists() and "tensors" in read_json(target)
+
+
+def was_asked(path: Path, asked: Mapping[str, Any]) -> bool:
+    """Whether the run that wrote the manifest at `path` was asked for the same (`RunOptions.identity`)."""
+    try:
+        content = read_json(path)
+    except CkptkitError:
+        return False
+    command = content.get("command")
+    words = shlex.join(command) if isinstance(command, list) and all(isinstance(one, str) for one in command) else None
+    return asked == {"version": content.get("version"), "command": words, "source": content.get(FINGERPRINT)}
 
 
 def refuse_others(path: Path, tensors: Mapping[str, TensorDigest], files: Mapping[str, str]) -> None:

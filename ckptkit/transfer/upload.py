@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, DamagedError
+from ckptkit.core.json_text import MAX_BYTES
+from ckptkit.core.specs import summarize
 from ckptkit.formats.files import Digests
-from ckptkit.formats.hf.reader import INDEX, SINGLE
+from ckptkit.formats.hf.reader import INDEX, SINGLE, parse_json
 from ckptkit.formats.hf.side_files import MANIFEST, is_hidden
 from ckptkit.storage.url import Store, is_url
 from ckptkit.transfer.journal import Journal, Measured
+from ckptkit.transfer.replaceable import in_the_way, listed_in
 
 # Without these no reader takes shards for a model: they come last, in this order, and go first.
 _LAST = ("config.json", INDEX)
@@ -129,7 +132,20 @@ def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None]
         raise CkptkitError(f"{url} {what}", "choose another destination, or replace it with --overwrite")
     if there and not set(_MARKS) & set(there):
         raise CkptkitError(f"{url} is not a checkpoint, so it is not replaced", "choose another destination")
+    if there and _PARTIAL not in there and (others := in_the_way(there, _listed(store, there))):
+        message = f"{url} holds what is not part of a checkpoint, so it is not replaced: {summarize(others)}"
+        raise CkptkitError(message, "choose another destination")
     return there
+
+
+def _listed(store: Store, there: Collection[str]) -> set[str]:
+    """The files that the manifest at a URL names."""
+    if MANIFEST not in there:
+        return set()
+    try:
+        return listed_in(parse_json(store.read(MANIFEST, MAX_BYTES), store.at(MANIFEST)))
+    except DamagedError:
+        return set()
 
 
 def _remove(store: Store, names: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import SINGLE, read_json, shard_names
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import quantization_of
@@ -41,6 +42,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
     format that is not read (as `refuse_stated`), and for INT4 of a model that is not known.
     """
     file = path / "config.json"
+    require_own_files(path)
     config: Mapping[str, Any] = flattened(read_json(file), path)
     refuse_stated(config, path)
     content = quantization_of(config)

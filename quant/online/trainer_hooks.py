@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import read_json
 from quant.formats.part_names import packed_in
 from quant.formats.scheme import Grid
@@ -50,4 +51,5 @@ class UpdateCheck:
 
 @cache
 def _quantizer(checkpoint: str, grid: Grid | None) -> OnlineQuantizer:
+    require_own_files(checkpoint)
     return OnlineQuantizer(read_json(Path(checkpoint) / "config.json"), checkpoint, grid=grid)

@@ -98,6 +98,8 @@ def _ended(verb: str, later: Injection, early: Injection) -> Iterator[Cell]:
         after = Injection("rename", _PARTIAL, "signal", number, 1, 1)
         left = RESUMABLE if number == signal.SIGKILL else WHOLE
         yield Cell(number.name, verb, "publish", left, code, said, after)
+    last = Injection("unlink", f"{_PARTIAL}.lock", "signal", signal.SIGKILL, 1, 1)
+    yield Cell("SIGKILL", verb, "end", WHOLE, -9, "", last)
 
 
 def _publishing(verb: str) -> Iterator[Cell]:

@@ -107,6 +107,7 @@ BY_FD("fsync", int, fsync, (int fd), (fd))
 BY_FD("truncate", int, ftruncate64, (int fd, off64_t n), (fd, n))
 
 int rename(const char *from, const char *to) { return fails("rename", from) ? -1 : REAL(rename)(from, to); }
+int unlink(const char *path) { return fails("unlink", path) ? -1 : REAL(unlink)(path); }
 int mkdir(const char *path, mode_t mode) { return fails("mkdir", path) ? -1 : REAL(mkdir)(path, mode); }
 
 int clock_gettime(clockid_t clock, struct timespec *found) {

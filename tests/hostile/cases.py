@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hostile import json_cases, kinds, texts, weights
+from hostile import json_cases, kinds, links, texts, weights
 
-ALL = [*kinds.cases(), *json_cases.cases(), *weights.cases(), *texts.cases()]
+ALL = [*kinds.cases(), *links.cases(), *json_cases.cases(), *weights.cases(), *texts.cases()]

@@ -19,7 +19,7 @@ from click import Context
 from support.processes import environment
 
 from ckptkit.app.cli import LazyGroup, cli
-from hostile import cases
+from hostile import cases, links
 from hostile.bases import COMMANDS, WITHOUT_CONTROL, commands, linked, make_bases
 from hostile.case import RAN, Case
 
@@ -154,6 +154,22 @@ def refused(one: Case, verb: str, ran: Ran) -> list[str]:
 @pytest.mark.parametrize("base", [base for base in COMMANDS if base not in WITHOUT_CONTROL])
 def test_sound_input_passes_every_verb(base: str, runner: Runner, here: Path) -> None:
     linked(runner.sound / base, here / "in")
+    before = tree(here)
+    wrong = {}
+    for verb, words in commands(base, runner.sound).items():
+        ran = runner.run(words, here)
+        if found := faults(ran, here, before) + ([f"exit code {ran.code}"] if ran.code else []):
+            wrong[verb] = found, ran.said[-1500:]
+        shutil.rmtree(here / "out")
+        (here / "out").mkdir()
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("name", links.SOUND)
+def test_links_that_stay_in_the_checkpoint_pass(name: str, runner: Runner, here: Path) -> None:
+    base, make = links.SOUND[name]
+    linked(runner.sound / base, here / "in")
+    make(here / "in")
     before = tree(here)
     wrong = {}
     for verb, words in commands(base, runner.sound).items():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.core.installation import program_version
+from ckptkit.formats.detect import require_own_files
 from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, choose, looked_at, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
@@ -64,6 +65,8 @@ def _directories(job: Job) -> Iterator[Subject]:
     paths: set[Path] = set()
     for side in job.sides:
         sizes = job.sizes.get(side.role, LaunchArguments())
+        if side.path is not None:
+            require_own_files(side.path)
         # A critic has another output layer, a teacher is another model.
         if side.path is None or (job.stack.one_model and side.role in ("critic", "teacher")):
             continue

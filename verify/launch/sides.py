@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
-from ckptkit.formats.detect import ITERATION, Kind, OfKind
+from ckptkit.formats.detect import ITERATION, Kind, OfKind, require_own_files
 from ckptkit.formats.hf.reader import read_config
 from converters.registry import family_of
 from verify.issue import Issue
@@ -70,6 +70,7 @@ def hf_config_of(path: Path) -> str | None:
 
     A trainer may load what is not known here. CK101 then makes the report inconclusive.
     """
+    require_own_files(path)
     try:
         config = read_config(path)
         family_of(config)

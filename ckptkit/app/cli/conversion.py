@@ -139,7 +139,8 @@ def _run(options: RunOptions, as_json: bool) -> None:
     source = (options.hf or "BASE") if result.format == "adapter" else options.src
     next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", source, *beside])
     remote = is_url(options.dst) or is_url(options.src)
-    closing(f"wrote {size(result.bytes)}", next_step=None if remote else next_line)
+    done = f"{options.dst} is whole: the run before wrote it" if result.was_whole else f"wrote {size(result.bytes)}"
+    closing(done, next_step=None if remote else next_line)
 
 
 def _print_result(result: ConversionResult) -> None:
@@ -148,6 +149,9 @@ def _print_result(result: ConversionResult) -> None:
     total = f"{result.tensors} tensors, {size(result.bytes)}"
     if result.dequantized:
         total += f", dequantized from {result.dequantized}"
+    if result.was_whole:
+        echo(f"{result.destination} ({result.format}) is whole, so nothing was written: {total}", *_packed(result))
+        return
     if result.forecast is None:
         echo(f"{result.destination} ({result.format}): {total}", *_packed(result))
         return

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ckptkit.core.errors import MissingError, UnsupportedError
+from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.storage.directory import directory
@@ -27,6 +28,7 @@ class AdapterFiles(HfCheckpoint):
     """
 
     def __init__(self, root: Path) -> None:
+        require_own_files(root)
         self.directory = directory(root)
         self.root = self.directory.path
         self.config = read_json(self.root / ADAPTER_CONFIG)

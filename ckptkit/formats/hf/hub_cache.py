@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import INDEX, read_json
-from ckptkit.formats.hf.side_files import is_hidden
 from ckptkit.storage.links import snapshot_of
 from ckptkit.storage.regular import read_regular
+from ckptkit.storage.tree import files_below
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -110,9 +110,8 @@ def downloads_in(root: Path) -> dict[str, Download]:
     itself. Source: huggingface_hub `file_download.py` and `_local_folder.py`.
     """
     found: dict[str, Download] = {}
-    for path in sorted(root.rglob("*")):
-        name = str(path.relative_to(root))
-        if path.is_file() and not is_hidden(name) and (record := _cached(root, name) or _local(root, name)) is not None:
+    for name in map(str, files_below(root)):
+        if (root / name).is_file() and (record := _cached(root, name) or _local(root, name)) is not None:
             found[name] = record
     return found
 

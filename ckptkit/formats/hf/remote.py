@@ -12,7 +12,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError, DamagedError, MissingError
 from ckptkit.core.json_text import MAX_BYTES
 from ckptkit.core.specs import summarize
-from ckptkit.formats.detect import ITERATION, LEGACY_RANK, LOADED, TRACKER
+from ckptkit.formats.detect import ITERATION, LEGACY_RANK, LOADED, TRACKER, require_own_files
 from ckptkit.formats.hf.reader import INDEX, parse_json, read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
 from ckptkit.formats.hf.side_files import MAX_BYTES_BESIDE, is_hidden, is_weight
@@ -47,6 +47,7 @@ def config_at(path: str | Path) -> dict[str, Any] | None:
     Raises CkptkitError as `read_json` and `Store` do.
     """
     if not is_url(path):
+        require_own_files(path)
         return read_json(Path(path) / CONFIG) if (Path(path) / CONFIG).exists() else None
     store = Store(path)
     return parse_json(store.read(CONFIG, MAX_BYTES), store.at(CONFIG)) if CONFIG in store.top() else None

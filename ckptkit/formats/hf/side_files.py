@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,27 +20,36 @@ from ckptkit.formats.detect import MANIFEST as MANIFEST
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, QUANTIZATION_KEYS, read_json
 from ckptkit.storage.links import fetch_again, target_of
 from ckptkit.storage.regular import open_regular
+from ckptkit.storage.tree import files_below
 
 MAX_BYTES_BESIDE = 16 << 30  # of a file beside weights
 _OWN = {Path(MANIFEST), Path(MANIFEST + SIGNATURE_ENDING)}
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 
 
-def side_files(root: Path) -> Iterator[Path]:
+def side_files(root: Path, within: Path | None = None) -> list[Path]:
     """Every file of an HF directory that is not a weight, relative to it; hidden files and folders are left out.
 
-    Raises CkptkitError for a link to nothing, a pipe or a device, and a folder with the name of a file that loaders
-    read: a tokenizer would be lost silently.
+    `within`: the checkpoint that the directory is part of, if it is.
+    Raises CkptkitError as `files_below` and `require_utf8`, for a link to nothing, and for a folder with the name of a
+    file that loaders read: a tokenizer would be lost silently.
     """
-    for path in sorted(root.rglob("*")):
-        relative = path.relative_to(root)
-        hidden = is_hidden(str(relative))
-        if not hidden and (target := target_of(path)) is not None:
-            raise MissingError(f"{path} is a link to nothing: {target}", fetch_again(path.parent))
-        if not hidden and not path.is_file() and (not path.is_dir() or str(relative) in LOADED):
-            raise CkptkitError(f"{path} is not a regular file", "put the file of the release in its place")
-        if path.is_file() and not hidden and not is_weight(path.name) and relative not in _OWN:
-            yield relative
+    if folders := [name for name in sorted(LOADED) if (root / name).is_dir()]:
+        raise CkptkitError(f"{root / folders[0]} is not a regular file", "put the file of the release in its place")
+    files = [file for file in files_below(root, within) if not is_hidden(str(file))]
+    for file in files:
+        if (target := target_of(root / file)) is not None:
+            raise MissingError(f"{root / file} is a link to nothing: {target}", fetch_again((root / file).parent))
+    return require_utf8(root, [file for file in files if not is_weight(file.name) and file not in _OWN])
+
+
+def require_utf8(root: Path, files: Sequence[Path]) -> list[Path]:
+    """These files. Raises CkptkitError for a name that is not UTF-8: JSON, as of a manifest, cannot hold it."""
+    for file in files:
+        if (name := os.fsencode(file).decode(errors="backslashreplace")) != str(file):
+            message = f"{root} holds a file whose name is not in UTF-8, {name}"
+            raise CkptkitError(message, "rename it: a manifest cannot name it")
+    return list(files)
 
 
 def is_hidden(name: str) -> bool:
@@ -53,9 +62,9 @@ def is_weight(name: str) -> bool:
     return name.endswith(_WEIGHTS)
 
 
-def copy_side_files(root: Path, target: Path) -> None:
-    """Copies them byte for byte. Raises CkptkitError when one cannot be read."""
-    for relative in side_files(root):
+def copy_files(root: Path, files: Sequence[Path], target: Path) -> None:
+    """Copies files, named relative to `root`, byte for byte. Raises CkptkitError when one cannot be read."""
+    for relative in files:
         (target / relative).parent.mkdir(parents=True, exist_ok=True)
         with (target / relative).open("wb") as copied:
             for piece in pieces_of(root / relative):

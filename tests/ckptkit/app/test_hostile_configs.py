@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -74,11 +75,11 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hostile(release: Path, tmp_path: Path) -> Path:
-    """The release with a config.json of its own. Its weights are links."""
+    """The release with a config.json of its own. Its weights are hard links."""
     root = tmp_path / "hf"
     root.mkdir()
     for file in release.iterdir():
-        (root / file.name).symlink_to(file)
+        os.link(file, root / file.name)
     (root / "config.json").unlink()
     shutil.copy(release / "config.json", root)
     return root

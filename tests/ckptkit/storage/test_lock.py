@@ -168,7 +168,7 @@ def test_lock_on_a_file_system_without_locks_is_the_file_itself(
         pass
 
 
-@pytest.mark.parametrize("kind", ["file", "link", "directory"])
+@pytest.mark.parametrize("kind", ["file", "link", "directory", "pipe", "link to a pipe", "socket"])
 def test_lock_file_that_is_somebody_elses_is_left_alone(tmp_path: Path, kind: str) -> None:
     (tmp_path / "thesis").write_text("x")
     if kind == "file":
@@ -179,7 +179,9 @@ def test_lock_file_that_is_somebody_elses_is_left_alone(tmp_path: Path, kind: st
         (tmp_path / LOCK).mkdir()
     before = sorted(path.name for path in tmp_path.iterdir())
     with (
-        pytest.raises(CkptkitError, match=rf"{LOCK}: (is not a lock file of ckptkit|Too many levels|Is a directory)"),
+        pytest.raises(
+            CkptkitError, match=rf"{LOCK}: (is not a lock file of ckptkit|Too many levels|is not a regular file)"
+        ),
         new_directory(tmp_path / "out", ASKED),
     ):
         pass

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+from support.models import content
 
 from ckptkit.core.errors import CkptkitError, FinalError
 from ckptkit.transfer.destination import check_destination, new_directory
@@ -94,11 +97,12 @@ def test_a_source_that_is_the_partial_of_the_destination(tmp_path: Path) -> None
 def test_overwrite_replaces_checkpoints_and_empty_directories_only(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     check_destination(tmp_path / "home", overwrite=True)
-    (tmp_path / "home/thesis.txt").write_text("x")
-    with pytest.raises(CkptkitError, match="is not a checkpoint, so it is not replaced"):
-        check_destination(tmp_path / "home", overwrite=True)
-    (tmp_path / "home/latest_checkpointed_iteration.txt").write_text("release")
+    for name in ("latest_checkpointed_iteration.txt", "release/.metadata", "hf/config.json", "hf/README.md"):
+        write(tmp_path / "home" / name)
     check_destination(tmp_path / "home", overwrite=True)
+    write(tmp_path / "home/thesis.txt")
+    with pytest.raises(CkptkitError, match=r"home holds what is not part of a checkpoint.*: thesis\.txt"):
+        check_destination(tmp_path / "home", overwrite=True)
 
 
 def test_a_neighbour_with_a_similar_name_is_left_alone(tmp_path: Path) -> None:
@@ -132,8 +136,192 @@ def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, mon
     assert (tmp_path / "out.partial/config.json").read_text() == "new"
 
 
-def test_a_partial_that_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial/thesis.txt").write_text("x")
-    with pytest.raises(CkptkitError, match="out.partial is not a checkpoint"):
+FOREIGN = {
+    "a project": (".git/HEAD", "thesis.tex", "config.json"),
+    "a project of nothing but git": (".git/HEAD", "config.json"),
+    "code beside a model": ("code/a.py", "config.json", "model.safetensors"),
+    "a script beside a model": ("train.py", "config.json", "model.safetensors"),
+    "notes beside a model": ("notes.txt", "config.json", "model.safetensors"),
+    "a trainer's state": ("optimizer.pt", "config.json", "model.safetensors"),
+    "a name of weights in a foreign folder": ("old/model.safetensors", "config.json", "model.safetensors"),
+    "a hidden file": (".env", "config.json"),
+    "a page alone": ("README.md",),
+    "a run's logs": ("wandb/run", "latest_checkpointed_iteration.txt", "release/.metadata"),
+    "a run with iterations": ("iter_0000100/.metadata", "iter_0000200/.metadata", "latest_checkpointed_iteration.txt"),
+    "a run with one iteration": ("iter_0000100/.metadata", "latest_checkpointed_iteration.txt"),
+    "a run that began from a release": ("iter_0000100/.metadata", "release/.metadata", "hf/config.json"),
+    "a step of verl": ("global_step_1/x.pt", "latest_checkpointed_iteration.txt"),
+    "checkpoints of a trainer": ("checkpoint-500/model.safetensors", "config.json", "model.safetensors"),
+    "another program's manifest": ("thesis.tex", "ckptkit.json", "config.json"),
+    "deltas": ("weight_v000001/model.safetensors",),
+}
+
+
+def write(file: Path, text: str = "x") -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize("place", ["out", "out.partial"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: str, place: str) -> None:
+    for file in FOREIGN[name]:
+        write(tmp_path / place / file)
+    before = content(tmp_path)
+    for options in ({"overwrite": True}, {"resume": True}):
+        with pytest.raises(CkptkitError) as refused, new_directory(tmp_path / "out", ASKED, **options):
+            pass
+        named = FOREIGN[name][0].partition("/")[0] if name != "a page alone" else f"{place} is not a checkpoint"
+        assert named in refused.value.message or "exists already" in refused.value.message
+        assert content(tmp_path) == before
+    assert named in refused.value.message or place == "out"
+
+
+@pytest.mark.parametrize("folder", [".git", "code", "release/inside"])
+def test_an_empty_foreign_folder_is_in_the_way(tmp_path: Path, folder: str) -> None:
+    write(tmp_path / "out/config.json")
+    (tmp_path / "out" / folder).mkdir(parents=True)
+    with pytest.raises(CkptkitError, match=rf"not part of a checkpoint.*: {folder}/"):
         check_destination(tmp_path / "out", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"),
+        ("config.json", "modeling_x.py", "chat_template.jinja", "additional_chat_templates/tool.jinja", "LICENSE"),
+        ("config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", ".gitattributes"),
+        ("config.json", "model.safetensors", ".cache/huggingface/download/config.json.metadata"),
+        (".metadata", "common.pt", "metadata.json", "__0_0.distcp"),
+        ("latest_checkpointed_iteration.txt", "release/mp_rank_00/model_optim_rng.pt"),
+        ("latest_checkpointed_iteration.txt", "release/.metadata", "hf/tokenizer.json", "carried/model.safetensors"),
+        ("adapter_config.json", "adapter_model.safetensors"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_alone_is_replaced(tmp_path: Path, files: tuple[str, ...]) -> None:
+    for file in files:
+        write(tmp_path / "out" / file)
+    with new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _):
+        write(partial / "new")
+    assert content(tmp_path) == {"out/new": b"x"}
+
+
+def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    manifest = {"schema": "ckptkit-manifest/2", "files": {"figures/a.png": "0" * 64, "x.txt": "0" * 64}}
+    for file in ("config.json", "figures/a.png", "x.txt"):
+        write(tmp_path / "out" / file)
+    write(tmp_path / "out/ckptkit.json", json.dumps(manifest))
+    check_destination(tmp_path / "out", overwrite=True)
+    write(tmp_path / "out/figures/b.png")
+    with pytest.raises(CkptkitError, match=r": figures/b\.png"):
+        check_destination(tmp_path / "out", overwrite=True)
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "file", "pipe"])
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}])
+def test_a_partial_that_is_no_directory_is_named(tmp_path: Path, kind: str, options: dict[str, bool]) -> None:
+    partial = tmp_path / "out.partial"
+    write(tmp_path / "precious/config.json")
+    make = {
+        "link": lambda: partial.symlink_to("precious"),
+        "link to nothing": lambda: partial.symlink_to("nowhere"),
+        "file": lambda: write(partial),
+        "pipe": lambda: os.mkfifo(partial),
+    }
+    make[kind]()
+    what = r"out\.partial is (a link to|not a directory).*"
+    with pytest.raises(CkptkitError, match=what) as refused, new_directory(tmp_path / "out", ASKED, **options):
+        pass
+    assert "--overwrite" not in str(refused.value.hint)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "precious"]
+
+
+def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED) as (partial, journal):
+        journal.record("x", {})
+        raise ZeroDivisionError
+    (partial / "release").symlink_to("/tmp")
+    for options in ({"overwrite": True}, {"resume": True}):
+        with pytest.raises(CkptkitError, match="release"), new_directory(tmp_path / "out", ASKED, **options):
+            pass
+
+
+@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
+def test_a_partial_whose_journal_is_half_removed_is_replaced(tmp_path: Path, options: dict[str, bool]) -> None:
+    for name in ("config.json", "model.safetensors", ".ckptkit/model.safetensors.json"):
+        write(tmp_path / "out.partial" / name)
+    with new_directory(tmp_path / "out", ASKED, **options):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+ASIDE = "out.partial.old"
+
+
+class KilledError(BaseException):
+    """In place of a signal that cannot be caught: nothing that the run does after it counts."""
+
+
+@pytest.mark.parametrize("at", ["before the old is moved", "between", "after the new is there", "while it is removed"])
+def test_a_run_that_dies_while_it_replaces_leaves_both_whole_and_the_next_one_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    out = tmp_path / "out"
+    write(out / "config.json", "old")
+    write(out / "model.safetensors", "old")
+    with monkeypatch.context() as patched:
+        die_at(at, patched)
+        with pytest.raises(KilledError), new_directory(out, ASKED, overwrite=True) as (partial, _):
+            write(partial / "config.json", "new")
+    new = at in ("after the new is there", "while it is removed")
+    whole = out if new or at == "before the old is moved" else tmp_path / ASIDE / "replaced"
+    assert (whole / "config.json").read_text() == ("new" if new else "old")
+    with pytest.raises(CkptkitError), new_directory(out, ASKED):
+        pass
+    with new_directory(out, ASKED, overwrite=True) as (partial, _):
+        assert (out / "config.json").read_text() == ("new" if new else "old")
+        write(partial / "config.json", "newer")
+    assert content(tmp_path) == {"out/config.json": b"newer"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def die_at(at: str, patched: pytest.MonkeyPatch) -> None:
+    """Lets a run die at a moment: from then on it changes nothing."""
+    rename = os.rename
+
+    def renamed(source: Path, target: Path) -> None:
+        names = Path(source).name, Path(target).name
+        when = {
+            "before the old is moved": names == ("out", "replaced"),
+            "between": names == ("out.partial", "out"),
+            "after the new is there": names == ("replaced", "removed"),
+        }
+        if when.get(at):
+            patched.setattr(os, "rename", died)
+            raise KilledError
+        rename(source, target)
+
+    def died(*_: object, **__: object) -> None:
+        raise KilledError
+
+    patched.setattr(os, "rename", renamed)
+    if at == "while it is removed":
+        rmtree = shutil.rmtree
+        patched.setattr(shutil, "rmtree", lambda path: died() if Path(path).name == "removed" else rmtree(path))
+
+
+@pytest.mark.parametrize("made", ["file", "link", "more"])
+def test_what_is_not_ours_is_left_where_the_old_output_would_go(tmp_path: Path, made: str) -> None:
+    write(tmp_path / "out/config.json")
+    aside = tmp_path / ASIDE
+    make = {
+        "file": lambda: write(aside),
+        "link": lambda: aside.symlink_to("out"),
+        "more": lambda: [write(aside / name) for name in (".ckptkit", "thesis.tex", "replaced/config.json")],
+    }
+    make[made]()
+    before = content(tmp_path)
+    with pytest.raises(CkptkitError, match=rf"{ASIDE} is in the way"):
+        check_destination(tmp_path / "out", overwrite=True)
+    assert content(tmp_path) == before

@@ -19,7 +19,7 @@ FILES = {
     "config.json": b"config",
     "1.safetensors": b"one",
     "2.safetensors": b"two",
-    "folder/chat.jinja": b"{{ x }}",
+    "additional_chat_templates/chat.jinja": b"{{ x }}",
 }
 PARTIAL = "out/.ckptkit-partial"
 
@@ -54,13 +54,15 @@ def test_config_and_index_come_last_and_the_mark_goes(
         for name in FILES:
             upload.put(local / name, name)
             (local / name).unlink()
-        assert bucket.listed() == keys(".ckptkit-partial", "1.safetensors", "2.safetensors", "folder/chat.jinja")
+        assert bucket.listed() == keys(
+            ".ckptkit-partial", "1.safetensors", "2.safetensors", "additional_chat_templates/chat.jinja"
+        )
         upload.finish()
     assert [one for one in requests_of(seen, bucket) if one.startswith("PUT")] == [
         f"PUT {PARTIAL}",
         "PUT out/1.safetensors",
         "PUT out/2.safetensors",
-        "PUT out/folder/chat.jinja",
+        "PUT out/additional_chat_templates/chat.jinja",
         "PUT out/config.json",
         "PUT out/model.safetensors.index.json",
     ]

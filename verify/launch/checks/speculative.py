@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import read_config
 from converters.config.values import language_part
 from converters.draft import FUSION, sizes_of
@@ -133,6 +134,7 @@ def _given(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]
 
 def _model(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]:
     """A draft model against the method and the served model, by config.json and the names of its tensors."""
+    require_own_files(draft)
     try:
         config = read_config(draft)
         own = sizes_of(config)

@@ -22,6 +22,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked, tracker_text
 from ckptkit.storage.links import absent, next_move
+from ckptkit.storage.tree import ForeignFileError
 from verify.launch.sides import ENGINE, PathIssue, Side, hf_config_of, is_hf, path_issue
 
 _VERL = " (verl loads it itself: say so behind --, by its use_dist_checkpointing and dist_checkpointing_path)"
@@ -82,6 +83,8 @@ def trainer(role: str, option: str, root: Path, step: int | None, mode: str | No
         return _step(role, root, step, option)
     try:
         path = tracked(root)
+    except ForeignFileError:  # which Megatron follows
+        raise
     except CkptkitError as error:
         issue = path_issue(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
         return Side(role, None, None, f"Megatron stops: {error.message}", (issue,))

@@ -1,0 +1,115 @@
+"""Walks directories that others made: within bounds, and along links only where they stay in the checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.regular import kind_of
+
+MAX_DEPTH = 64  # folders inside one another
+MAX_FILES = 1_000_000  # files and folders of a checkpoint
+_METADATA = ".metadata"  # the hidden file that is part of a checkpoint
+# Source: huggingface_hub, `file_download.py` (`repo_folder_name`, `_get_pointer_path`) and `utils/_shared_blobs.py`.
+_SNAPSHOT = re.compile(r"((.*)/models--[^/]+)/snapshots/[^/]+(?:/.*)?")
+_SHARED_BLOB = re.compile(r"/blobs/([0-9a-f]{2})/\1[0-9a-f]{62}")
+
+
+class ForeignFileError(CkptkitError):
+    """A directory holds what is not a file of the checkpoint in it: a link out of it, a pipe, a socket or a device."""
+
+
+def files_below(root: Path, within: Path | None = None) -> list[Path]:
+    """Every file below `root`, relative to it and sorted; none where there is no such directory.
+
+    Hidden files and folders are left out, but for Megatron's `.metadata`. Links are followed inside `within` (None:
+    `root`), and from a snapshot of the hub's cache into its model's blobs. Links that lead nowhere are in the list.
+
+    Raises ForeignFileError for any other link and for what is neither a file nor a directory, and CkptkitError where
+    there are more than MAX_FILES files, or folders deeper than MAX_DEPTH.
+    """
+    bound = os.path.realpath(within or root)
+    if within not in (None, root) and root.is_symlink():
+        _require_inside(str(root), bound, ())
+    found, count = list[Path](), 0
+    folders = [(Path(), tuple[str, ...]())]  # with the folders that hold the links on the way there
+    while folders:
+        folder, linked = folders.pop()
+        for entry in _entries(root / folder):
+            relative = folder / entry.name
+            if entry.name.startswith(".") and entry.name != _METADATA:
+                continue
+            around = (*linked, os.path.realpath(root / folder)) if entry.is_symlink() else linked
+            if entry.is_symlink():
+                _require_inside(entry.path, bound, around)
+            count += 1
+            if os.path.isdir(entry):
+                folders.append((relative, around))
+            elif os.path.exists(entry) and not os.path.isfile(entry):
+                message = f"{entry.path} is not a regular file, but {kind_of(os.stat(entry.path))}"
+                raise ForeignFileError(message, "put the file of the release in its place, or remove it")
+            else:
+                found.append(relative)
+            if len(relative.parts) > MAX_DEPTH or count > MAX_FILES:
+                much = f"more than {MAX_FILES} files" if count > MAX_FILES else f"folders more than {MAX_DEPTH} deep"
+                raise CkptkitError(f"{root} holds {much}", "move what is not part of the checkpoint out of it")
+    return sorted(found)
+
+
+def everything(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """A path and all that is below it, hidden or not, links not followed. Raises OSError where it is not there."""
+    found = root.lstat()
+    yield root, found
+    folders = [root] if stat.S_ISDIR(found.st_mode) else []
+    while folders:
+        for path in folders.pop().iterdir():
+            found = path.lstat()
+            yield path, found
+            if stat.S_ISDIR(found.st_mode):
+                folders.append(path)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing where it is not there, is no folder, or may not be read."""
+    if not os.path.isdir(folder):
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, PermissionError):
+        return []
+
+
+def _require_inside(link: str, bound: str, around: Sequence[str]) -> None:
+    """Raises ForeignFileError for a link to a file or folder that is not part of the checkpoint in `bound`.
+
+    Hidden files (`.git/config`) are not part of it. `around`: folders that the link is in, by whatever links.
+    """
+    if not os.path.exists(link):  # what reads it says so
+        return
+    real, shown = os.path.realpath(link), os.readlink(link)
+    if any(f"{folder}/".startswith(f"{real}/") for folder in around):
+        why = "which is a folder around it"
+    elif real.startswith(f"{bound}/"):
+        hidden = [part for part in real[len(bound) + 1 :].split("/") if part.startswith(".")]
+        if hidden in ([], [_METADATA]):
+            return
+        why = "which is hidden, so not part of the checkpoint"
+    elif (snapshot := _SNAPSHOT.fullmatch(bound)) and (
+        os.path.dirname(real) == f"{snapshot[1]}/blobs" or _is_shared_blob(real, snapshot[2])
+    ):
+        return
+    else:
+        why = f"which is outside {bound}"
+    target = shown if os.path.isabs(shown) else f"{shown} ({real})"
+    hint = "copy the file in its place (`cp -rL` copies a directory so), or remove the link"
+    raise ForeignFileError(f"{link} is a link to {target}, {why}", hint)
+
+
+def _is_shared_blob(real: str, cache: str) -> bool:
+    """Whether this is a file of the store that the models of a hub's cache share."""
+    return real.startswith(cache) and _SHARED_BLOB.fullmatch(real[len(cache) :]) is not None

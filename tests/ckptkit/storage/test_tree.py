@@ -1,0 +1,106 @@
+"""What is walked of a directory that others made: no more than is bounded, and nothing outside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.storage import tree
+from ckptkit.storage.tree import ForeignFileError, files_below
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory whose folders may be deeper than Python can remove."""
+    yield tmp_path
+    subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
+
+
+def names(root: Path) -> list[str]:
+    return [str(file) for file in files_below(root)]
+
+
+def deep(root: Path, folders: int) -> Path:
+    """So many folders inside one another; the path of the last may be longer than a path can be."""
+    here = os.open(root, os.O_RDONLY)
+    for _ in range(folders):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(os.open("x", os.O_CREAT, dir_fd=here))
+    os.close(here)
+    return root
+
+
+def test_files_are_sorted_and_hidden_ones_left_out(tmp_path: Path) -> None:
+    for name in ("b/c", "b.txt", "a", ".git/config", ".env", "release/.metadata", "b/.hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert names(tmp_path) == ["a", "b/c", "b.txt", "release/.metadata"]
+    assert names(tmp_path / "nowhere") == names(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("folders", [100, 1200, 3000])
+def test_folders_too_deep_are_refused(place: Path, folders: int) -> None:
+    with pytest.raises(CkptkitError, match="folders more than 64 deep"):
+        files_below(deep(place, folders))
+
+
+def test_folders_that_are_hidden_may_be_deep(place: Path) -> None:
+    (place / ".git").mkdir()
+    deep(place / ".git", 1200)
+    assert names(place) == []
+
+
+@pytest.mark.parametrize("folders", [0, 1, 63])
+def test_folders_not_too_deep_are_walked(tmp_path: Path, folders: int) -> None:
+    assert names(deep(tmp_path, folders)) == ["d/" * folders + "x"]
+
+
+def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "MAX_FILES", 3)
+    for name in "abc":
+        (tmp_path / name).touch()
+    assert names(tmp_path) == ["a", "b", "c"]
+    (tmp_path / "d").touch()
+    with pytest.raises(CkptkitError, match="more than 3 files"):
+        files_below(tmp_path)
+
+
+def test_folders_of_links_to_folders_do_not_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "MAX_FILES", 1000)
+    for level in range(30):
+        (tmp_path / f"{level}").mkdir()
+        for link in "ab":
+            (tmp_path / f"{level}" / link).symlink_to(f"../{level + 1}")
+    with pytest.raises(CkptkitError, match=r"more than 1000 files"):
+        files_below(tmp_path)
+
+
+def test_folders_that_lead_to_one_another_are_refused(tmp_path: Path) -> None:
+    for here, there in ("ab", "ba"):
+        (tmp_path / here).mkdir()
+        (tmp_path / here / "next").symlink_to(f"../{there}")
+    with pytest.raises(ForeignFileError, match=r"next is a link to .* around it"):
+        files_below(tmp_path)
+
+
+def test_links_that_lead_nowhere_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "gone").symlink_to("/nowhere/x")
+    (tmp_path / "loop").symlink_to("loop")
+    assert names(tmp_path) == ["gone", "loop"]
+
+
+def test_a_directory_with_a_similar_name_is_outside(tmp_path: Path) -> None:
+    for name in ("model", "model-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").touch()
+    (tmp_path / "model" / "y").symlink_to("../model-2/x")
+    with pytest.raises(ForeignFileError, match=r"y is a link to .*which is outside \S*/model\n"):
+        files_below(tmp_path / "model")
