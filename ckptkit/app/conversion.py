@@ -14,7 +14,8 @@ from ckptkit.app.packed import PackedSummary, summary
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.extents import byte_ranges_of
 from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import MANIFEST, Location, locate, require_own_files
@@ -58,7 +59,7 @@ def run(options: RunOptions) -> ConversionResult:
         location = locate(sources[options.src])
         for source in sources.values():
             require_own_files(source.path)
-        is_whole = _is_whole(options, sources)
+        is_whole = _was_finished(options, sources)
         if not is_whole:
             _check_destination(options, sources, location)
         if (adapters := adapters_at(options, location, sources)) is not None:
@@ -80,20 +81,26 @@ def run(options: RunOptions) -> ConversionResult:
         )
 
 
-def _is_whole(options: RunOptions, sources: Sources) -> bool:
-    """Whether the run to be resumed wrote all of its destination, and every file and tensor of its manifest is there.
+def _was_finished(options: RunOptions, sources: Sources) -> bool:
+    """Whether the run to be resumed wrote all of its destination. Raises CkptkitError as `finish_published`."""
+    if not options.resume or options.dry_run or not isinstance(options.dst, Path):
+        return False
+    return finish_published(options.dst, options.identity(sources), _is_whole)
 
-    Raises CkptkitError as `finish_published`.
-    """
-    dst = options.dst
-    if not options.resume or options.dry_run or not isinstance(dst, Path):
+
+def _is_whole(written: Path) -> bool:
+    """Whether every file and tensor of the manifest in a directory is there. No weight is read."""
+    try:
+        promised, checkpoint = read_manifest(written / MANIFEST), open_checkpoint(written)
+        found = {name: (spec.dtype, spec.shape) for name, spec in checkpoint.specs.items()}
+    except CkptkitError:
         return False
-    if not finish_published(dst, options.identity(sources)):
-        return False
-    promised = read_manifest(dst / MANIFEST)
-    found = {name: (spec.dtype, spec.shape) for name, spec in open_checkpoint(dst).specs.items()}
     listed = {name: (digest.dtype, digest.shape) for name, digest in promised.tensors.items()}
-    return found == listed and all((dst / name).is_file() for name in promised.files)
+    ends: dict[Path, int] = {}
+    for one in byte_ranges_of(checkpoint, list(found)):
+        ends[one.path] = max(one.end, ends.get(one.path, 0))
+    sizes = all(path.is_file() and path.stat().st_size >= end for path, end in ends.items())
+    return found == listed and sizes and all((written / name).is_file() for name in promised.files)
 
 
 def _written(source: str, options: RunOptions, kind: str, view: Checkpoint) -> ConversionResult:

@@ -12,6 +12,7 @@ from typing import Any
 from ckptkit.app.plan import ConversionPlan
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.app.write import write_files
+from ckptkit.core.printable import printable
 from ckptkit.formats.detect import Location
 from ckptkit.formats.hf.remote import check_unchanged
 from ckptkit.formats.hf.side_files import MANIFEST, copy_files, side_files, write_config
@@ -80,7 +81,7 @@ def _write_manifest(
     digests: dict[str, TensorDigest] = {}
     for file in plan.outputs[0].files.names:
         digests |= journal.recorded(file) or {}
-    more = {"source": plan.side_files.path.name, **source, "hf_layout": dict(plan.layout)}
+    more = {"source": printable(plan.side_files.path.name), **source, "hf_layout": dict(plan.layout)}
     written = Location(plan.kind, partial / "release" if plan.is_megatron else partial, partial)
     tensors = {name: digests[name] for name in sorted(digests)}
     files = described_files(written, [partial / FOLDER])

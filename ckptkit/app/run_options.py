@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import UsageError
 from ckptkit.core.installation import program_version
+from ckptkit.core.printable import printable
 from ckptkit.core.unused import refuse_quantizing_options
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
@@ -150,7 +151,7 @@ class RunOptions:
             words += self.scheme.command_line()
         elif self.verb == "quantize":
             words += ["--scheme", UNQUANTIZED]
-        return words
+        return [printable(word) for word in words]  # a path may not be in UTF-8, and JSON is
 
     def identity(self, sources: Sources) -> dict[str, Any]:
         """What a resumed run must share with the one that died: version, command, and the files that are read."""

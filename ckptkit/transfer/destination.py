@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -87,27 +87,31 @@ def _check_replaced(target: Path) -> None:
         _require_own_aside(_aside(target))
 
 
-def finish_published(path: Path, asked: Mapping[str, Any]) -> bool:
-    """Whether a run that was asked for the same wrote all of `path`, by its manifest, before it was cut off.
+def finish_published(path: Path, asked: Mapping[str, Any], is_whole: Callable[[Path], bool]) -> bool:
+    """Whether a run that was asked for the same wrote all of `path` before it was cut off.
 
-    Then nothing but `path` is left of it: it gets its name, and what it replaced is removed. Raises CkptkitError as
+    That is by the manifest in it, and by `is_whole`, which is asked of a directory with such a manifest. Then nothing
+    but `path` is left of the run: it gets its name, and what it replaced is removed. Raises CkptkitError as
     `check_destination`.
     """
     target = path.resolve()
     _check_name(path, target)
-    partial = _partial(target)
+    partial, aside = _partial(target), _aside(target)
     if not any(was_asked(one / MANIFEST, asked) for one in (target, partial)):
         return False
     with locked(_lock(partial)):
-        if os.path.lexists(_aside(target)):
-            _require_own_aside(_aside(target))
-        if os.path.lexists(partial):
-            if target.exists() or Journal(partial).exists or not was_asked(partial / MANIFEST, asked):
-                return False
+        written = partial if os.path.lexists(partial) else target
+        if (written == partial and (target.exists() or Journal(partial).exists)) or not (
+            was_asked(written / MANIFEST, asked) and is_whole(written)
+        ):
+            return False
+        if os.path.lexists(aside):
+            _require_own_aside(aside)
+        if written == partial:
             require_replaceable(partial)
             os.rename(partial, target)
         _recover(target)
-        return was_asked(target / MANIFEST, asked)
+    return True
 
 
 @contextmanager

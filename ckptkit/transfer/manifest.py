@@ -19,6 +19,7 @@ from blake3 import blake3
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
+from ckptkit.core.printable import printable
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import read_json
@@ -105,14 +106,14 @@ def lineage_of(location: Location) -> dict[str, str]:
     """
     manifest = location.root / MANIFEST
     if manifest.exists() and "tensors" in read_json(manifest):
-        return {"source": location.root.name, "digest_of": "manifest", "digest": file_digest(manifest)}
+        return {"source": printable(location.root.name), "digest_of": "manifest", "digest": file_digest(manifest)}
     digest = blake3()
     for path in sorted(
         [*location.path.glob("*.safetensors"), *location.path.glob("*.distcp"), *location.path.glob(".metadata")]
     ):
         digest.update(f"{path.name} {location.directory.size(path.name)}\n".encode())
         digest.update(_header(path))
-    return {"source": location.root.name, "digest_of": "headers", "digest": digest.hexdigest()}
+    return {"source": printable(location.root.name), "digest_of": "headers", "digest": digest.hexdigest()}
 
 
 def _header(path: Path) -> bytes:
@@ -190,7 +191,7 @@ def write_manifest(
     content = {
         "schema": SCHEMA,
         "version": program_version(),
-        "command": list(command),
+        "command": [printable(word) for word in command],
         **more,
         "files": files,
         "tensors": digests,

@@ -30,6 +30,15 @@ FILES = {
         ("convert", "quantize", "manifest", "verify", "preflight"),
         (),
     ),
+    "chat template": (
+        "hf",
+        "chat_template.jinja",
+        ("convert", "quantize", "manifest", "verify", "preflight", "card", "diff", "inspect"),
+        (),
+    ),
+    "code": ("hf", "modeling_x.py", ("convert", "verify", "inspect"), ()),
+    "adapter": ("hf", "adapter_config.json", ("convert", "verify", "inspect", "preflight"), ()),
+    "side file of Megatron": ("megatron", "hf/x.json", ("convert", "verify", "diff", "manifest", "inspect"), ()),
     "INT4 config": ("int4", "config.json", ("lint", "like", "quantize", "fix"), ()),
     "tracker": ("megatron", "latest_checkpointed_iteration.txt", None, ()),
     "metadata": ("megatron", "release/.metadata", None, ()),
@@ -94,6 +103,10 @@ KINDS: dict[str, Callable[[Path], None]] = {
 }
 # What there may be without harm: an iteration without common.pt has its state elsewhere; an empty file of words.
 _HARMLESS = {("empty file", "tokenizer"), ("empty file", "generation config"), ("empty file", "common")}
+# Files that no verb but those that copy and digest them looks into.
+_CARRIED = ("code", "adapter", "side file of Megatron", "chat template")
+_HARMLESS |= {(kind, what) for kind in ("empty file", "directory") for what in _CARRIED}
+_HARMLESS |= {(kind, what) for kind in ("link to nothing", "link to itself", "terabyte of zeros") for what in _CARRIED}
 
 
 def _replaced(name: str, make: Callable[[Path], None], root: Path) -> None:

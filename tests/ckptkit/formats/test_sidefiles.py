@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ import torch
 from support import models
 from support.fixture_types import CopyOf, PathOf
 
-from ckptkit.app.api import convert, quantize
+from ckptkit.app.api import convert, make_manifest, quantize
 from ckptkit.core.errors import CkptkitError
+from ckptkit.transfer.manifest import read_manifest
 from quant.formats.scheme import QuantScheme
+from quant.schemes.w4a16 import int4_scheme
 
 
 def test_side_files_come_back_and_hidden_and_weight_files_do_not(
@@ -40,6 +44,60 @@ def test_a_side_file_that_is_a_link_to_nothing_is_named(releases: PathOf, copy_o
     with pytest.raises(CkptkitError, match=r"tokenizer\.json is a link to nothing"):
         convert(source, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()
+
+
+LATIN = b"na\xe4me.txt"  # not UTF-8
+
+
+def named_in_latin(root: Path, name: bytes = LATIN) -> Path:
+    """A file whose name JSON cannot hold."""
+    path = Path(os.fsdecode(os.fsencode(root) + b"/" + name))
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize("name", [LATIN, b"figures/\xff.png", b"\xe4/x.json", b"\xed\xb3\xa4.txt"])
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(
+    releases: PathOf, copy_of: CopyOf, tmp_path: Path, name: bytes
+) -> None:
+    source, out = copy_of(releases("qwen2-tied")), tmp_path / "out"
+    named_in_latin(source, name)
+    for verb in (
+        lambda: convert(source, out / "megatron"),
+        lambda: quantize(source, out / "int4", int4_scheme(group_size=32)),
+        lambda: make_manifest(source, out / "manifest.json"),
+        lambda: make_manifest(source),
+    ):
+        out.mkdir(exist_ok=True)
+        with pytest.raises(CkptkitError, match=r"not in UTF-8, .*\\x") as refused:
+            verb()
+        assert str(refused.value).encode()
+        assert list(out.iterdir()) == []
+    assert not (source / "ckptkit.json").exists()
+
+
+def test_a_name_that_is_not_utf8_beside_megatron_is_refused_where_it_would_be_carried(
+    converted: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
+    source = copy_of(converted("qwen2-tied"))
+    file = named_in_latin(source / "hf")
+    with pytest.raises(CkptkitError, match="not in UTF-8"):
+        convert(source, tmp_path / "back")
+    file.rename(source / "hf" / "näme.txt")
+    named_in_latin(source)
+    convert(source, tmp_path / "back")
+    assert (tmp_path / "back/näme.txt").exists()
+
+
+def test_hidden_names_and_paths_that_are_not_utf8_pass(releases: PathOf, tmp_path: Path) -> None:
+    source = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xe4"))
+    shutil.copytree(releases("qwen2-tied"), source)
+    named_in_latin(source, b".git/\xe4")
+    convert(source, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert read_manifest(tmp_path / "megatron/ckptkit.json").files
+    assert convert(source, tmp_path / "megatron", resume=True).was_whole
 
 
 @pytest.mark.parametrize(

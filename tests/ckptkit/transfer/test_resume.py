@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -196,3 +197,93 @@ def test_a_megatron_output_of_less_than_5_gb_is_in_files_that_a_cut_off_run_keep
     assert 5 <= len(list(out.rglob("*.distcp"))) <= 9
     assert len(begun) < len(list(out.rglob("*.distcp")))
     assert verify(out, source=source).findings == []
+
+
+# What is whole
+
+
+def test_a_run_that_died_when_all_was_written_is_whole(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "out")
+    before = content(tmp_path)
+    (tmp_path / "out.partial.lock").write_text("ckptkit: pid 1 on elsewhere\n")
+    (tmp_path / "out.partial.old").mkdir()
+    (tmp_path / "out.partial.old/.ckptkit").touch()
+    for _ in range(2):
+        run(tmp_path / "out", resume=True)
+        assert content(tmp_path) == before
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_only_lacks_its_name_gets_it(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "out")
+    before = content(tmp_path)
+    (tmp_path / "out").rename(tmp_path / "out.partial")
+    old = tmp_path / "out.partial.old"
+    (old / "replaced").mkdir(parents=True)
+    for name in (".ckptkit", "replaced/config.json"):
+        (old / name).touch()
+    run(tmp_path / "out", resume=True)
+    assert content(tmp_path) == before
+
+
+def _touch(source: Path, out: Path) -> None:
+    file = sorted(source.rglob("*.safetensors"))[0]
+    os.utime(file, (1, 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda source, out: (out / "ckptkit.json").unlink(),
+        lambda source, out: (out / "hf/config.json").unlink(),
+        lambda source, out: next((out / "release").glob("*.distcp")).unlink(),
+        lambda source, out: os.truncate(next((out / "release").glob("*.distcp")), 10),
+        lambda source, out: (out / "release/.metadata").write_bytes(b"x"),
+        lambda source, out: (out / "ckptkit.json").write_text("{}"),
+        lambda source, out: edit_manifest(out, version="0"),
+        lambda source, out: edit_manifest(out, command=["ckptkit", "convert", "elsewhere"]),
+        lambda source, out: edit_manifest(out, command="x"),
+        lambda source, out: edit_manifest(out, source_fingerprint=None),
+        lambda source, out: (source / "generation_config.json").write_text("{}"),
+        _touch,
+        lambda source, out: (out.parent / "out.partial").mkdir(),
+    ],
+)
+def test_anything_else_is_refused_as_ever(
+    releases: Callable[[str], Path],
+    copy_of: Callable[[Path], Path],
+    tmp_path: Path,
+    change: Callable[[Path, Path], object],
+) -> None:
+    source, out = copy_of(releases("qwen2-tied")), tmp_path / "out"
+    convert(source, out)
+    change(source, out)
+    before = content(out)
+    with pytest.raises(CkptkitError, match="out exists already"):
+        convert(source, out, resume=True)
+    assert content(out) == before
+
+
+def edit_manifest(out: Path, **changes: object) -> None:
+    file = out / "ckptkit.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("options", [{"max_shard_size": "1MB"}, {"dtype": "float32"}])
+def test_another_command_is_not_that_of_what_is_whole(
+    releases: Callable[[str], Path], tmp_path: Path, options: dict[str, str]
+) -> None:
+    convert(releases("qwen2-tied"), tmp_path / "out")
+    with pytest.raises(CkptkitError, match="out exists already"):
+        convert(releases("qwen2-tied"), tmp_path / "out", resume=True, **options)  # type: ignore[arg-type]
+
+
+def test_new_files_have_the_permissions_that_the_umask_leaves(releases: Callable[[str], Path], tmp_path: Path) -> None:
+    for umask, left in ((0o077, 0o600), (0o022, 0o644), (0o002, 0o664)):
+        before = os.umask(umask)
+        try:
+            convert(releases("qwen2-tied"), tmp_path / f"{umask}")
+        finally:
+            os.umask(before)
+        files = [path for path in (tmp_path / f"{umask}").rglob("*") if path.is_file()]
+        assert {path.stat().st_mode & 0o777 for path in files} == {left}

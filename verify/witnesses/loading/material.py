@@ -20,7 +20,7 @@ from ckptkit.core.join import Joined
 from ckptkit.core.plan import View
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
-from ckptkit.formats.hf.side_files import copy_side_files, write_config
+from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
 from converters.experts import is_fused, only_fused, unfuse
 from converters.open import open_megatron
 from converters.passthrough import passthrough_beside
@@ -59,7 +59,7 @@ def material_of(job: LoadJob, engine: Engine) -> Material:
     if untouched := passthrough_beside(checkpoint, checkpoint.hf, location.root, plain):
         view = Joined(view, untouched)
     path = Path(job.scratch) / f"model-{job.rank}"
-    copy_side_files(checkpoint.hf_path, path)
+    copy_files(checkpoint.hf_path, side_files(checkpoint.hf_path, location.root), path)
     write_config(path, checkpoint.config, view.specs)
     source = source_of(Path(job.source)) if job.source else view
     return Material(path, checkpoint.config, False, partial(stream, view), partial(stream, source))
