@@ -10,11 +10,13 @@ from ckptkit.formats import detect
 from ckptkit.formats.hf import shard, side_files
 from ckptkit.formats.torch_dist import reader
 from ckptkit.formats.torch_save import blob, machine, records
+from ckptkit.storage import tree
 from ckptkit.transfer import signature
 
 ROOT = Path(__file__).resolve().parent.parent
 # Rows of the table in the order of the page: the bounds of each, in the order in which it names them.
 BOUNDS = [
+    (tree.MAX_FILES, tree.MAX_DEPTH),
     (json_text.MAX_BYTES, json_text.MAX_VALUES, json_text.MAX_DEPTH, json_text.MAX_DIGITS),
     (shard.MAX_HEADER, json_text.MAX_VALUES, specs.MAX_AXES, shard._MAX_BYTES),
     (machine.MAX_NAMES, machine.MAX_INTEGER, machine._MAX_KEY, machine._KEY_PARTS, machine._KEY_DEPTH),

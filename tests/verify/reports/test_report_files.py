@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +188,17 @@ PRECIOUS = {
     ".sarif": '{"$schema": "https://x", "version": "2.1.0", "runs": [{"tool": {"driver": {"name": "CodeQL"}}}]}',
     ".html": '<!DOCTYPE html>\n<html lang="en">\n<title>passed: the exam</title>\n',
 }
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+@pytest.mark.parametrize(("umask", "left"), [(0o077, 0o600), (0o027, 0o640), (0o022, 0o644)])
+def test_a_report_has_the_permissions_that_the_umask_leaves(tmp_path: Path, ending: str, umask: int, left: int) -> None:
+    before = os.umask(umask)
+    try:
+        REPORT.write(tmp_path / f"report{ending}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / f"report{ending}").stat().st_mode & 0o777 == left
 
 
 @pytest.mark.parametrize("ending", FORMATS)
