@@ -113,12 +113,16 @@ def _dangling(path: Path) -> None:
 
 def _linked(work: Path) -> None:
     """As the cache of the hub has it: files are links into `blobs`."""
-    path = work / "CKPT"
-    (work / "blobs").mkdir()
+    model = work / "models--org--model"
+    path, blobs = model / "snapshots" / "0123abcd", model / "blobs"
+    for folder in (path.parent, blobs):
+        folder.mkdir(parents=True)
+    (work / "CKPT").rename(path)
     for file in sorted(path.glob("*.safetensors")):
-        target = work / "blobs" / f"{file.stem}-blob"
+        target = blobs / f"{file.stem}-blob"
         file.rename(target)
-        file.symlink_to(target)
+        file.symlink_to(f"../../blobs/{target.name}")
+    (work / "CKPT").symlink_to(path)
 
 
 def _zero_projections(path: Path) -> None:
