@@ -4,4 +4,11 @@ from __future__ import annotations
 
 from hostile import json_cases, kinds, links, texts, weights
 
-ALL = [*kinds.cases(), *links.cases(), *json_cases.cases(), *weights.cases(), *texts.cases()]
+ALL = [
+    *kinds.cases(kinds.FILES),
+    *json_cases.cases(),
+    *weights.cases(),
+    *texts.cases(),
+    *links.cases(),
+    *kinds.cases(kinds.CARRIED),
+]

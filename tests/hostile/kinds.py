@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 from hostile.case import Case
 
 _TERABYTE = 1 << 40
-# Each file: its base, and the verbs that read it.
-FILES = {
+# Each file: its base, and the verbs that read it; those that may pass.
+File = tuple[str, str, tuple[str, ...] | None, tuple[str, ...]]
+FILES: dict[str, File] = {
     "config": ("hf", "config.json", None, ()),
     "index": ("hf", "model.safetensors.index.json", None, ("arguments", "after_init")),
     "shard": (
@@ -30,15 +31,6 @@ FILES = {
         ("convert", "quantize", "manifest", "verify", "preflight"),
         (),
     ),
-    "chat template": (
-        "hf",
-        "chat_template.jinja",
-        ("convert", "quantize", "manifest", "verify", "preflight", "card", "diff", "inspect"),
-        (),
-    ),
-    "code": ("hf", "modeling_x.py", ("convert", "verify", "inspect"), ()),
-    "adapter": ("hf", "adapter_config.json", ("convert", "verify", "inspect", "preflight"), ()),
-    "side file of Megatron": ("megatron", "hf/x.json", ("convert", "verify", "diff", "manifest", "inspect"), ()),
     "INT4 config": ("int4", "config.json", ("lint", "like", "quantize", "fix"), ()),
     "tracker": ("megatron", "latest_checkpointed_iteration.txt", None, ()),
     "metadata": ("megatron", "release/.metadata", None, ()),
@@ -52,6 +44,19 @@ FILES = {
     "YAML": ("yaml", "job.yaml", None, ()),
     "log": ("log", "log.txt", None, ()),
     "rollout": ("rollout", "rollout.pt", None, ()),
+}
+
+# Files that no verb but those that copy and digest them looks into.
+CARRIED: dict[str, File] = {
+    "chat template": (
+        "hf",
+        "chat_template.jinja",
+        ("convert", "quantize", "manifest", "verify", "preflight", "card", "diff", "inspect"),
+        (),
+    ),
+    "code": ("hf", "modeling_x.py", ("convert", "verify", "inspect"), ()),
+    "adapter": ("hf", "adapter_config.json", ("convert", "verify", "inspect", "preflight"), ()),
+    "side file of Megatron": ("megatron", "hf/x.json", ("convert", "verify", "diff", "manifest", "inspect"), ()),
 }
 
 
@@ -103,10 +108,8 @@ KINDS: dict[str, Callable[[Path], None]] = {
 }
 # What there may be without harm: an iteration without common.pt has its state elsewhere; an empty file of words.
 _HARMLESS = {("empty file", "tokenizer"), ("empty file", "generation config"), ("empty file", "common")}
-# Files that no verb but those that copy and digest them looks into.
-_CARRIED = ("code", "adapter", "side file of Megatron", "chat template")
-_HARMLESS |= {(kind, what) for kind in ("empty file", "directory") for what in _CARRIED}
-_HARMLESS |= {(kind, what) for kind in ("link to nothing", "link to itself", "terabyte of zeros") for what in _CARRIED}
+_HARMLESS |= {(kind, what) for kind in ("empty file", "directory") for what in CARRIED}
+_HARMLESS |= {(kind, what) for kind in ("link to nothing", "link to itself", "terabyte of zeros") for what in CARRIED}
 
 
 def _replaced(name: str, make: Callable[[Path], None], root: Path) -> None:
@@ -116,9 +119,9 @@ def _replaced(name: str, make: Callable[[Path], None], root: Path) -> None:
     make(file)
 
 
-def cases() -> Iterator[Case]:
+def cases(files: Mapping[str, File]) -> Iterator[Case]:
     """Each kind in place of each file."""
-    for what, (base, name, verbs, passing) in FILES.items():
+    for what, (base, name, verbs, passing) in files.items():
         for kind, make in KINDS.items():
             if (kind, what) in _HARMLESS:
                 continue
