@@ -76,8 +76,9 @@ def _place(findings: Sequence[Finding], checkpoint: str) -> str:
     """What they are about, in words; nothing where what is wrong says that itself."""
     first = findings[0]
     if not first.tensor:
-        itself = not first.file or Path(first.file).absolute() == Path(checkpoint).absolute()
-        return "" if itself else Path(str(first.file)).name
+        return "" if is_itself(first, checkpoint) else Path(str(first.file)).name
+    if names_its_file(first):
+        return ""
     if len(findings) == 1 and ", " not in first.tensor:
         return _tensor(first.tensor)
     layers = layers_of(name for one in findings for name in one.names)
@@ -88,6 +89,16 @@ def _place(findings: Sequence[Finding], checkpoint: str) -> str:
     if "layer" in first.actual or "tensors" in first.actual:
         return ""
     return where or f"{first.count} tensors"
+
+
+def is_itself(finding: Finding, checkpoint: str) -> bool:
+    """Whether it is about the checkpoint, and no file in it."""
+    return not finding.file or Path(finding.file).absolute() == Path(checkpoint).absolute()
+
+
+def names_its_file(finding: Finding) -> bool:
+    """Whether what is wrong begins with the file in its directory, and so needs no other subject."""
+    return bool(finding.file) and finding.actual.startswith("/".join(Path(str(finding.file)).parts[-2:]))
 
 
 def _tensor(name: str) -> str:

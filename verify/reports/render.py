@@ -13,7 +13,7 @@ from rich.text import Text
 from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from verify.check import NOT_APPLICABLE
 from verify.report import Finding, Report, anchors
-from verify.reports.headline import headline
+from verify.reports.headline import headline, is_itself, names_its_file
 from verify.reports.text import groups, subject_of, totals, wrong_of
 
 _COLOR = {
@@ -108,10 +108,11 @@ def _explained(report: Report, cause: str) -> str:
 
 def _about(report: Report, finding: Finding) -> str:
     """In few words: a tensor, or how many; else the name of the file, if it is not the checkpoint itself."""
+    if names_its_file(finding):
+        return ""
     if finding.tensor:
         return f"{finding.count} tensors" if ", " in finding.tensor else finding.tensor
-    itself = not finding.file or Path(finding.file).absolute() == Path(report.checkpoint).absolute()
-    return "" if itself else Path(str(finding.file)).name
+    return "" if is_itself(finding, report.checkpoint) else Path(str(finding.file)).name
 
 
 def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
