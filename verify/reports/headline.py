@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import ranges
 from verify.evidence.folding import layers_of
-from verify.report import Finding, Report
+from verify.report import Finding, Report, split_reason
 from verify.reports.text import wrong_of
 
 _LISTED = 5  # numbers and ranges of layers that are listed
@@ -36,11 +36,21 @@ def headline(report: Report) -> str:
     if report.status == "failed":
         return "A check failed."
     if report.status == "inconclusive":
-        reason = _shortened(report.reasons[0].partition(": ")[2] or report.reasons[0])
-        return _sentence(f"Not everything was checked: {reason}{_more(len(report.reasons) - 1, 'reason')}")
+        reason, codes = split_reason(report.reasons[0])
+        if len(report.reasons) > 1:
+            more = _more(len(report.reasons) - 1, "reason")
+            return _sentence(f"Not everything was checked: {_shortened(reason)}{more}")
+        return _sentence(f"Not everything was checked: {reason.rstrip('.')}{f' ({codes})' if codes else ''}")
     warned = f", with {report.warnings} warning{'s' * (report.warnings > 1)} to read" if report.warnings else ""
     passed = sum(check.status == "passed" for check in report.checks)
-    return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}."
+    alone = "values" in report.asked and "source" in report.not_asked and "manifest" not in report.asked
+    without = " Values were compared with nothing: give --source." if alone else ""
+    return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}.{without}"
+
+
+def other_reasons(report: Report) -> Sequence[str]:
+    """Why things were not looked at, unless the headline has it all."""
+    return () if report.status == "inconclusive" and len(report.reasons) == 1 else report.reasons
 
 
 def alike(findings: Sequence[Finding]) -> list[list[Finding]]:

@@ -6,7 +6,7 @@ import re
 
 from ckptkit.core.printable import printable
 from verify.report import CheckResult, Finding, Report
-from verify.reports.headline import headline
+from verify.reports.headline import headline, other_reasons
 from verify.reports.text import Group, groups, rest, subject_of, totals
 
 _SHOWN = 20  # findings of one code
@@ -44,7 +44,8 @@ def _line(anchor: str, finding: Finding) -> str:
 
 
 def _reasons(report: Report) -> list[str]:
-    return [*(f"- not looked at: {plain(reason)}" for reason in report.reasons), ""] if report.reasons else []
+    reasons = other_reasons(report)
+    return [*(f"- not looked at: {plain(reason)}" for reason in reasons), ""] if reasons else []
 
 
 def _row(check: CheckResult) -> str:

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from verify.check import NOT_APPLICABLE
-from verify.report import Finding, Report, anchors
-from verify.reports.headline import headline, is_itself, names_its_file
+from verify.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
+from verify.reports.headline import headline, is_itself, names_its_file, other_reasons
 from verify.reports.text import groups, subject_of, totals, wrong_of
 
 _COLOR = {
@@ -24,7 +24,7 @@ _COLOR = {
     "warning": "yellow",
 }
 # Facts that a table of everything has, and that a verdict does without.
-_BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model")
+_BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model", BEHAVIOUR)
 
 
 class _Output(Console):
@@ -116,18 +116,20 @@ def _about(report: Report, finding: Finding) -> str:
 
 
 def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
-    given: dict[str, Sequence[str]] = {"not looked at": report.reasons} if report.reasons else {}
+    reasons = other_reasons(report)
+    given: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
     return given | {name: lines for name, lines in report.facts.items() if every or name not in _BACKGROUND}
 
 
 def _closing(report: Report, every: bool) -> list[str]:
     lines = _table(report) if every else []
     if not every:
+        told = {split_reason(reason)[0] for reason in report.reasons}
         skipped: dict[str, list[str]] = {}
         for check in report.checks:
-            if check.status == "skipped":
+            if check.status == "skipped" and check.reason not in told:
                 skipped.setdefault(check.reason or "", []).append(check.code)
-        lines += [f"skipped: {_span(codes)} ({reason})" for reason, codes in skipped.items()]
+        lines += [f"skipped: {short_codes(codes)} ({reason})" for reason, codes in skipped.items()]
     lines.append(totals(report))
     more = [] if every else ["`--all` lists the checks"]
     if report.findings:
@@ -136,10 +138,6 @@ def _closing(report: Report, every: bool) -> list[str]:
     if more:
         lines.append("; ".join(more))
     return lines
-
-
-def _span(codes: Sequence[str]) -> str:
-    return ", ".join(codes) if len(codes) <= 3 else f"{len(codes)} checks, {codes[0]} to {codes[-1]}"
 
 
 def _table(report: Report) -> list[str]:

@@ -170,6 +170,7 @@ def _sides(parts: Sequence[Part], found: Recomputed) -> Iterator[_Side]:
 def _judged(subject: Subject, recording: Recording, side: _Side, tally: Tally) -> Iterator[Issue]:
     """Raises Unable where the gap is too large and may have another reason than the weights."""
     apart = side.apart
+    tally.tell("recorded log-probabilities compared with transformers")
     tally.facts.setdefault("log-probabilities of the rollout", []).extend(
         [
             f"{side.who} from transformers in float32, {apart.tokens} tokens of {len(side.parts)} samples: {apart}",
