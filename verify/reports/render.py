@@ -118,7 +118,7 @@ def _about(report: Report, finding: Finding) -> str:
 def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
     reasons = other_reasons(report)
     given: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
-    return given | {name: lines for name, lines in report.facts.items() if every or name not in _BACKGROUND}
+    return given | {name: lines for name, lines in report.facts.items() if lines and (every or name not in _BACKGROUND)}
 
 
 def _closing(report: Report, every: bool) -> list[str]:

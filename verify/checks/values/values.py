@@ -61,6 +61,10 @@ _FILLED: Mapping[str, tuple[str, ...]] = {
 # `Gemma4ClippableLinear`.
 _UNCLIPPED = {"_min": -math.inf, "_max": math.inf}
 
+_SHARED = "the source holds the same: compare that with the release that it was made from"
+_LOST = "copy it from the release again; a hole in a file, as after an interrupted copy, reads as zeros"
+_FINITE_SOURCE = "look at the source: if it is finite there, convert again"
+
 UNREAD = "not run because no tensor can be read (CK201)"
 # What stands beside the words of quantized weights.
 PARTS = (*(part for part in INT4_PARTS if part != WEIGHT_PACKED), *SCALE_ENDINGS)
@@ -116,13 +120,14 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN anywhere, and no infinity but that of a bound which leaves activations unclipped."""
     values = subject.once(read_values).stats
     counted(tally, values, UNREAD)
-    hint = "look at the source: if it is finite there, convert again"
     names = [
         name
         for name, stats in values.items()
         if not stats.finite and not stats.low == stats.high == _UNCLIPPED.get(name[-4:])
     ]
-    yield Issue("finite values", "NaN or infinity", hint, names=names, file=subject.path)
+    for several, shared in _by_source(names, subject.once(read_values)):
+        hint = "find the last good checkpoint of the run: the source holds the same" if shared else _FINITE_SOURCE
+        yield Issue("finite values", "NaN or infinity", hint, names=several, file=subject.path)
 
 
 @check(
@@ -159,7 +164,8 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
         number = values[name].low
         verdicts[_severity(name, values[name]), "all zero" if number == 0 else f"all {number:g}"].append(name)
     for (severity, actual), found in verdicts.items():
-        for names, hint in _by_source(found, subject.once(read_values)):
+        for names, shared in _by_source(found, subject.once(read_values)):
+            hint = _SHARED if shared else _LOST
             yield Issue("values that vary", actual, hint, names=names, file=subject.path, severity=severity)
 
 
@@ -203,14 +209,14 @@ def _differs(values: Values, name: str) -> bool:
     return difference is not None and difference.unequal > 0
 
 
-def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str], str]]:
-    """The tensors that a source shares, and the others, each with the next move."""
+def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str], bool]]:
+    """The tensors that a source shares, and the others; and whether it does."""
     shared = {name: None for name in found if name in values.compared and not _differs(values, name)}
     own = [name for name in found if name not in shared]
     if shared:
-        yield list(shared), "the source holds the same: compare that with the release that it was made from"
+        yield list(shared), True
     if own:
-        yield own, "copy it from the release again; a hole in a file, as after an interrupted copy, reads as zeros"
+        yield own, False
 
 
 @check(

@@ -46,8 +46,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(
             "an engine that serves the checkpoint",
             f"it ended {run.failed}",
-            "CK307 names INT4 layers that no kernel runs; where it names none, compare the sizes in config.json, and "
-            "--tp, with the release",
+            f"read what it ended with; `verify {_against(subject)}` loads the weights without serving them",
             file=subject.path,
         )
         return
@@ -61,7 +60,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(
                 "a finite log-probability for every token",
                 f"{broken} of {count} are not, {name}",
-                f"run `verify {_against(subject)}`: a router that is zero or unwritten does this",
+                f"run `verify {_against(subject)}`, which names what the engine never wrote or dropped",
                 file=subject.path,
             )
 

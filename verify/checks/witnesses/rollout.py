@@ -148,7 +148,7 @@ def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
             yield Issue(
                 "log-probabilities: finite numbers not above 0",
                 f"{total} of {SIDES[side]} are not, first in sample {first}",
-                "run `verify --against-sglang`: a router that is zero or unwritten does this",
+                "serve the checkpoint of that step alone: `verify --engine` says whether it answers with numbers",
                 file=recording.path,
                 count=total,
             )
