@@ -15,11 +15,12 @@ _SHOWN = 20  # findings of one code
 def markdown(report: Report) -> str:
     """The cause in a sentence; findings, the worst first, a line each; their details; facts and checks; the verdict."""
     source = f" against {code(report.source)}" if report.source else ""
-    lines = [f"# ckptkit: {report.verdict}", "", f"**{plain(headline(report))}**", ""]
+    verdict = plain(report.verdict)
+    lines = [f"# ckptkit: {verdict}", "", f"**{plain(headline(report))}**", ""]
     lines += [f"{code(report.checkpoint)}{source}", "", *body(report)]
     about = [plain(text) for text in (report.model, report.date) if text]
     made = f"Made by ckptkit {plain(report.version)} with {code(' '.join(report.command))}"
-    lines += [f"{' · '.join([*about, made])}.", "", f"**{report.verdict}**"]
+    lines += [f"{' · '.join([*about, made])}.", "", f"**{verdict}**"]
     return "\n".join(lines) + "\n"
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
+from ckptkit.core.printable import printable
 from verify.check import NOT_APPLICABLE
 from verify.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
 from verify.reports.headline import headline, is_itself, names_its_file, other_reasons
@@ -74,7 +75,7 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
 def _verdict(report: Report) -> Line:
     source = f" against {report.source}" if report.source else ""
     # A launch may find no checkpoint.
-    return report.verdict, f"  {report.checkpoint}{source}" if report.checkpoint else ""
+    return printable(report.verdict), f"  {report.checkpoint}{source}" if report.checkpoint else ""
 
 
 def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:

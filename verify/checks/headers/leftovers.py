@@ -24,8 +24,8 @@ _ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the
 def leftovers(files: HfFiles) -> Iterator[Issue]:
     """Tensors that stand in two shards, and weight files that the index does not name."""
     by_homes: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name, homes in files.twice.items():
-        by_homes[tuple(homes)].append(name)
+    for name, found in files.twice.items():
+        by_homes[tuple(found)].append(name)
     for homes, names in by_homes.items():
         yield _twice(files, homes, names)
     stray: list[str] = []
