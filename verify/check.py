@@ -26,7 +26,7 @@ from verify import checks as general
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch import checks as of_launches
-from verify.report import CheckResult, Finding, Status
+from verify.report import BEHAVIOUR, CheckResult, Finding, Status
 from verify.skip import Inapplicable
 from verify.skip import Skip as Skip
 from verify.skip import Unable as Unable
@@ -48,7 +48,7 @@ LOOKS_AT: dict[str, str] = {
     "draft": "draft model",
     "quantization": "files",
     **{one.name: one.looks_at for one in registry.WITNESSES if one.looks_at},
-    "behaviour": "behaviour",
+    BEHAVIOUR: BEHAVIOUR,
 }
 # What a check may need. `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness
 # must be asked for.
@@ -67,6 +67,10 @@ class Tally:
         """Counts `tensors` tensors (or header entries) of together `nbytes` bytes as looked at."""
         self.tensors += tensors
         self.bytes += nbytes
+
+    def tell(self, text: str) -> None:
+        """Adds what the verdict says of a check of the stage `behaviour`: what was compared with what."""
+        self.facts.setdefault(BEHAVIOUR, []).append(text)
 
     def note(self, text: str) -> None:
         """Adds a remark to `facts["notes"]`: something that readers should know and that is not wrong."""
@@ -272,9 +276,9 @@ def _collect(
         return str(skip), isinstance(skip, Unable) or not set(one.needs).isdisjoint(WITNESSES)
     except CkptkitError as error:
         if broken is not None:
-            return f"not run because {broken} failed: {error.message}", False
+            return f"not run because {broken} failed", False
         if isinstance(error, UnsupportedError):
-            return f"{error.message}: {error.hint}", True
+            return f"{error.message}; {error.hint}", True
         if not found:
             raise
         return error.message, True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 # The formats know what a report is, which so finds them by name, as `verify.check` finds the checks.
@@ -15,7 +17,17 @@ _WRITERS = "verify.reports"
 SCHEMA = "ckptkit-report/2"
 
 # How the verdict says that something was not looked at; of programs, that they were not asked.
-_WITHOUT = {"source": "not given", "weights": "not compared", "some weights": "not compared"}
+_WITHOUT = {
+    "source": "not given",
+    "base model": "not given",
+    "target": "not given",
+    "weights": "not compared",
+    "some weights": "not compared",
+}
+BEHAVIOUR = "behaviour"  # the stage, and the fact that says what was compared there
+_LENGTH = 100  # characters of a reason in the verdict
+_CODES = 3  # codes of checks that are listed there
+_CODE = re.compile(r"CK\d{3}")
 
 Severity = Literal["error", "warning"]
 Status = Literal["passed", "failed", "skipped"]
@@ -65,8 +77,8 @@ class Report:
 
     `model` names the model in a few words, and `date` says when the report was made (UTC, ISO 8601), where known.
     `reasons` says what was asked for and could not be looked at. `asked` names what was looked at (`files`, `values`,
-    `Megatron` ...), `not_asked` what could have been and was not asked for. `heat` is as `verify.reports.heat.heat_map`
-    returns it: layer -> kind of tensor -> what was compared there.
+    `manifest`, `Megatron` ...), `not_asked` what could have been and was not asked for. `heat` is as
+    `verify.reports.heat.heat_map` returns it: layer -> kind of tensor -> what was compared there.
     """
 
     version: str
@@ -104,24 +116,54 @@ class Report:
     def verdict(self) -> str:
         """The status in capitals, with the numbers of errors and warnings behind it: `FAILED with 2 errors`.
 
-        One that passed also says of what: `PASSED files and values; source not given; Megatron not asked`.
+        One that passed also says of what: `PASSED files; values not compared: no --source; Megatron not asked`. One
+        that is inconclusive says what passed, and what could not be looked at.
         """
         counts = (("error", self.errors), ("warning", self.warnings))
         counted = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
         text = f"{self.status.upper()} with {counted}" if counted else self.status.upper()
+        if self.status == "inconclusive":
+            passed = [f"{_listed(self._compared)} passed"] if self._compared else []
+            return f"{text}: {'; '.join([*passed, *self._told, f'not looked at: {self._unseen}'])}"
         if self.status != "passed" or not self.asked:
             return text
         return f"{text}{':' if counted else ''} {self.scope}"
 
     @property
     def scope(self) -> str:
-        """What was looked at, and what was not, in a line."""
-        *most, last = self.asked or ("nothing",)
+        """What was compared, and what was not, in a line."""
+        missing = list(self.not_asked)
+        parts = [*filter(None, [_listed(self._compared)]), *self._told] or ["nothing"]
+        if "values" in self.asked and "source" in missing:
+            missing.remove("source")
+            parts += [] if "manifest" in self.asked else ["values not compared: no --source"]
         without: dict[str, list[str]] = {}
-        for name in self.not_asked:
+        for name in missing:
             without.setdefault(_WITHOUT.get(name, "not asked"), []).append(name)
-        looked_at = f"{', '.join(most)} and {last}" if most else last
-        return "; ".join([looked_at, *(f"{', '.join(names)} {how}" for how, names in without.items())])
+        return "; ".join([*parts, *(f"{', '.join(names)} {how}" for how, names in without.items())])
+
+    @property
+    def _compared(self) -> list[str]:
+        """What was looked at, by what it was compared with: values only where there is a source or a manifest."""
+        names = [name for name in self.asked if name not in (BEHAVIOUR, "manifest")]
+        if "values" in names and "source" in self.not_asked:
+            at = names.index("values")
+            names[at : at + 1] = ["values of the manifest"] if "manifest" in self.asked else []
+        return names
+
+    @property
+    def _told(self) -> list[str]:
+        """What the checks of the stage `behaviour` compared with what."""
+        told = self.facts.get(BEHAVIOUR) or ["output compared with transformers"]
+        return list(dict.fromkeys(told)) if BEHAVIOUR in self.asked else []
+
+    @property
+    def _unseen(self) -> str:
+        """The first thing that could not be looked at, and how many more there are."""
+        reason, codes = split_reason(self.reasons[0])
+        first = shorten(reason.partition("; ")[0], _LENGTH, placeholder=" ...").rstrip(".")
+        more = f", and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
+        return f"{codes} ({first}){more}" if codes else f"{first}{more}"
 
     def write(self, path: str | Path) -> None:
         """Writes the report to a file in the format of its ending: .json, .html, .md, .sarif, or .xml (JUnit).
@@ -162,6 +204,23 @@ class Report:
             "facts": {key: list(values) for key, values in self.facts.items()},
             "heat": {layer: {kind: dict(cell) for kind, cell in cells.items()} for layer, cells in self.heat.items()},
         }
+
+
+def split_reason(reason: str) -> tuple[str, str]:
+    """A reason of a report without the codes of its checks, and these codes in short; none of other reasons."""
+    codes, _, why = reason.partition(": ")
+    listed = codes.split(", ")
+    return (why, short_codes(listed)) if all(map(_CODE.fullmatch, listed)) else (reason, "")
+
+
+def short_codes(codes: Sequence[str]) -> str:
+    """`CK501, CK502`, or of many `8 checks, CK201 to CK210`."""
+    return ", ".join(codes) if len(codes) <= _CODES else f"{len(codes)} checks, {codes[0]} to {codes[-1]}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    *most, last = names or [""]
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def anchors(findings: Sequence[Finding]) -> list[str]:

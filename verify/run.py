@@ -121,7 +121,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
         reasons=outcome.reasons,
         model=own.model if own else model_of(subject),
         date=now(),
-        asked=looked_at(outcome.checks),
+        asked=looked_at(outcome.checks) + (["manifest"] if subject.options.manifest else []),
         not_asked=([] if source else [own.source]) if own else _not_asked(subject),
     )
 

@@ -63,8 +63,8 @@ class Plan:
             raise CkptkitError(
                 f"{self.where} holds {len(left)} tensor(s) that no rule of this model family knows: "
                 f"{summarize(sorted(left))}",
-                "nothing is converted, so that nothing is lost; check num_hidden_layers, num_nextn_predict_layers "
-                "and the other sizes in config.json",
+                "nothing is converted, so that nothing is lost; `ckptkit verify` says where config.json and the "
+                "tensors disagree",
             )
         made = Counter(spec.name for step in self.steps for spec in step.outputs)
         if twice := [name for name, count in made.items() if count > 1]:

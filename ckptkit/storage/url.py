@@ -275,6 +275,8 @@ def _next(url: str, error: Exception) -> str:
         return login
     if isinstance(error, FileNotFoundError):
         return "check the URL" + (f"; if the repository is private or gated, {login}" if scheme == "hf" else "")
+    if type(error).__name__ == "OfflineModeIsEnabled":
+        return "HF_HUB_OFFLINE is set: unset it, or name a local directory"
     if isinstance(error, ValueError):
         return "check the URL: what stands behind :// is not as this store has it"
     endpoint = f", and {_ENDPOINT[scheme]} if it is set" if scheme in _ENDPOINT else ""

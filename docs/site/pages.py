@@ -177,8 +177,8 @@ EXAMPLES = {
     ),
     "CK717": (
         "--ref-load takes its path from a variable that is only set on the cluster",
-        "inconclusive: not read among the launch arguments: run.sh:9: --ref-load ${BASE_DIR}/megatron: "
-        "${BASE_DIR} (set neither in the script nor in the environment)",
+        "inconclusive: not read among the launch arguments: ${BASE_DIR} (set neither in the script nor in the "
+        "environment); set it first: export BASE_DIR=VALUE",
     ),
     "CK718": (
         "--num-layers 94 in the launch of a model with 48 layers",

@@ -108,7 +108,7 @@ def test_megatron_without_the_mtp_layer_becomes_a_release_without_it(release: Pa
 
 UNKNOWN = (
     r"holds {count} tensor\(s\) that no rule of this model family knows: .*{name}(?s:.*)"
-    "check num_hidden_layers, num_nextn_predict_layers"
+    "`ckptkit verify` says where config.json and the tensors disagree"
 )
 
 

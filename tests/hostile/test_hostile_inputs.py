@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 from click import Context
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from support.processes import environment
 
 from ckptkit.app.cli import LazyGroup, cli
 from hostile import cases, links
 from hostile.bases import COMMANDS, WITHOUT_CONTROL, commands, linked, make_bases
 from hostile.case import RAN, Case
+from hostile.mutations import Mutation, mutations
 
 CASES = {one.name: one for one in cases.ALL}
 FIXED = ("config.json", "config.json.orig")
@@ -217,3 +220,58 @@ def test_hostile_input_is_refused_cleanly(name: str, runner: Runner, here: Path)
         shutil.rmtree(here / "out")
         (here / "out").mkdir()
     assert wrong == {}
+
+
+_MUTATED = {
+    "hf": ("inspect in", "lint in", "convert in out/megatron --dry-run"),
+    "int4": ("inspect in", "lint in", "convert in out/megatron --dry-run"),
+    "megatron": ("inspect in", "convert in out/hf --dry-run"),
+}
+_VERIFIED = ("verify in", "verify in --json")
+_LIMIT_S = 5.0
+
+
+def empty_findings(printed: str) -> list[str]:
+    """Findings of a JSON report that do not say what should be and what is."""
+    if not printed.startswith("{"):
+        return []
+    report, _ = json.JSONDecoder().raw_decode(printed)
+    return [str(one) for one in report["findings"] if not (one["expected"].strip() and one["actual"].strip())]
+
+
+def test_mutated_checkpoint_breaks_no_promise(runner: Runner, tmp_path: Path) -> None:
+    """Checkpoints changed by rule: whatever is said of them, it is said in words, soon, and nothing else happens."""
+    wrong: dict[str, object] = {}
+    distinct: set[object] = set()
+
+    examples = 600 if ALL_VERBS else 66
+    plain = settings(max_examples=examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+
+    @plain
+    @given(st.sampled_from(list(_MUTATED)), mutations())
+    def mutate(base: str, changes: tuple[Mutation, ...]) -> None:
+        if (base, changes) in distinct:
+            return
+        distinct.add((base, changes))
+        here = tmp_path / str(len(distinct))
+        for name in ("out", "tmp", "outside"):
+            (here / name).mkdir(parents=True)
+        linked(runner.sound / base, here / "in")
+        for change in changes:
+            change.apply(here / "in")
+        before = tree(here)
+        turn = len(distinct)
+        others = _MUTATED[base]
+        given_to = (*_VERIFIED, *others) if ALL_VERBS else (_VERIFIED[turn % 2], others[turn % len(others)])
+        for words in given_to:
+            ran = runner.run(words.split(), here)
+            found = faults(ran, here, before) + empty_findings(ran.said)
+            found += [f"it took {ran.seconds:.1f} s"] if ran.seconds > _LIMIT_S else []
+            found += [f"left: {path.name}" for path in (here / "out").iterdir()]
+            if found:
+                wrong[f"{base}, {changes}: {words}"] = found, ran.said[-1500:]
+        shutil.rmtree(here)
+
+    mutate()
+    assert wrong == {}
+    assert len(distinct) >= 60

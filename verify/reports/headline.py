@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import ranges
 from verify.evidence.folding import layers_of
-from verify.report import Finding, Report
+from verify.report import Finding, Report, split_reason
 from verify.reports.text import wrong_of
 
 _LISTED = 5  # numbers and ranges of layers that are listed
@@ -36,11 +36,21 @@ def headline(report: Report) -> str:
     if report.status == "failed":
         return "A check failed."
     if report.status == "inconclusive":
-        reason = _shortened(report.reasons[0].partition(": ")[2] or report.reasons[0])
-        return _sentence(f"Not everything was checked: {reason}{_more(len(report.reasons) - 1, 'reason')}")
+        reason, codes = split_reason(report.reasons[0])
+        if len(report.reasons) > 1:
+            more = _more(len(report.reasons) - 1, "reason")
+            return _sentence(f"Not everything was checked: {_shortened(reason)}{more}")
+        return _sentence(f"Not everything was checked: {reason.rstrip('.')}{f' ({codes})' if codes else ''}")
     warned = f", with {report.warnings} warning{'s' * (report.warnings > 1)} to read" if report.warnings else ""
     passed = sum(check.status == "passed" for check in report.checks)
-    return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}."
+    alone = "values" in report.asked and "source" in report.not_asked and "manifest" not in report.asked
+    without = " Values were compared with nothing: give --source." if alone else ""
+    return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}.{without}"
+
+
+def other_reasons(report: Report) -> Sequence[str]:
+    """Why things were not looked at, unless the headline has it all."""
+    return () if report.status == "inconclusive" and len(report.reasons) == 1 else report.reasons
 
 
 def alike(findings: Sequence[Finding]) -> list[list[Finding]]:
@@ -76,8 +86,9 @@ def _place(findings: Sequence[Finding], checkpoint: str) -> str:
     """What they are about, in words; nothing where what is wrong says that itself."""
     first = findings[0]
     if not first.tensor:
-        itself = not first.file or Path(first.file).absolute() == Path(checkpoint).absolute()
-        return "" if itself else Path(str(first.file)).name
+        return "" if is_itself(first, checkpoint) else Path(str(first.file)).name
+    if names_its_file(first):
+        return ""
     if len(findings) == 1 and ", " not in first.tensor:
         return _tensor(first.tensor)
     layers = layers_of(name for one in findings for name in one.names)
@@ -88,6 +99,16 @@ def _place(findings: Sequence[Finding], checkpoint: str) -> str:
     if "layer" in first.actual or "tensors" in first.actual:
         return ""
     return where or f"{first.count} tensors"
+
+
+def is_itself(finding: Finding, checkpoint: str) -> bool:
+    """Whether it is about the checkpoint, and no file in it."""
+    return not finding.file or Path(finding.file).absolute() == Path(checkpoint).absolute()
+
+
+def names_its_file(finding: Finding) -> bool:
+    """Whether what is wrong begins with the file in its directory, and so needs no other subject."""
+    return bool(finding.file) and finding.actual.startswith("/".join(Path(str(finding.file)).parts[-2:]))
 
 
 def _tensor(name: str) -> str:

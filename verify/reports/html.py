@@ -11,7 +11,7 @@ from importlib.resources import files
 from ckptkit.core.printable import printable
 from verify.check import all_checks
 from verify.report import SCHEMA, Finding, Report, anchors
-from verify.reports.headline import alike, cause_of, headline
+from verify.reports.headline import alike, cause_of, headline, other_reasons
 from verify.reports.layer_map import layer_map
 from verify.reports.stages import stages
 from verify.reports.text import duration, subject_of, totals
@@ -52,6 +52,7 @@ def html(report: Report) -> str:
         report=report,
         schema=SCHEMA,
         headline=headline(report),
+        reasons=other_reasons(report),
         totals=totals(report),
         seconds=sum(check.seconds for check in report.checks),
         stages=stages(report),

@@ -6,7 +6,7 @@ import re
 
 from ckptkit.core.printable import printable
 from verify.report import CheckResult, Finding, Report
-from verify.reports.headline import headline
+from verify.reports.headline import headline, other_reasons
 from verify.reports.text import Group, groups, rest, subject_of, totals
 
 _SHOWN = 20  # findings of one code
@@ -15,11 +15,12 @@ _SHOWN = 20  # findings of one code
 def markdown(report: Report) -> str:
     """The cause in a sentence; findings, the worst first, a line each; their details; facts and checks; the verdict."""
     source = f" against {code(report.source)}" if report.source else ""
-    lines = [f"# ckptkit: {report.verdict}", "", f"**{plain(headline(report))}**", ""]
+    verdict = plain(report.verdict)
+    lines = [f"# ckptkit: {verdict}", "", f"**{plain(headline(report))}**", ""]
     lines += [f"{code(report.checkpoint)}{source}", "", *body(report)]
     about = [plain(text) for text in (report.model, report.date) if text]
     made = f"Made by ckptkit {plain(report.version)} with {code(' '.join(report.command))}"
-    lines += [f"{' · '.join([*about, made])}.", "", f"**{report.verdict}**"]
+    lines += [f"{' · '.join([*about, made])}.", "", f"**{verdict}**"]
     return "\n".join(lines) + "\n"
 
 
@@ -44,7 +45,8 @@ def _line(anchor: str, finding: Finding) -> str:
 
 
 def _reasons(report: Report) -> list[str]:
-    return [*(f"- not looked at: {plain(reason)}" for reason in report.reasons), ""] if report.reasons else []
+    reasons = other_reasons(report)
+    return [*(f"- not looked at: {plain(reason)}" for reason in reasons), ""] if reasons else []
 
 
 def _row(check: CheckResult) -> str:

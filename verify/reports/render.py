@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
+from ckptkit.core.printable import printable
 from verify.check import NOT_APPLICABLE
-from verify.report import Finding, Report, anchors
-from verify.reports.headline import headline
+from verify.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
+from verify.reports.headline import headline, is_itself, names_its_file, other_reasons
 from verify.reports.text import groups, subject_of, totals, wrong_of
 
 _COLOR = {
@@ -24,7 +25,7 @@ _COLOR = {
     "warning": "yellow",
 }
 # Facts that a table of everything has, and that a verdict does without.
-_BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model")
+_BACKGROUND = ("tensors per layer", NOT_APPLICABLE, "of another model", BEHAVIOUR)
 
 
 class _Output(Console):
@@ -74,7 +75,7 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
 def _verdict(report: Report) -> Line:
     source = f" against {report.source}" if report.source else ""
     # A launch may find no checkpoint.
-    return report.verdict, f"  {report.checkpoint}{source}" if report.checkpoint else ""
+    return printable(report.verdict), f"  {report.checkpoint}{source}" if report.checkpoint else ""
 
 
 def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:
@@ -108,25 +109,28 @@ def _explained(report: Report, cause: str) -> str:
 
 def _about(report: Report, finding: Finding) -> str:
     """In few words: a tensor, or how many; else the name of the file, if it is not the checkpoint itself."""
+    if names_its_file(finding):
+        return ""
     if finding.tensor:
         return f"{finding.count} tensors" if ", " in finding.tensor else finding.tensor
-    itself = not finding.file or Path(finding.file).absolute() == Path(report.checkpoint).absolute()
-    return "" if itself else Path(str(finding.file)).name
+    return "" if is_itself(finding, report.checkpoint) else Path(str(finding.file)).name
 
 
 def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
-    given: dict[str, Sequence[str]] = {"not looked at": report.reasons} if report.reasons else {}
-    return given | {name: lines for name, lines in report.facts.items() if every or name not in _BACKGROUND}
+    reasons = other_reasons(report)
+    given: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
+    return given | {name: lines for name, lines in report.facts.items() if lines and (every or name not in _BACKGROUND)}
 
 
 def _closing(report: Report, every: bool) -> list[str]:
     lines = _table(report) if every else []
     if not every:
+        told = {split_reason(reason)[0] for reason in report.reasons}
         skipped: dict[str, list[str]] = {}
         for check in report.checks:
-            if check.status == "skipped":
+            if check.status == "skipped" and check.reason not in told:
                 skipped.setdefault(check.reason or "", []).append(check.code)
-        lines += [f"skipped: {_span(codes)} ({reason})" for reason, codes in skipped.items()]
+        lines += [f"skipped: {short_codes(codes)} ({reason})" for reason, codes in skipped.items()]
     lines.append(totals(report))
     more = [] if every else ["`--all` lists the checks"]
     if report.findings:
@@ -135,10 +139,6 @@ def _closing(report: Report, every: bool) -> list[str]:
     if more:
         lines.append("; ".join(more))
     return lines
-
-
-def _span(codes: Sequence[str]) -> str:
-    return ", ".join(codes) if len(codes) <= 3 else f"{len(codes)} checks, {codes[0]} to {codes[-1]}"
 
 
 def _table(report: Report) -> list[str]:

@@ -24,7 +24,7 @@ from quant.schemes.w4a16 import int4_scheme
 
 # Escape codes, carriage return, three line breaks, C1, marks that reverse text, DEL: and the verdict they would forge.
 EVIL = "a\x1b[2J\x1b[1;1H\rb\nPASSED  forged\x85PASSED\x9b31m\u202ec\u2028PASSED\u2029\x7f\u200f\ufeff\u2066"
-SCOPE = r"(:? [\w ,]+(; [\w ,]+)*)?"
+SCOPE = r"(:? [\w ,]+(; [\w ,:-]+)*)?"
 VERDICT = re.compile(rf"PASSED( with \d+ warnings?)?{SCOPE}  /\S+/(model|qwen2-tied)((, | against )/\S+)*")
 HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 REPORTS = (".json", ".md", ".xml", ".sarif", ".html")

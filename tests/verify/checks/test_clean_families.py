@@ -12,11 +12,12 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from families import CASES, OF_A_KIND, case
+from families import CASES, HF_CASES, OF_A_KIND, case
 from support.megatron_layouts import EXPERTS, judge, two_of
 from support.nightly import daily
 
@@ -83,6 +84,22 @@ def test_verify_int4_of_release_is_silent(made: Made) -> None:
     report = verify(made["int4"], source=made["hf"])
     silent(report)
     assert codes(report) >= {"CK301", "CK302", "CK303", "CK304", "CK305", *VALUES, *COMPARED}
+
+
+# References of these tests leave their weights as memory was; transformers has no class.
+_WITHOUT_CLASS = ("step3p5", "step3p7", "kimi_k3", "glm5_next")
+FRESH = [name for name in HF_CASES if name not in _WITHOUT_CLASS]
+
+
+@pytest.mark.parametrize("name", daily(FRESH, ("qwen2-tied", "glm4_moe", "gemma3_text", "gemma4-small", "deepseek_v4")))
+def test_model_as_transformers_initializes_it_is_sound(name: str, tmp_path: Path) -> None:
+    """Biases of zeros, norms around zero or one, and matrices that a class begins with as a constant."""
+    fresh = replace(HF_CASES[name], value=lambda key, tensor, dtype: tensor)
+    _, added = case.save(name, fresh, tmp_path, torch.bfloat16)
+    report = verify(tmp_path)
+    assert [str(one) for one in report.findings if one.severity == "error"] == []
+    if not added:  # what only a release has is random in these tests
+        assert [str(one) for one in report.findings if one.code in VALUES] == []
 
 
 # Models that Megatron cannot have at some layouts, and what is said then.

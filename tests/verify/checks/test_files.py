@@ -16,7 +16,9 @@ from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
 from support.installed import before
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
+from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
+from verify.reports.headline import headline
 from verify.run import verify
 
 INDEX = "model.safetensors.index.json"
@@ -155,7 +157,7 @@ def test_tensors_that_overlap(releases: PathOf, copy_of: CopyOf, only: OnlyFindi
     found = verify(path).findings
     assert {finding.code for finding in found} == {"CK102"}
     assert {finding.file for finding in found} == {str(shard)}
-    assert any("overlaps" in finding.actual and finding.tensor in (key, value) for finding in found)
+    assert any("overlaps" in finding.actual and {key, value} & finding.names for finding in found)
 
 
 def test_a_name_twice_in_one_header(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
@@ -508,20 +510,78 @@ def test_an_iteration_without_the_root_is_verified_too(converted: PathOf) -> Non
     assert report.findings == []
 
 
+@pytest.fixture(scope="session")
+def in_four_files(tmp_path_factory: pytest.TempPathFactory, releases: PathOf) -> Path:
+    """A Megatron checkpoint in several .distcp files."""
+    path = tmp_path_factory.mktemp("four") / "megatron"
+    convert(releases("qwen2-tied"), path, max_shard_size=600_000)
+    assert len(list((path / "release").glob("*.distcp"))) > 3
+    return path
+
+
 def test_a_distcp_file_that_is_missing(converted: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
     path = copy_of(converted("qwen2-tied"))
     (path / "release" / "__0_0.distcp").unlink()
-    finding = only(verify(path))
+    report = verify(path)
+    finding = only(report)
     assert (finding.code, finding.file) == ("CK112", str(path / "release" / "__0_0.distcp"))
+    assert finding.actual.startswith(f"release/__0_0.distcp is missing: all {finding.count} entries")
+    assert headline(report).startswith("release/__0_0.distcp is missing")
 
 
-def test_a_distcp_file_that_is_truncated(converted: PathOf, copy_of: CopyOf, codes: CodesOf) -> None:
+@pytest.mark.parametrize("left", [0.0, 0.1, 0.5, 0.999999])
+@pytest.mark.parametrize("with_source", [False, True])
+def test_a_distcp_file_that_is_truncated_is_one_finding(
+    left: float, with_source: bool, releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
     path = copy_of(converted("qwen2-tied"))
     file = path / "release" / "__0_0.distcp"
-    os.truncate(file, file.stat().st_size // 2)
-    report = verify(path)
-    assert codes(report) == ["CK112"]
-    assert {finding.file for finding in report.findings} == {str(file)}
+    os.truncate(file, int(file.stat().st_size * left))
+    report = verify(path, releases("qwen2-tied") if with_source else None)
+    finding = only(report)
+    assert (finding.code, finding.file) == ("CK112", str(file))
+    assert finding.count == len(finding.names) > 0
+    assert headline(report).startswith("release/__0_0.distcp is cut off: ")
+
+
+def test_several_damaged_distcp_files_are_a_finding_each(in_four_files: Path, copy_of: CopyOf) -> None:
+    path = copy_of(in_four_files)
+    gone, also, short, _, *_ = sorted((path / "release").glob("*.distcp"))
+    for file in (gone, also):
+        file.unlink()
+    os.truncate(short, short.stat().st_size // 2)
+    found = {finding.file: finding for finding in verify(path).findings}
+    assert found.keys() == {str(path / "release"), str(short)}
+    assert f"{gone.name} and 1 more are missing" in found[str(path / "release")].actual
+
+
+@pytest.mark.parametrize("with_source", [False, True])
+@pytest.mark.parametrize("left", [0, 4, 0.001, 0.5, 0.999, None])
+def test_a_damaged_shard_is_one_finding(
+    left: float | None, with_source: bool, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    shard = sorted(path.glob("*.safetensors"))[3]
+    if left is None:
+        shard.unlink()
+    else:
+        os.truncate(shard, left if isinstance(left, int) else int(shard.stat().st_size * left))
+    finding = only(verify(path, releases("qwen2-tied") if with_source else None))
+    assert (finding.code, finding.file, finding.tensor) == ("CK102", str(shard), None)
+
+
+def test_many_entries_of_one_header_are_one_finding(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    shard = max(path.glob("*.safetensors"), key=lambda file: len(load_file(file)))
+    names = sorted(load_file(shard))
+
+    def change(header: dict[str, dict[str, object]]) -> None:
+        for name in names[1:]:
+            header[name]["dtype"] = "F16_OF_TOMORROW"
+
+    edit_header(shard, change)
+    finding = next(one for one in verify(path).findings if one.code == "CK102")
+    assert (finding.file, finding.names) == (str(shard), set(names[1:]))
 
 
 def test_entries_that_share_bytes(converted: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:

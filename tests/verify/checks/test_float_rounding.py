@@ -232,4 +232,4 @@ def test_unknown_fp8_is_inconclusive_and_not_failed(fp8: Path, copy_of: CopyOf, 
     (path / "config.json").write_text(json.dumps(config))
     report = verify(path, source=releases("qwen3_moe"))
     assert {finding.code for finding in report.findings if finding.code in ("CK202", "CK203", "CK305")} == set()
-    assert report.verdict == "INCONCLUSIVE"
+    assert report.status == "inconclusive"

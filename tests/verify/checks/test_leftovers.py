@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support import models
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from support.forking import run_script
@@ -110,17 +110,57 @@ def test_shards_under_other_names_are_one_finding_of_each_check(releases: PathOf
     assert found["CK108"].hint == f"rename {other} to {first}, and {more} more in the same way"
 
 
-def test_tensor_in_two_shards_names_the_newer(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def twice(path: Path, other: str, **changed: torch.Tensor) -> str:
+    """Stores the norm, or what was `changed` of it, in the file of another tensor too; returns the norm's own file."""
     index = json.loads((path / INDEX).read_text())
     home = index["weight_map"][NORM]
-    shutil.copyfile(path / home, path / "copy.safetensors")
+    tensors = load_file(path / other) if (path / other).exists() else {}
+    if not tensors:
+        index["weight_map"]["another"] = other
+        (path / INDEX).write_text(json.dumps(index))
+    save_file({**tensors, NORM: changed.get("norm", models.tensors(path)[NORM])}, path / other)
     os.utime(path / home, (1_700_000_000, 1_700_000_000))
-    index["weight_map"]["another"] = "copy.safetensors"
-    (path / INDEX).write_text(json.dumps(index))
-    (found,) = (one for one in verify(path).findings if one.tensor == NORM)
-    assert found.actual.startswith(f"it is stored in copy.safetensors and {home}; last modified: copy.safetensors (")
+    return str(home)
+
+
+def embedding_file(path: Path) -> str:
+    return str(json.loads((path / INDEX).read_text())["weight_map"]["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("norm", "said"),
+    [
+        (None, "with the same bytes"),
+        (torch.zeros(128, dtype=torch.bfloat16), "with other values (1 of 1)"),
+        (torch.ones(128), "with another shape or dtype (1 of 1)"),
+        (torch.ones(64, dtype=torch.bfloat16), "with another shape or dtype (1 of 1)"),
+    ],
+)
+@pytest.mark.parametrize("lone", [False, True])
+def test_tensor_in_two_shards(
+    norm: torch.Tensor | None, said: str, lone: bool, releases: PathOf, copy_of: CopyOf
+) -> None:
+    """The index names one copy; the other file is only to be moved if nothing else that is needed is in it."""
+    path = copy_of(releases("qwen2-tied"))
+    other = "copy.safetensors" if lone else embedding_file(path)
+    home = twice(path, other, **({} if norm is None else {"norm": norm}))
+    (found,) = (one for one in verify(path).findings if one.tensor == NORM and one.code == "CK104")
+    assert set(found.actual.partition(", ")[0].removeprefix("stored in ").split(" and ")) == {home, other}
+    assert f", {said}; the index names {home}; last modified: {other} (" in found.actual
+    assert found.hint.startswith(f"move {other} elsewhere" if lone else f"write {other} again without these tensors: ")
     assert KEEP in found.hint
+
+
+def test_two_saves_in_one_index_are_a_finding_for_each_pair_of_files(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    index = json.loads((path / INDEX).read_text())
+    first, second, *_ = sorted(set(index["weight_map"].values()))
+    for number, file in enumerate((first, second)):
+        shutil.copyfile(path / file, path / f"copy-{number}.safetensors")
+        index["weight_map"][f"another.{number}"] = f"copy-{number}.safetensors"
+    (path / INDEX).write_text(json.dumps(index))
+    found = [one for one in verify(path).findings if one.expected == "each tensor in one shard"]
+    assert {one.names for one in found} == {frozenset(load_file(path / file)) for file in (first, second)}
 
 
 def test_no_hint_advises_to_delete_weights() -> None:

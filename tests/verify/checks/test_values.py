@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import HF_CASES, case
 from safetensors.torch import save_file
 from support import models
 from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
 
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
+from verify.check import Tally
+from verify.checks.values import values
+from verify.evidence.subject import Subject
 from verify.report import Report
 from verify.reports.headline import headline
 from verify.run import verify
@@ -327,6 +333,72 @@ def test_a_constant_tensor(
     finding = only(report)
     assert (finding.code, finding.tensor, finding.severity) == ("CK205", name, severity)
     assert report.status == ("failed" if severity == "error" else "passed")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "value", "severity"),
+    [
+        ("model.layers.{}.self_attn.q_proj.bias", 0.0, None),
+        ("model.layers.{}.self_attn.q_proj.bias", 0.5, "warning"),
+        (BIAS, 0.0, "warning"),
+        ("model.layers.{}.input_layernorm.weight", 0.0, "error"),
+        ("model.layers.{}.mlp.gate.weight", 0.0, "error"),
+    ],
+)
+def test_constant_in_all_layers_of_a_trained_model(
+    pattern: str, value: float, severity: str | None, releases: PathOf, copy_of: CopyOf
+) -> None:
+    """Zeros are how biases begin, and training moves a router's selection bias."""
+    path = copy_of(releases("glm4_moe"))
+    found = models.tensors(path)
+    for name in filter(found.__contains__, map(pattern.format, range(12))):
+        models.edit(path, name, torch.full_like(found[name], value))
+    report = verify(path)
+    assert [(one.code, one.severity) for one in report.findings] == ([("CK205", severity)] if severity else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "severity"),
+    [
+        ("model.layers.4.mlp.gate.weight", 0.0, "error"),
+        ("model.layers.4.mlp.experts.11.up_proj.weight", 0.5, "error"),
+        ("model.embed_tokens.weight", 0.0, "error"),
+        ("model.layers.4.input_layernorm.weight", 0.0, "error"),
+        ("model.layers.4.self_attn.q_proj.bias", 0.0, None),
+        (BIAS.format(4), 0.0, None),
+    ],
+)
+def test_lost_tensor_of_a_model_before_its_training(
+    name: str, value: float, severity: str | None, tmp_path: Path
+) -> None:
+    fresh = replace(HF_CASES["glm4_moe"], value=lambda key, tensor, dtype: tensor)
+    case.save("glm4_moe", fresh, tmp_path, torch.bfloat16)
+    models.edit(tmp_path, name, torch.full_like(models.tensors(tmp_path)[name], value))
+    found = [(one.code, one.tensor, one.severity) for one in verify(tmp_path).findings]
+    assert found == ([("CK205", name, severity)] if severity else [])
+
+
+@pytest.mark.parametrize(
+    ("ending", "value", "sound"),
+    [
+        ("_max", math.inf, True),
+        ("_max", -math.inf, False),
+        ("_min", -math.inf, True),
+        ("_max", math.nan, False),
+        ("_scale", math.inf, False),
+    ],
+)
+def test_bound_that_clips_nothing_is_infinite(
+    ending: str, value: float, sound: bool, releases: PathOf, copy_of: CopyOf
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    save_file({f"model.audio_tower.input{ending}": torch.tensor(value)}, path / "model-00099-of-00099.safetensors")
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][f"model.audio_tower.input{ending}"] = "model-00099-of-00099.safetensors"
+    index.write_text(json.dumps(content))
+    result = values.finite(Subject(path), Tally())
+    assert [one.code for one in result] == ([] if sound else ["CK204"])
 
 
 def test_norms_of_ones_are_how_training_starts(releases: PathOf, copy_of: CopyOf) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -78,6 +79,20 @@ def test_text_is_escaped(raw: str, shown: str) -> None:
         assert_harmless("\n".join(lines))
         assert lines[-1] == f"FAILED with 1 error and 1 warning  {shown} against {shown}"
         assert sum(line.startswith("PASSED") for line in lines) == 0
+
+
+@CASES
+def test_inconclusive_verdict_is_escaped(raw: str, shown: str) -> None:
+    """It has a reason in it, which may be the words of a file."""
+    found = replace(report(raw), checks=(), findings=(), heat={})
+    assert found.status == "inconclusive"
+    lines = list(plain(report_lines(found, 80)))
+    assert_harmless("\n".join(lines))
+    assert lines[-1].startswith("INCONCLUSIVE: not looked at: CK104 (")
+    assert sum(line.startswith("PASSED") for line in lines) == 0
+    for ending in (".md", ".xml", ".sarif"):
+        assert_harmless(text_of(found, ending))
+    assert "<script>alert" not in text_of(found, ".html")
 
 
 @CASES

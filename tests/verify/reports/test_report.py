@@ -21,6 +21,7 @@ from verify.check import Check, Run, Skip, Tally, Unable, run_checks
 from verify.evidence.subject import Subject
 from verify.report import CheckResult, Finding, Report, Severity
 from verify.reports import text_of as text_in
+from verify.reports.headline import headline
 from verify.reports.render import render
 from verify.run import verify
 
@@ -236,8 +237,54 @@ def test_report_with_a_check_that_could_not_look_is_inconclusive() -> None:
     assert report.status == report.to_json()["status"] == "inconclusive"
     assert report.to_json()["reasons"] == ["CK701, CK702: no GPU"]
     lines = text_of(report).splitlines()
-    assert lines[:4] == ["Not everything was checked: no GPU.", "", "not looked at:", "  CK701, CK702: no GPU"]
-    assert lines[-1] == "INCONCLUSIVE  /data/a against /data/b"
+    assert lines[0] == "Not everything was checked: no GPU (CK701, CK702)."
+    assert lines[-1] == "INCONCLUSIVE: not looked at: CK701, CK702 (no GPU)  /data/a against /data/b"
+    assert text_of(report).count("no GPU") == 2
+
+
+def test_inconclusive_verdict_says_what_passed_and_what_was_not_looked_at() -> None:
+    report = replace(report_of(passing, unable), asked=("files", "values", "SGLang"))
+    assert report.verdict == "INCONCLUSIVE: files, values and SGLang passed; not looked at: CK701 (no GPU)"
+    several = replace(report, reasons=("CK701, CK702, CK703, CK704: it is unknown; take another", "CK705: no GPU"))
+    assert several.verdict.endswith("not looked at: 4 checks, CK701 to CK704 (it is unknown), and 1 more")
+    assert "not looked at:\n  CK701, CK702, CK703, CK704: it is unknown; take another" in text_of(several)
+    warned = replace(report, findings=report_of(warning).findings, not_asked=("source",))
+    assert warned.verdict.startswith("INCONCLUSIVE with 1 warning: files and SGLang passed; ")
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "not_asked", "scope"),
+    [
+        (
+            ["predicts text: 0.90 bits a byte"],
+            ("files", "values", "behaviour"),
+            ("source", "Megatron"),
+            "files; predicts text: 0.90 bits a byte; values not compared: no --source; Megatron not asked",
+        ),
+        (
+            ["predicts text: 0.90 bits a byte"],
+            ("files", "values", "behaviour"),
+            (),
+            "files and values; predicts text: 0.90 bits a byte",
+        ),
+        (
+            [],
+            ("files", "engine", "behaviour"),
+            ("source",),
+            "files and engine; output compared with transformers; source not given",
+        ),
+        ([], ("files", "values", "manifest"), ("source",), "files and values of the manifest"),
+        ([], ("adapter",), ("base model",), "adapter; base model not given"),
+        ([], ("deltas",), ("source",), "deltas; source not given"),
+    ],
+)
+def test_verdict_claims_what_was_compared(
+    facts: list[str], asked: tuple[str, ...], not_asked: tuple[str, ...], scope: str
+) -> None:
+    told = {"behaviour": facts} if facts else {}
+    passed = replace(report_of(passing), facts=told, asked=asked, not_asked=not_asked)
+    assert passed.verdict == f"PASSED {scope}"
+    assert passed.to_json()["asked"] == list(asked)
 
 
 def finding_then(error: Exception, severity: Severity = "error") -> Run:
@@ -304,7 +351,7 @@ def test_verdict_counts_warnings() -> None:
 
 def test_verdict_of_a_pass_says_what_was_looked_at_and_what_was_not() -> None:
     passed = replace(report_of(passing), asked=("files", "values"), not_asked=("source", "Megatron", "SGLang", "vLLM"))
-    scope = "files and values; source not given; Megatron, SGLang, vLLM not asked"
+    scope = "files; values not compared: no --source; Megatron, SGLang, vLLM not asked"
     assert passed.verdict == f"PASSED {scope}"
     assert text_of(replace(passed, source=None)).splitlines()[-1] == f"PASSED {scope}  /data/a"
     warned = replace(passed, findings=report_of(warning).findings)
@@ -314,7 +361,6 @@ def test_verdict_of_a_pass_says_what_was_looked_at_and_what_was_not() -> None:
     assert content["not_asked"] == ["source", "Megatron", "SGLang", "vLLM"]
     # What failed or could not be looked at says so by itself.
     assert replace(report_of(failing), asked=("files",)).verdict == "FAILED with 1 error"
-    assert replace(report_of(unable), asked=("files",)).verdict == "INCONCLUSIVE"
 
 
 def test_every_format_has_the_verdict_of_a_pass() -> None:
@@ -336,7 +382,8 @@ def test_two_exchanged_layers_pass_without_a_source_and_the_verdict_says_so(rele
     models.edit(copy, "model.layers.3.mlp.up_proj.weight", other)
     models.edit(copy, "model.layers.4.mlp.up_proj.weight", one)
     report = verify(copy)
-    assert report.verdict == "PASSED files and values; source not given; Megatron, SGLang, vLLM not asked"
+    assert report.verdict == "PASSED files; values not compared: no --source; Megatron, SGLang, vLLM not asked"
+    assert headline(report).endswith("Values were compared with nothing: give --source.")
     assert verify(copy, source=releases("qwen2-tied")).status == "failed"
     assert verify(releases("qwen2-tied"), source=releases("qwen2-tied")).verdict == (
         "PASSED files and values; Megatron, SGLang, vLLM not asked"
@@ -361,7 +408,7 @@ def test_inconclusive_report_says_why_at_the_top_of_every_page() -> None:
     report = report_of(passing, unable)
     for ending in (".md", ".html"):
         text = text_in(report, ending)
-        assert 0 < text.index("INCONCLUSIVE") < text.index("CK701: no GPU") < text.index("CK700")
+        assert 0 < text.index("INCONCLUSIVE") < text.index("no GPU (CK701)") < text.index("CK700")
 
 
 def test_note_is_a_fact_and_no_finding() -> None:

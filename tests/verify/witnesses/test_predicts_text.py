@@ -58,6 +58,7 @@ def test_a_model_that_predicts_one_text_well_passes(monkeypatch: pytest.MonkeyPa
     outcome = judge(recorded(SOUND), monkeypatch, tmp_path)
     assert (outcome.findings, outcome.checks[0].status, outcome.reasons) == ([], "passed", [])
     assert outcome.facts["bits a byte of fixed texts"] == ["English 0.89, Python 0.23, Chinese 2.37"]
+    assert outcome.facts["behaviour"] == ["predicts text: English 0.89, Python 0.23, Chinese 2.37 bits a byte"]
 
 
 def test_a_model_that_does_not_predict_text_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,7 +69,9 @@ def test_a_model_that_does_not_predict_text_fails(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_that_predicts_text_poorly_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (finding,) = judge(recorded([1.61, 1.96, 5.18]), monkeypatch, tmp_path).findings
+    outcome = judge(recorded([1.61, 1.96, 5.18]), monkeypatch, tmp_path)
+    (finding,) = outcome.findings
+    assert outcome.facts["behaviour"][0].startswith("predicts text poorly: English 1.61")
     assert (finding.severity, "poorly" in finding.actual) == ("warning", True)
 
 

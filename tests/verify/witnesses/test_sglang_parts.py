@@ -251,6 +251,6 @@ def test_a_dense_layer_that_sglangs_class_does_not_build_is_its_limit(packed: bo
         "it does not read mlp_only_layers of config.json and builds experts in layer 2, so it cannot serve this model"
     )
     assert "it does not read decoder_sparse_step of config.json and builds experts in layer 3" in hints[by_step]
-    assert hints[sparse].endswith("compare model_type, num_hidden_layers and the name of the tensor with the release")
+    assert hints[sparse].endswith("compare architectures in config.json and the name of the tensor with the release")
     assert ("pack it" in hints[attention]) is packed
     assert not [name for name in (by_list, by_step, sparse) if "pack" in hints[name]]

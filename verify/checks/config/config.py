@@ -71,7 +71,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         args = subject.megatron_files.args
     except CkptkitError as error:
-        raise Skip(f"there is no readable common state: {error.message}") from error
+        raise Skip("there is no readable common state (CK111)") from error
     if not args:
         raise Skip("common.pt holds no training arguments, which Megatron accepts")
     # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.

@@ -67,7 +67,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
         odd = _odd(subject, names, specs) if len(dtypes) > 1 else []
         for group in group_by_pattern(odd):
             actual = specs[group[0]].dtype
-            hint = "one shard comes from another conversion; convert again"
+            hint = "`ckptkit verify --source RELEASE` says which dtype the release has; convert again from it"
             others = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0][0]
             yield Issue(f"{others}, as in the other layers", actual, hint, names=group, file=home_of(subject, group[0]))
         if names[0] in fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedErro
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import LOADED
 from ckptkit.formats.hf.reader import INDEX, read_config
+from ckptkit.formats.hf.shard import Fault, Shard
 from ckptkit.formats.hf.side_files import is_hidden, is_weight
 from ckptkit.formats.other_weights import other_weights, refuse_other_format
 from ckptkit.storage.links import fetch_again, in_words
@@ -29,6 +31,7 @@ from verify.issue import Issue
 from verify.report import Severity
 
 _AGAIN = "copy or download this file again"
+_NUMBER = re.compile(r"\d+")
 
 
 only_hf = only("hf", "a Megatron checkpoint has no safetensors files")
@@ -127,12 +130,24 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for fault in shard.faults:
             if fault.name is None:
                 whole[fault.expected, fault.actual].append(file)
-            else:
-                yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, (fault.name,), shard.path)
+        yield from _entries(shard)
         if not shard.faults and not files.specs:
             whole["tensors", "none in its header"].append(file)
     for (expected, actual), found in whole.items():
         yield _together(files, found, expected, actual, _AGAIN)
+
+
+def _entries(shard: Shard) -> Iterator[Issue]:
+    """What is wrong with entries of one header: one issue for all entries that are wrong in the same way."""
+    kinds: dict[tuple[str, str], list[Fault]] = defaultdict(list)
+    for fault in shard.faults:
+        if fault.name is not None:
+            kind = _NUMBER.sub("#", fault.expected.partition(" for ")[0])
+            kinds[fault.hint or _AGAIN, kind].append(fault)
+    for (hint, _), faults in kinds.items():
+        first, names = faults[0], list(dict.fromkeys(str(fault.name) for fault in faults))
+        more = f"; {len(faults) - 1} more entries of its header are wrong too" if faults[1:] else ""
+        yield Issue(first.expected, first.actual + more, hint, names, shard.path, together=True)
 
 
 def _links(files: HfFiles) -> Iterator[Issue]:

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.progress import size
 from ckptkit.formats.hf.reader import INDEX, SINGLE
-from verify.evidence.folding import group_by_pattern
+from verify.evidence.extremes import same_bytes
 from verify.evidence.hf_files import HfFiles
 from verify.issue import Issue
 
 # What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
 _CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
+_READ = 1 << 28  # bytes up to which two copies are compared
 _ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the only copy of what was trained"
 
 
 def leftovers(files: HfFiles) -> Iterator[Issue]:
     """Tensors that stand in two shards, and weight files that the index does not name."""
-    twice = files.twice
-    for names in group_by_pattern(twice):
-        homes = twice[names[0]]
-        actual = f"it is stored in {' and '.join(homes)}; {_newest(files.root, homes)}"
-        hint = f"two saves are mixed: move the shards of one of them, with its index, elsewhere; {_ASIDE}"
-        yield Issue("each tensor in one shard", actual, hint, names=names, file=files.root)
+    by_homes: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, found in files.twice.items():
+        by_homes[tuple(found)].append(name)
+    for homes, names in by_homes.items():
+        yield _twice(files, homes, names)
     stray: list[str] = []
     for file in files.orphans:
         if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
@@ -45,6 +48,47 @@ def leftovers(files: HfFiles) -> Iterator[Issue]:
 
 
 _ONLY = "only files that the index names"
+
+
+def _twice(files: HfFiles, homes: tuple[str, ...], names: Sequence[str]) -> Issue:
+    """Tensors that the same files hold: which copies the index names, whether they are equal, and what to rewrite."""
+    index = files.index or {}
+    named = {index[name] for name in names if name in index}
+    (home,) = named if len(named) == 1 and named <= {*homes} else (None,)
+    listed = f"the index names {home or ' and '.join(sorted(named)) or 'neither'}"
+    actual = f"stored in {' and '.join(homes)}, {_difference(files, homes, names)}; {listed}"
+    extra = {file: len(files.shards[file].specs.keys() - files.twice.keys()) for file in homes if file != home}
+    if home is None:
+        hint = f"let the index name one of them for all of these tensors, and write the other without them; {_ASIDE}"
+    elif any(extra.values()):
+        (file, kept) = max(extra.items(), key=lambda item: item[1])
+        hint = f"write {file} again without these tensors: {kept} others are only there; {_ASIDE}"
+    else:
+        other = " and ".join(extra)
+        hint = f"move {other} elsewhere, and let the index name {home} for what it lists there; {_ASIDE}"
+    actual = f"{actual}; {_newest(files.root, [*homes])}"
+    return Issue("each tensor in one shard", actual, hint, names, files.root, together=True)
+
+
+def _difference(files: HfFiles, homes: Sequence[str], names: Sequence[str]) -> str:
+    """Whether the copies of tensors are alike, by their headers and by as many of their bytes as are soon read."""
+    first, *others = (files.shards[file] for file in homes)
+    pairs = [(first.specs[name], other.specs[name], other) for name in names for other in others]
+    if shaped := {spec.name for spec, copy, _ in pairs if spec != copy}:
+        return f"with another shape or dtype ({len(shaped)} of {len(names)})"
+    read, different = 0, set()
+    for spec, _, other in pairs:
+        read += spec.nbytes
+        if read > _READ:
+            break
+        try:
+            alike = same_bytes(first.read(spec.name), other.read(spec.name))
+        except (CkptkitError, OSError):  # CK102 says why
+            return "of which one cannot be read"
+        different |= set() if alike else {spec.name}
+    if different:
+        return f"with other values ({len(different)} of {len(names)})"
+    return "with the same bytes" if read <= _READ else f"with the same bytes in the first {size(_READ)}"
 
 
 def _orphan(files: HfFiles, file: str) -> Issue:

@@ -55,7 +55,7 @@ def _common(subject: Subject) -> Mapping[str, Any]:
         subject.megatron_files.args  # noqa: B018 - a cached property that raises
         return subject.megatron_files.opened.common
     except CkptkitError as error:
-        raise Skip(f"there is no readable common state (CK111): {error.message}") from error
+        raise Skip("there is no readable common state (CK111)") from error
 
 
 @check(
@@ -169,7 +169,7 @@ def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     ):
         where, hint = (
             subject.megatron_files.weights,
-            "convert or save it again: keys and common.pt belong to different saves",
+            "Megatron asks for keys as content_metadata in common.pt has it: take both from one save",
         )
         yield Issue(want, actual, hint, names=found[actual], together=True, file=where)
 
@@ -280,11 +280,11 @@ def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
                     f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}", f"{chunk.blob.length} bytes"
                 ].append(key)
     for (want, actual), keys in short.items():
-        hint = ".metadata and the .distcp files are of different saves: save or convert again"
+        hint = "take .metadata and the .distcp files from one save"
         yield Issue(want, actual, hint, names=keys, file=files.weights / ".metadata")
     for path, entries in files.blobs.items():
         end = max(offset + length for offset, length in entries)
         if path.exists() and path.stat().st_size > end:
             actual = f"{path.stat().st_size} bytes: {path.stat().st_size - end} behind its last entry"
-            hint = "the file was longer once: save or convert again into an empty directory"
+            hint = "nothing reads these bytes: save or convert again into an empty directory"
             yield Issue(f"{end} bytes", actual, hint, file=path, severity="warning")

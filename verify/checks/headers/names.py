@@ -13,6 +13,7 @@ from verify.check import Tally, check
 from verify.checks.headers.files import names_of
 from verify.checks.headers.layer_counts import layer_table, uneven
 from verify.checks.headers.leftovers import leftovers
+from verify.checks.headers.mismatch import Mismatch
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.headers.spelling import other_names
 from verify.evidence.expected import Expected, expected_of, remarks_of, spelling_of, tied_head_of, usable_config
@@ -66,13 +67,15 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
         known = change.promised.union(change.stored)
         wanted = f"names such as {min(change.promised)}"
         yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, together=True)
+    config = usable_config(subject)
+    why = Mismatch(config, {**specs, **(index or {})}) if config else None
     for name in _not_everywhere(specs, index, expected.shapes if expected else None):
         if name in known or (spelling and spelling.explains(name, specs, promises)):
             continue
         stored, listed = name in specs or name in unknown, index is None or name in index
         promised = expected is None or name in expected.shapes or name in optional
         if not (stored and listed and promised) and (name not in optional or stored or listed):
-            reasons[_verdict(subject, name, stored, listed, promised, index is not None)].append(name)
+            reasons[_verdict(subject, name, stored, listed, promised, index is not None, why)].append(name)
     if moved := list(_moved(files)) if files else []:
         reasons["in the shard that the index names", "in another shard", "restore the index"] = moved
     for (should, actual, hint), found in reasons.items():
@@ -102,7 +105,7 @@ def _moved(files: HfFiles) -> Iterator[str]:
 
 
 def _verdict(
-    subject: Subject, name: str, stored: bool, listed: bool, promised: bool, indexed: bool
+    subject: Subject, name: str, stored: bool, listed: bool, promised: bool, indexed: bool, why: Mismatch | None
 ) -> tuple[str, str, str]:
     """What should be, what is and the next move, for a name that is not everywhere that it should be."""
     holder = "shard" if subject.is_hf else ".metadata"
@@ -117,7 +120,7 @@ def _verdict(
         return (
             "only tensors that config.json promises",
             place,
-            "check num_hidden_layers, num_nextn_predict_layers, experts and model_type in config.json",
+            why.why_unexpected(name) if why and stored else "restore the index: no file holds what it lists there",
         )
     if not stored:
         place = (
@@ -130,7 +133,9 @@ def _verdict(
         return (
             "stored, as config.json promises" if promised else "stored",
             place,
-            "convert or download it again; loading leaves it random",
+            why.why_missing(name)
+            if why and not (indexed and listed)
+            else "convert or download it again; loading leaves it random",
         )
     return (
         "listed in the index",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
@@ -132,29 +133,22 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     files = subject.megatron_files
     if not files.blobs:
         raise Skip("not run because .metadata names no bytes (CK111)")
+    gone: dict[Path, list[str]] = {}
     for path, stored in files.blobs.items():
         tally.compared(0, len(stored))
-        if not path.exists():
-            keys = [key for found in stored.values() for key in found]
-            hint = "copy it from the save"
-            yield Issue("the file that .metadata names", "missing", hint, names=keys, together=True, file=path)
-            continue
-        size = path.stat().st_size
-        beyond = [
-            key for (offset, length), found in stored.items() if offset < 0 or offset + length > size for key in found
-        ]
-        need = max(offset + length for offset, length in stored)
-        yield Issue(
-            f"at least {need} bytes", f"{size} bytes: the file is truncated", "copy it again", names=beyond, file=path
-        )
-        end, before = 0, ""
-        for (offset, length), found in stored.items():
-            if offset < end:
-                actual = f"it starts at byte {offset}, inside {before}, which ends at {end}"
-                yield Issue(
-                    "a byte range of its own", actual, "the save is damaged: convert again", names=[found[0]], file=path
-                )
-            end, before = max(end, offset + length), found[0]
+        if path.exists():
+            yield from _outside(path, stored)
+        else:
+            gone[path] = [key for keys in stored.values() for key in keys]
+    if gone:
+        keys = [key for found in gone.values() for key in found]
+        total = sum(len(found) for stored in files.blobs.values() for found in stored.values())
+        first, more = next(iter(gone)), len(gone) - 1
+        which = f"{_short(first)} and {more} more are missing" if more else f"{_short(first)} is missing"
+        actual = f"{which}: {_share(len(keys), total)} entries are in {'them' if more else 'it'}"
+        where = files.weights if more else first
+        hint = "copy the missing files from the save" if more else "copy it from the save"
+        yield Issue("every file that .metadata names", actual, hint, names=keys, together=True, file=where)
     for path in sorted(files.weights.glob("*.distcp")):
         if path not in files.blobs and path.stat().st_size:
             hint = (
@@ -167,6 +161,37 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 file=path,
                 severity="warning",
             )
+
+
+def _short(path: Path) -> str:
+    """A file of the checkpoint with the directory of its iteration."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def _share(count: int, total: int) -> str:
+    """`all 7`, or `3 of 7`."""
+    return f"all {total}" if count == total else f"{count} of {total}"
+
+
+def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[Issue]:
+    """One issue if the file is too short for its entries, and one if entries share bytes."""
+    held, need = path.stat().st_size, max(offset + length for offset, length in stored)
+    if held < need:
+        beyond = [key for (offset, length), found in stored.items() if offset + length > held for key in found]
+        sizes = f"{size(held)} of {size(need)}" if size(held) != size(need) else f"{held} of {need} bytes"
+        share = _share(len(beyond), sum(map(len, stored.values())))
+        actual = f"{_short(path)} is cut off: {sizes}; {share} entries are beyond its end"
+        hint = "copy it again, with the .metadata of the same save"
+        yield Issue(f"at least {need} bytes", actual, hint, names=beyond, together=True, file=path)
+    end, before, shared = 0, "", {}
+    for (offset, length), found in stored.items():
+        if offset < end:
+            shared[found[0]] = f"{found[0]} starts at byte {offset}, inside {before}, which ends at {end}"
+        end, before = max(end, offset + length), found[0]
+    if shared:
+        more = f"; and {len(shared) - 1} more in the same way" if len(shared) > 1 else ""
+        actual, hint = next(iter(shared.values())) + more, "the save is damaged: convert again"
+        yield Issue("a byte range of its own for each entry", actual, hint, names=shared, together=True, file=path)
 
 
 @check(

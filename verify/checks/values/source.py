@@ -58,7 +58,7 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield Issue(
         "only tensors that the source has",
         "the source has no tensor of this name",
-        "check --source",
+        "name the release that these tensors are from as --source, or convert again from this one",
         names=extra,
         file=subject.path,
     )

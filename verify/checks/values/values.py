@@ -1,10 +1,14 @@
 """CK201 and CK204 to CK206: what the bytes tell without a source. Everything is read once, streamed.
 
-What may legally be constant, so that a fresh or tiny model raises no false alarm:
-- norm weights: all ones is how training starts, so any constant but zero is a warning only where it is not one;
-- biases and the router's selection bias: all zero is how training starts, so it is a warning, never an error;
-- a single number: any but zero;
-- matrices: never. Initialization is random, and nothing makes a trained matrix constant, so it is an error.
+Which tensors may be constant, so that a model before its training raises no false alarm:
+- biases: every framework begins with zeros. Zeros in some layers are a warning where other layers have other values. So
+  are zeros in all layers of a router's selection bias, which training moves, if most norms show that training ran.
+- norm weights: training begins with ones or, in a class that multiplies by 1 + w, with zeros. Other constants are a
+  warning, zeros anywhere else an error.
+- other vectors: a constant that all layers share is an initial value; after training it is a warning.
+- a single number: any but zero.
+- matrices: never, but for a few that their class begins with (`_FILLED`). Initialization is random, and nothing makes a
+  trained matrix constant, so it is an error.
 Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron), and normal in the vocabulary's
 matrices.
 """
@@ -14,9 +18,10 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 
 from ckptkit.core.specs import ranges
+from converters.planner import dims_of
 from quant.formats.floats.table import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from verify.check import Skip, Tally, check
@@ -38,8 +43,27 @@ from verify.report import Severity
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")
 _VOCABULARY = (
     *("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight"),
-    *("embed.weight", "head.weight"),
+    *("embed.weight", "head.weight", "embed_tokens_per_layer.weight"),
 )
+# Norms by their names: `input_layernorm`, `ln_q`, `patch_ln1`.
+_NORM = re.compile(r"norm|(?:^|[._])ln\d*(?:_\w+)?\.")
+# The gated norm of linear attention, whose HF class multiplies by w where the model's other norms multiply by 1 + w.
+_PLAIN_NORM = ".linear_attn.norm.weight"
+# Matrices that a class begins with as a constant, by the start of its model_type. Source: transformers 5.12, their
+# `_init_weights`, and `Ernie4_5_MoeTopKRouter`.
+_FILLED: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v4": (".tid2eid", ".ape"),
+    "ernie4_5_moe": (".mlp.gate.weight",),
+    "gemma3": (".mm_input_projection_weight",),
+    "gemma4": (".position_embedding_table",),
+}
+# Ends of names of single numbers, and the infinity that leaves activations unclipped. Source: transformers,
+# `Gemma4ClippableLinear`.
+_UNCLIPPED = {"_min": -math.inf, "_max": math.inf}
+
+_SHARED = "the source holds the same: compare that with the release that it was made from"
+_LOST = "copy it from the release again; a hole in a file, as after an interrupted copy, reads as zeros"
+_FINITE_SOURCE = "look at the source: if it is finite there, convert again"
 
 UNREAD = "not run because no tensor can be read (CK201)"
 # What stands beside the words of quantized weights.
@@ -93,17 +117,17 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     fix="Find the last good checkpoint of the run; or copy the file again, if the source is finite.",
 )
 def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """No NaN and no infinity anywhere."""
+    """No NaN anywhere, and no infinity but that of a bound which leaves activations unclipped."""
     values = subject.once(read_values).stats
     counted(tally, values, UNREAD)
-    hint = "look at the source: if it is finite there, convert again"
-    yield Issue(
-        "finite values",
-        "NaN or infinity",
-        hint,
-        names=[name for name, stats in values.items() if not stats.finite],
-        file=subject.path,
-    )
+    names = [
+        name
+        for name, stats in values.items()
+        if not stats.finite and not stats.low == stats.high == _UNCLIPPED.get(name[-4:])
+    ]
+    for several, shared in _by_source(names, subject.once(read_values)):
+        hint = "find the last good checkpoint of the run: the source holds the same" if shared else _FINITE_SOURCE
+        yield Issue("finite values", "NaN or infinity", hint, names=several, file=subject.path)
 
 
 @check(
@@ -123,18 +147,61 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
     config = usable_config(subject) or {}
     scales = subject.once(scales_in_floats)
+    constant: list[str] = []
     for name, stats in values.items():
-        if name in scales:
+        if name in scales or name.endswith(PARTS) or not stats.finite or not stats.rows:
             continue
         spec = subject.specs.get(name)  # None of an expert that is stored with the others
         one_number = is_cache_scale(name, config) or (spec is not None and math.prod(spec.shape) == 1)
-        if stats.low != 0 and one_number:
+        if stats.constant:
+            constant += [] if stats.low != 0 and one_number else [name]
+        elif stats.zero_rows and not name.endswith((*_VOCABULARY, "bias")):
+            verdicts["warning", f"{stats.zero_rows} of {stats.rows} rows are all zero"].append(name)
+    initial = frozenset(_initial(subject, values, constant)) if constant else ()
+    for name in constant:
+        if name in initial:
             continue
-        if (verdict := _constant(name, stats)) is not None:
-            verdicts[verdict].append(name)
+        number = values[name].low
+        verdicts[_severity(name, values[name]), "all zero" if number == 0 else f"all {number:g}"].append(name)
     for (severity, actual), found in verdicts.items():
-        for names, hint in _by_source(found, subject.once(read_values)):
+        for names, shared in _by_source(found, subject.once(read_values)):
+            hint = _SHARED if shared else _LOST
             yield Issue("values that vary", actual, hint, names=names, file=subject.path, severity=severity)
+
+
+def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequence[str]) -> Iterator[str]:
+    """The tensors that training may begin with as a constant."""
+    config = usable_config(subject) or {}
+    expected = subject.once(expected_of) or Expected({})
+    norms = [stats.constant for name, stats in values.items() if _NORM.search(name)]
+    untrained = 2 * sum(norms) > len(norms)
+    varied = {pattern_of(name) for name, stats in values.items() if not stats.constant}
+    filled = next((ends for kind, ends in _FILLED.items() if str(config.get("model_type")).startswith(kind)), ())
+    offset = bool(config) and dims_of(config).norm_offset
+    for name in constant:
+        number, same = values[name].low, pattern_of(name) not in varied
+        if not name.endswith("bias") and _NORM.search(name):
+            around_zero = offset and not name.endswith(_PLAIN_NORM)
+            initial = number == 1 or (number == 0 and around_zero and same and untrained)
+        elif _is_vector(name, values[name]):
+            bias = number == 0 and name.endswith("bias") and name not in expected.fp32
+            initial = same and (untrained or bias)
+        else:
+            initial = same and untrained and name.endswith(filled)
+        if initial:
+            yield name
+
+
+def _is_vector(name: str, stats: Extremes) -> bool:
+    """Whether it has one axis, or is a bias: those of all experts may be stored together."""
+    return stats.rows == 1 or name.endswith("bias")
+
+
+def _severity(name: str, stats: Extremes) -> Severity:
+    """How bad a constant is that is no initial value."""
+    if not name.endswith("bias") and _NORM.search(name):
+        return "error" if stats.low == 0 else "warning"
+    return "warning" if _is_vector(name, stats) else "error"
 
 
 def _differs(values: Values, name: str) -> bool:
@@ -142,28 +209,14 @@ def _differs(values: Values, name: str) -> bool:
     return difference is not None and difference.unequal > 0
 
 
-def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str], str]]:
-    """The tensors that a source shares, and the others, each with the next move."""
+def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str], bool]]:
+    """The tensors that a source shares, and the others; and whether it does."""
     shared = {name: None for name in found if name in values.compared and not _differs(values, name)}
     own = [name for name in found if name not in shared]
     if shared:
-        yield list(shared), "the source holds the same: compare that with the release that it was made from"
+        yield list(shared), True
     if own:
-        yield own, "copy it from the release again; a hole in a file, as after an interrupted copy, reads as zeros"
-
-
-def _constant(name: str, stats: Extremes) -> tuple[Severity, str] | None:
-    """Severity and description, or None where the tensor is as it may be."""
-    if name.endswith(PARTS) or not stats.finite or not stats.rows:
-        return None
-    if stats.constant:
-        actual = "all zero" if stats.low == 0 else f"all {stats.low:g}"
-        if "norm" in name:
-            return None if stats.low == 1 else ("error" if stats.low == 0 else "warning", actual)
-        return "warning" if stats.rows == 1 else "error", actual
-    if stats.zero_rows and not name.endswith(_VOCABULARY):
-        return "warning", f"{stats.zero_rows} of {stats.rows} rows are all zero"
-    return None
+        yield own, False
 
 
 @check(

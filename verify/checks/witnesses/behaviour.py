@@ -138,6 +138,8 @@ def _predicts(predicted: Predicted, subject: Subject, tally: Tally) -> Iterator[
     untrained = "" if trained else "; the weights look untrained, so this is not judged"
     tally.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
     best = min(bits)
+    if trained and best <= NO_TEXT:
+        tally.tell(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits a byte")
     if trained and best > POOR_TEXT:
         yield Issue(
             f"at most {POOR_TEXT} bits a byte of the text that is predicted best",

@@ -46,8 +46,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(
             "an engine that serves the checkpoint",
             f"it ended {run.failed}",
-            "CK307 names INT4 layers that no kernel runs; where it names none, compare the sizes in config.json, and "
-            "--tp, with the release",
+            f"read what it ended with; `verify {_against(subject)}` loads the weights without serving them",
             file=subject.path,
         )
         return
@@ -61,7 +60,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(
                 "a finite log-probability for every token",
                 f"{broken} of {count} are not, {name}",
-                f"run `verify {_against(subject)}`: a router that is zero or unwritten does this",
+                f"run `verify {_against(subject)}`, which names what the engine never wrote or dropped",
                 file=subject.path,
             )
 
@@ -201,6 +200,7 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     between = distance(passes[FIRST], passes[AGAIN])
     tally.compared(0, sum(len(answer.tokens) for answer in exact))
     unit, label = max(noise.mean, 1e-4), engine_of(subject).label
+    tally.tell("log-probabilities compared with transformers")
     tally.facts["log-probabilities"] = [
         f"{label} from transformers in float32: {found}",
         f"transformers in {dtype} from float32: {noise}",

@@ -56,10 +56,7 @@ def why_unwritten(engine: EngineFacts, seen: Observation, promised: Collection[s
             f"{engine.label}'s class has a parameter that config.json promises no tensor for: it builds that layer "
             f"otherwise; {engine.codes}3 says which tensors it drops"
         )
-    return (
-        f"the tensor is missing from the checkpoint, or {engine.codes}3 says under which name it was dropped; convert "
-        "or quantize again"
-    )
+    return f"the tensor is missing from the checkpoint, or {engine.codes}3 says under which name it was dropped"
 
 
 def why_dropped(
@@ -142,7 +139,7 @@ def _why_unknown(seen: Observation, model: str) -> str:
             "in config.json with the release; a class may not read all of them (head_dim, for one)"
         )
     unknown = f"{model} has no parameter {seen.param}"
-    return f"{unknown}: compare model_type, num_hidden_layers and the name of the tensor with the release"
+    return f"{unknown}: compare architectures in config.json and the name of the tensor with the release"
 
 
 def why_not_repacked(engine: EngineFacts, seen: Observation) -> str:

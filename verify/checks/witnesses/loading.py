@@ -247,8 +247,8 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
 def same_values(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Before any repacking, every tensor against each place that the engine wrote it to."""
     hint = (
-        "the values went into the wrong place, or the tensor was changed on the way: convert again, and compare "
-        "with --source"
+        "compare the checkpoint with its source (--source): if CK202 passes, the loader of "
+        f"{engine.label} put these values there"
     )
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
@@ -276,10 +276,12 @@ def same_values(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
 )
 def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The router of every layer with experts, after loading: written, finite, neither zero nor constant."""
-    hint = (
-        f"if the router was packed, add `{keep_router(config_of(subject))}` to quantization_config.ignore and quantize "
-        "again; else restore it from the source"
-    )
+    hint = "compare it with the source (--source), and restore it from there"
+    if weights_of(config_of(subject)):
+        entry = keep_router(config_of(subject))
+        hint = (
+            f"if CK301 names it as packed, add `{entry}` to quantization_config.ignore and quantize again; else {hint}"
+        )
     for report, draft in _reports(engine, subject):
         _count(tally, report.routers_seen)
         yield from _findings(engine, report.routers, "a router that tells experts apart", lambda seen: hint, draft)
@@ -351,10 +353,9 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
     """The engine's draft class loads the multi-token prediction layers, which the other checks then look at too."""
     report, run = _report(engine, subject), subject.once(LoadedBy(engine))
     if run.draft_crash is not None:
-        hint = (
-            f"see CK302 and `ckptkit lint` for an entry of `ignore` that {engine.label}'s draft class reads; or serve "
-            "without speculative decoding, which leaves these layers out"
-        )
+        hint = "serve without speculative decoding, which leaves these layers out"
+        if weights_of(config_of(subject)):
+            hint = f"`ckptkit lint` shows entries of `ignore` that {engine.label}'s draft class reads; or {hint}"
         expected = f"{engine.label}'s draft class is built and loads the multi-token prediction layers"
         yield Issue(expected, run.draft_crash, hint, names=report.draft, file=subject.path, together=True)
         return

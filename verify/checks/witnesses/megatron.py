@@ -102,7 +102,7 @@ def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
         for name in report.unexpected or report.refused:
             askers[name].append(report.rank)
     for names in group_by_pattern(askers):
-        hint = "Megatron would leave it as initialized, at random: convert again"
+        hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
         ranks = {rank for name in names for rank in askers[name]}
         yield Issue("on disk, because Megatron asks for it", "not on disk", hint, names=names, rank=ranks_named(ranks))
 
@@ -110,10 +110,7 @@ def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
 def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
     missing = set(reports[0].missing) if reports else set()
     left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing, names)]
-    hint = (
-        "the checkpoint holds more than config.json describes: check num_hidden_layers, num_nextn_predict_layers "
-        "and the number of experts"
-    )
+    hint = "Megatron builds no such parameter from config.json; where CK104 fails too, it names the key that disagrees"
     yield Issue("loaded by some rank", "no rank asks for it", hint, names=left)
 
 

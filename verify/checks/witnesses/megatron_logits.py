@@ -65,6 +65,7 @@ def judge(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
     reference, exact = run.reference, run.reference.exact.judged
     noise = distance(reference.rounded.judged, exact)
     unit = max(noise.mean, spacing(exact))
+    tally.tell("log-probabilities compared with transformers")
     tally.facts.setdefault("log-probabilities in Megatron", []).extend(
         [
             f"megatron-core {run.version} in {reference.dtype} ({run.sizes}, {run.device}) from transformers in "

@@ -45,6 +45,7 @@ def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
         f"{len(prompts)} different ones rendered by transformers {version('transformers')}",
         *_assumed(renderings),
     ]
+    tally.tell("recorded prompts compared with transformers")
     in_sglang = _in_sglang(subject, tally)
     for found in [one for one in renderings if one.refused][:1]:
         yield Issue(

@@ -148,7 +148,7 @@ def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
             yield Issue(
                 "log-probabilities: finite numbers not above 0",
                 f"{total} of {SIDES[side]} are not, first in sample {first}",
-                "run `verify --against-sglang`: a router that is zero or unwritten does this",
+                "serve the checkpoint of that step alone: `verify --engine` says whether it answers with numbers",
                 file=recording.path,
                 count=total,
             )
@@ -170,6 +170,7 @@ def _sides(parts: Sequence[Part], found: Recomputed) -> Iterator[_Side]:
 def _judged(subject: Subject, recording: Recording, side: _Side, tally: Tally) -> Iterator[Issue]:
     """Raises Unable where the gap is too large and may have another reason than the weights."""
     apart = side.apart
+    tally.tell("recorded log-probabilities compared with transformers")
     tally.facts.setdefault("log-probabilities of the rollout", []).extend(
         [
             f"{side.who} from transformers in float32, {apart.tokens} tokens of {len(side.parts)} samples: {apart}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from verify.check import Skip, Tally, Unable, check
@@ -13,6 +15,8 @@ from verify.launch.sides import Side
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"
+# A line of `Job.unread` about a variable that nothing sets.
+_UNSET = re.compile(r"(?P<words>.+): \$\{?(?P<name>\w+)\}? \(set neither in the script nor in the environment\)")
 
 
 def _sides(subject: Subject) -> Sequence[Side]:
@@ -120,7 +124,25 @@ def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for note in job.notes:
         tally.note(note)
     if lines := job.unread:
-        tally.facts[NOT_READ] = list(lines)
-        more = f", and {len(lines) - 1} more" if lines[1:] else ""
-        raise Unable(f"not read {job.stack.where}: {lines[0]}{more}")
+        reason, tally.facts[NOT_READ] = _unread(lines)
+        raise Unable(f"not read {job.stack.where}: {reason}")
     yield from ()
+
+
+def _unread(lines: Sequence[str]) -> tuple[str, list[str]]:
+    """Why words were not read, a variable that is not set once; and a line for all words of a variable, or for each."""
+    unset: dict[str, list[str]] = defaultdict(list)
+    others = []
+    for line in lines:
+        if match := _UNSET.fullmatch(line):
+            unset[match["name"]].append(match["words"])
+        else:
+            others.append(line)
+    if not unset:
+        more = f", and {len(others) - 1} more" if others[1:] else ""
+        return f"{others[0]}{more}", others
+    names = ", ".join(f"${{{name}}}" for name in unset)
+    more = f", and {len(others)} more" if others else ""
+    setting = " ".join(f"{name}=VALUE" for name in unset)
+    reason = f"{names} (set neither in the script nor in the environment){more}; set it first: export {setting}"
+    return reason, [*(", ".join(words) for words in unset.values()), *others]
