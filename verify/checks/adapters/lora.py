@@ -10,9 +10,11 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles, is_adapter
-from converters.adapter import FACTOR, ROOT, Adapter, require_lora
+from ckptkit.formats.hf.shard import Fault
+from converters.adapter import Adapter
 from converters.config.values import integer, number
 from converters.hf_names import layer_of
+from converters.lora_settings import FACTOR, ROOT, LoraSettings, pairs_in
 from converters.planner import dims_of
 from verify.check import Tally, check
 from verify.evidence.folding import pattern_of
@@ -75,22 +77,26 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         yield Issue("an adapter that PEFT saved", error.message, error.hint or _AGAIN, file=subject.path)
         return
-    require_lora(files.config, str(subject.path))
+    settings = LoraSettings(files, str(subject.path))
     if lost := [key for key in ("r", "lora_alpha") if files.config.get(key) is None]:
         actual = f"{' and '.join(lost)} not there: PEFT takes 8, {SGLANG} and {VLLM} refuse the adapter"
         hint = "write what the run was started with"
         file = subject.path / ADAPTER_CONFIG
         yield Issue("r and lora_alpha, of which the scale is made", actual, hint, file=file, severity="warning")
-    parts: dict[str, set[str]] = defaultdict(set)
-    for name in files.specs:
-        if match := FACTOR.fullmatch(name):
-            parts[name[: match.start(3)]].add(match[3])
+    pairs = pairs_in(files.specs)
     tally.compared(0, len(files.specs))
-    if not parts:
-        yield Issue("factors lora_A and lora_B", "none", _AGAIN, file=subject.path)
+    if not pairs:
+        yield Issue("factors lora_A and lora_B", "none: the adapter changes nothing", _AGAIN, file=subject.path)
     for part, other in ("AB", "BA"):
-        names = [f"{stem}{part}" for stem, found in parts.items() if other not in found]
+        names = [f"{pair.prefix}{part}" for pair, found in pairs.items() if other not in found]
         yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names, file=subject.path)
+    dropped: dict[Fault, list[str]] = defaultdict(list)
+    for pair, found in pairs.items():
+        for fault in settings.faults(pair, found):
+            dropped[fault] += found.values()
+    for fault, names in dropped.items():
+        hint = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
+        yield Issue(fault.expected, fault.actual, hint, names=names, file=subject.path, together=True)
 
 
 @check(
@@ -110,6 +116,10 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for fault in adapter.faults:
         names = None if fault.name is None else [fault.name]
         yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, names=names, file=subject.path)
+    # What has factors of zeros alone is for CK133 to say.
+    has_more = adapter.saved or any(pair.magnitude is not None for pair in adapter.pairs)
+    if has_more and not adapter.faults and (why := adapter.idle()) is not None:
+        yield Issue("an adapter that changes its base", f"it changes nothing: {why}", _AGAIN, file=subject.path)
     yield from _lost_layers(adapter)
 
 
@@ -209,8 +219,7 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
     for name, spec in adapter.copies.items():
         tally.compared(spec.nbytes)
-        here, there = adapter.files.read([spec.name])[spec.name], adapter.base.read([name])[name]
-        if not bool((here.to(there.dtype) == there).all()):
+        if not adapter.is_copy(name, spec):
             actual = "other values than the adapter's own copy of it"
             yield Issue("the base that the adapter was trained on", actual, "give that base", names=[name], file=source)
 

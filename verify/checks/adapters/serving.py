@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from converters.adapter import FACTOR, ROOT
 from converters.config.values import integer
+from converters.lora_settings import FACTOR, ROOT
 from verify.check import Tally, check
 from verify.checks.adapters.lora import SGLANG, VLLM, over_base, without_base
 from verify.evidence.subject import Subject
