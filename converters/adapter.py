@@ -26,7 +26,7 @@ from ckptkit.formats.hf.shard import Fault
 from converters.config.tie import KEY as TIE
 from converters.family import Release
 from converters.hf_names import GATE_UP, GATE_UP_DOWN
-from converters.lora_settings import BY_HAND, ROOT, LoraSettings, PairName, pairs_in
+from converters.lora_settings import BY_HAND, ROOT, LoraSettings, PairName, idle_reason, pairs_in
 from converters.planner import tied_head
 from converters.registry import family_of
 
@@ -344,16 +344,25 @@ class Adapter:
                 if not bool((tensor == self.base.read([spec.name])[spec.name]).all()):
                     return None
         if only_zeros:
-            return "every lora_B is zero" if self._is_zero_b() else "every lora_A or lora_B is zero"
+            return idle_reason(self.files) or "every pair has a factor of zeros"
         return "each merged weight, rounded to the dtype of the base, is the base's"
-
-    def _is_zero_b(self) -> bool:
-        return not any(bool(self.files.read([pair.b.name])[pair.b.name].any()) for pair in self.pairs)
 
     def _is_zero(self, pair: Pair) -> bool:
         """Whether a pair adds nothing, whatever its base."""
         factors = (self.files.read([name])[name] for name in (pair.b.name, pair.a.name))
         return pair.magnitude is None and not all(bool(factor.any()) for factor in factors)
+
+    def pair_of(self, weight: str) -> Pair | None:
+        """The pair that changes a weight; of a fused tensor of experts also by the name of one expert's."""
+        if weight in self._pair_of:
+            return self._pair_of[weight]
+        block, dot, rest = weight.partition(".experts.")
+        fused = (pair for name, pair in self._pair_of.items() if dot and name.startswith(f"{block}{dot}"))
+        return next((pair for pair in fused if (_DOWN in rest) == (_DOWN in pair.targets.specs[0].name)), None)
+
+    @cached_property
+    def _pair_of(self) -> Mapping[str, Pair]:
+        return {spec.name: pair for pair in self.pairs for spec in pair.targets.specs}
 
     def is_copy(self, name: str, spec: TensorSpec) -> bool:
         """Whether a tensor of `copies` has the values of the base's `name`, which PEFT would replace by it."""

@@ -51,13 +51,13 @@ FIELDS: Mapping[str, str] = {
     "velora_config": "VeLoRA's layers are not read",
 }
 # What PEFT does with the base when it loads an adapter of these, or has done when it was trained.
-_TAKEN_OUT = "PEFT takes the first A and B out of the base before it adds the trained ones; SGLang and vLLM do not"
+_TAKEN_OUT = "PEFT subtracts the first A and B from the base, engines do not"
 _INITS: Mapping[str, str] = {
     "pissa": _TAKEN_OUT,
     "olora": _TAKEN_OUT,
     "corda": _TAKEN_OUT,
-    "lora_ga": "it was trained on a base without the first A and B, which PEFT does not take out when it loads it",
-    "loftq": "it was trained on a base that was quantized, and PEFT quantizes the base when it loads it",
+    "lora_ga": "it was trained on a base from which PEFT had subtracted the first A and B",
+    "loftq": "PEFT quantizes the base, engines do not",
 }
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _TO_PLAIN = (
@@ -258,6 +258,27 @@ def pairs_in(names: Iterable[str]) -> dict[PairName, dict[str, str]]:
         if found.get(other, {}).keys() == {"magnitude_vector"}:
             found[stem] |= found.pop(other)
     return found
+
+
+def idle_reason(files: AdapterFiles) -> str | None:
+    """Why an adapter changes no weight, as far as its own files tell, or None. Reads factors up to the first that does.
+
+    Magnitudes of DoRA and whole tensors may change weights: whether they do, `Adapter.idle` tells, which has the base.
+    """
+    pairs = pairs_in(files.specs)
+    if not files.specs:
+        return "it has no tensor"
+    if len(files.specs) > sum(len(parts) for parts in pairs.values()):
+        return None
+    if files.config.get("lora_alpha") == 0 and not files.config.get("alpha_pattern"):
+        return f"lora_alpha is 0 ({ADAPTER_CONFIG})"
+    zeros = set()
+    for parts in pairs.values():
+        found = {part for part, name in parts.items() if not bool(files.read([name])[name].any())}
+        if parts.keys() != {"A", "B"} or not found:
+            return None
+        zeros.add("B" if "B" in found else "A")
+    return "every lora_B is zero" if zeros == {"B"} else "every pair has a factor of zeros"
 
 
 def _is_linear(name: str) -> bool:
