@@ -20,7 +20,7 @@ from support.adapters import randomized
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from ckptkit.app.api import inspect
+from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -468,3 +468,65 @@ def test_an_adapter_that_changes_something_is_merged(change: Change, root: Path,
     assert expected is not None
     assert same(view.read(list(view.specs)), expected)
     assert "changes" not in inspect(adapter)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["plain", "dora"])
+def test_a_bfloat16_base_is_rounded_as_peft_rounds_it(options: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    """With factors in float32, as `PeftModel.from_pretrained` has them."""
+    adapter = made(root, **options)
+    model(root, torch.bfloat16).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    expected = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload().state_dict()
+    view = Adapter(AdapterFiles(adapter), HfCheckpoint(tmp_path / "base"), "adapter").merged()
+    assert same(view.read(list(view.specs)), expected)
+
+
+Q0, K0 = (f"model.layers.0.self_attn.{one}_proj.weight" for one in "qk")
+
+
+def rewritten(path: Path, **tensors: Tensor) -> None:
+    file = path / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+
+
+def merged_and_judged(root: Path, tmp_path: Path, change: Change, **options: Any) -> list[tuple[str, str, str]]:
+    """What CK202 finds of a merged checkpoint whose tensors are changed: tensor, what is expected, the hint."""
+    adapter = made(root, **options)
+    convert(root / "base", tmp_path / "merged", merge=adapter)
+    tensors = load_file(tmp_path / "merged" / "model.safetensors")
+    rewritten(tmp_path / "merged", **change(dict(tensors)))
+    report = verify(tmp_path / "merged", source=root / "base", adapter=adapter)
+    assert {one.code for one in report.findings if one.severity == "error"} == {"CK202"}
+    return [
+        (str(one.tensor), f"{one.expected}: {one.actual}", one.hint) for one in report.findings if one.code == "CK202"
+    ]
+
+
+def test_a_pair_that_was_not_added_is_named(root: Path, tmp_path: Path) -> None:
+    own = load_file(root / "base" / "model.safetensors")[Q0]
+    ((name, words, hint),) = merged_and_judged(root, tmp_path, lambda tensors: tensors | {Q0: own})
+    assert name == Q0
+    assert "2 x lora_B lora_A of model.layers.0.self_attn.q_proj" in words
+    assert "the base's own bits: nothing was added" in words
+    assert "convert BASE DST --merge ADAPTER" in hint
+
+
+def test_a_weight_to_which_something_else_was_added_is_named(root: Path, tmp_path: Path) -> None:
+    ((name, words, hint),) = merged_and_judged(root, tmp_path, times(1.5, Q0))
+    assert name == Q0
+    assert "2 x lora_B lora_A of model.layers.0.self_attn.q_proj" in words
+    assert "nothing was added" not in words
+    assert "--adapter" in hint
+
+
+def test_a_weight_without_a_pair_is_the_bases(root: Path, tmp_path: Path) -> None:
+    ((name, words, hint),) = merged_and_judged(root, tmp_path, times(1.5, K0))
+    assert (name, "no pair" in words, "--source" in hint) == (K0, True, True)
+
+
+def test_a_whole_tensor_is_the_adapters(root: Path, tmp_path: Path) -> None:
+    own = load_file(root / "base" / "model.safetensors")["lm_head.weight"]
+    change: Change = lambda tensors: tensors | {"lm_head.weight": own}  # noqa: E731
+    ((name, words, _),) = merged_and_judged(root, tmp_path, change, modules_to_save=["lm_head"])
+    assert name == "lm_head.weight"
+    assert "the adapter's own tensor, base_model.model.lm_head.weight" in words
