@@ -17,36 +17,25 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
-from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.join import Joined
 from ckptkit.core.plan import Plan, Step, View, identity
-from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
 from ckptkit.formats.hf.shard import Fault
 from converters.config.tie import KEY as TIE
-from converters.config.values import integer, number
 from converters.family import Release
 from converters.hf_names import GATE_UP, GATE_UP_DOWN
+from converters.lora_settings import BY_HAND, ROOT, LoraSettings, PairName, idle_reason, pairs_in
 from converters.planner import tied_head
 from converters.registry import family_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROOT = "base_model.model."  # which PEFT writes before every name
-FACTOR = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(embedding_)?(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?")
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _PROJECTION = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
-# What an expression for ranks or alphas may be made of; others are never written, and might be searched for hours.
-_PATTERN = re.compile(r"[\w\\.*-]{1,200}")
-# Kinds of adapters that compute something else.
-_OTHERS = (
-    *("use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config", "arrow_config", "lora_bias"),
-    *("alora_invocation_tokens", "layer_replication", "trainable_token_indices", "fan_in_fan_out"),
-)
-_BY_HAND = "merge it with the program that made it"
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 
@@ -72,7 +61,8 @@ class Pair:
     """Factors A [rank, columns] and B [rows, rank], and the weights that `scale` x B A is added to.
 
     Of experts A is [experts x rank, columns] and B [rows, rank x experts], ranks outermost, or both have a first axis
-    of experts, of which 1 stands for all. `magnitude`: of DoRA, the length of each row. `embedding`: A is of the rows.
+    of experts, of which 1 stands for all. `magnitude`: of DoRA, the length of each row, of an embedding of each column.
+    `embedding`: A is of the rows.
     """
 
     module: str
@@ -110,8 +100,9 @@ class Pair:
         weights, delta = tensors[:count], self.delta(tensors[count], tensors[count + 1])
         if self.magnitude is not None:
             whole = weights[0].float() + delta
-            factor = tensors[-1].float().reshape(-1) / torch.linalg.norm(whole, dim=1)
-            return [(factor.view(-1, 1) * whole).to(weights[0].dtype)]
+            rows = whole.T if self.embedding else whole
+            factor = tensors[-1].float().reshape(-1) / torch.linalg.norm(rows, dim=1)
+            return [(factor.view((1, -1) if self.embedding else (-1, 1)) * whole).to(weights[0].dtype)]
         parts = [delta.mT if self.targets.turned else delta]
         if count > 1:
             parts = [part for expert in delta for part in expert.chunk(count // experts)]
@@ -135,20 +126,18 @@ class Adapter:
         self.repeated: str | None = None
         self.base = self._parted(base)
         self.faults: list[Fault] = []
-        require_lora(files.config, where)
+        self.settings = LoraSettings(files, where)
         self.pairs: list[Pair] = []
         self.saved: dict[str, TensorSpec] = {}
         self.copies: dict[str, TensorSpec] = {}
-        found: dict[tuple[str, bool], dict[str, TensorSpec]] = {}
+        pairs = pairs_in(files.specs)
+        for pair, parts in pairs.items():
+            self._add_pair(pair, {part: files.specs[name] for part, name in parts.items()})
+        factors = {name for parts in pairs.values() for name in parts.values()}
         for name, spec in files.specs.items():
-            if match := FACTOR.fullmatch(name):
-                key = name[: match.start(3)], match[2] is not None
-                found.setdefault(key, {})[match[3]] = spec
-            elif name != self.repeated:
+            if name not in factors and name != self.repeated:
                 self._add_saved(spec)
-        for (stem, embedding), parts in found.items():
-            match = FACTOR.fullmatch(f"{stem}A")
-            self._add_pair(match[1].removeprefix(ROOT) if match else stem, parts, embedding)
+        self._require_saved()
 
     def _parted(self, base: Checkpoint) -> Checkpoint:
         """The base; with an output layer of its own where it ties that to the embedding, and the adapter changes it."""
@@ -185,7 +174,7 @@ class Adapter:
         release = self.family.release
         if release is None or release.own_tree or not towers.isdisjoint(module.split(".")):
             message = f"{self.where}: the base has no {module}, and how it would spell that is not known"
-            raise UnsupportedError(message, _BY_HAND)
+            raise UnsupportedError(message, BY_HAND)
         self._fault(name, "a tensor of the base model", f"the base has no {module}")
 
     def _add_saved(self, spec: TensorSpec) -> None:
@@ -199,7 +188,17 @@ class Adapter:
         else:
             (self.copies if ".base_layer." in spec.name else self.saved)[target.name] = spec
 
-    def _add_pair(self, module: str, parts: Mapping[str, TensorSpec], embedding: bool) -> None:
+    def _require_saved(self) -> None:
+        """PEFT needs a tensor for each weight of the base that `modules_to_save` names."""
+        known = [*self.saved, *self.copies, *((tied_head(self.base.config) or ("",))[:1] if self.repeated else ())]
+        for one in self.settings.whole:
+            module = re.compile(rf"(?:.+\.)?{re.escape(one)}\..+")
+            lost = [name for name in self.base.specs if module.fullmatch(name) and name not in known]
+            if lost:
+                self._fault(lost[0], f"a tensor, since modules_to_save has {one} ({ADAPTER_CONFIG})", "missing")
+
+    def _add_pair(self, name: PairName, parts: Mapping[str, TensorSpec]) -> None:
+        module, embedding = name.module, name.is_embedding
         some = next(iter(parts.values()))
         if lost := [one for one in "AB" if one not in parts]:
             return self._fault(some.name, "factors A and B in pairs", f"lora_{lost[0]} is missing")
@@ -215,32 +214,13 @@ class Adapter:
             return self._fault(a.name, expected, f"A {list(a.shape)}, B {list(b.shape)}")
         rank = a.shape[1] if len(a.shape) == 3 else a.shape[0] // (targets.experts or 1)
         whole = module if module.endswith("_proj") or not targets.experts else f"{module}.{targets.leaf}"
-        stated, scale = self.scale_of(whole)
+        stated, scale = self.settings.scale_of(whole)
         if stated != rank:
             self._fault(a.name, f"rank {stated}, as {ADAPTER_CONFIG} says", f"rank {rank}")
+        for fault in self.settings.faults(name, parts, targets.leaf):
+            self._fault((a if magnitude is None else magnitude).name, fault.expected, fault.actual)
         self.pairs.append(Pair(module, a, b, magnitude, targets, rank, scale, embedding))
         return None
-
-    def scale_of(self, module: str) -> tuple[int, float]:
-        """Rank and scale that adapter_config.json gives a module. Raises CkptkitError for values that cannot be."""
-        config = self.files.config
-        ranks, alphas = (self._patterns(key) for key in ("rank_pattern", "alpha_pattern"))
-        key = next((one for one in (*ranks, *alphas) if re.fullmatch(rf"(.*\.)?({one})", module)), "")
-        rank = integer(ranks, key) if key in ranks else integer(config, "r", 8)
-        alpha = number(alphas, key) if key in alphas else number(config, "lora_alpha", 8)
-        if rank < 1:
-            raise DamagedError(f"{self.where}/{ADAPTER_CONFIG}: rank {rank}", "restore it from the run")
-        return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-    def _patterns(self, key: str) -> Mapping[str, Any]:
-        given = self.files.config.get(key) or {}
-        if not isinstance(given, dict):
-            raise DamagedError(f"{self.where}/{ADAPTER_CONFIG}: {key} is not an object", "restore it from the run")
-        for pattern in given:
-            if not _PATTERN.fullmatch(pattern) or pattern.count("*") > 2:
-                message = f"{self.where}/{ADAPTER_CONFIG}: {key} has {shortened(pattern)}, which is not read"
-                raise UnsupportedError(message, r"name modules whole, or as .*\.q_proj")
-        return given
 
     def _names(self, own: str) -> Iterator[str]:
         """What the base may call a module or tensor of transformers' class."""
@@ -300,31 +280,94 @@ class Adapter:
                 yield Targets(specs, rows, specs[0].shape[-1], len(numbers), leaf)
 
     def merged(self) -> View:
-        """The base with the adapter merged into it, lazily. Raises CkptkitError where anything does not fit."""
+        """The base with the adapter merged into it, lazily. Reads factors until a weight changes.
+
+        Raises CkptkitError where anything does not fit, PEFT would not load it, or it changes nothing.
+        """
         hint = f"ckptkit verify {self.where} --source BASE says what does not fit"
         if self.faults:
             more = f", and {len(self.faults) - 1} more faults" if self.faults[1:] else ""
             raise CkptkitError(f"{self.where}: {self.faults[0]}{more}", hint)
+        if bare := [name for name in self.files.specs if not name.startswith(ROOT)]:
+            message = f"{self.where}: {bare[0]} is stored without {ROOT}, where PEFT looks for it"
+            raise CkptkitError(message, f"put {ROOT} before each name")
+        for name, spec in self.copies.items():
+            if not self.is_copy(name, spec):
+                message = f"{self.where}: {spec.name} has other values than the base's {name}"
+                raise CkptkitError(message, "give the base that the adapter was trained on")
+        if (why := self.idle()) is not None:
+            raise CkptkitError(f"{self.where} changes nothing: {why}", "export the adapter again from the run")
+        changed = {spec.name for step in self._steps for spec in step.outputs}
+        steps = [identity(spec) for name, spec in self.base.specs.items() if name not in changed]
+        joined = Joined(self.base, self.files)
+        dropped = {*self.saved, *(spec.name for spec in self.copies.values())}
+        dropped |= {self.repeated} if self.repeated else set()
+        plan = Plan((*steps, *self._steps), joined.specs, frozenset(dropped), self.where, self.base.config)
+        return View(joined, plan)
+
+    @cached_property
+    def _steps(self) -> Sequence[Step]:
+        """What changes weights. Raises CkptkitError for a weight that is quantized, or is changed twice."""
         parts: dict[str, list[Pair]] = {}
         for pair in self.pairs:
             if pair.targets.part is not None:
                 parts.setdefault(pair.targets.specs[0].name, []).append(pair)
-        made = [spec for pair in self.pairs if pair.targets.part is None for spec in pair.targets.specs]
+        whole = [pair for pair in self.pairs if pair.targets.part is None]
+        made = [spec for pair in whole for spec in pair.targets.specs]
         made += [pairs[0].targets.specs[0] for pairs in parts.values()]
         if odd := [spec for spec in made if spec.dtype not in COMPUTED]:
             raise CkptkitError(f"{odd[0]} cannot have an adapter merged into it", "give the plain release as the base")
         changed = Counter([*(spec.name for spec in made), *self.saved])
         if twice := [name for name, count in changed.items() if count > 1]:
-            raise CkptkitError(f"{self.where} changes {twice[0]} twice", _BY_HAND)
-        steps = [identity(spec) for name, spec in self.base.specs.items() if name not in changed]
-        whole = [pair for pair in self.pairs if pair.targets.part is None]
-        steps += [Step(pair.inputs, pair.targets.specs, pair.merged, "merge LoRA") for pair in whole]
+            raise CkptkitError(f"{self.where} changes {twice[0]} twice", BY_HAND)
+        steps = [Step(pair.inputs, pair.targets.specs, pair.merged, "merge LoRA") for pair in whole]
         steps += [_of_parts(pairs) for pairs in parts.values()]
-        steps += [self._taken(name, spec) for name, spec in self.saved.items()]
-        joined = Joined(self.base, self.files)
-        dropped = {*self.saved, *(spec.name for spec in self.copies.values())}
-        dropped |= {self.repeated} if self.repeated else set()
-        return View(joined, Plan(tuple(steps), joined.specs, frozenset(dropped), self.where, self.base.config))
+        return [*steps, *(self._taken(name, spec) for name, spec in self.saved.items())]
+
+    def idle(self) -> str | None:
+        """Why the base with this adapter is the base, bit for bit; None where it is not.
+
+        Reads until the first weight that changes, small ones first. Raises as `_steps`.
+        """
+        if not self.pairs:
+            return "it has no pair of lora_A and lora_B"
+        if all(pair.scale == 0 for pair in self.pairs) and not self.saved:
+            return f"lora_alpha is 0 ({ADAPTER_CONFIG})"
+        joined, pair_of = Joined(self.base, self.files), {pair.b.name: pair for pair in self.pairs}
+        only_zeros = True
+        for step in sorted(self._steps, key=lambda step: sum(spec.nbytes for spec in step.outputs)):
+            pairs = [pair_of[name] for name in step.inputs if name in pair_of]
+            if pairs and all(self._is_zero(pair) for pair in pairs):
+                continue
+            only_zeros, tensors = False, joined.read(step.inputs)
+            for spec, tensor in zip(step.outputs, step.run([tensors[name] for name in step.inputs]), strict=True):
+                if not bool((tensor == self.base.read([spec.name])[spec.name]).all()):
+                    return None
+        if only_zeros:
+            return idle_reason(self.files) or "every pair has a factor of zeros"
+        return "each merged weight, rounded to the dtype of the base, is the base's"
+
+    def _is_zero(self, pair: Pair) -> bool:
+        """Whether a pair adds nothing, whatever its base."""
+        factors = (self.files.read([name])[name] for name in (pair.b.name, pair.a.name))
+        return pair.magnitude is None and not all(bool(factor.any()) for factor in factors)
+
+    def pair_of(self, weight: str) -> Pair | None:
+        """The pair that changes a weight; of a fused tensor of experts also by the name of one expert's."""
+        if weight in self._pair_of:
+            return self._pair_of[weight]
+        block, dot, rest = weight.partition(".experts.")
+        fused = (pair for name, pair in self._pair_of.items() if dot and name.startswith(f"{block}{dot}"))
+        return next((pair for pair in fused if (_DOWN in rest) == (_DOWN in pair.targets.specs[0].name)), None)
+
+    @cached_property
+    def _pair_of(self) -> Mapping[str, Pair]:
+        return {spec.name: pair for pair in self.pairs for spec in pair.targets.specs}
+
+    def is_copy(self, name: str, spec: TensorSpec) -> bool:
+        """Whether a tensor of `copies` has the values of the base's `name`, which PEFT would replace by it."""
+        tensor, own = self.files.read([spec.name])[spec.name], self.base.read([name])[name]
+        return bool((tensor.to(own.dtype) == own).all())
 
     def _taken(self, name: str, spec: TensorSpec) -> Step:
         whole = TensorSpec(name, spec.shape, self.base.specs[name].dtype)
@@ -353,21 +396,11 @@ def _of_parts(pairs: Sequence[Pair]) -> Step:
     return Step(inputs, (spec,), run, "merge LoRA of experts")
 
 
-def require_lora(config: Mapping[str, Any], where: str) -> None:
-    """Raises UnsupportedError for an adapter_config.json of another kind of adapter than is read here."""
-    if (kind := config.get("peft_type")) != "LORA":
-        raise UnsupportedError(f"{where}/{ADAPTER_CONFIG}: peft_type {shortened(kind)} is not read", _BY_HAND)
-    odd = [key for key in _OTHERS if config.get(key)]
-    odd += ["bias"] if config.get("bias", "none") != "none" else []
-    if odd:
-        message = f"{where}/{ADAPTER_CONFIG}: an adapter with {odd[0]} {shortened(config[odd[0]])} is not read"
-        raise UnsupportedError(message, _BY_HAND)
-
-
 def _fit(a: TensorSpec, b: TensorSpec, magnitude: TensorSpec | None, targets: Targets, embedding: bool) -> bool:
     """Whether factors of these shapes change such a weight."""
     rows, columns, experts = targets.rows, targets.columns, targets.experts
-    if magnitude is not None and (experts or targets.part is not None or math.prod(magnitude.shape) != rows):
+    lengths = columns if embedding else rows
+    if magnitude is not None and (experts or targets.part is not None or math.prod(magnitude.shape) != lengths):
         return False
     if len(a.shape) == len(b.shape) == 3 and experts:
         outer = {a.shape[0], b.shape[0]} <= {1, experts}

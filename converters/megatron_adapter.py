@@ -16,8 +16,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import DamagedError, UnsupportedError
 from ckptkit.core.plan import Plan, Step, View
 from ckptkit.core.specs import TensorSpec
-from converters.adapter import ROOT
 from converters.config.values import integer, number
+from converters.lora_settings import ROOT
 from converters.planner import Rule, dialect_of, rules_of
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ LAYERS = (
     "ckptkit.storage",
     "ckptkit.formats",
     "ckptkit.transfer",
+    "quant.patterns",  # knows names and expressions only
     "converters",
     "quant",
     "verify",

@@ -1,4 +1,4 @@
-"""Says what lies at a path or URL, from headers alone."""
+"""Says what lies at a path or URL, from headers; of an adapter also whether its factors are zeros."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from ckptkit.storage.directory import Directory
 from ckptkit.storage.url import is_url, place
 from converters.config.values import language_part
 from converters.draft import draft_of, is_draft
+from converters.lora_settings import idle_reason
 from converters.megatron.arguments import megatron_args
 from converters.megatron.hybrid_model import is_hybrid, stored_pattern
 from converters.megatron.legacy import LegacyCheckpoint
@@ -150,9 +151,11 @@ def _adapter_facts(here: Directory) -> dict[str, Any]:
         *("base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
         *("target_modules", "target_parameters", "modules_to_save"),
     )
+    idle = idle_reason(files)
     return {
         "path": str(here),
         "format": f"PEFT adapter, {str(files.config.get('peft_type'))[:40]}",
+        **({"changes": f"nothing: {idle}"} if idle is not None else {}),
         "tensors": len(files.specs),
         "bytes": sum(spec.nbytes for spec in files.specs.values()),
         "parameters": sum(math.prod(spec.shape) for spec in files.specs.values()),

@@ -84,22 +84,22 @@ def matcher(entry: str, longest: int = MAX_NAME + 1) -> Match:
     `longest`: characters of the longest name that it will be asked about. Raises CkptkitError, here or when asked, for
     text that is not a regular expression and for one that could run too long.
     """
-    expression = _expression(entry.removeprefix(REGEX))
+    expression = _expression(entry.removeprefix(REGEX), min(longest, MAX_NAME))
     return expression.python.match if expression.cheap and longest <= MAX_NAME else expression.match
 
 
 class _Expression:
-    """A regular expression. `cheap`: Python's `re` needs few steps for any name of `MAX_NAME` characters."""
+    """A regular expression. `cheap`: Python's `re` needs few steps for any name of `longest` characters."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str, longest: int) -> None:
+        self._text, self._longest = text, longest
         self.python = _compiled(text)
-        self.cheap = self._steps(MAX_NAME) <= _CHEAP_STEPS
+        self.cheap = self._steps(longest) <= _CHEAP_STEPS
         self._seconds = 0.0
 
     def match(self, name: str) -> object:
         """Matches from the start of a name. Raises CkptkitError for too long a name, and after too many slow ones."""
-        if len(name) > MAX_NAME:
+        if len(name) > self._longest:
             self._steps(len(name))
         begin = thread_time()
         found = self.python.match(name)
@@ -124,9 +124,9 @@ class _Expression:
 
 
 @lru_cache(maxsize=4096)
-def _expression(text: str) -> _Expression:
+def _expression(text: str, longest: int = MAX_NAME) -> _Expression:
     try:
-        return _Expression(text)
+        return _Expression(text, longest)
     except RecursionError as error:
         raise CkptkitError(f"pattern {_shown(REGEX + text)} is nested too deeply", _SIMPLER) from error
 

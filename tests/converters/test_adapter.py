@@ -183,9 +183,9 @@ def test_adapters_of_single_experts_are_merged_as_peft_merges_them(
     ("change", "words"),
     [
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not read"),
-        ({"use_qalora": True}, "an adapter with use_qalora True is not read"),
-        ({"bias": "all"}, "an adapter with bias 'all' is not read"),
-        ({"rank_pattern": {"(a+)+$": 4}}, r"rank_pattern has '\(a\+\)\+\$', which is not read"),
+        ({"use_qalora": True}, "use_qalora is True"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"rank_pattern": {"(a+)+$": 4}}, "rank_pattern: .* could run without an end"),
         ({"r": 0}, "rank 0"),
         ({"r": 8}, r"lora_A.weight: rank 4 \(expected rank 8, as adapter_config.json says\)"),
     ],

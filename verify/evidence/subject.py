@@ -168,6 +168,13 @@ class Subject(OfKind):
         return open_checkpoint(self.path, hf=self.hf_path)
 
     @cached_property
+    def adapter(self) -> Adapter | None:
+        """What `--adapter` names, over `--source`. Raises CkptkitError where it is not read, or does not fit."""
+        if self.options.adapter is None or self.source_path is None:
+            return None
+        return Adapter(AdapterFiles(self.options.adapter), plain(self.source_path), str(self.options.adapter))
+
+    @cached_property
     def source(self) -> Checkpoint | None:
         """What `--source` names, opened; a quantized release as plain weights.
 
@@ -177,8 +184,8 @@ class Subject(OfKind):
         """
         if self.source_path is None:
             return None
-        if (adapter := self.options.adapter) is not None:
-            return Adapter(AdapterFiles(adapter), plain(self.source_path), str(adapter)).merged()
+        if self.adapter is not None:
+            return self.adapter.merged()
         if self.is_hf and is_quantized(self.checkpoint.config):
             return comparable(open_checkpoint(self.source_path, hf=self.hf_path), self.checkpoint)
         return open_plain(locate(self.source_path), self.hf_path)

@@ -41,7 +41,12 @@ WITHOUT_V, ONE_PAIR = (
     "SGLang 0.5.16 refuses q_proj without v_proj",
     "SGLang 0.5.16 refuses experts of a layer in one pair",
 )
+STACKED = (
+    "SGLang 0.5.16 takes factors with an axis of experts; vLLM 0.26 refuses the adapter, and PEFT 0.21 drops them and "
+    "merges to the base"
+)
 NOT_TAKEN = {
+    "shared outer": [STACKED],
     "patterns": ["SGLang 0.5.16 refuses another rank than 4, which adapter_config.json has as r"],
     "dora": ["SGLang 0.5.16 and vLLM 0.26 refuse DoRA", WITHOUT_V],
     "saved": [WITHOUT_V, "SGLang 0.5.16 leaves it out silently, vLLM 0.26 refuses the adapter"],
@@ -313,6 +318,34 @@ def test_a_merge_of_another_adapter_is_not_what_this_one_gives(root: Path, tmp_p
         assert {finding.code for finding in report.findings} == {"CK202"}
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+@pytest.mark.parametrize(("first", "last"), [(12, 12), (1, 1)], ids=["of each expert", "shared"])
+def test_factors_with_an_axis_of_experts_are_for_sglang_alone(
+    first: int, last: int, root: Path, tmp_path: Path
+) -> None:
+    """`gate_up_proj.lora_A` [experts or 1, rank, inputs]: PEFT has no module of that name, and merges to the base."""
+    path, adapter = of_kind("fused experts", root), tmp_path / "adapter"
+    inner, hidden = tensor(path / "base", "model.layers.0.mlp.experts.0.gate_proj.weight").shape
+    sizes = {"gate_up_proj.lora_A": (first, 4, hidden), "gate_up_proj.lora_B": (12, 2 * inner, 4)}
+    sizes |= {"down_proj.lora_A": (12, 4, inner), "down_proj.lora_B": (last, hidden, 4)}
+    block = "base_model.model.model.layers.{}.mlp.experts.{}.weight"
+    adapter.mkdir()
+    save_file(
+        {block.format(layer, key): torch.randn(*size) for layer in range(12) for key, size in sizes.items()},
+        adapter / WEIGHTS,
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["gate_up_proj", "down_proj"]}
+    (adapter / CONFIG).write_text(json.dumps(config))
+    report = verify(adapter, source=path / "base")
+    assert [(one.code, one.severity, one.count, one.actual) for one in report.findings] == [
+        ("CK137", "warning", 48, STACKED)
+    ]
+    base = AutoModelForCausalLM.from_pretrained(path / "base", dtype=torch.float32)
+    before = {name: one.clone() for name, one in base.state_dict().items()}
+    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload().state_dict()
+    assert all(torch.equal(merged[name], one) for name, one in before.items())
+
+
 def test_options_of_models_are_refused(root: Path, tmp_path: Path) -> None:
     path = of_kind("dense", root)
     with pytest.raises(UsageError, match="nothing but --source can be asked"):
@@ -366,7 +399,8 @@ def test_names_that_the_base_may_only_spell_otherwise_are_inconclusive(root: Pat
         tensors |= {f"{tower}.lora_A.weight": torch.ones(4, 8), f"{tower}.lora_B.weight": torch.ones(8, 4)}
 
     path = of_kind("nested", root)
-    report = verify(edited(path, tmp_path / "adapter", in_the_tower), source=path / "base")
+    targets = ["q_proj", "down_proj"]
+    report = verify(edited(path, tmp_path / "adapter", in_the_tower, target_modules=targets), source=path / "base")
     assert (report.findings, report.status) == ([], "inconclusive")
     assert any("how it would spell that is not known" in reason for reason in report.reasons)
 

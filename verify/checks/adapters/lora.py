@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles, is_adapter
-from converters.adapter import FACTOR, ROOT, Adapter, require_lora
+from ckptkit.formats.hf.shard import Fault
+from converters.adapter import Adapter
 from converters.config.values import integer, number
 from converters.hf_names import layer_of
+from converters.lora_settings import FACTOR, ROOT, LoraSettings, idle_reason, pairs_in
 from converters.planner import dims_of
 from verify.check import Tally, check
 from verify.evidence.folding import pattern_of
@@ -70,27 +72,32 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     try:
         files = subject.once(adapter_files)
+        settings, pairs = LoraSettings(files, str(subject.path)), pairs_in(files.specs)
+        for pair in pairs:
+            settings.scale_of(pair.module)
     except UnsupportedError:
         raise
     except CkptkitError as error:
         yield Issue("an adapter that PEFT saved", error.message, error.hint or _AGAIN, file=subject.path)
         return
-    require_lora(files.config, str(subject.path))
     if lost := [key for key in ("r", "lora_alpha") if files.config.get(key) is None]:
         actual = f"{' and '.join(lost)} not there: PEFT takes 8, {SGLANG} and {VLLM} refuse the adapter"
         hint = "write what the run was started with"
         file = subject.path / ADAPTER_CONFIG
         yield Issue("r and lora_alpha, of which the scale is made", actual, hint, file=file, severity="warning")
-    parts: dict[str, set[str]] = defaultdict(set)
-    for name in files.specs:
-        if match := FACTOR.fullmatch(name):
-            parts[name[: match.start(3)]].add(match[3])
     tally.compared(0, len(files.specs))
-    if not parts:
-        yield Issue("factors lora_A and lora_B", "none", _AGAIN, file=subject.path)
+    if not pairs:
+        yield Issue("factors lora_A and lora_B", "none: the adapter changes nothing", _AGAIN, file=subject.path)
     for part, other in ("AB", "BA"):
-        names = [f"{stem}{part}" for stem, found in parts.items() if other not in found]
+        names = [f"{pair.prefix}{part}" for pair, found in pairs.items() if other not in found]
         yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names, file=subject.path)
+    dropped: dict[Fault, list[str]] = defaultdict(list)
+    for pair, found in pairs.items():
+        for fault in settings.faults(pair, found):
+            dropped[fault] += found.values()
+    for fault, names in dropped.items():
+        hint = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
+        yield Issue(fault.expected, fault.actual, hint, names=names, file=subject.path, together=True)
 
 
 @check(
@@ -110,6 +117,10 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for fault in adapter.faults:
         names = None if fault.name is None else [fault.name]
         yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, names=names, file=subject.path)
+    # What has factors of zeros alone is for CK133 to say.
+    has_more = adapter.saved or any(pair.magnitude is not None for pair in adapter.pairs)
+    if has_more and not adapter.faults and (why := adapter.idle()) is not None:
+        yield Issue("an adapter that changes its base", f"it changes nothing: {why}", _AGAIN, file=subject.path)
     yield from _lost_layers(adapter)
 
 
@@ -156,26 +167,37 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
         file=subject.path,
         together=True,
     )
-    zeros: list[str] = []
-    factors = 0
+    zeros: dict[str, None] = {}
     for name, spec in files.specs.items():
         tensor = files.read([name])[name]
         tally.compared(spec.nbytes)
         if not bool(tensor.isfinite().all()):
             yield Issue("finite numbers", "NaN or infinity", _AGAIN, names=[name], file=subject.path)
-        if FACTOR.fullmatch(name):
-            factors += 1
-            zeros += [] if bool(tensor.any()) else [name]
-    if factors and 2 * len(zeros) >= factors:
-        hint = "the adapter changes nothing: was it saved before the first step?"
-        yield Issue("factors that are not zero", "zeros", hint, names=zeros, together=True, severity="warning")
+        if FACTOR.fullmatch(name) and not bool(tensor.any()):
+            zeros[name] = None
+    if (why := idle_reason(files)) is not None:
+        actual = f"{why}: the adapter changes nothing"
+        hint = "was it saved before the first step? Export it again from the run"
+        yield Issue("an adapter that changes its base", actual, hint, [*zeros] or None, subject.path, together=True)
+        return
+    yield from _zeros(files, zeros, subject.path)
+
+
+def _zeros(files: AdapterFiles, zeros: Collection[str], file: Path) -> Iterator[Issue]:
+    """Factors of zeros while others are not; a warning where half of them are, or where they are of some experts."""
+    factors = [name for name in files.specs if FACTOR.fullmatch(name)]
+    if zeros and 2 * len(zeros) >= len(factors):
+        hint = "only whole tensors or magnitudes change the base: was it saved before the first step?"
+        yield Issue(
+            "factors that are not zero", "zeros", hint, names=zeros, file=file, together=True, severity="warning"
+        )
         return
     trained = {_of_layer(name) for name in files.specs if name not in zeros}
     expected, of_experts = "factors that are not zero", [name for name in zeros if _of_layer(name) in trained]
     others = [name for name in zeros if name not in of_experts]
-    yield Issue(expected, "zeros", _AGAIN, names=others, file=subject.path)
+    yield Issue(expected, "zeros", _AGAIN, names=others, file=file)
     hint = "was no token sent to these experts?"
-    yield Issue(expected, "zeros", hint, names=of_experts, file=subject.path, severity="warning")
+    yield Issue(expected, "zeros", hint, names=of_experts, file=file, severity="warning")
 
 
 def _of_layer(name: str) -> str:
@@ -209,8 +231,7 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
     for name, spec in adapter.copies.items():
         tally.compared(spec.nbytes)
-        here, there = adapter.files.read([spec.name])[spec.name], adapter.base.read([name])[name]
-        if not bool((here.to(there.dtype) == there).all()):
+        if not adapter.is_copy(name, spec):
             actual = "other values than the adapter's own copy of it"
             yield Issue("the base that the adapter was trained on", actual, "give that base", names=[name], file=source)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from converters.adapter import FACTOR, ROOT
 from converters.config.values import integer
+from converters.lora_settings import FACTOR, ROOT
 from verify.check import Tally, check
 from verify.checks.adapters.lora import SGLANG, VLLM, over_base, without_base
 from verify.evidence.subject import Subject
@@ -15,6 +15,15 @@ from verify.issue import Issue
 _MERGE = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
 # Projections that SGLang has in one layer: with the first in the adapter it looks for the second without asking.
 _TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
+# Source: SkyRL#1852 for vLLM, which knows no module of these names; PEFT has one parameter of them at most.
+_STACKED = (
+    f"{SGLANG} takes factors with an axis of experts; {VLLM} refuses the adapter, and PEFT 0.21 drops them and merges "
+    "to the base"
+)
+_FLAT = (
+    "for vLLM and PEFT export one pair a layer (`experts.base_layer` and `experts`, [rank x experts, inputs] and "
+    "[outputs, rank x experts]), or merge it (`ckptkit convert BASE DST --merge ADAPTER`)"
+)
 _ALL = "every part of an adapter served"
 
 
@@ -44,6 +53,8 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
             found[f"{SGLANG} and {VLLM} refuse DoRA"].append(name)
         elif match[3] != "A":
             continue
+        elif len(files.specs[name].shape) == 3:
+            found[_STACKED] += [name, name.replace("lora_A", "lora_B")]
         elif leaf == "experts":
             found[f"{SGLANG} refuses experts of a layer in one pair"].append(name)
         elif ".experts." not in name and not match[2] and files.specs[name].shape[0] != rank:
@@ -59,4 +70,12 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     whole = [name for name in files.specs if name not in factors and ".base_layer." not in name]
     found[f"{SGLANG} leaves it out silently, {VLLM} refuses the adapter"] += whole
     for actual, names in found.items():
-        yield Issue(_ALL, actual, _MERGE, names, subject.path, severity="warning", together=True)
+        yield Issue(
+            _ALL,
+            actual,
+            _FLAT if actual is _STACKED else _MERGE,
+            names,
+            subject.path,
+            severity="warning",
+            together=True,
+        )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
+from ckptkit.core.specs import summarize
+from converters.adapter import Adapter
 from quant.formats.part_names import PACKED, packed_in
 from verify.check import Skip, Tally, check
 from verify.checks.values.values import PARTS, UNREAD, counted
@@ -19,7 +21,7 @@ from verify.evidence.moved.stages import stages_of
 from verify.evidence.packed import int4_format_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
-from verify.evidence.values import Difference
+from verify.evidence.values import Difference, Values, as_hf_view
 from verify.issue import Issue
 from verify.report import Severity
 
@@ -87,13 +89,47 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
         actual = (
             f"{len(wrong)} of {len(values.compared)} tensors differ: another model, or another step of its training"
         )
-        yield Issue("the bits of the source", actual, hint, names=wrong, together=True, file=subject.path)
+        expected = (
+            "the bits of the source" if subject.adapter is None else "the bits of the base with the adapter merged"
+        )
+        yield Issue(expected, actual, hint, names=wrong, together=True, file=subject.path)
         return
     for broken in (True, False):
         for names in group_by_pattern(name for name in wrong if _is_broken(values.stats[name]) == broken):
+            if subject.adapter is not None:
+                yield from _against_adapter(subject, subject.adapter, {name: wrong[name] for name in names}, values)
+                continue
             worst = max(names, key=lambda name: wrong[name].largest)
             actual = _described(wrong[worst], worst if len(names) > 1 else None, values.stats[worst])
             yield Issue("the bits of the source", actual, hint, names=names, file=subject.path)
+
+
+def _against_adapter(
+    subject: Subject, adapter: Adapter, wrong: Mapping[str, Difference], values: Values
+) -> Iterator[Issue]:
+    """Tensors that are not those of base and adapter together: what was to be added, and whether anything was."""
+    here, base = (as_hf_view(one, subject.path) for one in (subject.checkpoint, adapter.base))
+    groups: dict[tuple[bool, float | None], list[str]] = defaultdict(list)
+    for name in wrong:
+        pair = adapter.pair_of(name)
+        both = name in here.specs and name in base.specs
+        is_base = both and same_bytes(here.read([name])[name], base.read([name])[name])
+        groups[is_base, None if pair is None else pair.scale].append(name)
+    for (is_base, scale), names in groups.items():
+        worst = max(names, key=lambda name: wrong[name].largest)
+        actual = _described(wrong[worst], worst if len(names) > 1 else None, values.stats[worst])
+        actual = f"the base's own bits: nothing was added ({actual})" if is_base else actual
+        merge = "merge it: `ckptkit convert BASE DST --merge ADAPTER`"
+        hint = merge if is_base else f"{merge}; or give the adapter that was merged as --adapter"
+        if scale is not None:
+            pairs = {pair.module: pair for name in names if (pair := adapter.pair_of(name)) is not None}
+            expected = f"base + adapter: {scale:g} x lora_B lora_A of {summarize(pairs)} added to the base's weight"
+        elif saved := [adapter.saved[name].name for name in names if name in adapter.saved]:
+            expected = f"the adapter's own tensor, {summarize(saved)}"
+        else:
+            expected = "the base's bits: the adapter has no pair for this weight"
+            hint = "give the base that the adapter was merged into as --source"
+        yield Issue(expected, actual, hint, names=names, file=subject.path)
 
 
 def _is_another_model(wrong: Collection[str], compared: Collection[str]) -> bool:

@@ -1,0 +1,309 @@
+"""What adapter_config.json of a LoRA adapter has PEFT do: each of its fields, and the modules that they choose.
+
+Source: peft 0.21.2, `LoraConfig`, `LoraLayer.update_layer` (initializations), `check_target_module_exists`,
+`BaseTuner._inject_parameters`, `get_pattern_key`; `lora_dtype` and `lorap_*`: ms-swift's `LoRAConfig`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError
+from ckptkit.core.printable import shortened
+from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
+from ckptkit.formats.hf.shard import Fault
+from converters.config.values import flag, integer, number
+from quant.patterns.entries import REGEX, Match, matcher
+
+ROOT = "base_model.model."  # which PEFT writes before every name
+BY_HAND = "merge it with the program that made it"
+FACTOR = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(embedding_)?(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?")
+HARMLESS, APPLIED = "harmless", "applied"
+# A field of LoraConfig, and what becomes of it here: HARMLESS (a merge is the same without it), APPLIED (as PEFT does),
+# or why an adapter that sets it is refused.
+FIELDS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"), APPLIED
+    ),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"), APPLIED),
+    **dict.fromkeys(("target_parameters", "modules_to_save", "init_lora_weights", "ensure_weight_tying"), APPLIED),
+    **dict.fromkeys(("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"), HARMLESS),
+    **dict.fromkeys(("inference_mode", "lora_dropout", "megatron_core", "qalora_group_size"), HARMLESS),
+    # Read where `init_lora_weights` names them, or when the adapter runs.
+    **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"), HARMLESS),
+    **dict.fromkeys(("lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"), HARMLESS),  # ms-swift's, of its optimizer
+    "bias": "biases of the base are trained with it, which are not merged",
+    "lora_bias": "B has a bias, which is not merged",
+    "fan_in_fan_out": "its weights are stored as [inputs, outputs]",
+    "megatron_config": "its layers are Megatron's own",
+    "trainable_token_indices": "single rows of the embedding are trained with it, which are not merged",
+    "layer_replication": "its model has layers of the base several times",
+    "alora_invocation_tokens": "it changes the tokens after an invocation only, which no weight can",
+    "arrow_config": "it chooses among several adapters for each token, which no weight can",
+    "use_qalora": "QALoRA adds to the zero points of quantized weights",
+    "use_bdlora": "its factors are block-diagonal, and stored as blocks",
+    "kasa_config": "KaSA takes singular values out of the base before it adds to it",
+    "monteclora_config": "it samples its factors",
+    "velora_config": "VeLoRA's layers are not read",
+}
+# What PEFT does with the base when it loads an adapter of these, or has done when it was trained.
+_TAKEN_OUT = "PEFT subtracts the first A and B from the base, engines do not"
+_INITS: Mapping[str, str] = {
+    "pissa": _TAKEN_OUT,
+    "olora": _TAKEN_OUT,
+    "corda": _TAKEN_OUT,
+    "lora_ga": "it was trained on a base from which PEFT had subtracted the first A and B",
+    "loftq": "PEFT quantizes the base, engines do not",
+}
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
+_TO_PLAIN = (
+    "save it where it was trained with save_pretrained(..., path_initial_model_for_weight_conversion=INITIAL_ADAPTER), "
+    "which makes plain LoRA of it"
+)
+_UNSET = (None, False, [], "none")
+# Projections of experts as PEFT 0.21 finds them below a block of experts, under the names of transformers 4 too.
+_LEAVES = {
+    "gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3"),
+    "down_proj": ("down_proj", "w2"),
+}
+_EMBEDDINGS = ("embed_tokens", "embeddings", "word_embeddings", "tok_embeddings")
+_FIRST_NUMBER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
+_RESTORE = "restore it from the run"
+
+
+@dataclass(frozen=True)
+class PairName:
+    """The module of a pair of factors, and how their names begin. `is_embedding`: they are `lora_embedding_*`."""
+
+    module: str
+    prefix: str
+    is_embedding: bool
+
+
+class LoraSettings:
+    """The settings of a LoRA adapter. `is_dora`: each pair has a magnitude.
+
+    Raises UnsupportedError that names the field where PEFT does more with it than is done here, and DamagedError for
+    values that PEFT refuses. `where`: the adapter, as shown to users.
+    """
+
+    def __init__(self, files: AdapterFiles, where: str) -> None:
+        self._config, self._where = files.config, f"{where}/{ADAPTER_CONFIG}"
+        self._longest = max(map(len, files.specs), default=0)
+        self._refuse_fields()
+        self.is_dora = self._read(flag, "use_dora", False)
+        self._targets = self._names("target_modules")
+        self._excluded = self._names("exclude_modules")
+        self._parameters = frozenset(self._list("target_parameters"))
+        self.whole = tuple(self._list("modules_to_save"))
+        self._is_whole = [self._matcher("modules_to_save", rf"(^|.*\.){one}($|\..*)") for one in self.whole]
+        self._layers = self._chosen_layers()
+        self._in_layer = [_FIRST_NUMBER.match]
+        if patterns := self._list("layers_pattern", allows_text=True):
+            parts = (rf"(?:^|.*?\.){one}\.(?P<idx>\d+)\." for one in patterns)
+            self._in_layer = [self._matcher("layers_pattern", part) for part in parts]  # type: ignore[misc]
+        self._ranks, self._alphas = self._patterns("rank_pattern"), self._patterns("alpha_pattern")
+
+    def _refuse_fields(self) -> None:
+        if (kind := self._config.get("peft_type")) != "LORA":
+            raise UnsupportedError(f"{self._where}: peft_type {shortened(kind)} is not read", BY_HAND)
+        for key, value in self._config.items():
+            why = FIELDS.get(key, "PEFT 0.21 has no such field, and what it means is not known")
+            if why not in (HARMLESS, APPLIED) and value not in _UNSET and not (key not in FIELDS and not value):
+                raise UnsupportedError(f"{self._where}: {key} is {shortened(value)}: {why}", BY_HAND)
+        init = self._config.get("init_lora_weights", True)
+        if init is None or isinstance(init, bool) or init in _PLAIN_INITS:
+            return
+        known = next((one for one in _INITS if isinstance(init, str) and init.lower().startswith(one)), None)
+        why = _INITS[known] if known else "PEFT 0.21 has no such initialization"
+        hint = _TO_PLAIN if known and known != "loftq" else BY_HAND
+        raise UnsupportedError(f"{self._where}: init_lora_weights is {shortened(init)}: {why}", hint)
+
+    def _damaged(self, what: str) -> DamagedError:
+        return DamagedError(f"{self._where}: {what}", _RESTORE)
+
+    def _list(self, key: str, *, allows_text: bool = False) -> list[str]:
+        value = self._config.get(key)
+        if value is None:
+            return []
+        if allows_text and isinstance(value, str):
+            return [value] if value else []
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self._damaged(f"{key} is {shortened(value)}, not a list of names")
+        return value
+
+    def _names(self, key: str) -> frozenset[str] | Match | None:
+        """Names of modules, or a function that says whether an expression matches a whole name."""
+        value = self._config.get(key)
+        if not isinstance(value, str):
+            return frozenset(self._list(key)) if value is not None else None
+        if key == "target_modules" and value.lower() == "all-linear":
+            return _is_linear
+        return self._matcher(key, rf"(?:{value})\Z")
+
+    def _matcher(self, key: str, expression: str) -> Match:
+        """Raises CkptkitError for what is not an expression, or could be searched for hours."""
+        try:
+            return matcher(REGEX + expression, self._longest)
+        except CkptkitError as error:
+            raise CkptkitError(f"{self._where}: {key}: {error.message}", error.hint) from error
+
+    def _chosen_layers(self) -> frozenset[int] | None:
+        """The layers of `layers_to_transform`, or None where it chooses none."""
+        value = self._config.get("layers_to_transform")
+        layers = [value] if type(value) is int else value
+        if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):
+            raise self._damaged(f"layers_to_transform is {shortened(value)}, not numbers of layers")
+        if value is not None and isinstance(self._config.get("target_modules"), str):
+            raise self._damaged("layers_to_transform is set, which PEFT refuses where target_modules is an expression")
+        if layers is None and self._config.get("layers_pattern"):
+            raise self._damaged("layers_pattern is set, which PEFT refuses without layers_to_transform")
+        return frozenset(layers) if layers else None
+
+    def _patterns(self, key: str) -> list[tuple[Match, Any]]:
+        given = self._config.get(key) or {}
+        if not isinstance(given, dict):
+            raise self._damaged(f"{key} is not an object")
+        return [(self._matcher(key, rf"(.*\.)?({name})$"), value) for name, value in given.items()]
+
+    def scale_of(self, module: str) -> tuple[int, float]:
+        """Rank and scale of a module. Raises CkptkitError for values that cannot be."""
+        ranks = [value for match, value in self._ranks if match(module)]
+        alphas = [value for match, value in self._alphas if match(module)]
+        rank = self._read(integer, "rank_pattern", ranks[0]) if ranks else self._read(integer, "r", 8)
+        alpha = self._read(number, "alpha_pattern", alphas[0]) if alphas else self._read(number, "lora_alpha", 8)
+        if rank < 1:
+            raise self._damaged(f"rank {rank}")
+        return int(rank), alpha / (math.sqrt(rank) if self._read(flag, "use_rslora", False) else rank)
+
+    def _read(self, read: Callable[[Mapping[str, Any], str, Any], Any], key: str, value: Any) -> Any:
+        """A value of a pattern, or of a field with this default."""
+        content = {key: value} if key.endswith("_pattern") else {key: self._config.get(key)}
+        if key.endswith("_pattern") and value is None:
+            raise self._damaged(f"{key} has null")
+        try:
+            return read(content, key, value)
+        except CkptkitError as error:
+            raise self._damaged(error.message.removeprefix("config.json: ")) from error
+
+    def left_out(self, module: str, leaf: str = "") -> str | None:
+        """Why PEFT adds no pair to a module and drops the one that is stored, or None where it adds one.
+
+        `leaf`: of experts of a layer in one pair the projection, or "" where it is not known.
+        """
+        names, parameters = list(_names_of(module, leaf)), [f"{module}.weight"]
+        if any(_is_named(name, self._parameters) for name in (*names, *parameters)):
+            return None
+        reasons = [self._leaves_out(name) for name in names]
+        return None if None in reasons else reasons[0]
+
+    def faults(self, pair: PairName, parts: Collection[str], leaf: str = "") -> Iterator[Fault]:
+        """What keeps PEFT from loading a pair as it is stored; its tensors are for the caller to name.
+
+        `parts`: those that are there, of A, B and magnitude_vector. `leaf`: as of `left_out`.
+        """
+        if (why := self.left_out(pair.module, leaf)) is not None:
+            yield Fault("factors of a module that PEFT adapts", f"{why} ({ADAPTER_CONFIG}): PEFT drops its factors")
+        if self.is_dora and "magnitude_vector" not in parts:
+            yield Fault(
+                f"lora_magnitude_vector, since use_dora is true ({ADAPTER_CONFIG})",
+                "missing: PEFT takes the length of the base's rows in its place",
+            )
+        if not self.is_dora and "magnitude_vector" in parts:
+            yield Fault(
+                f"no lora_magnitude_vector, since use_dora is false ({ADAPTER_CONFIG})",
+                "lora_magnitude_vector, which PEFT drops",
+            )
+        own = pair.module.rpartition(".")[2]
+        if pair.is_embedding and "embed" not in own:
+            yield Fault("lora_A and lora_B, since this is not an embedding", "lora_embedding_*, which PEFT drops")
+        is_parameter = _is_named(f"{pair.module}.weight", self._parameters)
+        if not pair.is_embedding and own in _EMBEDDINGS and not is_parameter:
+            yield Fault("lora_embedding_A and lora_embedding_B, as PEFT has them for it", "lora_A, which PEFT drops")
+
+    def _leaves_out(self, name: str) -> str | None:
+        if self._excluded and _chooses(self._excluded, name):
+            return f"{self._shown('exclude_modules')} leaves the module out"
+        if any(match(name) for match in self._is_whole):
+            return f"{self._shown('modules_to_save')} replaces the whole module"
+        if self._targets is None or not _chooses(self._targets, name):
+            key = "target_modules" if self._targets is not None or not self._parameters else "target_parameters"
+            return f"{self._shown(key)} does not name the module"
+        if self._layers is None or (isinstance(self._targets, frozenset) and name in self._targets):
+            return None
+        found: Any = next((match for one in self._in_layer if (match := one(name))), None)
+        if found is not None and int(found["idx"]) in self._layers:
+            return None
+        pattern = f" with {self._shown('layers_pattern')}" if self._config.get("layers_pattern") else ""
+        return f"{self._shown('layers_to_transform')}{pattern} leaves the module out"
+
+    def _shown(self, key: str) -> str:
+        return f"{key} {shortened(self._config.get(key))}"
+
+
+def pairs_in(names: Iterable[str]) -> dict[PairName, dict[str, str]]:
+    """Of each pair the names of its A, B and magnitude_vector, as far as they are there."""
+    found: dict[PairName, dict[str, str]] = {}
+    for name in names:
+        if match := FACTOR.fullmatch(name):
+            stem = PairName(match[1].removeprefix(ROOT), name[: match.start(3)], match[2] is not None)
+            found.setdefault(stem, {})[match[3]] = name
+    # PEFT names the magnitudes of an embedding as those of other modules.
+    for stem in [stem for stem, parts in found.items() if stem.is_embedding and "magnitude_vector" not in parts]:
+        other = PairName(stem.module, stem.prefix.removesuffix("embedding_"), is_embedding=False)
+        if found.get(other, {}).keys() == {"magnitude_vector"}:
+            found[stem] |= found.pop(other)
+    return found
+
+
+def idle_reason(files: AdapterFiles) -> str | None:
+    """Why an adapter changes no weight, as far as its own files tell, or None. Reads factors up to the first that does.
+
+    Magnitudes of DoRA and whole tensors may change weights: whether they do, `Adapter.idle` tells, which has the base.
+    """
+    pairs = pairs_in(files.specs)
+    if not files.specs:
+        return "it has no tensor"
+    if len(files.specs) > sum(len(parts) for parts in pairs.values()):
+        return None
+    if files.config.get("lora_alpha") == 0 and not files.config.get("alpha_pattern"):
+        return f"lora_alpha is 0 ({ADAPTER_CONFIG})"
+    zeros = set()
+    for parts in pairs.values():
+        found = {part for part, name in parts.items() if not bool(files.read([name])[name].any())}
+        if parts.keys() != {"A", "B"} or not found:
+            return None
+        zeros.add("B" if "B" in found else "A")
+    return "every lora_B is zero" if zeros == {"B"} else "every pair has a factor of zeros"
+
+
+def _is_linear(name: str) -> bool:
+    """What `all-linear` leaves out of a language model: its embedding and its output layer."""
+    return name.rpartition(".")[2] not in ("embed_tokens", "lm_head")
+
+
+def _chooses(names: frozenset[str] | Match, name: str) -> bool:
+    return _is_named(name, names) if isinstance(names, frozenset) else bool(names(name))
+
+
+def _is_named(name: str, names: frozenset[str]) -> bool:
+    """Whether one of the names is this, or its end behind a dot."""
+    parts = name.split(".")
+    return any(".".join(parts[at:]) in names for at in range(len(parts)))
+
+
+def _names_of(module: str, leaf: str) -> Iterator[str]:
+    """The module, and of all experts of a layer the names of the parameters behind it."""
+    yield module
+    block, dot, rest = module.partition(".experts")
+    if not dot or rest[1:2].isdecimal():
+        return
+    block += dot
+    own = leaf or rest.removeprefix(".")
+    yield block
+    leaves = _LEAVES.get(own, (own,)) if own else (name for names in _LEAVES.values() for name in names)
+    yield from (f"{block}.{one}" for one in leaves)

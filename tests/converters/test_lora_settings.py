@@ -1,0 +1,532 @@
+"""Each field of adapter_config.json: what it makes of a merge is PEFT's, bit for bit, or it is refused by name.
+
+PEFT itself merges each adapter in float32, over a model of three layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from support.adapters import randomized
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from ckptkit.app.api import convert, inspect
+from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.formats.hf.adapter import AdapterFiles
+from ckptkit.formats.hf.reader import HfCheckpoint
+from converters.adapter import Adapter
+from converters.lora_settings import APPLIED, FIELDS, HARMLESS
+from verify.run import verify
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ROOT = "base_model.model.model.layers"
+Q_AND_V = ["q_proj", "v_proj"]
+Tensors = dict[str, Tensor]
+Change = Callable[[Tensors], Tensors]
+# As Unsloth writes it for models with a tower.
+UNSLOTH = (
+    r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?(?:k_proj|v_proj|q_proj|o_proj"
+    r"|gate_proj|up_proj|down_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|attn|mlp|feed_forward|ffn|"
+    r"dense)\.(?:(?:k_proj|v_proj|q_proj|o_proj|gate_proj|up_proj|down_proj)))"
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lora")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(path / "base")
+    return path
+
+
+def model(root: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(root / "base", dtype=dtype)  # type: ignore[no-any-return]
+
+
+def made(root: Path, **options: Any) -> Path:
+    """What PEFT saves of an adapter with these options; one folder for each."""
+    path = root / "adapter {}".format("-".join(f"{key}={options[key]}" for key in sorted(options)))
+    if not path.exists():
+        tuned = get_peft_model(
+            model(root), LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": Q_AND_V} | options)
+        )
+        randomized(tuned)
+        tuned.save_pretrained(str(path))
+    return path
+
+
+def edited(path: Path, target: Path, change: Change = dict, **config: Any) -> Path:
+    """A copy of an adapter with other tensors, and other fields."""
+    shutil.copytree(path, target)
+    save_file(change(load_file(path / WEIGHTS)), target / WEIGHTS)
+    (target / CONFIG).write_text(json.dumps(json.loads((path / CONFIG).read_text()) | config))
+    return target
+
+
+def by_peft(root: Path, adapter: Path) -> Mapping[str, Tensor] | None:
+    """What PEFT merges, or None where it refuses the adapter."""
+    try:
+        return PeftModel.from_pretrained(model(root), str(adapter)).merge_and_unload().state_dict()  # type: ignore[no-any-return, operator]
+    except (ValueError, KeyError, AttributeError, RuntimeError, TypeError, NotImplementedError, ImportError):
+        return None
+
+
+def over(root: Path, adapter: Path) -> Adapter:
+    return Adapter(AdapterFiles(adapter), HfCheckpoint(root / "base"), "adapter")
+
+
+def by_hand(root: Path, adapter: Path) -> Mapping[str, Tensor]:
+    """The base with 2 B A added to each weight that has factors: what a reader of tensors alone merges."""
+    weights = load_file(root / "base" / "model.safetensors")
+    factors = load_file(adapter / WEIGHTS)
+    for name, a in factors.items():
+        if name.endswith("lora_A.weight"):
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            weights[f"{module}.weight"] += factors[name.replace("lora_A", "lora_B")] @ a * 2
+    return weights
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Adapters that PEFT makes.
+MADE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "random": {"init_lora_weights": False},
+    "eva": {"init_lora_weights": "eva"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "mica": {"init_lora_weights": "mica"},
+    "dora": {"use_dora": True},
+    "dora of an embedding": {"use_dora": True, "target_modules": ["embed_tokens", "q_proj"]},
+    "all linear": {"target_modules": "all-linear"},
+    "an output layer": {"target_modules": ["lm_head", "q_proj"]},
+    "one layer": {"layers_to_transform": [1]},
+    "a layer by its number": {"layers_to_transform": 2, "layers_pattern": "layers"},
+    "without a module": {"exclude_modules": ["model.layers.0.self_attn.q_proj"]},
+    "without a layer": {"exclude_modules": r".*layers\.0\..*"},
+    "an expression": {"target_modules": r".*\.(0|2)\.self_attn\.[qv]_proj"},
+    "ranks and alphas of their own keys": {
+        "rank_pattern": {"q_proj": 6},
+        "alpha_pattern": {r".*\.layers\.1\.self_attn\.q_proj": 32},
+    },
+    "a pattern of a layer": {
+        "rank_pattern": {r"layers\.1\..*": 6},
+        "alpha_pattern": {"q_proj": 3, "layers.1.self_attn.v_proj": 5},
+    },
+    "a pattern from the start": {"rank_pattern": {r"^model\.layers\.1\.self_attn\.q_proj": 6}},
+    "parameters": {"target_modules": [], "target_parameters": ["q_proj.weight", "mlp.down_proj.weight"]},
+    "a whole module": {"modules_to_save": ["lm_head"]},
+    "a whole norm": {"modules_to_save": ["norm"]},
+}
+
+
+@pytest.mark.parametrize("options", MADE.values(), ids=MADE)
+def test_what_peft_makes_is_merged_as_peft_merges_it(options: dict[str, Any], root: Path) -> None:
+    adapter = made(root, **options)
+    view, expected = over(root, adapter).merged(), by_peft(root, adapter)
+    assert expected is not None
+    assert same(view.read(list(view.specs)), expected)
+    report = verify(adapter, source=root / "base")
+    assert {one.code for one in report.findings if one.severity == "error"} == set()
+    assert report.status == "passed"
+
+
+# Fields that change nothing of a plain adapter of q_proj and v_proj, or choose all that it has.
+UNCHANGED: dict[str, dict[str, Any]] = {
+    "layers, all": {"layers_to_transform": [0, 1, 2]},
+    "layers, none chosen": {"layers_to_transform": []},
+    "layers behind a pattern": {"layers_to_transform": [0, 1, 2], "layers_pattern": ["h", "layers"]},
+    "others excluded": {"exclude_modules": ["o_proj"]},
+    "one more target": {"target_modules": [*Q_AND_V, "o_proj", "nothing"]},
+    "targets as text": {"target_modules": r".*\.(q|v)_proj"},
+    "targets as Unsloth's text": {"target_modules": UNSLOTH},
+    "all linear": {"target_modules": "ALL-linear"},
+    "targets by their ends": {"target_modules": ["self_attn.q_proj", "self_attn.v_proj"]},
+    "targets by full names": {
+        "target_modules": [f"model.layers.{layer}.self_attn.{one}" for layer in range(3) for one in Q_AND_V]
+    },
+    "parameters, which exclude_modules does not touch": {
+        "target_modules": [],
+        "target_parameters": ["q_proj.weight", "v_proj.weight"],
+        "exclude_modules": ["q_proj"],
+    },
+    "alpha of a part of a name": {"alpha_pattern": {"proj": 16}},
+    "alpha by an expression": {"alpha_pattern": {"[qk]_proj": 16}},
+    "alpha twice, the first counts": {"alpha_pattern": {"v_proj": 16, "self_attn.v_proj": 4}},
+    "a module that the base lacks": {"modules_to_save": ["score"]},
+    "no initialization": {"init_lora_weights": None},
+    "weights tied": {"ensure_weight_tying": True},
+    "dropout": {"lora_dropout": 0.1},
+    "a revision": {"revision": "main", "task_type": "CAUSAL_LM", "inference_mode": False},
+    "settings of other initializations": {"loftq_config": {"loftq_bits": 4}, "eva_config": {"rho": 2}},
+    "QALoRA's size without QALoRA": {"qalora_group_size": 8},
+    "a field that is not set": {"of_another_release": None},
+    "ms-swift's": {"lora_dtype": "bfloat16", "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-6},
+}
+
+
+@pytest.mark.parametrize("config", UNCHANGED.values(), ids=UNCHANGED)
+def test_fields_that_choose_every_factor_are_applied_as_peft_does(
+    config: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    adapter = edited(made(root), tmp_path / "adapter", **config)
+    view, expected = over(root, adapter).merged(), by_peft(root, adapter)
+    assert expected is not None
+    assert same(view.read(list(view.specs)), expected)
+    report = verify(adapter, source=root / "base")
+    assert {one.code for one in report.findings} <= {"CK135", "CK137"}
+    assert report.status == "passed"
+
+
+# What PEFT drops of a plain adapter, and the field that is named.
+DROPPED: dict[str, dict[str, Any]] = {
+    "layers_to_transform [0]": {"layers_to_transform": [0]},
+    "layers_to_transform 1": {"layers_to_transform": 1},
+    "layers_to_transform [0, 1, 2] with layers_pattern 'h'": {"layers_to_transform": [0, 1, 2], "layers_pattern": "h"},
+    "exclude_modules ['v_proj']": {"exclude_modules": ["v_proj"]},
+    r"exclude_modules '.*\\.1\\..*'": {"exclude_modules": r".*\.1\..*"},
+    "target_modules ['k_proj']": {"target_modules": ["k_proj"]},
+    "target_modules ['q_proj']": {"target_modules": ["q_proj"]},
+    "target_modules ['zzz']": {"target_modules": ["zzz"]},
+    "target_modules ['proj']": {"target_modules": ["proj"]},
+    "target_modules []": {"target_modules": []},
+    "target_modules ['attn.v_proj']": {"target_modules": ["attn.v_proj"]},
+    r"target_modules '.*\\.q_proj'": {"target_modules": r".*\.q_proj"},
+    "target_modules 'q_proj|v_proj'": {"target_modules": "q_proj|v_proj"},
+    "target_parameters ['q_proj.weight']": {"target_modules": None, "target_parameters": ["q_proj.weight"]},
+    "modules_to_save ['self_attn']": {"modules_to_save": ["self_attn"]},
+}
+
+
+@pytest.mark.parametrize(("field", "config"), DROPPED.items(), ids=DROPPED)
+def test_factors_that_peft_drops_are_named_with_the_field(
+    field: str, config: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    adapter = edited(made(root), tmp_path / "adapter", **config)
+    expected = by_peft(root, adapter)
+    assert expected is None or not same(expected, by_hand(root, adapter))
+    with pytest.raises(CkptkitError) as refused:
+        over(root, adapter).merged()
+    assert field in refused.value.message
+    assert ".self_attn." in refused.value.message
+    for source in (None, root / "base"):
+        (finding,) = [one for one in verify(adapter, source=source).findings if one.severity == "error"]
+        assert (finding.code, field in finding.actual) == ("CK131", True)
+        assert "lora_A" in str(finding.tensor)
+    with pytest.raises(CkptkitError, match="PEFT drops"):
+        verify(root / "base", source=root / "base", adapter=adapter)
+
+
+REFUSED: dict[str, Any] = {
+    "bias": "lora_only",
+    "lora_bias": True,
+    "fan_in_fan_out": True,
+    "megatron_config": {"hidden_size": 32},
+    "trainable_token_indices": [1],
+    "layer_replication": [[0, 2], [1, 3]],
+    "alora_invocation_tokens": [1],
+    "arrow_config": {"top_k": 2},
+    "use_qalora": True,
+    "use_bdlora": {"target_modules_bd_a": Q_AND_V},
+    "kasa_config": {},
+    "monteclora_config": {"num_samples": 2},
+    "velora_config": {"num_groups": 2},
+    "of_another_release": 3,
+}
+INITS = ("pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "lora_ga", "loftq", "zzz", 1, "true")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [*REFUSED.items(), *(("init_lora_weights", one) for one in INITS)],
+    ids=lambda one: str(one)[:30],
+)
+def test_what_peft_does_otherwise_is_refused_by_the_field(field: str, value: Any, root: Path, tmp_path: Path) -> None:
+    adapter = edited(made(root), tmp_path / "adapter", **{field: value})
+    with pytest.raises(UnsupportedError, match=field):
+        over(root, adapter).merged()
+    for source in (None, root / "base"):
+        report = verify(adapter, source=source)
+        assert (report.findings, report.status) == ([], "inconclusive")
+        assert any(field in reason for reason in report.reasons)
+    merged = verify(root / "base", source=root / "base", adapter=adapter)
+    assert merged.status == "inconclusive"
+    assert any(field in reason for reason in merged.reasons)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_peft_changes_the_base_of_some_initializations(init: str, root: Path) -> None:
+    adapter = made(root, init_lora_weights=init)
+    expected = by_peft(root, adapter)
+    assert expected is not None
+    assert not same(expected, by_hand(root, adapter))
+    with pytest.raises(UnsupportedError, match=f"init_lora_weights is '{init}'"):
+        over(root, adapter)
+
+
+def test_every_field_of_peft_is_in_the_table() -> None:
+    defaults = {one.name: getattr(LoraConfig(), one.name) for one in dataclasses.fields(LoraConfig)}
+    assert defaults.keys() <= FIELDS.keys()
+    refused = {field for field, why in FIELDS.items() if why not in (HARMLESS, APPLIED)}
+    assert {field for field in refused if defaults[field] not in (None, False, "none")} == set()
+    assert refused == REFUSED.keys() - {"of_another_release"}
+
+
+VALUES: dict[str, dict[str, Any]] = {
+    "layers as text": {"layers_to_transform": ["0"]},
+    "layers and an expression": {"target_modules": r".*q_proj", "layers_to_transform": [0]},
+    "a pattern of layers alone": {"layers_pattern": "layers"},
+    "targets of numbers": {"target_modules": [1]},
+    "targets in an object": {"target_modules": {"q_proj": 1}},
+    "targets that do not end": {"target_modules": "(a+)+$"},
+    "no expression": {"target_modules": "*q"},
+    "excluded without an end": {"exclude_modules": "(.*)*x"},
+    "a pattern without an end": {"rank_pattern": {"(a+)+$": 4}},
+    "a pattern that is a list": {"alpha_pattern": ["q_proj"]},
+    "a rank as text": {"rank_pattern": {"q_proj": "x"}},
+    "alpha null": {"alpha_pattern": {"q_proj": None}},
+    "alpha as text": {"lora_alpha": "8"},
+    "parameters as text": {"target_parameters": "q_proj.weight"},
+    "whole modules as text": {"modules_to_save": "lm_head"},
+    "DoRA as text": {"use_dora": "yes"},
+    "no rank": {"r": 0},
+    "a rank below zero": {"r": -4},
+}
+
+
+@pytest.mark.parametrize("config", VALUES.values(), ids=VALUES)
+def test_values_that_cannot_be_are_named_with_file_and_field(
+    config: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    adapter = edited(made(root), tmp_path / "adapter", **config)
+    with pytest.raises(CkptkitError) as refused:
+        over(root, adapter).merged()
+    assert CONFIG in refused.value.message
+    assert any(field in refused.value.message for field in config) or "rank" in refused.value.message
+    (finding,) = verify(adapter, source=root / "base").findings
+    assert (finding.code, finding.severity, CONFIG in finding.actual) == ("CK131", "error", True)
+
+
+def without(*parts: str) -> Change:
+    return lambda tensors: {name: one for name, one in tensors.items() if not all(part in name for part in parts)}
+
+
+def times(factor: float, *parts: str) -> Change:
+    return lambda tensors: {
+        name: one * factor if all(part in name for part in parts) else one for name, one in tensors.items()
+    }
+
+
+def plus(name: str, *shape: int) -> Change:
+    return lambda tensors: tensors | {f"base_model.model.{name}": torch.ones(shape)}
+
+
+# Tensors that contradict the fields: of which adapter, what is changed, and what the error names.
+TENSORS: dict[str, tuple[dict[str, Any], Change, dict[str, Any], str]] = {
+    "DoRA without magnitudes": ({}, dict, {"use_dora": True}, "use_dora is true"),
+    "DoRA without one": ({"use_dora": True}, without("magnitude", "layers.1"), {}, "use_dora is true"),
+    "magnitudes without DoRA": ({"use_dora": True}, dict, {"use_dora": False}, "use_dora is false"),
+    "A without B": ({}, without("layers.1.self_attn.v_proj.lora_B"), {}, "lora_B is missing"),
+    "B without A": ({}, without("layers.1.self_attn.v_proj.lora_A"), {}, "lora_A is missing"),
+    "a whole module that is not there": ({}, dict, {"modules_to_save": ["lm_head"]}, "modules_to_save has lm_head"),
+    "a whole weight next to its pair": (
+        {},
+        plus("model.layers.0.self_attn.q_proj.weight", 32, 32),
+        {},
+        "changes model.layers.0.self_attn.q_proj.weight twice",
+    ),
+    "another base below a pair": (
+        {},
+        plus("model.layers.0.self_attn.q_proj.base_layer.weight", 32, 32),
+        {},
+        "other values than the base's",
+    ),
+    "another embedding": (
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        times(2, "base_layer"),
+        {},
+        "other values than the base's model.embed_tokens.weight",
+    ),
+    "an embedding that is no Linear": (
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        dict,
+        {"target_modules": "all-linear"},
+        "target_modules 'all-linear' does not name",
+    ),
+    "a bias of B": ({}, plus("model.layers.0.self_attn.q_proj.lora_B.bias", 32), {}, "lora_B.bias"),
+    "names without the prefix": (
+        {},
+        lambda tensors: {name.removeprefix("base_model.model."): one for name, one in tensors.items()},
+        {},
+        "without base_model.model.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "change", "config", "words"), TENSORS.values(), ids=TENSORS)
+def test_tensors_that_peft_would_not_merge_so_are_refused(
+    options: dict[str, Any], change: Change, config: dict[str, Any], words: str, root: Path, tmp_path: Path
+) -> None:
+    adapter = edited(made(root, **options), tmp_path / "adapter", change, **config)
+    with pytest.raises(CkptkitError) as refused:
+        over(root, adapter).merged()
+    assert words in refused.value.message
+    with pytest.raises(CkptkitError):
+        verify(root / "base", source=root / "base", adapter=adapter)
+
+
+@pytest.mark.parametrize("fault", ["DoRA without magnitudes", "DoRA without one", "magnitudes without DoRA"])
+def test_magnitudes_that_contradict_the_field_are_found_without_a_base(fault: str, root: Path, tmp_path: Path) -> None:
+    options, change, config, words = TENSORS[fault]
+    (finding,) = verify(edited(made(root, **options), tmp_path / "adapter", change, **config)).findings
+    assert (finding.code, finding.severity, words in finding.expected) == ("CK131", "error", True)
+
+
+# Adapters that change nothing: what is changed of which, and the code that says so without a base and with it.
+IDLE: dict[str, tuple[dict[str, Any], Change, dict[str, Any], str, str]] = {
+    "no tensor": ({}, lambda tensors: {}, {}, "CK131", "CK131"),
+    "every B is zero": ({}, times(0, "lora_B"), {}, "CK133", "CK133"),
+    "every A is zero": ({}, times(0, "lora_A"), {}, "CK133", "CK133"),
+    "some A and the other B are zero": (
+        {},
+        lambda tensors: times(0, "q_proj", "lora_A")(times(0, "v_proj", "lora_B")(tensors)),
+        {},
+        "CK133",
+        "CK133",
+    ),
+    "alpha is 0": ({}, dict, {"lora_alpha": 0}, "CK133", "CK133"),
+    "too little for float32": ({}, times(1e-30), {}, "", ""),
+    "whole tensors alone": (
+        {"modules_to_save": ["lm_head"]},
+        without("lora_"),
+        {},
+        "CK131",
+        "CK131",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "change", "config", "code", "over_base"), IDLE.values(), ids=IDLE)
+def test_an_adapter_that_changes_nothing_is_an_error(
+    options: dict[str, Any],
+    change: Change,
+    config: dict[str, Any],
+    code: str,
+    over_base: str,
+    root: Path,
+    tmp_path: Path,
+) -> None:
+    adapter = edited(made(root, **options), tmp_path / "adapter", change, **config)
+    with pytest.raises(CkptkitError, match="changes nothing"):
+        over(root, adapter).merged()
+    with pytest.raises(CkptkitError, match="changes nothing"):
+        verify(root / "base", source=root / "base", adapter=adapter)
+    for source, expected in ((None, code), (root / "base", over_base)):
+        if expected:
+            errors = {one.code for one in verify(adapter, source=source).findings if one.severity == "error"}
+            assert errors == {expected}
+    if code == "CK133" or not load_file(adapter / WEIGHTS):
+        assert str(inspect(adapter)["changes"]).startswith("nothing: ")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=["plain", "dora", "whole"]
+)
+def test_an_adapter_as_it_is_before_the_first_step_is_an_error(
+    options: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    tuned = get_peft_model(model(root), LoraConfig(r=4, target_modules=Q_AND_V, **options))
+    tuned.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(CkptkitError, match="changes nothing"):
+        over(root, tmp_path / "adapter").merged()
+    report = verify(tmp_path / "adapter", source=root / "base")
+    assert report.status == "failed"
+    assert ("CK132" if options else "CK133") in {one.code for one in report.findings if one.severity == "error"}
+
+
+@pytest.mark.parametrize("change", [times(0, "v_proj"), times(0, "layers.0"), times(1e-3, "lora_B")])
+def test_an_adapter_that_changes_something_is_merged(change: Change, root: Path, tmp_path: Path) -> None:
+    adapter = edited(made(root), tmp_path / "adapter", change)
+    view, expected = over(root, adapter).merged(), by_peft(root, adapter)
+    assert expected is not None
+    assert same(view.read(list(view.specs)), expected)
+    assert "changes" not in inspect(adapter)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["plain", "dora"])
+def test_a_bfloat16_base_is_rounded_as_peft_rounds_it(options: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    """With factors in float32, as `PeftModel.from_pretrained` has them."""
+    adapter = made(root, **options)
+    model(root, torch.bfloat16).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    expected = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload().state_dict()
+    view = Adapter(AdapterFiles(adapter), HfCheckpoint(tmp_path / "base"), "adapter").merged()
+    assert same(view.read(list(view.specs)), expected)
+
+
+Q0, K0 = (f"model.layers.0.self_attn.{one}_proj.weight" for one in "qk")
+
+
+def rewritten(path: Path, **tensors: Tensor) -> None:
+    file = path / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+
+
+def merged_and_judged(root: Path, tmp_path: Path, change: Change, **options: Any) -> list[tuple[str, str, str]]:
+    """What CK202 finds of a merged checkpoint whose tensors are changed: tensor, what is expected, the hint."""
+    adapter = made(root, **options)
+    convert(root / "base", tmp_path / "merged", merge=adapter)
+    tensors = load_file(tmp_path / "merged" / "model.safetensors")
+    rewritten(tmp_path / "merged", **change(dict(tensors)))
+    report = verify(tmp_path / "merged", source=root / "base", adapter=adapter)
+    assert {one.code for one in report.findings if one.severity == "error"} == {"CK202"}
+    return [
+        (str(one.tensor), f"{one.expected}: {one.actual}", one.hint) for one in report.findings if one.code == "CK202"
+    ]
+
+
+def test_a_pair_that_was_not_added_is_named(root: Path, tmp_path: Path) -> None:
+    own = load_file(root / "base" / "model.safetensors")[Q0]
+    ((name, words, hint),) = merged_and_judged(root, tmp_path, lambda tensors: tensors | {Q0: own})
+    assert name == Q0
+    assert "2 x lora_B lora_A of model.layers.0.self_attn.q_proj" in words
+    assert "the base's own bits: nothing was added" in words
+    assert "convert BASE DST --merge ADAPTER" in hint
+
+
+def test_a_weight_to_which_something_else_was_added_is_named(root: Path, tmp_path: Path) -> None:
+    ((name, words, hint),) = merged_and_judged(root, tmp_path, times(1.5, Q0))
+    assert name == Q0
+    assert "2 x lora_B lora_A of model.layers.0.self_attn.q_proj" in words
+    assert "nothing was added" not in words
+    assert "--adapter" in hint
+
+
+def test_a_weight_without_a_pair_is_the_bases(root: Path, tmp_path: Path) -> None:
+    ((name, words, hint),) = merged_and_judged(root, tmp_path, times(1.5, K0))
+    assert (name, "no pair" in words, "--source" in hint) == (K0, True, True)
+
+
+def test_a_whole_tensor_is_the_adapters(root: Path, tmp_path: Path) -> None:
+    own = load_file(root / "base" / "model.safetensors")["lm_head.weight"]
+    change: Change = lambda tensors: tensors | {"lm_head.weight": own}  # noqa: E731
+    ((name, words, _),) = merged_and_judged(root, tmp_path, change, modules_to_save=["lm_head"])
+    assert name == "lm_head.weight"
+    assert "the adapter's own tensor, base_model.model.lm_head.weight" in words
