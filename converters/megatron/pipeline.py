@@ -18,8 +18,9 @@ from ckptkit.core.printable import shortened
 
 # The parts of a layout: embedding, decoder layer ("transformer"), multi-token prediction layer, output layer with loss.
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-_REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+_REPEATED = (re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})"))
 _MAX_LAYERS = 10_000  # layers or stages
+_MAX_TEXT = 10_000  # characters of a layout as it is given
 _MAX_LAYOUT = 1_000_000  # letters of a layout that is written out
 
 # The argument of Megatron-LM that is each field.
@@ -157,7 +158,7 @@ def _written_out(layout: Any) -> list[str]:
     elif isinstance(layout, str):
         text = layout.replace(",", "")
         for repeated in _REPEATED:
-            if sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text)) > _MAX_LAYOUT:
+            if len(layout) > _MAX_TEXT or _written_length(repeated, text) > _MAX_LAYOUT:
                 message = f"pipeline_model_parallel_layout {shortened(layout)} is too long to be one"
                 raise CkptkitError(message, "compare it with the launch script")
             text = repeated.sub(lambda match: match[1] * int(match[2]), text)
@@ -168,3 +169,7 @@ def _written_out(layout: Any) -> list[str]:
         hint = "it is made of E, t, m and L, | between stages, *n and parentheses"
         raise CkptkitError(f"pipeline_model_parallel_layout {shortened(layout)} is not a layout", hint)
     return chunks
+
+
+def _written_length(repeated: re.Pattern[str], text: str) -> int:
+    return sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text))

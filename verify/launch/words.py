@@ -57,7 +57,8 @@ class LaunchText:
     `words` are options of Megatron-LM, slime and miles in their order: `--num-layers`, `36` ... `environment` holds
     the variables that the trainer will see. `unresolved` has a line for everything that could not be resolved, which is
     never guessed. `issues` are what is wrong with the text itself, such as a lost line continuation. `program` is the
-    word that names the trainer's file or module, "" where it is not known.
+    word that names the trainer's file or module, "" where it is not known. `ranks` is the number of processes that
+    torchrun, deepspeed or accelerate starts, at its place, or None if the launch does not give it.
     """
 
     words: tuple[Word, ...] = ()
@@ -65,6 +66,7 @@ class LaunchText:
     unresolved: tuple[str, ...] = ()
     issues: tuple[Issue, ...] = ()
     program: str = ""
+    ranks: Word | None = None
 
     @property
     def program_name(self) -> str:

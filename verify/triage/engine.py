@@ -18,6 +18,7 @@ ENGINE = (
         "ckptkit lint HF --reader vllm",
         ("CK301", "CK302"),
         pattern=_VLLM + r"weight_(packed|scale|scale_inv|shape|zero_point|g_idx) not found in params_dict",
+        loads=True,
     ),
     Symptom(
         "vllm-name-dropped",
@@ -28,6 +29,7 @@ ENGINE = (
         VERIFY,
         ("CK101", "CK104"),
         pattern=_VLLM + "not found in params_dict",
+        loads=True,
     ),
     Symptom(
         "scale-dropped",
@@ -38,6 +40,7 @@ ENGINE = (
         _SGLANG,
         ("CK503", "CK302"),
         pattern=r"weight_scale_inv not found in params_dict",
+        loads=True,
     ),
     Symptom(
         "packed-dropped",
@@ -48,6 +51,7 @@ ENGINE = (
         "ckptkit lint HF",
         ("CK301", "CK302", "CK503", "CK505"),
         pattern=r"weight_(packed|scale|shape|zero_point|g_idx) not found in params_dict",
+        loads=True,
     ),
     Symptom(
         "name-dropped",
@@ -56,6 +60,7 @@ ENGINE = (
         "The server starts and answers, while the parameter that should hold it keeps random values.",
         _SGLANG,
         ("CK502", "CK503"),
+        loads=True,
     ),
     Symptom(
         "vllm-not-initialized",
@@ -64,19 +69,21 @@ ENGINE = (
         "A shard is missing, or the names in the checkpoint are not those of vLLM's class.",
         VERIFY,
         ("CK102", "CK104"),
+        loads=True,
     ),
     Symptom(
         "vllm-unknown-name",
-        "vLLM does not know a stored tensor",
+        "vLLM does not know a tensor",
         ("There is no module or parameter named",),
         "The checkpoint holds a name that the model class has no place for: a wrapper's prefix, another architecture, "
         "or packed weights of a module that is not quantized there.",
         VERIFY,
         ("CK104", "CK302"),
+        loads=True,
     ),
     Symptom(
         "weight-key",
-        "an engine's class has no parameter for a stored tensor",
+        "an engine's class has no parameter for a tensor",
         ("KeyError: '",),
         "The loader looked for the tensor's name among its parameters. Names of another class, a module that the "
         "engine holds fused (`w2_weight`, `qkv_proj`), a scale of a module that is not quantized there, or a draft "
@@ -85,6 +92,7 @@ ENGINE = (
         ("CK501", "CK302", "CK104"),
         pattern=r"KeyError: '(?:\w{1,60}\.){1,12}\w{0,20}"
         r"(?:weight|bias|scale|zero_point|qzeros|g_idx|absmax)(?:_(?:scale|packed|shape|inv|zero_point|scale_inv|scale_2))?'",
+        loads=True,
     ),
     Symptom(
         "newly-initialized",

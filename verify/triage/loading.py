@@ -101,13 +101,14 @@ LOADING = (
     ),
     Symptom(
         "size-mismatch",
-        "a parameter has another shape than the stored tensor",
+        "a parameter has another shape than its tensor",
         ("size mismatch for ",),
         "Config or parallel sizes do not fit the weights. For a legacy checkpoint the parallel sizes must be those of "
         "the save; torch_dist takes any.",
         PREFLIGHT,
         ("CK105", "CK703"),
         pattern=r"size mismatch for [^ ]{1,300}: copying a param with shape",
+        loads=True,
     ),
     Symptom(
         "parallel-mismatch",

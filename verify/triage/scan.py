@@ -12,7 +12,7 @@ from verify.triage.engine import ENGINE
 from verify.triage.loading import LOADING
 from verify.triage.machine import MACHINE
 from verify.triage.metrics import LEADS, METRICS, metric_symptoms
-from verify.triage.symptom import NEAR, Symptom
+from verify.triage.symptom import NEAR, Phase, Served, Symptom
 
 # Of a line the first symptom counts, so particular ones stand before general ones.
 TABLE = (*LOADING, *CONFIG, *ENGINE, *MACHINE, *METRICS)
@@ -27,11 +27,33 @@ _LOADED = re.compile(
 )
 
 
+# Frames and requests of a weight update, and frames of an engine's start.
+_UPDATING = (
+    *("update_weights_from_", "update_weight_from_", "update_weights_via_", "update_parameter_in_bucket"),
+    *(
+        "broadcast_parameter",
+        ", in update_weight",
+        ", in _update_weight",
+        ", in receive_weights",
+        ", in reload_weights",
+    ),
+)
+_UPDATE = re.compile(
+    r"\b_?(?:(?:update|receive|reload)_weights?\w{0,60}|update_parameter_in_bucket|broadcast_parameter)"
+)
+_STARTING = (", in load_model", ", in initialize_model", ", in get_model")
+# Which engine a line is of: the last that it names.
+_ENGINE = re.compile(r"vllm[/_]|vLLM|VllmWorker|EngineCore|Worker_TP|sglang[/_]|SGLang")
+_SERVED = re.compile(r"(?:\bmodel_path=|LLM engine .{0,200}\bmodel=)'([^'\s]{1,400})'")
+_TP = re.compile(r"\b(?:tp_size|tensor_parallel_size)=(\d{1,4})\b")
+
+
 _NEEDLES = [(needle, symptom) for symptom in TABLE for needle in symptom.needles]
 _NEAR = [(fragment, symptom) for symptom in TABLE for fragment in symptom.near]
 _FRAGMENTS = {fragment for fragment, _ in (*_NEEDLES, *_NEAR)}
+_MORE = (*_UPDATING, *_STARTING, "model_path='", " LLM engine ", "loaded checkpoint", "into Megatron")
 # Most lines have none of these, and are looked at once.
-_TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *LEADS, "loaded checkpoint", "into Megatron"}))))
+_TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *LEADS, *_MORE}))))
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,9 @@ class Found:
     counts: dict[Symptom, int] = field(default_factory=dict)  # lines of each symptom
     places: dict[Symptom, list[Place]] = field(default_factory=dict)  # the first of them
     loaded: list[Place] = field(default_factory=list)  # lines that name what was loaded
+    served: set[Served] = field(default_factory=set)  # what engines serve
+    _phase: Phase = field(default_factory=Phase)
+    _update: int = -NEAR  # the last line of an update
     _near: dict[Symptom, int] = field(default_factory=dict)
     _last: dict[Symptom, tuple[str, int]] = field(default_factory=dict)
 
@@ -70,6 +95,7 @@ class Found:
     def scan(self, log: BinaryIO, name: str) -> None:
         """Reads a log to its end. Lines of any length are looked at piece by piece."""
         self._near.clear()
+        self._phase, self._update = Phase(), -NEAR
         for number, text, is_start in _pieces(log):
             self.lines += is_start
             if _TELLING.search(text):
@@ -79,10 +105,25 @@ class Found:
         for fragment, symptom in _NEAR:
             if fragment in text:
                 self._near[symptom] = number
+        self._follow(text, number)
         for symptom in _symptoms_of(text, number, self._near):
+            symptom = self._phase.of(symptom) if symptom.loads else symptom
             self.add(symptom, Place(name, number, _beginning(text, symptom)))
         if len(self.loaded) < _PLACES and (match := _LOADED.search(text)) is not None:
             self.loaded.append(Place(name, number, match[0].strip()))
+
+    def _follow(self, text: str, number: int) -> None:
+        """Keeps which engine the lines are of, whether it is being updated, and what it serves."""
+        engines, update = _ENGINE.findall(text), self._phase.update
+        engine = ("vLLM" if engines[-1] not in ("sglang/", "sglang_", "SGLang") else "SGLang") if engines else ""
+        if any(fragment in text for fragment in _UPDATING) and (found := _UPDATE.search(text)):
+            update, self._update = found[0], number
+        elif number - self._update >= NEAR or any(fragment in text for fragment in _STARTING):
+            update = ""
+        self._phase = Phase(engine or self._phase.engine, update)
+        if (path := _SERVED.search(text)) and len(self.served) < _PLACES:
+            ranks = _TP.search(text)
+            self.served.add(Served(path[1], ranks[1] if ranks else ""))
 
 
 def _symptoms_of(text: str, number: int, near: dict[Symptom, int]) -> list[Symptom]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+import shlex
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Symptom:
     pattern: str | None = None  # a regular expression without unbounded repeats, which the line must match too
     near: tuple[str, ...] = ()  # fragments, one of which must be in one of the `NEAR` lines before
     effect: bool = False  # whether the message is a consequence, whose cause stands earlier
+    loads: bool = False  # whether an engine prints it about a tensor, at the start or in a weight update
     _regex: re.Pattern[str] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -28,6 +30,43 @@ class Symptom:
     def matches(self, line: str) -> bool:
         """Whether a line with one of the needles has it, `near` aside."""
         return self._regex is None or self._regex.search(line) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What the lines around a message show: the engine, and the function that was updating its weights, or ""."""
+
+    engine: str = ""
+    update: str = ""
+
+    def of(self, symptom: Symptom) -> Symptom:
+        """A symptom with the title, meaning and command that go with this engine, and with an update."""
+        vllm = self.engine == "vLLM"
+        if not self.update:
+            wanted = symptom.command.replace("--against-sglang", "--against-vllm") if vllm else symptom.command
+            return replace(symptom, command=wanted)
+        return replace(
+            symptom,
+            title=f"{symptom.title}, in a weight update",
+            meaning=f"The trainer sent it in a weight update ({self.update}); the stored checkpoint is not at fault. "
+            "Names or shapes that the trainer sends are not those of the engine's class. In the job, "
+            "`ckptkit.hooks.WeightSyncCheck` names what did not arrive.",
+            command=f"ckptkit verify HF{' --against-vllm' if vllm else ''} --update --tp N",
+            codes=("CK512", "CK503"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a log shows of the engine's start: the directory that it serves, and over how many ranks."""
+
+    path: str
+    tp: str = ""
+
+    def of(self, symptom: Symptom) -> Symptom:
+        """A symptom whose command names the directory and the ranks."""
+        command = re.sub(r"\bHF\b", lambda _: shlex.quote(self.path), symptom.command)
+        return replace(symptom, command=command.replace("--tp N", f"--tp {self.tp}") if self.tp else command)
 
 
 NEAR = 100  # lines: a traceback of a deep call, twice, since ranks print into each other

@@ -72,7 +72,12 @@ def triage(logs: Sequence[str | Path]) -> Triage:
             found.scan(stream, _name(log))
         if found.lines == before:
             raise CkptkitError(f"{_name(log)} is empty", "give the log of the job; of a Ray job, that of its driver")
-    signs = [Sign(symptom, count, found.places[symptom]) for symptom, count in found.counts.items()]
+    # Of several models nobody can tell which one a line is about.
+    served = next(iter(found.served)) if len(found.served) == 1 else None
+    signs = [
+        Sign(served.of(symptom) if served else symptom, count, found.places[symptom])
+        for symptom, count in found.counts.items()
+    ]
     return Triage(
         version=program_version(),
         logs=[_name(log) for log in logs],

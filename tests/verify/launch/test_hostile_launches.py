@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import CkptkitError
+from converters.megatron.pipeline import Pipeline
 from verify.launch.preflight import preflight
+from verify.launch.python.launcher import read_launcher
 from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.settings.files import compose
 from verify.launch.settings.yaml_tree import read_yaml
@@ -160,3 +162,89 @@ def test_interpolations_that_double_are_not_worked_out(tmp_path: Path) -> None:
 def _written(folder: Path, text: str) -> Path:
     (folder / "empty.yaml").write_text(text)
     return folder / "empty.yaml"
+
+
+SIZES = [
+    *("num-layers", "mtp-num-layers", "decoder-first-pipeline-num-layers", "num-layers-per-virtual-pipeline-stage"),
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "actor-num-nodes"),
+    *("expert-model-parallel-size", "num-virtual-stages-per-pipeline-rank", "rollout-num-gpus-per-engine"),
+    *("hidden-size", "vocab-size", "num-experts", "num-attention-heads", "window-size", "moe-layer-freq"),
+]
+MODEL = "--hf-checkpoint /hf --num-layers 4 --hidden-size 64 --num-experts 8 --moe-layer-freq 1"
+
+
+@pytest.mark.parametrize("number", [10**10, 10**18, -(10**12)])
+@pytest.mark.parametrize("option", SIZES)
+def test_size_that_no_model_or_cluster_has_is_refused_by_its_option(option: str, number: int) -> None:
+    with pytest.raises(CkptkitError, match=f"--{option} .*is larger than"):
+        preflight(arguments=[*MODEL.split(), f"--{option}", str(number)])
+
+
+@pytest.mark.parametrize("number", [1_001, 10**8, 2**31 - 1])
+@pytest.mark.parametrize("option", [one for one in SIZES if "layers" in one])
+def test_number_of_layers_is_bounded_as_in_config_json(option: str, number: int, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match=f"--{option} '{number}' is larger than 1,000"):
+        preflight(arguments=[*MODEL.split(), f"--{option}={number}"])
+    (tmp_path / "custom.yaml").write_text(f"{option.replace('-', '_')}: {number}\n")
+    with pytest.raises(CkptkitError, match="is larger than 1,000"):
+        preflight(arguments=[*MODEL.split(), "--custom-config-path", str(tmp_path / "custom.yaml")])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-layers 1000 --hidden-size 1000000",
+        "--rotary-base 1000000000",
+        "--vocab-size 1000000 --seq-length 10000000",
+        "--save-interval 1000000000",
+        "--actor-num-nodes 12500",
+    ],
+)
+def test_large_sizes_that_something_has_are_read(words: str) -> None:
+    assert preflight(arguments=["--hf-checkpoint", "/hf", *words.split()]).findings
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "Et*100000000L",
+        "E(t*1000)*1000000|L",
+        f"Et*{'9' * 5_000}L",
+        "(" * 190_000,
+        "(t" * 95_000,
+        "t*1" * 60_000,
+        "|" * 190_000,
+    ],
+    ids=["letters", "parentheses", "digits", "open", "nested", "stars", "stages"],
+)
+def test_pipeline_layout_made_to_fill_memory_is_refused(layout: str) -> None:
+    with pytest.raises(CkptkitError, match="is too long to be one|is not a layout"):
+        _ = Pipeline(4, 2, layout=layout).stages
+    preflight(arguments=["--hf-checkpoint", "/hf", "--pipeline-model-parallel-layout", layout])
+
+
+CALL = "\nimport command_utils as U\nU.execute_train(train_args='--load x', num_gpus_per_node=8)\n"
+
+
+@pytest.mark.parametrize(
+    "deep",
+    [
+        *("-" * 100_000 + "1", "~" * 100_000 + "1", "not " * 50_000 + "1", "1+" * 50_000 + "1", "a" + ".b" * 50_000),
+        *("a" + "()" * 50_000, "lambda:" * 30_000 + "1", "-" * 900 + "1", "1+" * 900 + "1"),
+    ],
+    ids=["minus", "invert", "not", "sum", "attributes", "calls", "lambdas", "some minus", "some sums"],
+)
+def test_launcher_that_nests_deeper_than_python_parses_is_not_read_for_that_reason(deep: str, tmp_path: Path) -> None:
+    launcher = tmp_path / "run.py"
+    launcher.write_text(f"x = {deep}{CALL}")
+    (line,) = read_launcher(launcher, [], {}).unresolved
+    assert line == f"{launcher}: it nests deeper than Python parses, so it was not read to its end"
+
+
+def test_launcher_whose_error_has_no_line_is_refused_with_a_reason(tmp_path: Path) -> None:
+    for name, content in {"nul": b"x = 1\0", "open": b"x = (" + b"(" * 5_000}.items():
+        launcher = tmp_path / f"{name}.py"
+        launcher.write_bytes(content)
+        with pytest.raises(CkptkitError) as caught:
+            read_launcher(launcher, [], {})
+        assert "None" not in str(caught.value)

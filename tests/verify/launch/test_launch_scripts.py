@@ -230,10 +230,19 @@ LAUNCHES = [
     (
         "qwen3",
         "  # --load /runs/old",
-        "  --load ROOT/none --ckpt-step 5",
+        "  --load ROOT/none",
         "CK711",
         "warning",
         "--load",
+        "no such directory",
+    ),
+    (
+        "qwen3",
+        "  # --load /runs/old",
+        "  --load ROOT/none --ckpt-step 5",
+        "CK713",
+        "error",
+        "--ckpt-step: iter_0000005/ in --load",
         "no such directory",
     ),
     (

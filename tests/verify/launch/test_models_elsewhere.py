@@ -266,3 +266,57 @@ def test_preflight_takes_a_name_for_a_model_of_settings(
     in_cache(tmp_path / "hub", releases(NAME))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert preflight(hf_checkpoint=REPOSITORY, script=launch).status == "passed"
+
+
+_ROLLS = "model_args.model_name_or_path"
+# The key of a teacher, and what turns it on. Of ROLL's roles all have a model of their own, or none.
+TEACHERS = {
+    "verl": ("distillation.teacher_models.a.model_path", ["++distillation.enabled=true"]),
+    "NeMo-RL": ("on_policy_distillation.teacher_model_by_agent_name.a", ["++on_policy_distillation.enabled=true"]),
+    "ROLL": (
+        f"teacher.{_ROLLS}",
+        ["++use_opd=true", *(f"++{role}.{_ROLLS}=${{pretrain}}" for role in ("actor_train", "actor_infer"))],
+    ),
+}
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("stack", TEACHERS)
+def test_a_teacher_is_found_in_the_cache_and_is_a_note_elsewhere(
+    stack: str, is_cached: bool, releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, (key, on) = LAUNCHES[stack](tmp_path, str(releases(NAME))), TEACHERS[stack]
+    assert preflight(script=launch).status == "passed"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = in_cache(tmp_path / "hub", releases(NAME)) if is_cached else None
+    report = preflight(script=launch, arguments=[*on, f"++{key}={REPOSITORY}"])
+    assert (report.status, report.findings, report.reasons) == ("passed", [], [])
+    sides = [line for line in report.facts["what would be loaded"] if line.startswith("teacher ")]
+    assert sides == ([f"teacher loads {snapshot} (HF): {key}"] if is_cached else [])
+    noted = [line for line in report.facts.get("notes", []) if f"{REPOSITORY}: a name on a model hub, not in" in line]
+    assert len(noted) == (not is_cached)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("stack", TEACHERS)
+def test_a_teacher_that_is_not_there_is_found_and_one_that_is_off_is_not_asked_for(
+    stack: str, releases: PathOf, tmp_path: Path
+) -> None:
+    launch, (key, on) = LAUNCHES[stack](tmp_path, str(releases(NAME))), TEACHERS[stack]
+    report = preflight(script=launch, arguments=[*on, f"++{key}=/nowhere/teacher"])
+    assert [(one.code, one.file) for one in report.findings] == [("CK714", "/nowhere/teacher")]
+    if stack != "ROLL":
+        report = preflight(script=launch, arguments=[on[0].replace("true", "false"), f"++{key}=/nowhere/teacher"])
+        assert (report.status, report.findings) == ("passed", [])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_teacher_of_an_unknown_family_and_a_reward_model_leave_the_launch_conclusive(
+    unknown: Path, releases: PathOf, tmp_path: Path
+) -> None:
+    launch = LAUNCHES["verl"](tmp_path, str(releases(NAME)))
+    words = [f"++{TEACHERS['verl'][0]}={unknown}", f"++reward_model.model.path={REPOSITORY}"]
+    report = preflight(script=launch, arguments=words)
+    assert (report.status, report.findings) == ("passed", [])
+    assert any("which is not known here" in line for line in report.facts["notes"])

@@ -92,6 +92,32 @@ def test_a_step_that_is_not_there(run_of: Path, only: OnlyFinding) -> None:
     assert loads(report) == [f"actor cannot start: Megatron stops: {run_of / 'iter_0000030'} is not there"]
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("fallback", ["release", "hf", "none"])
+def test_a_step_of_a_run_that_is_not_there_is_no_first_start(
+    is_there: bool, fallback: str, releases: PathOf, converted: PathOf, tmp_path: Path, only: OnlyFinding
+) -> None:
+    if is_there:
+        (tmp_path / "save").mkdir()
+    start = {"release": converted(NAME), "hf": releases(NAME), "none": None}[fallback]
+    finding = only(preflight(load=tmp_path / "save", ref_load=start, ckpt_step=100))
+    assert (finding.code, finding.severity, finding.file) == ("CK713", "error", str(tmp_path / "save"))
+    assert finding.actual == ("an empty directory" if is_there else "no such directory")
+    assert "iter_0000100" in finding.expected
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [([], 0), ([], None), (["--ref-ckpt-step", "10"], None), (["--ckpt-step", "10"], None)],
+)
+def test_a_step_that_the_first_start_takes_elsewhere_is_right(
+    words: list[str], step: int | None, run_of: Path, tmp_path: Path
+) -> None:
+    """Where --load is empty, slime takes --ref-load, and of it the iteration of --ckpt-step or --ref-ckpt-step."""
+    report = preflight(load=tmp_path / "save", ref_load=run_of, arguments=words, ckpt_step=step)
+    assert [(one.code, one.severity) for one in report.findings] == [("CK711", "warning")]
+
+
 def test_a_save_directory_that_is_not_there_yet_is_a_warning(
     converted: PathOf, tmp_path: Path, only: OnlyFinding
 ) -> None:

@@ -69,6 +69,9 @@ BROKEN = [
     ("--update-weight-transfer-mode p2p", "--colocate", "no --colocate with --update-weight-transfer-mode p2p"),
     ("--megatron-to-hf-mode raw", "--lora-rank 16", "--target-modules with --lora-rank"),
     ("--lora-rank 16 --target-modules all-linear", "--update-weight-transfer-mode p2p", "no LoRA with"),
+    ("", "--sglang-enable-lora", "--lora-rank with --sglang-enable-lora"),
+    ("--lora-rank 0", "--sglang-lora-paths a=/adapter", "--lora-rank with --sglang-lora-paths"),
+    ("", "--vllm-enable-lora", "--lora-rank with --vllm-enable-lora"),
     ("--advantage-estimator ppo --ci-check-model-hash", "--kl-coef 0.1", "--use-kl-loss in place of --kl-coef"),
     (
         "--advantage-estimator ppo --ci-check-model-hash",
@@ -112,11 +115,13 @@ def test_what_slime_only_warns_of_is_a_warning() -> None:
         "--advantage-estimator cispo": "slime only warns: the lower bound stays active",
         f"{MIXTURE} --moe-token-dispatcher-type allgather": "slime only logs that it takes alltoall instead",
         "--n-samples-per-prompt 1": "every advantage is 0",
+        "--lora-rank 8 --target-modules q_proj --lora-train-only": "the engine generates with the base model",
     }
     for words, hint in cases.items():
         (found,) = refused(f"{TRAINER} {words}")
         assert (found.severity, hint in found.hint) == ("warning", True), found
     sound = ["--global-batch-size 64", "--num-rollout 2", "--advantage-estimator cispo --eps-clip 1.0"]
+    sound += ["--lora-rank 8 --target-modules q_proj --sglang-enable-lora", "--lora-train-only"]
     sound += ["--n-samples-per-prompt 1 --loss-type sft_loss", f"{MIXTURE} --moe-token-dispatcher-type alltoall"]
     assert [refused(f"{TRAINER} {words}") for words in sound] == [[]] * len(sound)
 

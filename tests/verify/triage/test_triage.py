@@ -298,3 +298,73 @@ def test_triage_imports_nothing_heavy(tmp_path: Path) -> None:
     assert not {
         name for name in ("torch", "transformers", "converters", "quant", "verify.run") if f"'{name}'" in loaded
     }
+
+
+FRAMES = {"vLLM": "vllm/model_executor/models/qwen3.py", "SGLang": "sglang/srt/models/qwen3.py"}
+MESSAGES = [
+    "KeyError: 'embed_tokens.weight'",
+    "KeyError: 'model.layers.0.mlp.experts.w2_weight'",
+    "ValueError: There is no module or parameter named 'a.b' in Qwen3ForCausalLM",
+]
+UPDATES = [
+    *("update_weights_from_ipc", "update_weights_from_tensor", "update_weights_from_distributed", "update_weights"),
+    *("_update_weights", "update_parameter_in_bucket", "broadcast_parameter", "update_weights_via_ipc_zmq"),
+    *("reload_weights", "update_weight_from_tensor"),
+]
+
+
+def traceback(engine: str, function: str, message: str) -> str:
+    return (
+        f'  File "trainer/rollout.py", line 256, in {function}\n'
+        f'  File "/site/{FRAMES[engine]}", line 771, in load_weights\n{message}\n'
+    )
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize("engine", FRAMES)
+@pytest.mark.parametrize("function", UPDATES)
+def test_a_tensor_that_an_update_brings_is_no_fault_of_the_checkpoint(
+    function: str, engine: str, message: str, tmp_path: Path
+) -> None:
+    (sign,) = of(tmp_path, traceback(engine, function, message)).causes
+    assert sign.symptom.title.endswith("in a weight update")
+    assert function.strip("_") in sign.symptom.meaning
+    assert sign.symptom.command == f"ckptkit verify HF{' --against-vllm' * (engine == 'vLLM')} --update --tp N"
+    assert "CK512" in sign.symptom.codes
+
+
+@pytest.mark.parametrize("message", MESSAGES[:2])
+@pytest.mark.parametrize(
+    "function", ["load_model", "_initialize_model", "get_model", "load_weights", "update_states", "main"]
+)
+@pytest.mark.parametrize("engine", FRAMES)
+def test_a_tensor_of_the_start_is_the_checkpoints(engine: str, function: str, message: str, tmp_path: Path) -> None:
+    (sign,) = of(tmp_path, traceback(engine, function, message)).causes
+    assert "update" not in sign.symptom.title
+    assert sign.symptom.command == f"ckptkit verify HF --against-{engine.lower()} --tp N"
+
+
+def test_an_update_long_ago_or_before_a_new_start_is_another_matter(tmp_path: Path) -> None:
+    update, start = (traceback("SGLang", name, "") for name in ("update_weights_from_disk", "load_model"))
+    for between in ("another line\n" * 150, start):
+        (sign,) = of(tmp_path, f"{update}{between}{MESSAGES[0]}\n").causes
+        assert sign.symptom.command == "ckptkit verify HF --against-sglang --tp N"
+
+
+@pytest.mark.parametrize(
+    ("lines_of_start", "command"),
+    [
+        (["ServerArgs(model_path='/c/hf', tp_size=4, x=1)"], "ckptkit verify /c/hf --against-sglang --tp 4"),
+        (["ServerArgs(model_path='/c/hf;x')"], "ckptkit verify '/c/hf;x' --against-sglang --tp N"),
+        (
+            ["Initializing a V1 LLM engine (v0.26) with config: model='/c/v', seed=0, tensor_parallel_size=2, x"],
+            "ckptkit verify /c/v --against-vllm --tp 2",
+        ),
+        (["model_path='/a'", "model_path='/b'"], "ckptkit verify HF --against-sglang --tp N"),
+    ],
+)
+def test_the_command_names_what_the_log_says_is_served(lines_of_start: list[str], command: str, tmp_path: Path) -> None:
+    engine = "vLLM" if "vllm" in command else "SGLang"
+    log = "\n".join([*lines_of_start, traceback(engine, "load_model", MESSAGES[0])])
+    (sign,) = of(tmp_path, log).causes
+    assert sign.symptom.command == command

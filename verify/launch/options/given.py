@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
+from converters.config.bounds import MAX_LAYERS, MAX_SIZE
 from verify.launch.options.argv import Option, options_of
-from verify.launch.options.layout import LAYOUT
+from verify.launch.options.layout import LAYOUT, NUMBERS
 from verify.launch.options.tables import GPUS, MODEL, RUN, SWITCHES, Kind
 from verify.launch.words import UnresolvedWord, Word
 
@@ -19,8 +22,10 @@ _CHOICES = {
     "rope_type": ("rope", "yarn"),
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
 }
+_OF_CLUSTER = frozenset({*NUMBERS, *(name for name, _ in GPUS.values())})
 # Either of them, and a launch is one that describes its model.
 _SIZES = frozenset({"num_layers", "hidden_size"})
+_MAX_RANKS = 1_000_000  # of nodes, GPUs and parallel sizes
 # What they set says nothing of a model by itself.
 _OF_A_RUN = frozenset({"seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_num_layers"})
 
@@ -77,7 +82,8 @@ def given_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
     """Parses words as argparse does: the last one counts, other options are passed over.
 
     `settings` are arguments by name, which a file sets after the words were parsed, whatever these say.
-    Source: Megatron-LM `parse_args`, whose parser takes no abbreviations.
+    Source: Megatron-LM `parse_args`, whose parser takes no abbreviations. Raises CkptkitError for a size that no model
+    or cluster has.
     """
     values: dict[str, Any] = {}
     places: dict[str, Word] = {}
@@ -96,6 +102,7 @@ def given_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
             unknown.add(name)
         else:
             values[name] = value
+            _check_size(option.name, name, value, places[name])
         if value is None and option.known:
             refused.append(Refused(option.name, _expected(name, kind), places[name]))
     for name, word in (settings or {}).items():
@@ -106,8 +113,18 @@ def given_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
                 unknown.add(name)
             else:
                 values[name] = value
+                _check_size(name, name, value, word)
     anything = any(isinstance(word, UnresolvedWord) and word.anything for word in words)
     return GivenArguments(values, places, frozenset(unknown), anything, tuple(refused))
+
+
+def _check_size(option: str, name: str, value: Any, word: Word) -> None:
+    """Raises CkptkitError for a size that no model or cluster has, before lists of that length are made."""
+    most = MAX_LAYERS if "num_layers" in name else _MAX_RANKS if name in _OF_CLUSTER else MAX_SIZE
+    for one in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(one, int) and abs(one) > most:
+            message = f"{word.place}: {option} {shortened(str(one))} is larger than {most:,}, the most that is read"
+            raise CkptkitError(message, "correct it, or leave it out")
 
 
 def _set(kind: Kind, text: str) -> Any:

@@ -1,12 +1,14 @@
-"""The launch that a launcher of miles in Python is: `run_*.py`, read and never run.
+"""The launch that a launcher of slime or miles in Python is: `run_*.py`, read and never run.
 
-Source: miles `utils/external_utils/command_utils.py` (execute_train) and `utils/typer_utils.py` (dataclass_cli): the
-fields of a dataclass are the options of the launcher, its function gives one text of arguments to `execute_train`.
+Source: slime and miles `utils/external_utils/command_utils.py` (execute_train) and `typer_utils.py` (dataclass_cli):
+the fields of a dataclass are the options of the launcher, its function gives one text of arguments to `execute_train`.
+The arguments of the model are those of `scripts/models/NAME.sh` in slime's checkout, and of `NAME.py` in miles'.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +32,7 @@ from verify.launch.python.values import (
     Unknown,
     pieces_of,
     text_of,
+    why_unread,
 )
 from verify.launch.shell.read import read_command
 from verify.launch.shell.values import Gap, Value
@@ -39,11 +42,22 @@ _START = "execute_train"
 # They start processes, or read what the machine of the job has.
 _QUIET: frozenset[str] = frozenset(
     {
-        *("exec_command_cpu", "exec_command_gpu", "exec_command_multi_node", "convert_checkpoint", "fp8_cast_bf16"),
+        *(
+            "exec_command",
+            "exec_command_cpu",
+            "exec_command_gpu",
+            "exec_command_multi_node",
+            "convert_checkpoint",
+            "fp8_cast_bf16",
+        ),
         *("hf_download_dataset", "rsync_simple", "ssh_start_ray_workers", "start_mooncake_master"),
     }
 )
 _TOOL = Path("miles/utils/external_utils/model_args_utils.py")
+_MARKS = (_TOOL, Path("slime/utils/external_utils/command_utils.py"))
+# Variables that name a checkout, and what the launcher's own variables begin with.
+_CHECKOUTS = ("SLIME_DIR", "SLIME", "MILES_DIR", "MILES")
+_PREFIXES = ("SLIME_SCRIPT_", "MILES_SCRIPT_")
 
 
 @dataclass(frozen=True)
@@ -71,32 +85,40 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
         started.append(_Started(dict(zip(names, given, strict=False)) | dict(named), node.lineno, variables))
         return None
 
-    root = _root(script)
+    folders = _folders(script, environment)
+    root = next((folder for folder in folders if any((folder / mark).is_file() for mark in _MARKS)), None)
     watched = {_START: start} | dict.fromkeys(_QUIET, lambda *_: None)
     follower = Follower(root or script.absolute().parent, environment, watched)
     try:
         module = follower.module(script)
         _run_commands(follower, module, list(arguments))
     except OSError as error:
-        raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launcher itself") from error
+        reason = error.strerror or error
+        raise CkptkitError(f"{script}: {reason}", "give the path of the launcher itself") from error
     except SyntaxError as error:
-        raise CkptkitError(f"{script}:{error.lineno}: {error.msg}", "check it with `python3 -m py_compile`") from error
+        place = f"{script}:{error.lineno}" if error.lineno else str(script)
+        raise CkptkitError(f"{place}: {error.msg}", "check it with `python3 -m py_compile`") from error
     except (TooMuchPythonError, RecursionError, MemoryError, ValueError) as error:
-        return LaunchText(unresolved=(f"{script}: {error}, so it was not read to its end",))
+        return LaunchText(unresolved=(f"{script}: {why_unread(error)}, so it was not read to its end",))
     if not started:
         hint = f"give a launcher that calls `{_START}`, or paste the command that it prints into a file"
         raise CkptkitError(f"{script}: no call of {_START} is reached", hint)
-    texts = [_launch(script, root, one) for one in started]
+    texts = [_launch(script, folders, one) for one in started]
     if len({tuple(word.text for word in text.words) for text in texts}) > 1:
         lines = " and ".join(dict.fromkeys(f"{script}:{one.line}" for one in started))
         more = f"its commands start trainers with different arguments, at {lines}"
         return LaunchText(unresolved=(f"{more}: give the command that is meant as the first word behind --",))
+    if root is None and texts[0].unresolved:
+        missing = f"{_MARKS[1]} (miles: {_TOOL}) is in no folder above it"
+        why = f"{script}: {missing}, so what it imports is not known: set SLIME_DIR or MILES_DIR to the checkout"
+        return replace(texts[0], unresolved=(why,))
     return texts[0]
 
 
-def _root(script: Path) -> Path | None:
-    """The checkout that a launcher lies in."""
-    return next((folder for folder in script.absolute().parents if (folder / _TOOL).is_file()), None)
+def _folders(script: Path, environment: Mapping[str, str]) -> list[Path]:
+    """Where the checkout of a launcher may be: above it, or where a variable says."""
+    named = [Path(environment[name]).absolute() for name in _CHECKOUTS if environment.get(name)]
+    return [*script.absolute().parents, *named]
 
 
 def _run_commands(follower: Follower, module: Module, arguments: list[str]) -> None:
@@ -135,9 +157,10 @@ def _given(kind: Class, arguments: Sequence[str], environment: Mapping[str, Any]
     Raises CkptkitError for another option.
     """
     given: dict[str, Any] = {
-        name: _converted(ast.unparse(field.annotation), str(environment[f"MILES_SCRIPT_{name.upper()}"]))
+        name: _converted(ast.unparse(field.annotation), str(environment[f"{prefix}{name.upper()}"]))
         for name, field in kind.fields.items()
-        if f"MILES_SCRIPT_{name.upper()}" in environment
+        for prefix in _PREFIXES
+        if f"{prefix}{name.upper()}" in environment
     }
     words = list(arguments)
     while words:
@@ -168,38 +191,49 @@ def _converted(annotation: str, text: str) -> Any:
     return text
 
 
-def _launch(script: Path, root: Path | None, started: _Started) -> LaunchText:
+def _launch(script: Path, folders: Sequence[Path], started: _Started) -> LaunchText:
     """The text of one call of `execute_train`, as a command of a shell that has variables for what is not known."""
     variables: dict[str, tuple[Value, ...]] = {}
     environment = {name: value for name, value in started.environment.items() if isinstance(value, str)}
-    model = _model(root, started.value("megatron_model_type", MISSING), started.environment)
+    kind = started.value("megatron_model_type", MISSING)
+    file = _model_file(folders, kind) if isinstance(kind, str) else None
+    model = _model(script, file, kind, started.environment)
     arguments = pieces_of(started.value("train_args", MISSING))
     program = started.value("train_script", "train.py")
     name = program if isinstance(program, str) else "train.py"
-    pieces: tuple[Piece, ...] = (f"python3 {shlex.quote(name)} ", *model, " ", *arguments)
+    sourced = f"source {shlex.quote(str(file))} && " if file and file.suffix == ".sh" else ""
+    pieces: tuple[Piece, ...] = (f"{sourced}python3 {shlex.quote(name)} ", *model, " ", *arguments)
     text = _shell(list(pieces), variables, script)
-    files = [script, *_model_files(root, started.value("megatron_model_type", ""))]
+    files = [script, *([file] if file else [])]
     read = read_command(text, variables, script, started.line, environment)
     words = tuple(_placed(read.words, _lines(files), script, started.line))
     return replace(read, words=words, environment=dict(_environment(started, script)))
 
 
-def _model(root: Path | None, kind: Any, environment: Mapping[str, Any]) -> tuple[Piece, ...]:
-    """The arguments of the model, each quoted."""
+def _model_file(folders: Sequence[Path], kind: str) -> Path | None:
+    """The file with the arguments of a model, in the first of these checkouts that has one."""
+    names = (folder / "scripts" / "models" / f"{kind}{ending}" for folder in folders for ending in (".py", ".sh"))
+    # A name that no file can have is none here.
+    return next((path for path in names if os.path.isfile(path)), None)
+
+
+def _model(script: Path, file: Path | None, kind: Any, environment: Mapping[str, Any]) -> tuple[Piece, ...]:
+    """The arguments of the model, each quoted; those of a script of bash as its array."""
     if kind is None:
         return ()
-    if isinstance(kind, str) and root is not None:
-        found = model_arguments(root / _TOOL, kind, environment)
+    if file and file.suffix == ".sh":
+        return ("${MODEL_ARGS[@]}",)
+    if file:
+        found = model_arguments(file.parents[2] / _TOOL, kind, environment)
         if isinstance(found, str):
             return (" ".join(shlex.quote(word) for word in found.split()),)
         return pieces_of(found)
+    if isinstance(kind, str):
+        where = f"scripts/models/{kind}.sh (miles: .py) is in no folder above {script.parent.absolute()}"
+        why = f"{where}: set SLIME_DIR or MILES_DIR to the checkout that has it"
+        return (Unknown(f"MODEL_ARGS of {kind}", why),)
     gaps = [piece for piece in pieces_of(kind) if not isinstance(piece, str)]
-    why = gaps[0].why if gaps else "the files of the models are not there"
-    return (Unknown(f"MODEL_ARGS of {kind if isinstance(kind, str) else 'a model'}", why),)
-
-
-def _model_files(root: Path | None, kind: Any) -> list[Path]:
-    return [root / "scripts" / "models" / f"{kind}.py"] if root and isinstance(kind, str) else []
+    return (Unknown("MODEL_ARGS of a model", gaps[0].why if gaps else "its name is not known"),)
 
 
 def _shell(pieces: list[Piece], variables: dict[str, tuple[Value, ...]], script: Path) -> str:

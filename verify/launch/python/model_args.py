@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verify.launch.python.statements import Follower
-from verify.launch.python.values import Function, Module, State, Text, TooMuchPythonError, Unknown, text_of
+from verify.launch.python.values import Function, Module, State, Text, TooMuchPythonError, Unknown, text_of, why_unread
 
 TOOL = "model_args_utils.py"
 _FUNCTION = "model_args"
@@ -57,7 +57,7 @@ class _Siblings:
         except (OSError, ValueError) as error:
             return Unknown(path.name, f"{path}: {getattr(error, 'strerror', None) or error}")
         except (SyntaxError, TooMuchPythonError, RecursionError, MemoryError) as error:
-            return Unknown(path.name, f"{path}: {error}")
+            return Unknown(path.name, f"{path}: {why_unread(error)}")
         return on_one_line(value) if isinstance(value, str | Text) else _why(path, value)
 
     def _sibling(self, _: State, arguments: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:

@@ -18,6 +18,11 @@ class TooMuchPythonError(Exception):
     """A file does more than a launch does: the limit that it reached."""
 
 
+def why_unread(error: Exception) -> str:
+    """Why a Python file was not read to its end. The parser's errors for deep nesting have no text, or a poor one."""
+    return "it nests deeper than Python parses" if isinstance(error, RecursionError | MemoryError) else str(error)
+
+
 @dataclass(frozen=True)
 class Unknown:
     """A value that is not known: how it is written, and why."""

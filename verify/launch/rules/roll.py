@@ -23,6 +23,7 @@ def refused(values: Values, *, gpus: int | None, megatron: bool, experts: int) -
     name = values.text(key)
     if name is not None and name not in ("vllm", "sglang"):
         yield values.issue((key,), f"{key}: vllm or sglang", "ROLL stops: it generates with one of the two")
+    yield from _lora(values, name)
     ratio, level = "async_generation_ratio", "generate_opt_level"
     if (values.decimal(ratio, 0.0) or 0.0) > 0 and values.number(level, 1) == 0:
         yield values.issue((ratio, level), f"{level} = 1 with {ratio}", _STOPS)
@@ -34,6 +35,31 @@ def refused(values: Values, *, gpus: int | None, megatron: bool, experts: int) -
     if values.on("use_opd") and values.word("reference.strategy_args.strategy_name"):
         names = ("use_opd", "reference.strategy_args.strategy_name")
         yield values.issue(names, "a teacher in place of reference with use_opd", _STOPS)
+
+
+def _lora(values: Values, engine: str | None) -> Iterator[Issue]:
+    """An adapter that only one of trainer and engine has. Either has one by `lora_target`, of rank 8 by default.
+
+    Source: ROLL `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`, `sglang_strategy.py`.
+    """
+    targets = [f"{role}.model_args.lora_target" for role in ("actor_train", "actor_infer")]
+    ranks = [f"{role}.model_args.lora_rank" for role in ("actor_train", "actor_infer")]
+    trains, serves = (
+        None if values.word(key) is None and not values.off(key) else not values.off(key) for key in targets
+    )
+    if trains and engine == "sglang":
+        key = "actor_infer.strategy_args.strategy_name"
+        yield values.issue((key, targets[0]), f"{key}: vllm with {targets[0]}", "ROLL stops: only vLLM takes adapters")
+    elif trains and serves is False:
+        hint = "ROLL sends the adapter to an engine that has no place for it: give actor_infer the same LoRA settings"
+        yield values.issue(targets[::-1], f"{targets[1]} with {targets[0]}", hint)
+    elif serves and trains is False:
+        hint = "ROLL sends whole weights to an engine whose layers wait for an adapter: give both or neither"
+        yield values.issue(targets, f"{targets[0]} with {targets[1]}", hint)
+    rank, most = (values.number(key, 8) for key in ranks)
+    if trains and serves and rank and most and rank > most:
+        hint = "vLLM takes no adapter above its rank: give actor_infer the rank of actor_train"
+        yield values.issue(ranks[::-1], f"{ranks[1]} of at least {rank}, the rank of actor_train", hint)
 
 
 def _batch(values: Values, gpus: int | None) -> Iterator[Issue]:

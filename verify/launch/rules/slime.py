@@ -227,6 +227,15 @@ def _lora(options: Options) -> Iterator[Issue]:
     if (options.value("lora_rank", 0) or 0) > 0 and options.off("target_modules"):
         expected = "--target-modules with --lora-rank"
         yield options.issue(("lora_rank", "target_modules"), expected, "miles stops: say which layers have an adapter")
+    trains = (options.value("lora_rank", 0) != 0, options.on("lora_adapter_path"), options.on("multi_lora_n_adapters"))
+    for name in ("sglang_enable_lora", "sglang_lora_paths", "vllm_enable_lora") if not any(trains) else ():
+        if options.on(name):
+            hint = "the trainer sends whole weights to layers that wait for an adapter: leave the engine's option out"
+            yield options.issue((name, "lora_rank"), f"--lora-rank with --{name.replace('_', '-')}", hint)
+    if options.on("lora_train_only") and any(trains):
+        hint = "the engine generates with the base model, which is not the policy that is trained: leave it out"
+        names = ("lora_train_only", "lora_rank")
+        yield options.issue(names, "an engine with the adapter of --lora-rank", hint, "warning")
 
 
 def _others(options: Options) -> Iterator[Issue]:

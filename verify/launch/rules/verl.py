@@ -19,6 +19,7 @@ _AR = "actor_rollout_ref"
 _ACTOR, _ROLLOUT, _REF = f"{_AR}.actor", f"{_AR}.rollout", f"{_AR}.ref"
 _STOPS = "verl stops at its own check of settings: change one of them"
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_RANKS, _ADAPTER = (f"{_AR}.model.lora.rank", f"{_AR}.model.lora_rank"), f"{_AR}.model.lora_adapter_path"
 _MAX_RANK = 512
 # What `rollout.quantization` may be, by engine; verl 0.7.1 lacks "ascend".
 _QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",), "trtllm": ("fp8",)}
@@ -91,10 +92,27 @@ def _rollout(values: Values) -> Iterator[Issue]:
     if values.text(f"{_ROLLOUT}.mode") == "sync":
         hint = "verl stops from 0.7 on: leave it out, or set async"
         yield values.issue((f"{_ROLLOUT}.mode",), f"{_ROLLOUT}.mode = async", hint, "warning")
-    ranks = (f"{_AR}.model.lora.rank", f"{_AR}.model.lora_rank")
-    for key in ranks if name == "vllm" and values.on(f"{_AR}.model.lora.merge") is False else ():
+    yield from _lora(values)
+    for key in _RANKS if name == "vllm" and values.on(f"{_AR}.model.lora.merge") is False else ():
         if (values.number(key, 0) or 0) > _MAX_RANK:
             yield values.issue((key,), f"a rank of at most {_MAX_RANK}, which vLLM takes", "verl stops")
+
+
+def _lora(values: Values) -> Iterator[Issue]:
+    """An adapter that only one of trainer and engine has. One setting gives it to both, but not to every engine.
+
+    Source: verl `workers/rollout/vllm_rollout/vllm_async_server.py`; `sglang_rollout.py` sends what it is given as
+    weights, as of 2026-01.
+    """
+    rank = next((key for key in _RANKS if (values.number(key, 0) or 0) > 0), None)
+    name, switch = values.text(f"{_ROLLOUT}.name"), f"{_ROLLOUT}.engine_kwargs.vllm.enable_lora"
+    if rank and name in ("sglang", "trtllm") and values.on(f"{_AR}.model.lora.merge") is False:
+        expected = f"{_ROLLOUT}.name = vllm, or {_AR}.model.lora.merge = True, with {rank}"
+        hint = f"verl gives no adapter to {name}, which generates with the base model"
+        yield values.issue((rank, f"{_ROLLOUT}.name"), expected, hint, "warning")
+    if values.on(switch) and all(values.off(key) or values.number(key) == 0 for key in (*_RANKS, _ADAPTER)):
+        hint = "verl sends whole weights to an engine whose layers wait for an adapter: leave it out"
+        yield values.issue((switch, _RANKS[1]), f"{_RANKS[1]} with {switch}", hint)
 
 
 def _quantization(values: Values) -> Iterator[Issue]:

@@ -7,7 +7,7 @@ the installed trainer or to another machine: it is named, not guessed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -98,7 +98,9 @@ def _listed(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int,
         if name.text == NULL:
             continue
         if "${" in name.text or not file.is_file():
-            absent.append(name)
+            # Files of the trainer itself are in folders that are not there.
+            is_known = folder and file.parent.is_dir()
+            absent.append(replace(name, text=f"{folder}/{name.text}") if is_known else name)
             continue
         below = compose(file, depth + 1, files)
         absent, files = [*absent, *below.absent], below.files

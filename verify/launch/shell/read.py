@@ -19,6 +19,7 @@ from verify.launch.resource import OPTION, options_of_resource
 from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow
+from verify.launch.shell.trainers import ranks_of
 from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, Variable, clipped
 from verify.launch.unread import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
@@ -115,7 +116,8 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
         if isinstance(word := environment.get(name), UnresolvedWord):
             unresolved[f"{word.place}: {name}: {word.why}"] = None
     wrong = (*shell.issues, *_lost(shell), *_misspelled(shell))
-    return LaunchText(words, environment, tuple(unresolved), wrong, program=start.program)
+    ranks = ranks_of(start.before)
+    return LaunchText(words, environment, tuple(unresolved), wrong, program=start.program, ranks=ranks)
 
 
 def _default(start: Start) -> Iterator[Word]:

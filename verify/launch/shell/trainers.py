@@ -6,7 +6,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from verify.launch.options.argv import options_of
 from verify.launch.shell.values import Shell, Start, Value
+from verify.launch.words import Word
 
 # slime, miles, Megatron-LM, NeMo-RL and ROLL start a file, verl, its recipes, Relax and others a module.
 _FILE = re.compile(
@@ -23,6 +25,13 @@ _OTHERS = frozenset(
 )
 _RUNS_TEXT = frozenset({"bash", "sh", "ssh", "srun", "docker", "ray", "nohup", "kubectl", "su", "sudo", "tmux"})
 _INNER = re.compile(r"(?:python[\d.]*|torchrun)\s[^\n]*(?:train\w*\.py|main_ppo)", re.DOTALL)
+# Programs that start processes, with the options that count them; a program that takes all GPUs without one has None.
+_DISTRIBUTED = re.compile(r"torchrun|torch\.distributed\.(?:run|launch)")
+_COUNTED = (
+    (_DISTRIBUTED, {"--nproc-per-node": 1, "--nnodes": 1}),
+    (re.compile("deepspeed"), {"--num-gpus": None, "--num-nodes": 1}),
+    (re.compile("accelerate"), {"--num-processes": None}),
+)
 _SET = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -53,6 +62,23 @@ def _trainer_at(words: Sequence[Value]) -> int | None:
             return number
         launched |= _LAUNCHER.fullmatch(name) is not None
     return None
+
+
+def ranks_of(before: Sequence[Value]) -> Word | None:
+    """The processes that torchrun, deepspeed or accelerate starts, by the words before the trainer's own.
+
+    None where another program starts it, or where their number is not known.
+    """
+    names = [os.path.basename(word.text) for word in before]
+    at, counts = next(((i, one) for i, name in enumerate(names) for of, one in _COUNTED if of.fullmatch(name)), (0, {}))
+    words = [Word(one.text if one.known else "", one.file, one.line) for one in before[at + 1 :]]
+    given = {one.name.replace("_", "-"): one.value.text if one.value else "" for one in options_of(words)}
+    ranks, sizes = 1, [given.get(option, default) for option, default in counts.items()]
+    for size in sizes:
+        if not re.fullmatch(r"[1-9]\d{0,5}", str(size)):
+            return None
+        ranks *= int(size or 0)
+    return Word(str(ranks), before[at].file, before[at].line) if counts else None
 
 
 def inner_script(words: Sequence[Value]) -> str | None:

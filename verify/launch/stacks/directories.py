@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.links import absent, next_move
 from verify.launch.rules.megatron import experts_of
 from verify.launch.settings.yaml_tree import NULL
-from verify.launch.sides import Side, path_issue
+from verify.launch.sides import Side, hf_config_of, path_issue
 from verify.launch.stacks.settings import Settings
 
 # The options of slime and miles that do what a setting does: checks of paths are told apart by them.
@@ -29,6 +30,30 @@ def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:
     hint = next_move(path / "config.json", "give the HF directory of the model")
     issue = path_issue(settings.place(key), path, "an HF directory with config.json", actual, hint, about=HF)
     return Side(role, None, None, f"{key} {path} is not an HF directory: {actual}", (issue,))
+
+
+def teacher_sides(settings: Settings, keys: re.Pattern[str]) -> dict[str, Side]:
+    """What teachers load, by their roles: one for every key that matches, without those that are turned off.
+
+    A teacher only scores what others generate. Nothing else of the launch depends on one that is downloaded at the
+    start, or whose architecture is not known here: a note says so.
+    """
+    found: dict[str, Side] = {}
+    for key in sorted(name for name in settings.config.names() if keys.search(name)):
+        enabled = settings.word(f"{key.partition('.')[0]}.enabled")
+        if settings.word(key) is None or (enabled and enabled.text.lower() == "false"):
+            continue
+        role = "teacher" if "teacher" not in found else f"teacher {len(found) + 1}"
+        quiet = settings.quietly()
+        side = hf_side(role, quiet, key, key)
+        config = hf_config_of(side.path) if side and side.path else None
+        if side and config and "not known" in config:
+            settings.notes.append(f"{settings.place(key)} {side.path}: {config}; the {role} is not looked at")
+        elif side:
+            found[role] = side
+        settings.notes += [f"{line} (the {role}, on which no other role depends)" for line in quiet.unread]
+        settings.notes += quiet.notes
+    return found
 
 
 def torch_dist_side(role: str, place: str, path: Path, why: str, stack: str, about: str) -> Side:

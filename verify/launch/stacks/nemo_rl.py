@@ -28,7 +28,7 @@ from verify.launch.rules import nemo_rl as rules
 from verify.launch.rules.settings import Values
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import LOAD, STEP, experts_in, hf_side, iterations_in
+from verify.launch.stacks.directories import LOAD, STEP, experts_in, hf_side, iterations_in, teacher_sides
 from verify.launch.stacks.nemo_rl_teachers import teacher_nodes
 from verify.launch.stacks.scales import scales_of_nemo_rl
 from verify.launch.stacks.settings import Settings
@@ -44,14 +44,16 @@ _STATE = "latest_train_state.pt"
 _STEP = re.compile(r"step_\d+")
 _ELSEWHERE = re.compile(
     r"^policy\.hf_config_overrides\.|^policy\.megatron_cfg\.model_overrides\.|^policy\.draft\.model_name$|"
-    r"^value\.model_name$|^on_policy_distillation\.|^teacher\.model_name$|^policy\.megatron_cfg\.peft\.enabled$"
+    r"^value\.model_name$|^policy\.megatron_cfg\.peft\.enabled$"
 )
+_TEACHERS = re.compile(r"^teacher\.model_name$|^on_policy_distillation\.teacher_model_by_agent_name\.")
 
 
 def read(launch: Launch) -> Job:
     """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
     settings = launch.settings
     settings.not_looked_at(_ELSEWHERE)
+    teachers = teacher_sides(settings, _TEACHERS)
     megatron = settings.switch(f"{_MEGATRON}.enabled")
     start = _pretrained(settings) if megatron else hf_side("actor", settings, _MODEL, f"{_MODEL}, without Megatron")
     roles = ["actor", *(["reference"] if _reference(settings) else [])]
@@ -73,8 +75,9 @@ def read(launch: Launch) -> Job:
     hf = settings.model(_MODEL)
     return Job(
         STACK,
-        sides=(*sides, *([rollout] if rollout else [])),
+        sides=(*sides, *([rollout] if rollout else []), *teachers.values()),
         hf=hf,
+        models={role: side.path for role, side in teachers.items()},
         sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine},
         sharing=(("actor", ENGINE),) if copied and not resumed else (),
         placement=Placement(

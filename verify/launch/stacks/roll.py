@@ -26,8 +26,9 @@ from verify.launch.options.releases import names
 from verify.launch.options.speculative import of_settings
 from verify.launch.rules import roll as rules
 from verify.launch.rules.settings import Values
+from verify.launch.settings.config import Config
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import LOAD, STEP, experts_in, given, hf_side
+from verify.launch.stacks.directories import LOAD, STEP, experts_in, given, hf_side, teacher_sides
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
 
@@ -38,15 +39,39 @@ _LIST = re.compile(r"list\((\[[\d,]*\])\)")
 _RANGE = re.compile(r"list\(range\((\d{1,9})(?:,(\d{1,9}))?(?:,(\d{1,9}))?\)\)")
 _MAX_DEVICES = 1 << 17
 _ELSEWHERE = re.compile(
-    r"\.model_args\.(?:adapter_name_or_path|model_config_kwargs)|^(?:teacher|student_train|student_infer)\.|"
+    r"^(?!teacher\.).*\.model_args\.(?:adapter_name_or_path|model_config_kwargs)|"
     r"^actor_train\.strategy_args\.strategy_config\.additional_configs"
 )
 
 
+_TEACHERS = re.compile(rf"^teacher\.(?:[^.]+\.)?{re.escape(_OWN)}$")
+
+
+def _of_distillation(settings: Settings) -> Settings:
+    """The settings with the names that ROLL itself gives to the roles of on-policy distillation.
+
+    Source: ROLL `configs/base_config.py` (_handle_opd_mapping), `examples/start_onpolicy_distill_pipeline.py`.
+    """
+    tree = dict(settings.config.tree)
+    pure = "student_train" in tree and ("actor_train" not in tree or settings.switch("is_pure_opd"))
+    if pure:
+        students = {"actor_train": "student_train", "actor_infer": "student_infer"}
+        tree |= {role: tree.pop(name) for role, name in students.items() if name in tree}
+    teacher = tree.get("teacher")
+    if isinstance(teacher, dict) and (pure or settings.switch("use_opd")):
+        first = teacher if "model_args" in teacher else next(iter(teacher.values()), None)
+        # It is built in place of the reference, from a model of its own.
+        tree["reference"] = (
+            {"model_args": first["model_args"]} if isinstance(first, dict) and "model_args" in first else {}
+        )
+    return replace(settings, config=Config(tree, settings.config.environment))
+
+
 def read(launch: Launch) -> Job:
     """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
-    settings = launch.settings
+    settings = _of_distillation(launch.settings)
     settings.not_looked_at(_ELSEWHERE)
+    teachers = teacher_sides(settings, _TEACHERS)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
     sides = {role: _initial(settings, role) for role in roles}
     goes_on = False
@@ -62,12 +87,13 @@ def read(launch: Launch) -> Job:
     groups += [Group(cut.role, _devices(settings, cut.role), (("ulysses_size", (cut.ranks,)),)) for cut in shared]
     hf = settings.model(_key(settings, "actor")) if sides["actor"] else None
     same = all(sides.get(role) for role in ("actor", "reference")) and not goes_on
-    every = [*(side for side in sides.values() if side), *([rollout] if rollout else [])]
+    every = [*(side for side in sides.values() if side), *([rollout] if rollout else []), *teachers.values()]
     return Job(
         STACK,
         sides=tuple(every),
         hf=hf,
-        models={"critic": settings.model(_key(settings, "critic"))} if "critic" in roles else {},
+        models=({"critic": settings.model(_key(settings, "critic"))} if "critic" in roles else {})
+        | {role: side.path for role, side in teachers.items()},
         sizes={role: _arguments(settings, role, engine) for role in roles} | {ENGINE: engine},
         sharing=(("actor", "reference"),) if same else (),
         placement=Placement((*groups, *([asked] if asked else [])), cuts=(*shared, *served)),
@@ -264,6 +290,8 @@ STACK = Stack(
     read,
     partial(names, "roll"),
     "ROLL passes over a setting that it does not know",
-    fits=lambda tree: "actor_train" in tree or "actor_infer" in tree,
+    fits=lambda tree: not tree.keys().isdisjoint({"actor_train", "actor_infer", "student_train"}),
     models=frozenset({"pretrain", *(f"{_ROLES[role]}.{_OWN}" for role in ("actor", "reference", ENGINE))}),
+    # Those of `examples/config`, of environments and of DeepSpeed: no path and no size of a role.
+    own=re.compile(r"(?:vl_|step_)?(?:traj_)?envs(?:_gem_\w+)?|deepspeed_zero\d?(?:_\w+)?"),
 )

@@ -145,7 +145,7 @@ class Settings:
         if (hub := hub_model(word.text, self.config.environment)) is None:
             return Path(word.text)
         if hub.path is None:
-            hint = "give a local copy of it as --hf-checkpoint"
+            hint = f"give a local copy of it{' as --hf-checkpoint' if key in self.stands_for else ''}"
             self._say(f"{self.place(key)} {word.text}: a name on a model hub, {hub.why}; {hint}")
         elif not hub.path.exists():
             note = f"{self.place(key)} is {hub.why}"

@@ -27,10 +27,14 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Gpus:
-    """How many GPUs a role has, None where that is not known, and where it is written."""
+    """How many GPUs a role has, None where that is not known, and where it is written.
+
+    node: GPUs of one node, where an engine must have whole nodes or a part of one.
+    """
 
     count: int | None = None
     source: str = ""
+    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Group:
     source: str = ""
 
     def issues(self) -> Iterator[Issue]:
-        """Products that do not divide the GPUs."""
+        """Products that do not divide the GPUs, or an engine that does not fit on its nodes."""
         count = self.gpus.count
         least = math.lcm(*(math.prod(sizes) for _, sizes in self.products))
         for names, sizes in self.products if count is not None else ():
@@ -53,6 +57,23 @@ class Group:
                 message = f"{expected} ({self.source})" if self.source else expected
                 hint = f"make the GPUs a multiple of {least}, or choose other sizes"
                 yield Issue(message, f"{count} GPUs: {self.gpus.source}", hint)
+            elif count and self.gpus.node and (found := across_nodes(math.prod(sizes), self.gpus.node, count)):
+                expected = f"engines that fit on nodes of {self.gpus.node} GPUs ({self.source})"
+                yield Issue(expected, f"{found}: {self.gpus.source}", "choose sizes that divide a node, or whole nodes")
+
+
+def across_nodes(engine: int, node: int, total: int, offset: int = 0) -> str | None:
+    """Which engine of `engine` GPUs does not fit on nodes of `node` GPUs; None where all `total // engine` of them do.
+
+    Engines follow one another from the GPU `offset` on, each in equal parts on whole nodes or inside of one.
+    """
+    if engine > node and engine % node:
+        return f"{engine} GPUs for an engine, {engine // node} nodes and {engine % node} more GPUs"
+    share = min(engine, node)
+    for first in range(offset, offset + total - share + 1, share)[:node]:
+        if first % node + share > node:
+            return f"an engine on GPUs {first} to {first + share - 1} of the job, which are on two nodes"
+    return None
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from verify.launch.job import Job, Launch, Stack
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.sides import Side
 from verify.launch.stacks import roll, verl
-from verify.launch.stacks.directories import LOAD, hf_side, torch_dist_side
+from verify.launch.stacks.directories import LOAD, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Placement, Sizes
+from verify.launch.stacks.sizes import Gpus, Placement, Sizes
 
 _MODEL = "model.path"
 _OWN = "model_args.model_name_or_path"
@@ -60,7 +60,10 @@ def read_verl(launch: Launch) -> Job:
     settings.not_looked_at(_ELSEWHERE)
     sizes = Sizes.read(settings, lambda name: f"engine.{name}") if megatron else None
     job = _job(VERL, settings, {"actor": side} if side.why else {}, {"actor": sizes} if sizes else {}, _MODEL)
-    return replace(job, own_check=verl.own_check(launch))
+    ranks = launch.text.ranks
+    gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
+    groups = (sizes.group("actor", gpus),) if sizes else ()
+    return replace(job, own_check=verl.own_check(launch), placement=Placement(groups))
 
 
 def _goes_on(settings: Settings) -> None:
@@ -88,12 +91,14 @@ def read_roll(launch: Launch) -> Job:
     for role, key in keys.items():
         prefix = f"{workers[role]}.strategy_args"
         megatron = settings.text(f"{prefix}.strategy_name").startswith("megatron")
-        if side := roll.initial(settings, role, key, megatron):
-            sides[role] = roll.resumed(settings, side) if role == "actor" else side
+        if role == "teacher":
+            sides |= teacher_sides(settings, re.compile(rf"^{re.escape(key)}$"))
+        elif side := roll.initial(settings, role, key, megatron):
+            sides[role] = roll.resumed(settings, side)
         if megatron:
             sizes[role] = Sizes.read(settings, lambda name, at=prefix: f"{at}.strategy_config.{name}")  # type: ignore[misc]
     groups = tuple(size.group(role, roll.devices(settings, workers[role])) for role, size in sizes.items())
-    models = {"teacher": settings.model(keys["teacher"])} if "teacher" in keys else {}
+    models = {"teacher": sides["teacher"].path} if "teacher" in sides else {}
     return replace(_job(ROLL, settings, sides, sizes, keys["actor"]), placement=Placement(groups), models=models)
 
 

@@ -26,7 +26,7 @@ from verify.launch.options.speculative import Speculation, of_settings
 from verify.launch.rules import verl as rules
 from verify.launch.rules.settings import Values
 from verify.launch.sides import ENGINE, Side, path_issue
-from verify.launch.stacks.directories import LOAD, REF, STEP, experts_in, given, hf_side, torch_dist_side
+from verify.launch.stacks.directories import LOAD, REF, STEP, experts_in, given, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.scales import scales_of_verl
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import (
@@ -55,11 +55,12 @@ _ROLES = {
 # What changes a model, or loads another one, and is not read.
 _ELSEWHERE = re.compile(
     r"^(?:actor_rollout_ref|critic)\.model\.(?:lora_adapter_path|lora\.adapter_path|hf_config_path|override_config\.model)|"
-    r"\.dist_checkpointing_prefix$|\.override_mcore_model_config\.|^reward(?:_model)?\.(?:.*\.)?(?:model\.path|model_path)$|"
+    r"\.dist_checkpointing_prefix$|\.override_mcore_model_config\.|"
     r"\.override_transformer_config\.(?:num_layers|mtp_num_layers|hidden_size|ffn_hidden_size|num_attention_heads|"
     r"num_query_groups|kv_channels|num_moe_experts|moe_ffn_hidden_size|moe_router_topk|vocab_size)$|"
-    r"^distillation\..*model_path$|^trainer\.default_hdfs_dir$|load_checkpoint_path$"
+    r"^trainer\.default_hdfs_dir$|load_checkpoint_path$"
 )
+_TEACHERS = re.compile(r"^distillation\..*model_path$")
 # Folders of verl's own files, of which `folder=file` chooses one.
 GROUPS = frozenset({"actor", "critic", "data", "engine", "model", "optim", "ref", "reward", "rollout"})
 # The programs that check settings by `validate_config`, with trainer and engine on the same GPUs.
@@ -88,15 +89,17 @@ def read(launch: Launch) -> Job:
     rollout, engine, asked, served = _rollout(settings, _rollout_gpus(settings) or gpus)
     sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
     settings.not_looked_at(_ELSEWHERE)
+    teachers = teacher_sides(settings, _TEACHERS)
     _notes(settings, roles)
     sharing = [] if resumed.path else _sharing_weights(first)
     hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
     refused = tuple(_refused(settings, gpus.count, megatron, roles, hf))
     return Job(
         STACK,
-        sides=(*sides, *([rollout] if rollout else [])),
+        sides=(*sides, *([rollout] if rollout else []), *teachers.values()),
         hf=hf,
-        models={"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
+        models=({"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {})
+        | {role: side.path for role, side in teachers.items()},
         sizes=sizes | {ENGINE: engine},
         sharing=tuple(sharing),
         placement=Placement((*groups, asked), tuple(_unlike(settings, roles)) if megatron else (), (*shared, *served)),
@@ -329,11 +332,14 @@ def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgumen
     side = hf_side(ENGINE, settings, _MODEL, f"{name} takes config and tokenizer from {_MODEL}, {weights}")
     keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
     tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
+    own = "rollout.n_gpus_per_node" if _rollout_gpus(settings) else "trainer.n_gpus_per_node"
+    each = settings.size(own, 8)
     if tp is None or dp is None or pp is None:
         return side, engine_of(name, None, None), Group(ENGINE), ()
     spread = f"{prefix}.expert_parallel_size"
     ep = settings.size(spread, None)
-    group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys))
+    # Source: verl `workers/rollout/replica.py`, which takes the workers of a replica node by node.
+    group = Group(ENGINE, replace(gpus, node=each), (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys))
     alone = dp == 1 and settings.resolved(spread)
     fp8 = settings.text(f"{prefix}.quantization") == "fp8"
     cuts = engine_cut(name, tp, ep or 1 if alone else None, settings.place(keys[0]), fp8=fp8)

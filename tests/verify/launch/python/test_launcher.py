@@ -245,3 +245,110 @@ def test_preflight_looks_at_what_a_launcher_loads(tmp_path: Path) -> None:
 def test_file_that_starts_no_trainer_is_refused(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match=said):
         preflight(script=write(tmp_path, text))
+
+
+# A checkout in the shape of slime's: models in bash, and a launcher beside them.
+UTILS = """
+import os
+from dataclasses import dataclass
+
+
+@dataclass
+class ExecuteTrainConfig:
+    num_nodes: int = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    extra_env_vars: str = ""
+"""
+TINY = """
+MODEL_ARGS=(
+   --num-layers 4
+   --hidden-size 64 --rotary-base "${MODEL_ARGS_ROTARY_BASE:-10000}"
+)
+"""
+OF_SLIME = """
+from dataclasses import dataclass
+
+import typer
+
+import slime.utils.external_utils.command_utils as U
+
+
+@dataclass
+class ScriptArgs(U.ExecuteTrainConfig):
+    model_type: str = "tiny"
+    num_gpus: int = 8
+
+
+@U.dataclass_cli
+def main(args: ScriptArgs):
+    U.exec_command(f"mkdir -p {args.num_gpus}")
+    U.execute_train(
+        train_args=f"--hf-checkpoint /hf --actor-num-gpus-per-node {args.num_gpus} ",
+        num_gpus_per_node=args.num_gpus,
+        megatron_model_type=args.model_type,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
+"""
+
+
+def of_slime(folder: Path, place: str = "scripts/run_tiny.py", text: str = OF_SLIME) -> Path:
+    """A launcher at a place in such a checkout; returns its path."""
+    files = {"slime/utils/external_utils/command_utils.py": UTILS, "scripts/models/tiny.sh": TINY, place: text}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder / place
+
+
+MODEL_WORDS = ["--num-layers", "4", "--hidden-size", "64", "--rotary-base", "10000", "--hf-checkpoint", "/hf"]
+
+
+@pytest.mark.parametrize(
+    "place", ["scripts/run_tiny.py", "run_tiny.py", "examples/tiny/run_tiny.py", "tests/deep/er/test_tiny.py"]
+)
+def test_models_of_slime_are_scripts_of_its_checkout(place: str, tmp_path: Path) -> None:
+    read = read_launcher(of_slime(tmp_path, place), [], {})
+    assert (words(read), read.unresolved) == ([*MODEL_WORDS, "--actor-num-gpus-per-node", "8"], ())
+    assert [f"{word.file}:{word.line}" for word in read.words[:2]] == [f"{tmp_path}/scripts/models/tiny.sh:3"] * 2
+
+
+@pytest.mark.parametrize("variable", ["SLIME_DIR", "SLIME"])
+def test_checkout_of_slime_may_be_named_by_a_variable(variable: str, tmp_path: Path) -> None:
+    of_slime(tmp_path / "slime checkout")
+    (tmp_path / "run.py").write_text(OF_SLIME)
+    read = read_launcher(tmp_path / "run.py", [], {variable: str(tmp_path / "slime checkout")})
+    assert (words(read)[:8], read.unresolved) == (MODEL_WORDS, ())
+
+
+def test_variables_and_options_of_a_launcher_of_slime_count(tmp_path: Path) -> None:
+    launcher = of_slime(tmp_path)
+    read = read_launcher(launcher, ["--num-gpus", "2"], {"MODEL_ARGS_ROTARY_BASE": "5"})
+    assert (words(read)[5], words(read)[-1]) == ("5", "2")
+    assert words(read_launcher(launcher, [], {"SLIME_SCRIPT_NUM_GPUS": "4"}))[-1] == "4"
+    none = of_slime(tmp_path, text=OF_SLIME.replace('"tiny"', "None").replace(": str", ": str | None"))
+    assert words(read_launcher(none, [], {}))[0] == "--hf-checkpoint"
+
+
+def test_model_of_slime_that_is_not_there_is_named_once_with_what_to_do(tmp_path: Path) -> None:
+    launcher = of_slime(tmp_path, text=OF_SLIME.replace('"tiny"', '"tinny"'))
+    (line,) = read_launcher(launcher, [], {}).unresolved
+    assert "scripts/models/tinny.sh" in line
+    assert "set SLIME_DIR" in line
+
+
+def test_launcher_outside_of_its_checkout_says_so_once(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(OF_SLIME)
+    (line,) = read_launcher(tmp_path / "run.py", [], {}).unresolved
+    assert line.startswith(f"{tmp_path}/run.py: slime/utils/external_utils/command_utils.py")
+    assert "set SLIME_DIR" in line
+    assert preflight(script=tmp_path / "run.py", hf_checkpoint="/hf").status in ("failed", "inconclusive")
+
+
+@pytest.mark.parametrize("kind", ["../../../../etc/passwd\0", "x" * 300, "$(touch pwned)", "a'; touch pwned; '"])
+def test_model_name_of_a_launcher_runs_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    launcher = of_slime(tmp_path, text=OF_SLIME.replace('"tiny"', repr(kind)))
+    assert read_launcher(launcher, [], {}).unresolved
+    assert not (tmp_path / "pwned").exists()

@@ -177,4 +177,71 @@ def test_a_file_of_the_defaults_that_is_not_there_is_inconclusive(job: Path) -> 
     (job.parent.parent / "common" / "envs.yaml").unlink()
     report = preflight(script=job)
     assert (report.status, report.findings) == ("inconclusive", [])
-    assert f"{job}:3: defaults: envs: no such file beside it" in report.facts["not read"]
+    assert f"{job}:3: defaults: ../common/envs: no such file beside it" in report.facts["not read"]
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        *((f"../config/{name}@_here_", "passed") for name in ("envs", "traj_envs", "step_envs", "vl_traj_envs")),
+        *((f"../config/{name}@_here_", "passed") for name in ("deepspeed_zero", "deepspeed_zero3_cpuoffload")),
+        *((f"../config/{name}@_here_", "passed") for name in ("traj_envs_gem_math", "deepspeed_zero2")),
+        *((f"../config/{name}@_here_", "inconclusive") for name in ("sizes", "envs_of_mine", "deepspeed")),
+        ("../common/traj_envs@_here_", "inconclusive"),  # the folder is there, and the file is not
+    ],
+)
+def test_files_of_rolls_own_examples_need_not_be_there(name: str, status: str, job: Path) -> None:
+    """They hold environments and settings of DeepSpeed, and no path or size of a role."""
+    job.write_text(job.read_text().replace("../common/envs@_here_", name))
+    report = preflight(script=job)
+    assert (report.status, report.findings) == (status, [])
+
+
+def test_settings_that_depend_on_a_file_that_is_not_there_are_inconclusive(job: Path) -> None:
+    text = job.read_text().replace("../common/envs@_here_", "../config/deepspeed_zero3@_here_")
+    job.write_text(
+        text.replace("strategy_config: {expert_model_parallel_size: 4, expert", "strategy_config: ${sizes} #")
+    )
+    report = preflight(script=job)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert any("${sizes}" in line for line in report.facts["not read"])
+
+
+def distillation(job: Path, teacher: str) -> str:
+    """The job as on-policy distillation, whose roles have other names in its file."""
+    text = job.read_text().split("reference:")[0]
+    text = text.replace("actor_infer:\n", "student_infer:\n  model_args: {model_name_or_path: '${pretrain}'}\n")
+    text = text.replace("actor_train:\n", "student_train:\n").replace(
+        "{dtype", "{model_name_or_path: '${pretrain}', dtype"
+    )
+    return f"{text}teacher:\n{teacher}"
+
+
+TEACHER = "  model_args: {model_name_or_path: NAME}\n  strategy_args: {strategy_name: megatron_infer}\n"
+
+
+@pytest.mark.parametrize(
+    "text", [TEACHER, "  math:\n  " + TEACHER.replace("\n  s", "\n    s").replace("  model", "  model")]
+)
+@pytest.mark.parametrize("name", ["MODEL", "Qwen/Qwen3-32B", "/nowhere/teacher"])
+def test_distillation_reads_students_as_actors_and_names_the_teacher(
+    text: str, name: str, job: Path, hf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(job.parent / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    job.write_text(distillation(job, text.replace("NAME", name)).replace("MODEL", str(hf)))
+    report = preflight(script=job)
+    expected = [("CK714", "no such directory")] if name.startswith("/") else []
+    assert [(one.code, one.actual) for one in report.findings] == expected
+    assert report.status == ("failed" if expected else "passed")
+    assert loads(report)[0] == f"actor loads {hf} (HF): actor_train.model_args.model_name_or_path"
+    notes = "\n".join(report.facts.get("notes", []))
+    assert ("on which no other role depends" in notes) == (name == "Qwen/Qwen3-32B")
+
+
+def test_a_teacher_that_roll_replaces_by_the_student_is_found(job: Path, hf: Path) -> None:
+    """Where a student has no model of its own, `pretrain` counts for the teacher too."""
+    text = distillation(job, TEACHER.replace("NAME", "/models/teacher"))
+    job.write_text(text.replace("model_name_or_path: '${pretrain}', ", "").replace("MODEL", str(hf)))
+    finding = next(one for one in preflight(script=job).findings if one.code == "CK711")
+    assert finding.actual.startswith(f"/models/teacher, which ROLL replaces by pretrain = {hf}")

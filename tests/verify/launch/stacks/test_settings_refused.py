@@ -117,6 +117,11 @@ NEMO_RL_FP8 = [
 ]
 FLOAT32 = [f"++policy.megatron_cfg.env_vars.{NVTE}=1"]
 
+# An adapter of ROLL's trainer, and of its engine.
+TRAINS = [f"++actor_train.model_args.{one}" for one in ("lora_target=all-linear", "lora_rank=8")]
+SERVES = ["++actor_infer.model_args.lora_target=q_proj"]
+SGLANG = ["actor_infer.strategy_args.strategy_name=sglang"]
+
 # Stack, model, what the right job has besides, what breaks it, the check that finds it, and what is expected.
 BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
     ("verl", DENSE, [], ["data.train_batch_size=63"], "CK746", "data.train_batch_size of at least"),
@@ -155,6 +160,20 @@ BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
         "async_save=False without Megatron",
     ),
     ("verl", DENSE, [], [f"{AR}.model.lora_rank=1024"], "CK746", "a rank of at most 512"),
+    ("verl", DENSE, [f"{ROLLOUT}.name=sglang"], [f"{AR}.model.lora_rank=8"], "CK746", f"{ROLLOUT}.name = vllm, or"),
+    ("verl", DENSE, [f"{AR}.model.lora.rank=8"], [f"{ROLLOUT}.name=sglang"], "CK746", f"{ROLLOUT}.name = vllm, or"),
+    (
+        *("verl", DENSE, [f"{AR}.model.lora_rank=0"], [f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=True"], "CK746"),
+        f"{AR}.model.lora_rank with {ROLLOUT}.engine_kwargs.vllm.enable_lora",
+    ),
+    (
+        *("verl", DENSE, ["trainer.nnodes=3", "data.train_batch_size=96"]),
+        *([f"{ROLLOUT}.tensor_model_parallel_size=12"], "CK722", "engines that fit on nodes of 8 GPUs"),
+    ),
+    (
+        *("verl", DENSE, ["trainer.nnodes=3", "data.train_batch_size=96"]),
+        *([f"{ROLLOUT}.tensor_model_parallel_size=3"], "CK722", "engines that fit on nodes of 8 GPUs"),
+    ),
     (
         *("verl", DENSE, [f"{AR}.model.use_remove_padding=False"], [f"{ACTOR}.ulysses_sequence_parallel_size=2"]),
         *("CK746", "use_remove_padding=True with"),
@@ -333,6 +352,19 @@ BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
         "actor_infer.strategy_args.strategy_name: vllm or sglang",
     ),
     ("ROLL", DENSE, ["++generate_opt_level=0"], ["++async_generation_ratio=1"], "CK746", "generate_opt_level = 1 with"),
+    ("ROLL", DENSE, [], TRAINS, "CK746", "actor_infer.model_args.lora_target with actor_train"),
+    (
+        "ROLL",
+        DENSE,
+        ["++actor_infer.model_args.lora_rank=64"],
+        TRAINS,
+        "CK746",
+        "actor_infer.model_args.lora_target with",
+    ),
+    ("ROLL", DENSE, [], SERVES, "CK746", "actor_train.model_args.lora_target with actor_infer"),
+    ("ROLL", DENSE, [*TRAINS, *SERVES], [f"{TRAINS[1]}4"], "CK746", "actor_infer.model_args.lora_rank of at least 84"),
+    ("ROLL", DENSE, [*TRAINS, *SERVES], ["++actor_infer.model_args.lora_rank=4"], "CK746", "of at least 8, the rank"),
+    ("ROLL", DENSE, SGLANG, TRAINS, "CK746", "vllm with actor_train.model_args.lora_target"),
     ("ROLL", DENSE, ["++use_opd=true"], ["++is_pure_opd=true"], "CK746", "one of is_pure_opd and use_opd"),
     (
         *("ROLL", MIXTURE, ROLL_MEGATRON, [f"++{CONFIG}.tensor_model_parallel_size=2"]),
@@ -500,3 +532,22 @@ def test_names_of_engines_and_of_the_user_are_no_misspelling(releases: PathOf, c
     assert roll(hf, "++actor_train.training_args.learning_rate=1e-6", "++custom_envs.a.lrr=1") == []
     assert verl(hf, f"+{ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3", "+data.my_keyy=1") == []
     assert json.loads((hf / "config.json").read_text())["num_attention_heads"] == 10
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        ("ROLL", [*TRAINS, *SERVES]),
+        ("ROLL", [*TRAINS, *SERVES, "++actor_infer.model_args.lora_rank=64"]),
+        ("ROLL", ["++actor_train.model_args.lora_rank=64"]),
+        ("ROLL", [*TRAINS, "++actor_infer.model_args.lora_target=${unknown}"]),
+        ("verl", [f"{AR}.model.lora_rank=8"]),
+        ("verl", [f"{AR}.model.lora.rank=8", f"{AR}.model.lora.merge=True", f"{ROLLOUT}.name=sglang"]),
+        ("verl", [f"{AR}.model.lora_rank=8", f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=True"]),
+        ("verl", ["trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=16"]),
+        ("verl", ["trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=8"]),
+    ],
+)
+def test_adapters_and_nodes_that_go_with_the_engine_are_right(stack: str, words: list[str], releases: PathOf) -> None:
+    found = STACKS[stack](releases(DENSE), *words)
+    assert [one for one in found if one.code == "CK746" or "nodes" in one.expected] == []

@@ -14,7 +14,7 @@ from verify.launch.arguments import server_of
 from verify.launch.cluster import lent, short
 from verify.launch.options.given import GivenArguments
 from verify.launch.sides import ENGINE
-from verify.launch.stacks.sizes import Cut, Placement
+from verify.launch.stacks.sizes import Cut, Placement, across_nodes
 from verify.launch.words import Word, at_places, first_file
 
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
@@ -30,15 +30,21 @@ _ALSO = {
 }
 
 
-def placement_of(given: GivenArguments, words: Sequence[Word]) -> Placement | None:
-    """GPUs against TP x PP x CP and EP x ETP x PP, engines against their sizes; None where none are counted."""
+def placement_of(given: GivenArguments, words: Sequence[Word], ranks: Word | None = None) -> Placement | None:
+    """GPUs against TP x PP x CP and EP x ETP x PP, engines against their sizes and nodes; None where none are counted.
+
+    `ranks`: the processes that torchrun or its like starts, where the launch counts no nodes itself.
+    """
     names = {*_JOB, *_ENGINE, *(one for more in _ALSO.values() for one in more)}
-    if names.isdisjoint(given.values):
+    ranks = ranks if set(_JOB).isdisjoint(given.places) else None
+    if names.isdisjoint(given.values) and ranks is None:
         return None
-    sizes = _Sizes(given, words)
-    job = [] if set(_JOB).isdisjoint(given.values) else list(_at(sizes.job(), given, (*_JOB, *_RANKS)))
+    sizes = _Sizes(given, words, ranks)
+    counted = ranks is not None or not set(_JOB).isdisjoint(given.values)
+    job = list(_at(sizes.job(), given, (*_JOB, *_RANKS))) if counted else []
     engines = _at(sizes.engines(), given, ("rollout_num_gpus", *_JOB, *_ENGINE))
-    issues = (*job, *sizes.vocabulary(), *engines, *sizes.cluster(words))
+    nodes = _at(sizes.nodes(), given, ("num_gpus_per_node", "colocate", "rollout_num_gpus", *_JOB, _ENGINE[0]))
+    issues = (*job, *sizes.vocabulary(), *engines, *nodes, *sizes.cluster(words))
     cut = sizes.cut()
     return Placement(issues=issues, cuts=(cut,) if cut else (), counted=True)
 
@@ -59,11 +65,13 @@ def _at(issues: Iterator[Issue], given: GivenArguments, names: Sequence[str]) ->
 class _Sizes:
     """The sizes of a launch; None for one that is given and not known."""
 
-    def __init__(self, given: GivenArguments, words: Sequence[Word]) -> None:
-        self.given = given
+    def __init__(self, given: GivenArguments, words: Sequence[Word], ranks: Word | None = None) -> None:
+        self.given, self.ranks = given, ranks
         of = self._size
-        nodes, each = of("actor_num_nodes", 1), of("actor_num_gpus_per_node", 8)
-        self.world = None if nodes is None or each is None else nodes * each
+        self.actor_nodes, self.each = of("actor_num_nodes", 1), of("actor_num_gpus_per_node", 8)
+        self.world = None if self.actor_nodes is None or self.each is None else self.actor_nodes * self.each
+        self.world = int(ranks.text) if ranks else self.world
+        self.node = of("num_gpus_per_node", 8)
         self.tp, self.pp, self.cp = (
             of(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context")
         )
@@ -98,7 +106,10 @@ class _Sizes:
         """The trainer's GPUs."""
         if self.world is None:
             return
-        message = f"{self.world} GPUs (actor_num_nodes x actor_num_gpus_per_node)"
+        counted = (
+            f"processes started at {self.ranks.place}" if self.ranks else "actor_num_nodes x actor_num_gpus_per_node"
+        )
+        message = f"{f'world size {self.world}' if self.ranks else f'{self.world} GPUs'} ({counted})"
         if self.tp and self.pp and self.cp and self.world % (self.tp * self.pp * self.cp):
             product = f"{self.tp} x {self.pp} x {self.cp} = {self.tp * self.pp * self.cp}"
             expected = f"a multiple of TP x PP x CP = {product} GPUs"
@@ -138,6 +149,29 @@ class _Sizes:
             elif tp and tp % self.engine_dp:
                 expected = f"tensor parallel ranks of an engine that divide by sglang_dp_size = {self.engine_dp}"
                 yield self.issue(expected, f"{tp} ranks", "give an --sglang-dp-size that divides the engine's GPUs")
+
+    def nodes(self) -> Iterator[Issue]:
+        """Engines on nodes of `num_gpus_per_node` GPUs, by which slime and miles compute where each engine is.
+
+        vime takes the trainer's number instead where they share GPUs.
+        """
+        node, each, external = self.node, self.each, "rollout_external_engine_addrs" in self.given.places
+        if not node or not each or not self.engine or self.given.anything or self.ranks or external:
+            return
+        shared = bool(self.given.get("colocate", False)) and self.server != "vllm"
+        if shared and (self.actor_nodes or 0) > 1 and node != each:
+            default = "" if "num_gpus_per_node" in self.given.places else ", by default"
+            expected = f"num_gpus_per_node = actor_num_gpus_per_node = {each}, since engines share the trainer's nodes"
+            hint = f"give --num-gpus-per-node {each}: otherwise engines get the address of another node"
+            yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint)
+            return
+        total, apart = self._rollout(), not self.given.get("colocate", False)
+        groups = any(name in self.given.places for name in ("sglang_config", "vllm_config"))
+        offset = 0 if not apart or self.given.get("debug_rollout_only", False) else self.world
+        if total and offset is not None and not groups and (found := across_nodes(self.engine, node, total, offset)):
+            expected = f"engines that fit on nodes of num_gpus_per_node = {node} GPUs"
+            hint = "choose --rollout-num-gpus-per-engine that divides a node, or that is a multiple of it"
+            yield self.issue(expected, found, f"{hint}; --num-gpus-per-node says how large a node is")
 
     @property
     def pp_name(self) -> str:

@@ -65,7 +65,7 @@ def read(launch: Launch) -> Job:
         sizes=dict.fromkeys(["actor", *(side.role for side in sides)], sizes),
         sizes_at={name: given.places[one] for name, one in _SIZES.items() if one in given.places},
         sharing=sharing_of(paths, sides),
-        placement=placement_of(given, text.words),
+        placement=placement_of(given, text.words, text.ranks),
         speculation=of_options(given, text.words),
         updates=updates,
         scales=scales_of_options(text, launch.environment, config_in(paths.hf)) if updates else (),

@@ -34,10 +34,12 @@ def actor(
     step: int | None,
     option: str = "--ref-load",
     mode: str | None = None,
+    lost: int | None = None,
 ) -> Side:
     """The actor: `--load`, or `ref_load`, which `option` gives, where that holds no checkpoint.
 
-    `mode` is that of `--megatron-to-hf-mode`, which miles has and slime has not.
+    `mode` is that of `--megatron-to-hf-mode`, which miles has and slime has not. `lost`: the iteration of --ckpt-step
+    that only `--load` could have.
     """
     if load and (load / TRACKER).exists():
         return trainer("actor", "--load", load, step)
@@ -46,7 +48,7 @@ def actor(
             return Side("actor", "hf", load, f"--load has no tracker but {hf_config_of(load)}")
         if ref_load and load.absolute() != ref_load.absolute():
             return _passed_over(load, ref_load, step, option, mode)
-    issues = (_empty_load(load, ref_load),) if load and not is_hf(load) else ()
+    issues = (_empty_load(load, ref_load, lost),) if load and not is_hf(load) else ()
     if ref_load is None:
         why = f"--load {load} holds no checkpoint and --ref-load is not given, so slime and miles stop"
         return Side("actor", None, None, why, issues)
@@ -78,8 +80,7 @@ def trainer(role: str, option: str, root: Path, step: int | None, mode: str | No
             why = f"miles stops: {option} {root} is an HF directory, which it takes in mode bridge only"
             return Side(role, None, None, why, (issue,))
         return _untracked(role, option, root, step)
-    # Megatron loads release/ whatever the step is.
-    if step and tracker_text(root) != "release":
+    if step and takes_step(root):
         return _step(role, root, step, option)
     try:
         path = tracked(root)
@@ -93,6 +94,11 @@ def trainer(role: str, option: str, root: Path, step: int | None, mode: str | No
         return Side(role, "megatron", path, why)
     issues = (_step_without_effect(root, step),) if option == "--load" else ()
     return Side(role, "megatron", path, f"{why}, beside which step {step} has no effect", issues)
+
+
+def takes_step(root: Path) -> bool:
+    """Whether `--ckpt-step` chooses an iteration of a directory. Megatron loads release/ whatever the step is."""
+    return (root / TRACKER).exists() and tracker_text(root) != "release"
 
 
 def _step_without_effect(root: Path, step: int) -> PathIssue:
@@ -117,7 +123,7 @@ def fsdp_actor(hf: Path, load: Path | None, step: int | None) -> Side:
         why += f", and goes on from {resumed}" if load else ""
         return replace(engine, role="actor", why=why, issues=())
     if not load.is_dir() or not any(load.iterdir()):
-        issue = _empty_load(load, hf)
+        issue = _empty_load(load, hf, step)
     else:
         hint = "give it as --hf-checkpoint, if it is a model in HF format that the run is meant to start from"
         expected = f"{TRACKER} and the iteration of FSDP that it names"
@@ -147,13 +153,16 @@ def rollout(path: Path) -> Side:
     return Side(ENGINE, None, None, f"--hf-checkpoint {path} is not an HF directory: {actual}", (issue,))
 
 
-def _empty_load(load: Path, ref_load: Path | None) -> PathIssue:
-    """What is wrong with a `--load` without a checkpoint. Where it is empty or absent, a first run starts like that."""
+def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> PathIssue:
+    """What is wrong with a `--load` without a checkpoint. Where it is empty or absent, a first run starts like that.
+
+    `step`: the iteration that the launch requires of it, which no first run has.
+    """
     inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
     expected = f"{TRACKER} or a supported config.json"
     if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
-        step = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
-        return _iteration_given("--load", load, expected, step)
+        chosen = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
+        return _iteration_given("--load", load, expected, chosen)
     if iterations := _iterations(inside):
         hint = f"write `release` or the number into {load / TRACKER}, if that save is whole"
         actual = f"{', '.join(iterations)} but no tracker: the last save did not finish"
@@ -162,6 +171,9 @@ def _empty_load(load: Path, ref_load: Path | None) -> PathIssue:
         hint = "give the directory of the checkpoint"
         return path_issue("--load", load, expected, f"neither, but {len(inside)} other entries", hint)
     actual = "an empty directory" if load.is_dir() else "no such directory"
+    if step:
+        hint = "check the path of --load; for a first start leave --ckpt-step out"
+        return path_issue("--ckpt-step", load, f"iter_{step:07d}/ in --load", actual, hint)
     if ref_load is None:
         return path_issue("--load", load, expected, actual, "check the path, or give --ref-load")
     hint = "right for the first start of a run; check the path if it should resume"

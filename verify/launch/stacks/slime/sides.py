@@ -191,7 +191,8 @@ def _trainers(paths: Paths, words: bool) -> Iterator[Side]:
         yield _download(paths.hub, "actor")
     elif load or ref_load or (fallback and words) or paths.files.path("actor", "load"):
         option = "--ref-load" if ref_load else "--hf-checkpoint"
-        side = loading.actor(load, fallback, shared, option, mode)
+        chosen = fallback is not None and loading.takes_step(fallback) and shared == paths.ckpt_step
+        side = loading.actor(load, fallback, shared, option, mode, None if chosen else paths.ckpt_step)
         yield _of_file(paths, "actor", "load", "--load", shared) or side
     others = (
         ("reference", "ref_load", "--ref-load", ref_load, paths.ref_step),
