@@ -154,7 +154,7 @@ def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str]
 
 def _constant(name: str, stats: Extremes) -> tuple[Severity, str] | None:
     """Severity and description, or None where the tensor is as it may be."""
-    if name.endswith(PARTS) or not stats.finite or not stats.rows:
+    if name.endswith((*PARTS, ".k_zero_point", ".v_zero_point")) or not stats.finite or not stats.rows:
         return None
     if stats.constant:
         actual = "all zero" if stats.low == 0 else f"all {stats.low:g}"
