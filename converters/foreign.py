@@ -22,8 +22,8 @@ _HINTS = {
 }
 _OF_ADAPTERS = ".adapter."
 _STACKED = ".switch_mlp."  # mlx-lm's module of routed experts, in quantized and other models
-# Beginnings of compressed-tensors' names of floating formats that are not read (`CompressionFormat`).
-_NOT_READ = ("mxfp6",)
+# Beginnings of compressed-tensors' names of formats that are not read (`CompressionFormat`), and what they are.
+_NOT_READ = {"mxfp6": "MXFP6", "int-quantized": "INT8"}
 # Values of ModelOpt's `quant_algo` that are read.
 MODELOPT_READ = frozenset(
     {
@@ -72,7 +72,8 @@ def refuse_adapters(names: Collection[str], where: object) -> None:
 def refuse_stated(config: Mapping[str, Any], where: object) -> None:
     """Raises UnsupportedError for formats whose tensors have the names of one that is read, by what config.json says.
 
-    These are MLX's, of which a mode has scales alone, others of NVIDIA ModelOpt, and compressed-tensors' MXFP6.
+    These are MLX's, of which a mode has scales alone, others of NVIDIA ModelOpt, and MXFP6 and INT8 of
+    compressed-tensors.
     """
     if _is_mlx(config):
         raise UnsupportedError(
@@ -100,11 +101,20 @@ def _stated(content: Mapping[str, Any]) -> str | None:
     if method != "compressed-tensors":
         return None
     groups = content.get("config_groups")
-    inside = groups.values() if isinstance(groups, Mapping) else ()
-    for one in (content, *(group for group in inside if isinstance(group, Mapping))):
-        if isinstance(form := one.get("format"), str) and form.startswith(_NOT_READ):
-            return f"{form.partition('-')[0].upper()} (compressed-tensors {form})"
+    inside = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    for one in (content, *inside):
+        form = str(one.get("format"))
+        name = next((name for start, name in _NOT_READ.items() if form.startswith(start)), None)
+        if name is not None and (name != "INT8" or any(map(_is_int8, inside))):
+            return f"{name} (compressed-tensors {form})"
     return None
+
+
+def _is_int8(group: Mapping[str, Any]) -> bool:
+    """Whether a config group has 8-bit integers with quantized activations (W8A8), which are stored as int8."""
+    weights = group.get("weights")
+    is_int8 = isinstance(weights, Mapping) and (weights.get("type", "int"), weights.get("num_bits", 8)) == ("int", 8)
+    return is_int8 and bool(group.get("input_activations"))
 
 
 def foreign_format(names: Collection[str]) -> str | None:

@@ -18,11 +18,14 @@ from quant.patterns.entries import matcher
 
 Kind = Literal["packs", "other"]  # what a group makes of its modules: packed integers, or any other format
 # Widths that every engine loads from packed words. Source: `WNA16_SUPPORTED_BITS` of SGLang 0.5.16; vLLM has more.
-_PACKED_BITS = (4, 8)
+PACKED_BITS = (4, 8)
 _REORDERED = ("group", "dynamic", True)
 _REFUSES_REORDERED = (0, 19)  # of compressed-tensors
 _IN_ORDER = ("weight", "static")
 SGLANG = ("SGLang 0.5.16", "SGLang 0.5.23")
+_COMPRESSED_TENSORS = ("compressed-tensors", "transformers")
+_PLAIN = (None, "dense", "fakequant")  # formats in which weights are stored as they are
+_IN_WEIGHTS = ("weight_input", "weight_output")  # where a transform is a part of the stored weights
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,13 @@ class Group:
     targets: tuple[str, ...]
     weights: Mapping[str, Any]
     activations: bool
+    format: object = None  # of its own; None: that of the config
 
     @property
     def kind(self) -> Kind:
         """Whether its modules are packed integers with activations as they are (W4A16, W8A16)."""
         plain = self.weights.get("type", "int") == "int" and not self.activations
-        return "packs" if plain and self.weights.get("num_bits") in _PACKED_BITS else "other"
+        return "packs" if plain and self.weights.get("num_bits") in PACKED_BITS else "other"
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,18 @@ def groups_of(config: Mapping[str, Any]) -> tuple[Group, ...]:
             tuple(map(str, group["targets"])),
             group.get("weights") or {},
             bool(group.get("input_activations") or group.get("output_activations")),
+            group.get("format"),
         )
         for group in groups.values()
     )
+
+
+def is_cache_calibrated(content: Any) -> bool:
+    """Whether a quantization_config is compressed-tensors' with a cache of keys and values whose scales are stored."""
+    if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
+        return False
+    scheme = content.get("kv_cache_scheme")
+    return isinstance(scheme, Mapping) and scheme.get("dynamic") is not True
 
 
 def targets_of(groups: Sequence[Group]) -> tuple[Target, ...]:
@@ -108,14 +121,18 @@ def _names(target: str, module: str) -> bool:
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """What readers refuse of this config's INT4 groups, though it is valid by itself.
+    """What readers refuse or ignore of this config, though it is valid by itself.
 
-    Source: runs of SGLang 0.5.16 (`tests/verify/witnesses/test_sglang_groups.py`) and of compressed-tensors 0.15.0.1 to
-    0.20.0, `QuantizationArgs.validate_actorder`. What compressed-tensors refuses from a release on is asked of the
-    installed one. Raises CkptkitError as `groups_of`.
+    Source: runs of SGLang 0.5.16 (`tests/verify/witnesses/test_sglang_groups.py`), of transformers 5.12.1
+    (`tests/verify/checks/test_transformers_configs.py`) and of compressed-tensors 0.15.0.1 to 0.20.0,
+    `QuantizationArgs.validate_actorder`. What compressed-tensors refuses from a release on is asked of the installed
+    one. Raises CkptkitError as `groups_of`.
     """
-    packed = [group.weights for group in groups_of(config) if group.kind == "packs"]
-    form = quantization_of(config).get("format")
+    groups, content = groups_of(config), quantization_of(config)
+    packed = [group.weights for group in groups if group.kind == "packs"]
+    form = content.get("format")
+    yield from _not_compressed(content, groups)
+    yield from _ignored(content)
     if packed and isinstance(form, str) and form != FORMAT:
         yield Refusal(
             SGLANG,
@@ -144,6 +161,76 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
             "require it",
             "set `actorder` to null: with one scale a row it says nothing",
         )
+
+
+def _not_compressed(content: Mapping[str, Any], groups: Sequence[Group]) -> Iterator[Refusal]:
+    """Weights that transformers does not decompress, by the status of the config or the format of a group.
+
+    It then keeps random numbers, or takes codes for weights. Engines read no status, and only vLLM a group's format.
+    """
+    status, form = content.get("quantization_status", "initialized"), content.get("format")
+    if status != "compressed" and form not in _PLAIN and any(group.weights for group in groups):
+        is_there = "quantization_status" in content
+        actual = f"is {status!r}" if is_there else "is missing, which compressed-tensors treats as 'initialized'"
+        yield Refusal(
+            _COMPRESSED_TENSORS,
+            f"quantization_status {actual}, but format is {form!r}: transformers decompresses no weight, and computes "
+            "with random numbers or with codes",
+            "set `quantization_status` to 'compressed'",
+        )
+    for group in groups:
+        if group.kind == "packs" and group.format not in (None, FORMAT):
+            yield Refusal(
+                _COMPRESSED_TENSORS,
+                f"format of a config group is {group.format!r}, but its weights are packed integers: transformers "
+                "decompresses them by the format of the group",
+                f"set `format` of the group to {FORMAT!r} or null",
+            )
+        if group.weights and (classes := [one for one in group.targets if one.endswith("Attention")]):
+            yield Refusal(
+                _COMPRESSED_TENSORS,
+                f"targets name the class {shortened(classes[0])}, of which compressed-tensors quantizes no weights",
+                "take it out of `targets`: Linear has its projections",
+            )
+
+
+def _ignored(content: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Parts of the config that change what weights mean, and that readers leave out.
+
+    Transforms of weights alone are a part of what is stored. Source: compressed-tensors `TransformLocation.is_online`
+    and `ModelCompressor.from_compression_config`; SGLang 0.5.16 `compressed_tensors.py`.
+    """
+    if places := list(_applied(content.get("transform_config"))):
+        yield Refusal(
+            ("transformers", "SGLang 0.5.16"),
+            f"transform_config has transforms of {' and '.join(dict.fromkeys(places))}, which transformers 5.12 and "
+            "SGLang 0.5.16 do not apply",
+            "serve it with an engine that applies them, or quantize again without; if the weights were not "
+            "transformed, remove transform_config",
+        )
+    sparsity = content.get("sparsity_config")
+    form = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
+    if form not in (None, "dense"):
+        yield Refusal(
+            (*_COMPRESSED_TENSORS, "SGLang 0.5.16"),
+            f"sparsity_config has format {form!r}, which compressed-tensors reads no more from 0.15 on, and "
+            "transformers 5.12 and SGLang 0.5.16 ignore or refuse",
+            "quantize again without sparsity; if the weights are not stored so, remove sparsity_config",
+        )
+
+
+def _applied(transforms: Any) -> Iterator[str]:
+    """Where transforms are applied while the model runs, such as "input"."""
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else transforms
+    if groups and not isinstance(groups, Mapping):
+        yield "an unknown form"
+        return
+    for scheme in (groups or {}).values():
+        several = scheme.get("apply") if isinstance(scheme, Mapping) else None
+        for one in several if isinstance(several, list) else [None]:
+            place = one.get("location") if isinstance(one, Mapping) else None
+            if place not in _IN_WEIGHTS:
+                yield shortened(place) if place is not None else "an unknown place"
 
 
 def _strategy(weights: Mapping[str, Any]) -> object:

@@ -1,6 +1,7 @@
 """Reads the two configs of a ModelOpt checkpoint in one form: config.json's own and hf_quant_config.json.
 
-Engines and transformers read the second only where config.json has no quantization_config.
+SGLang and vLLM read the second only where config.json has no quantization_config, TensorRT-LLM reads it first, and
+transformers never.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
 from ckptkit.formats.hf.side_files import quantization_of
+
+# What to do about two configs that differ.
+TWO_CONFIGS = (
+    f"write both from one config, or remove {MODELOPT_CONFIG}: SGLang and vLLM read config.json, TensorRT-LLM the other"
+)
 
 
 def flattened(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -32,28 +39,80 @@ def flattened(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {**config, "quantization_config": dict(content)}
 
 
-def differing_configs(path: Path) -> list[str]:
-    """What hf_quant_config.json says otherwise than config.json, where both are there.
+def differing_configs(path: Path) -> dict[str, str]:
+    """The settings that config.json and hf_quant_config.json declare differently, where both are there.
 
-    Looks at the algorithm, the group size and the list. Empty where one of the two cannot be read, which other checks
-    say.
+    By setting, a clause with both values; under "file", why hf_quant_config.json cannot be read. Raises CkptkitError
+    where config.json cannot.
     """
     if not (path / MODELOPT_CONFIG).exists():
-        return []
+        return {}
+    config = read_json(path / "config.json")
     try:
-        first, second = (flattened(one, path) for one in (read_json(path / "config.json"), {}))
-    except CkptkitError:
-        return []
+        first, second = (flattened(one, path) for one in (config, {}))
+    except CkptkitError as error:
+        return {"file": error.message}
     ours, theirs = quantization_of(first), quantization_of(second)
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping) or ours == theirs:
-        return []
-    sizes = {size for one in (ours, theirs) if (size := _group_size(one)) is not None}
-    same = {
-        "the algorithm": str(ours.get("quant_algo")).upper() == str(theirs.get("quant_algo")).upper(),
-        "the group size": len(sizes) < 2,
-        "the list of modules": _listed(ours) == _listed(theirs),
+        return {}
+    if not str(ours.get("quant_method", "modelopt")).startswith("modelopt"):
+        return {"quant_method": _both(_is("quant_method", ours), _is("quant_algo", theirs))}
+    pairs: dict[str, list[tuple[object, str]]] = {
+        "quant_algo": [(_upper(one.get("quant_algo")), _is("quant_algo", one)) for one in (ours, theirs)],
+        "group_size": [(size, f"group_size is {size}") for one in (ours, theirs) if (size := _group_size(one))],
+        "kv_cache": [_cache(ours, "kv_cache_scheme"), _cache(theirs, "kv_cache_quant_algo")],
     }
-    return [what for what, equal in same.items() if not equal]
+    found = {
+        what: _both(several[0][1], several[1][1])
+        for what, several in pairs.items()
+        if len(several) == 2 and several[0][0] != several[1][0]
+    }
+    return found | _differing_modules(ours, theirs)
+
+
+def _both(ours: str, theirs: str) -> str:
+    return f"{ours} (config.json) but {theirs} ({MODELOPT_CONFIG})"
+
+
+def _is(key: str, content: Mapping[str, Any]) -> str:
+    return f"{key} is {shortened(content[key])}" if content.get(key) is not None else f"{key} is not set"
+
+
+def _upper(value: object) -> str:
+    return str(value or "").upper()
+
+
+def _cache(content: Mapping[str, Any], usual: str) -> tuple[str, str]:
+    """How the cache of keys and values is quantized, and the setting that declares it; `usual`: where that is missing.
+
+    Source: SGLang 0.5.16 `ModelOptFp8Config.from_config` and `ModelOptFp4Config.from_config`.
+    """
+    scheme = content.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        kind, bits = scheme.get("type"), scheme.get("num_bits")
+        name = {"float 8": "FP8", "float 4": "NVFP4"}.get(f"{kind} {bits}", f"{kind} {bits}")
+        return name, f"kv_cache_scheme is {kind} of {bits} bits"
+    key = next((key for key in ("kv_cache_scheme", "kv_cache_quant_algo") if content.get(key) is not None), usual)
+    return _upper(content.get(key)).replace("NONE", ""), _is(key, content)
+
+
+def _differing_modules(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, str]:
+    """The list of unquantized modules, and the formats of single modules of mixed precision."""
+    found: dict[str, str] = {}
+    if (first := _listed(ours)) != (second := _listed(theirs)):
+        counts = [_others(one, other) for one, other in ((first, second), (second, first))]
+        found["ignore"] = _both(f"ignore has {counts[0]}", f"exclude_modules has {counts[1]}")
+    mine, others = ours.get("quantized_layers"), theirs.get("quantized_layers")
+    if isinstance(mine, Mapping) and isinstance(others, Mapping) and mine != others:
+        module = next(name for name in sorted({*mine, *others}) if mine.get(name) != others.get(name))
+        texts = [f"quantized_layers has {shortened(one.get(module))} for {module}" for one in (mine, others)]
+        found["quantized_layers"] = _both(texts[0], texts[1])
+    return found
+
+
+def _others(names: set[str], others: set[str]) -> str:
+    extra = sorted(names - others)
+    return f"{len(extra)} other entries, such as {extra[0]!r}" if extra else "no other entry"
 
 
 def _listed(content: Mapping[str, Any]) -> set[str]:
@@ -61,8 +120,8 @@ def _listed(content: Mapping[str, Any]) -> set[str]:
     return set(map(str, found)) if isinstance(found, list) else set()
 
 
-def _group_size(content: Mapping[str, Any]) -> object:
-    """The group size that a config states at its top or in its first group; None where it states none."""
+def _group_size(content: Mapping[str, Any]) -> int | None:
+    """The group size that a config declares at its top or in its first group."""
     groups = content.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
-from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from quant.patterns.entries import check_entries
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def read_scheme(config: Mapping[str, Any]) -> QuantScheme:
     """
     content = quantization_of(config)
     if not isinstance(content, Mapping):
-        raise CkptkitError("config.json has no quantization_config", "this checkpoint is not quantized")
+        raise CkptkitError(describe_quantization(config), "give a checkpoint that `ckptkit quantize` or a release made")
     _require("quant_method", content.get("quant_method"), "compressed-tensors")
     _require("format", content.get("format"), FORMAT)
     check_entries(listed(content, "ignore"), "config.json: ignore")

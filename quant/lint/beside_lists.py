@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.formats.hf.side_files import quantization_of, stated_quantization
 from converters.registry import FAMILIES
+from quant.formats.groups import is_cache_calibrated
+from quant.formats.modelopt import TWO_CONFIGS, differing_configs
 from quant.lint.finding import LintFinding, finding
 from quant.lint.subject import IgnoreList
 from quant.selection.readers import SGLANG
@@ -70,13 +72,25 @@ def fusion(subject: IgnoreList) -> Iterator[LintFinding]:
 
 def kv_cache(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds a quantized cache of keys and values without scales in the files."""
-    content = quantization_of(subject.config)
-    stated = content.get("kv_cache_scheme") or content.get("kv_cache_quant_algo")
-    if stated and subject.leaves and not any(name.endswith(_KV_SCALES) for name in subject.leaves):
-        message = (
-            "the cache of keys and values is stated to be quantized, and no scale of it is stored: engines take 1.0"
+    content = stated_quantization(subject.config)
+    declared = content.get("kv_cache_scheme") is not None or content.get("kv_cache_quant_algo")
+    if not declared or not subject.leaves or any(name.endswith(_KV_SCALES) for name in subject.leaves):
+        return
+    if is_cache_calibrated(content) and "transformers" in subject.readers:
+        message = "kv_cache_scheme is static, but no scale of the cache is stored: transformers computes with memory "
+        message += "that nobody wrote, and engines take 1.0"
+        yield finding(
+            "cache scales", "error", message, "calibrate again, or set kv_cache_scheme to null", [], ["transformers"]
         )
-        yield finding("cache scales", "note", message, "set kv_cache_scheme to null unless 1.0 is meant", [])
+        return
+    message = "the cache of keys and values is stated to be quantized, and no scale of it is stored: engines take 1.0"
+    yield finding("cache scales", "note", message, "set kv_cache_scheme to null unless 1.0 is meant", [])
+
+
+def two_configs(subject: IgnoreList) -> Iterator[LintFinding]:
+    """Finds a hf_quant_config.json that contradicts config.json."""
+    for differs in differing_configs(subject.path).values():
+        yield finding("two configs", "error", differs, TWO_CONFIGS, [])
 
 
 def not_known(subject: IgnoreList) -> Iterator[LintFinding]:

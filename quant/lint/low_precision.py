@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
-from ckptkit.formats.hf.reader import MODELOPT_CONFIG
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.groups import Refusal
 from quant.formats.modelopt import differing_configs
 from quant.lint.subject import IgnoreList, Severity
 from quant.lists.reading import Known, read_list, unreadable
 from quant.lists.table import (
-    ENGINES,
     KEYS,
     NAMED,
     NAMES,
@@ -40,7 +37,6 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
 class LowPrecisionList(IgnoreList):
     """A list of unquantized modules in a format other than compressed-tensors'."""
 
-    path: Path = Path()  # the directory
     method: Method = "fp8"
     per_layer: frozenset[str] | None = None  # modules that `quantized_layers` names; None: there is no such key
 
@@ -167,7 +163,8 @@ class LowPrecisionList(IgnoreList):
     @cached_property
     def is_agreed(self) -> bool:
         """Whether engines and transformers agree on the list as it is."""
-        return not self._divergences(self.readings, self._engines) and not list(self.refusals())
+        is_one_list = "ignore" not in differing_configs(self.path)
+        return is_one_list and not self._divergences(self.readings, self._engines) and not list(self.refusals())
 
     def portable(self) -> tuple[str, ...] | None:
         """Returns a list of whole module names on which engines and transformers agree; None when there is none.
@@ -189,14 +186,11 @@ class LowPrecisionList(IgnoreList):
         return found if agreed and not self._divergences(self.read(found), self._engines) else None
 
     def refusals(self) -> Iterator[Refusal]:
-        """Entries for which a reader raises, and what the two configs of a checkpoint say differently."""
+        """Entries for which a reader raises."""
         for reader, row in self.rows.items():
             if bad := [entry for entry in row.entries(quantization_of(self.config)) if unreadable(row, entry)]:
                 what = f"{len(bad)} entries are not regular expressions, which {reader} takes them for: '{bad[0]}'"
                 yield Refusal((reader,), what, "name whole modules, without `*`")
-        if differs := differing_configs(self.path):
-            what = f"{MODELOPT_CONFIG} and config.json differ in {' and '.join(differs)}; engines read config.json"
-            yield Refusal(ENGINES, what, f"write both from one list, or remove {MODELOPT_CONFIG}")
 
     def why_uncovered(self, readers: Sequence[str]) -> str:
         """Why readers leave a tensor out that is quantized, or the reverse, where it is not for an entry."""

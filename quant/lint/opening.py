@@ -11,7 +11,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import SINGLE, read_json, shard_names
 from ckptkit.formats.hf.shard import read_shard
-from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from converters.foreign import refuse_stated
 from converters.registry import FAMILIES
 from converters.stored import as_spelled, with_unused
@@ -48,7 +48,7 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
     content = quantization_of(config)
     if isinstance(content, Mapping) and content.get("quant_method") == "compressed-tensors":
         return _compressed_tensors(path, config, content, readers)
-    _method_of(content if isinstance(content, Mapping) else {}, file)
+    _method_of(config, path)
     stored, source = _stored_names(path)
     config, tree, _, matrices = _model(config, stored, any_format=True)
     return _open_list(config, matrices, tree, stored, readers, path), source
@@ -83,7 +83,8 @@ def _compressed_tensors(
         None if readers is None else tuple(readers),
         bool(stored),
         frozenset(name.removesuffix(SCALE) for name in names if name.endswith(SCALE)) - packed,
-        frozenset() if int4 else _leaves(stored, matrices),
+        path,
+        _leaves(stored, matrices),
     ), source
 
 
@@ -143,11 +144,13 @@ def _draft_modules(tree: ClassTree) -> Iterator[str]:
         yield from (draft.layer + tail.replace("#", "0") for tail in sorted(tree.tails_of(draft)))
 
 
-def _method_of(content: Mapping[str, Any], where: object) -> Method:
+def _method_of(config: Mapping[str, Any], where: object) -> Method:
     """The method of a quantization_config whose list is read here.
 
     Raises CkptkitError for any other, compressed-tensors' included.
     """
+    found = quantization_of(config)
+    content = found if isinstance(found, Mapping) else {}
     algo = str(content.get("quant_algo") or "").upper()
     method = str(content.get("quant_method", "modelopt" if algo else None))
     if method.startswith("modelopt") and algo:
@@ -155,11 +158,11 @@ def _method_of(content: Mapping[str, Any], where: object) -> Method:
     if method not in get_args(Method):
         known = sorted({one.partition(" ")[0] for row in LISTS for one in row.methods})
         raise CkptkitError(
-            f"{where} has no quantization_config of weights",
+            f"{where}: {describe_quantization(config)}",
             f"lint looks at the lists of compressed-tensors, {', '.join(known[:-1])} and {known[-1]}",
         )
-    found: Method = method  # type: ignore[assignment]
-    return found
+    known_method: Method = method  # type: ignore[assignment]
+    return known_method
 
 
 def _leaves(names: Iterable[str], matrices: Iterable[Matrix]) -> frozenset[str]:
@@ -216,7 +219,7 @@ def _open_list(
 ) -> LowPrecisionList:
     """Reads the lists of a config, of whatever key, beside the matrices of its model. `names`: of stored tensors."""
     content, where = quantization_of(config), path / "config.json"
-    method = _method_of(content, where)
+    method = _method_of(config, path)
     lists = [content[key] for key in KEYS[method] if isinstance(content.get(key), list)]
     ignore = tuple(dict.fromkeys(str(entry) for several in lists for entry in several))
     check_entries(ignore, f"{where}: {KEYS[method][0]}")

@@ -8,13 +8,14 @@ from typing import Any
 
 from ckptkit.core.specs import fold
 from converters.hf_names import IN_LAYER, layer_of, tail
+from quant.formats.groups import group_of, groups_of
 from quant.formats.part_names import PACKED
-from quant.lint.beside_lists import fusion, groups, indexer_key, kv_cache, not_known
+from quant.lint.beside_lists import fusion, groups, indexer_key, kv_cache, not_known, two_configs
 from quant.lint.finding import ORDER, LintFinding, finding
 from quant.lint.subject import IgnoreList, Severity
 from quant.patterns.entries import matcher
 from quant.selection.portable import OTHER_FORMAT, quoted, without_numbers
-from quant.selection.readers import TRAINERS, VLLM
+from quant.selection.readers import TRAINERS, VLLM, refuses_own_format
 
 
 def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
@@ -23,6 +24,7 @@ def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
         *_refused(subject),
         *_differences(subject),
         *_partly(subject),
+        *_mixed(subject),
         *_forbidden(subject),
         *(_overreach(subject) if subject.base == "compressed-tensors" else ()),
         *_unused(subject),
@@ -30,6 +32,7 @@ def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
         *groups(subject),
         *fusion(subject),
         *kv_cache(subject),
+        *two_configs(subject),
         *not_known(subject),
     ]
     return tuple(sorted(found, key=lambda one: ORDER.index(one.severity)))
@@ -40,7 +43,9 @@ def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
     for refusal in subject.refusals():
         who = [reader for reader in refusal.readers if reader in subject.readers]
         if who:
-            severity = min((subject.severities[reader] for reader in who), key=ORDER.index)
+            severity: Severity = min((subject.severities[reader] for reader in who), key=ORDER.index)
+            if refuses_own_format(who, subject.asked):
+                severity = "error"
             yield finding("refused", severity, refusal.what, refusal.hint, [], who)
 
 
@@ -118,6 +123,25 @@ def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
             names,
             (*VLLM, "SGLang 0.5.16"),
         )
+
+
+def _mixed(subject: IgnoreList) -> Iterator[LintFinding]:
+    """Finds parts of a fused layer that config groups pack with other bits, groups or zero points than the rest."""
+    if not subject.is_int4:
+        return
+    groups, layers = groups_of(subject.config), dict[str, dict[tuple[object, ...], list[str]]]()
+    for matrix, packs in zip(subject.matrices, subject.packed, strict=True):
+        group = group_of(groups, matrix.module) if packs else None
+        if group is None or not matrix.vllm or matrix.vllm == matrix.module or matrix.module.endswith(".down_proj"):
+            continue
+        declared = tuple(group.weights.get(key) for key in ("type", "num_bits", "group_size", "symmetric"))
+        layers.setdefault(matrix.vllm, {}).setdefault(declared, []).append(matrix.tensor)
+    found = [min(schemes.values(), key=len) for schemes in layers.values() if len(schemes) > 1]
+    if tensors := [tensor for several in found for tensor in several]:
+        message = "packed with other bits, groups or zero points than the other parts of the same fused layer by "
+        message += "config_groups; engines hold q, k, v or gate, up in one"
+        hint = "give all parts of a layer one config group: quantize again with `ckptkit quantize`"
+        yield finding("mixed layer", "error", message, hint, tensors, (*VLLM, "SGLang 0.5.16"))
 
 
 def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:

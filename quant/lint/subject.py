@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 from quant.formats.groups import Refusal, Target, groups_of, refusals
@@ -34,6 +35,7 @@ class IgnoreList:
     asked: tuple[str, ...] | None = None  # names given with `--reader`; None: none were
     indexed: bool = False  # names come from files, not only from the model's classes
     scaled: frozenset[str] = frozenset()  # modules stored with a scale and not packed, so in another format (FP8)
+    path: Path = Path()  # the directory
     leaves: frozenset[str] = frozenset()  # stored tensors that are not matrices, with and without their last part
 
     @cached_property

@@ -139,6 +139,15 @@ def worst(severities: Iterable[Literal["error", "warning"]]) -> Literal["error",
     return "error" if "error" in set(severities) else "warning"
 
 
+def refuses_own_format(readers: Iterable[str], asked: Iterable[str] | None) -> bool:
+    """Whether compressed-tensors is among `readers`, and no reader is named.
+
+    It defines the format, and trainers load checkpoints with it through transformers: what it refuses of a config as a
+    whole, or reads otherwise than weights are stored, is then an error, whichever engine serves.
+    """
+    return asked is None and "compressed-tensors" in readers
+
+
 def readers_of(names: Iterable[str]) -> tuple[str, ...]:
     """The readers behind some names of `--reader`, in a fixed order.
 

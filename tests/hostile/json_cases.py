@@ -84,6 +84,60 @@ WEIGHTS: dict[str, Any] = {
     "strategy is code": {"strategy": "__import__('os')"},
     "symmetric is text": {"symmetric": "false"},
 }
+_ONLINE = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
+# By key of a quantization_config: values with which readers leave weights packed, or drop or misread a part.
+SCHEMES: dict[str, list[Any]] = {
+    "quantization_status": [
+        "initialized",
+        "calibration",
+        "frozen",
+        "decompressed",
+        "COMPRESSED",
+        None,
+        7,
+        [1],
+        {"a": 1},
+    ],
+    "kv_cache_scheme": [
+        {},
+        {"num_bits": 8, "type": "float"},
+        {"strategy": "attn_head"},
+        {"strategy": "channel"},
+        {"strategy": "group", "group_size": 32},
+        {"strategy": ["tensor"]},
+        {"symmetric": False},
+        {"num_bits": 10**30},
+        {"dynamic": "local"},
+        {"dynamic": 0},
+    ],
+    "transform_config": [
+        _ONLINE,
+        7,
+        "hadamard",
+        [1],
+        {"config_groups": 7},
+        {"config_groups": {"a": 7}},
+        {"config_groups": {"a": {"apply": {"location": "weight_input"}}}},
+        {"config_groups": {"a": {"apply": [{"location": ["weight_input"]}]}}},
+    ],
+    "sparsity_config": [
+        {"format": "sparse-24-bitmask"},
+        {"format": "sparse-bitmask", "sparsity_structure": "unstructured"},
+        {"format": ["dense"]},
+        {"format": 7},
+        "2:4",
+    ],
+}
+# What stands in hf_quant_config.json beside INT4 of compressed-tensors.
+SECOND: dict[str, bytes] = {
+    "empty": b"{}",
+    "a list": b"[]",
+    "unfinished": b'{"quantization":',
+    "of ModelOpt": b'{"quantization": {"quant_algo": "NVFP4", "group_size": 16}}',
+    "of ModelOpt without a key": b'{"quant_method": "modelopt", "quant_algo": "FP8"}',
+    "a number inside": b'{"quantization": 7}',
+    "nested lists": b'{"quantization": ' + b"[" * 100_000,
+}
 PATTERNS: dict[str, Any] = {
     "nested repetition": "re:(a+)+$",
     "nested alternatives": "re:(a|aa|a*)*b",
@@ -121,6 +175,12 @@ def _scheme(where: str, value: Any, root: Path) -> None:
     else:
         quantization[where] = value
     edit_json(root / "config.json", quantization_config=quantization)
+
+
+def _group_format(form: Any, root: Path) -> None:
+    config = json.loads((root / "config.json").read_bytes())
+    config["quantization_config"]["config_groups"]["group_0"]["format"] = form
+    edit_json(root / "config.json", quantization_config=config["quantization_config"])
 
 
 def _pattern(entry: str, root: Path) -> dict[str, str]:
@@ -161,6 +221,16 @@ def cases() -> Iterator[Case]:
             "config|group|num_bits|type|strategy|symm|zero",
             ("verify", "convert"),
         )
+    for key, values in SCHEMES.items():
+        for number, value in enumerate(values):
+            verbs = ("verify",) if key == "kv_cache_scheme" else ("verify", "lint")
+            yield Case(f"{key} {number}: {value!r:.30}", "int4", partial(_scheme, key, value), key, verbs)
+    for form in ("int-quantized", "float-quantized", "dense", "mixed-precision", 7, ["pack-quantized"]):
+        make = partial(_group_format, form)
+        yield Case(f"format of a group: {form!r}", "int4", make, "format|int-quantized", ("verify",))
+    for what, content in SECOND.items():
+        make = partial(_text, "hf_quant_config.json", content)
+        yield Case(f"hf_quant_config.json is {what}", "int4", make, r"hf_quant_config\.json", ("verify", "lint"))
     for what, value in PATTERNS.items():
         said = "re:|pattern|no ignore list"
         for key, verbs in (("ignore", ("lint", "verify", "fix")), ("targets", ("lint", "fix"))):

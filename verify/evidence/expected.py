@@ -25,6 +25,7 @@ from quant.formats.dequantize import floats_of
 from quant.formats.floats.layout import E4M3
 from quant.formats.floats.release import Floats
 from quant.formats.floats.table import MXFP4_EXPERTS, fp8
+from quant.formats.groups import Group, group_of, groups_of
 from quant.formats.part_names import (
     PACKED,
     WEIGHT_G_IDX,
@@ -40,8 +41,8 @@ from verify.skip import Skip, Unable
 Shape = tuple[int, ...]
 # The names that parts have in formats which are not read.
 _UNREAD = Floats((fp8((None, None)), MXFP4_EXPERTS))
-# As compressed-tensors and llm-compressor write them, of keys, values and queries.
-_CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq])_(?:scale|zero_point)")
+# As compressed-tensors, llm-compressor and AutoFP8 write them, of keys, values and queries.
+CACHE_SCALE = re.compile(r".+\.self_attn\.(?:[kvq]_proj\.(?:[kvq]|output)|[kvq]|kv)_(?:(?:global_)?scale|zero_point)")
 
 
 @dataclass(frozen=True)
@@ -203,16 +204,24 @@ def has_floats(config: Mapping[str, Any]) -> bool:
 
 
 def is_cache_scale(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor scales the key-value cache, where config.json has a scheme for that."""
+    """Whether a tensor scales the key-value cache, and config.json has a scheme for that."""
     content = stated_quantization(config)
     keys = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
     stated = isinstance(content, Mapping) and any(content.get(key) is not None for key in keys)
-    return stated and _CACHE_SCALE.fullmatch(name) is not None
+    return stated and CACHE_SCALE.fullmatch(name) is not None
 
 
-def packed_parts(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parts that one packed weight consists of. Source: compressed-tensors `pack_quantized/base.py`."""
-    weights = weights_of(config)
+def weights_in(config: Mapping[str, Any], groups: Sequence[Group], module: str) -> Mapping[str, Any]:
+    """The `weights` part of the group of integers that a packed module is a target of; else as `weights_of`."""
+    group = group_of(groups, module)
+    return group.weights if group is not None and group.kind == "packs" else weights_of(config)
+
+
+def packed_parts(weights: Mapping[str, Any]) -> tuple[str, ...]:
+    """The parts of a weight packed by these `weights` of a group.
+
+    Source: compressed-tensors `pack_quantized/base.py`.
+    """
     zero_point = (WEIGHT_ZERO_POINT,) if weights.get("symmetric") is False else ()
     order = (WEIGHT_G_IDX,) if weights.get("actorder") in ("group", "dynamic") else ()
     return (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, *zero_point, *order)
@@ -233,7 +242,9 @@ def _packed(
     integers = weights_of(config).get("type", "float") == "int"
     floats = stated_floats(config) or (None if integers and not has_floats(config) else _UNREAD)
     beside = _beside(names) if floats is _UNREAD else {}
-    parts = [f".{part}" for part in packed_parts(config)]
+    groups: tuple[Group, ...] = ()
+    with suppress(CkptkitError):  # CK302 says what is wrong with them
+        groups = groups_of(config)
     result: dict[str, Shape | None] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
@@ -242,8 +253,8 @@ def _packed(
         elif any(one != name for one in beside.get(module, ())):
             result |= dict.fromkeys(beside[module])
         elif module + PACKED in names:
-            for part in parts:
-                result[module + part] = None
+            for part in packed_parts(weights_in(config, groups, module)):
+                result[f"{module}.{part}"] = None
         else:
             result[name] = shape
     return result

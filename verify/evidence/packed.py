@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
-from quant.formats.groups import Group, group_of
+from quant.formats.groups import Group
 from quant.formats.part_names import (
     SCALE,
     SHAPE,
@@ -20,7 +20,7 @@ from quant.formats.part_names import (
     packed_in,
 )
 from quant.formats.scheme import EXPERTS_ZERO_POINTS
-from verify.evidence.expected import weights_of
+from verify.evidence.expected import weights_in, weights_of
 from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
 
@@ -50,9 +50,7 @@ def int4_format_of(config: Mapping[str, Any]) -> Int4Format | None:
 
 def int4_format_in(config: Mapping[str, Any], groups: Sequence[Group], module: str) -> Int4Format:
     """The format of a packed module, by the group that it is a target of; else that of the first group of INT4."""
-    group = group_of(groups, module)
-    own = _format(group.weights) if group is not None else None
-    form = own or int4_format_of(config)
+    form = _format(weights_in(config, groups, module)) or int4_format_of(config)
     assert form is not None
     return form
 

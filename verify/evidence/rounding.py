@@ -41,10 +41,11 @@ from ckptkit.core.progress import progress
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import ON_THE_WAY
 from converters.planner import expected_hf
+from quant.formats.groups import Group, groups_of
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
-from quant.formats.scheme import KEPT_SCALES
-from verify.evidence.expected import config_of, packed_parts, weights_of
-from verify.evidence.packed import Int4Format, int4_format_of, observer_kwargs, part_shapes
+from quant.formats.scheme import BITS, KEPT_SCALES
+from verify.evidence.expected import config_of, packed_parts, weights_in, weights_of
+from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, observer_kwargs, part_shapes
 from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
 from verify.evidence.values import source_as_hf
@@ -94,36 +95,40 @@ def rounding_of(subject: Subject) -> dict[str, Rounding]:
     two cannot be read.
     """
     config, specs = config_of(subject), subject.checkpoint.specs
-    form = int4_format_of(config)
-    if form is None or subject.source is None:
+    if int4_format_of(config) is None or subject.source is None:
         return {}
-    source = source_as_hf(subject)
+    source, groups = source_as_hf(subject), groups_of(config)
     shapes = expected_hf(config)
-    modules = {module for module in packed_in(specs) if _fits(module, specs, config, form, shapes)}
+    modules = {module for module in packed_in(specs) if _fits(module, specs, config, groups, shapes)}
     # A source of another size is another model, which CK702 says.
     packed = {
         name
         for name, spec in source.specs.items()
         if name.removesuffix(".weight") in modules and spec.shape == shapes[name]
     }
-    groups = [names for group in source.groups if (names := [name for name in group if name in packed])]
-    sizes = [sum(source.specs[name].nbytes for name in names) for names in groups]
-    look = partial(_look, subject.checkpoint, source, form, config)
+    together = [names for group in source.groups if (names := [name for name in group if name in packed])]
+    sizes = [sum(source.specs[name].nbytes for name in names) for names in together]
+    look = partial(_look, subject.checkpoint, source, groups, config)
     found: dict[str, Rounding] = {}
     with progress("comparing INT4", sum(sizes)) as advance, threads(max(sizes, default=0)) as pool:
-        for nbytes, part in zip(sizes, pool.map(look, groups), strict=True):
+        for nbytes, part in zip(sizes, pool.map(look, together), strict=True):
             advance(nbytes)
             found |= part
     return found
 
 
 def _look(
-    checkpoint: Checkpoint, source: Checkpoint, form: Int4Format, config: Mapping[str, Any], names: Sequence[str]
+    checkpoint: Checkpoint,
+    source: Checkpoint,
+    groups: Sequence[Group],
+    config: Mapping[str, Any],
+    names: Sequence[str],
 ) -> dict[str, Rounding]:
     found = {}
     for name, original in source.read(names).items():
         module = name.removesuffix(".weight")
-        parts = checkpoint.read([f"{module}.{part}" for part in packed_parts(config)])
+        form = int4_format_in(config, groups, module)
+        parts = checkpoint.read([f"{module}.{part}" for part in packed_parts(weights_in(config, groups, module))])
         found[name] = _rounding(parts, module, form, original, config)
     return found
 
@@ -131,14 +136,15 @@ def _look(
 def _rounding(
     parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor, config: Mapping[str, Any]
 ) -> Rounding:
-    scale, grid, gptq = parts[module + SCALE], grid_of(config), is_gptq(config)
+    scale, gptq = parts[module + SCALE], is_gptq(config)
+    grid = grid_of(config) if form.bits == BITS else None
     signed = form.symmetric and bool((scale < 0).any())
     steps, off, distances = [], [], []
     for rows, some in in_runs(parts, module, form, original):
         steps.append(worst_steps(some, module, form, rows, signed))
         off.append(scale_off(some[module + SCALE], rows, form, grid) if grid else 0.0)
         distances.append(worst_row(some, module, form, rows) if gptq else 0.0)
-    worst, limit = _largest(steps), bound_in_steps(scale.dtype, form.symmetric, is_searched(config), signed)
+    worst, limit = _largest(steps), bound_in_steps(scale.dtype, form.symmetric, is_searched(config), signed, form.bits)
     return Rounding(
         steps=worst,
         limit=limit,
@@ -178,15 +184,16 @@ def _fits(
     module: str,
     specs: Mapping[str, TensorSpec],
     config: Mapping[str, Any],
-    form: Int4Format,
+    groups: Sequence[Group],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> bool:
     """Whether all parts are there with the right shapes; where not, CK104 or CK303 has said so."""
     shape = shapes.get(f"{module}.weight")
     if shape is None or len(shape) != 2:
         return False
-    wanted = part_shapes(form, shape, module)
-    found = [(specs.get(f"{module}.{part}"), wanted[part]) for part in packed_parts(config)]
+    wanted = part_shapes(int4_format_in(config, groups, module), shape, module)
+    parts = packed_parts(weights_in(config, groups, module))
+    found = [(specs.get(f"{module}.{part}"), wanted[part]) for part in parts]
     return all(spec is not None and spec.shape == want and spec.dtype in dtypes for spec, (want, dtypes) in found)
 
 
@@ -246,18 +253,21 @@ def grouped(weight: Tensor, form: Int4Format) -> Tensor:
     return (torch.nn.functional.pad(weight, (0, short)) if short else weight).reshape(rows, -1, group)
 
 
-def bound_in_steps(dtype: torch.dtype, symmetric: bool, searched: bool = False, signed: bool = False) -> float:
+def bound_in_steps(
+    dtype: torch.dtype, symmetric: bool, searched: bool = False, signed: bool = False, bits: int = BITS
+) -> float:
     """The largest error of a correctly rounded weight, in steps, where scales are stored in `dtype`.
 
-    `signed`: some scales are negative, and what `_CLIPPED_STEPS` allows is already taken off.
+    `signed`: some scales are negative, and what `_CLIPPED_STEPS` allows is already taken off. Of more `bits` the codes
+    are larger, and so is all that is a part of them.
     """
     import torch
 
-    unit_roundoff = torch.finfo(dtype).eps / 2
+    unit_roundoff, wider = torch.finfo(dtype).eps / 2, 2.0 ** (bits - BITS)
     if signed:
-        return 1.0 + 24 * unit_roundoff
+        return 1.0 + 24 * wider * unit_roundoff
     clipped = (7.5 if symmetric else 15) * (1 / _MIN_RANGE - 1) if searched else 0.0
-    return 0.5 + clipped + (12 if symmetric else 48) * unit_roundoff
+    return 0.5 + wider * (clipped + (12 if symmetric else 48) * unit_roundoff)
 
 
 def is_searched(config: Mapping[str, Any]) -> bool:

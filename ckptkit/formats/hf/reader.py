@@ -56,7 +56,8 @@ def read_config(root: Path | Directory) -> dict[str, Any]:
     if not os.path.lexists(beside) or any(one is not None for one in stated):
         return config
     content = read_json(beside, source.at(MODELOPT_CONFIG))
-    inner = content.get("quantization")
+    # ModelOpt writes one form with that key, and from 1.0 on one without, as in config.json.
+    inner = content.get("quantization", content if "quant_algo" in content else None)
     if not isinstance(inner, dict):
         raise DamagedError(f"{source.at(MODELOPT_CONFIG)} has no object `quantization`", "restore it from the release")
     # Of a key-value cache alone, no weight is quantized.

@@ -14,6 +14,7 @@ from typing import Any
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError, MissingError
+from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import LOADED, SIGNATURE_ENDING
 from ckptkit.formats.detect import MANIFEST as MANIFEST
@@ -103,6 +104,32 @@ def stated_quantization(config: Mapping[str, Any]) -> Any:
     """What an HF config says of quantized weights or of a quantized cache; None: nothing."""
     holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
     return next((holder[key] for holder in holders for key in QUANTIZATION_KEYS if holder.get(key) is not None), None)
+
+
+def describe_quantization(config: Mapping[str, Any]) -> str:
+    """What a config.json, as `read_config` returns it, declares of quantized weights and where, as a clause."""
+    places = [*_places(config)]
+    if not places:
+        return "config.json has no quantization_config"
+    place, content = next(((place, one) for place, one in places if one is stated_quantization(config)), places[0])
+    if place.count(".") > 1 or (place.count(".") and not place.startswith("text_config.")):
+        return f"config.json has {place}, where no engine reads it"
+    if not isinstance(content, Mapping) or not content:
+        return f"{place} is {shortened(content)}"
+    if quantization_of(config) is None:
+        return f"{place} declares a quantized cache and no quantized weights"
+    keys = {key: content[key] for key in ("quant_method", "quant_algo", "format") if content.get(key) is not None}
+    declared = ", ".join(f"{key} {shortened(value)}" for key, value in keys.items())
+    return f"{place} declares {declared or 'no quant_method'}"
+
+
+def _places(config: Mapping[str, Any], prefix: str = "", depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """Every key of a config, at most `depth` objects deep, that is to declare quantized weights, with its value."""
+    for key, value in config.items():
+        if key in QUANTIZATION_KEYS and value is not None:
+            yield f"{prefix}{key}", value
+        elif depth and isinstance(value, Mapping):
+            yield from _places(value, f"{prefix}{key}.", depth - 1)
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:

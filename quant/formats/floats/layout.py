@@ -98,6 +98,11 @@ class Layout:
         return (grid,)
 
     @property
+    def is_mxfp8(self) -> bool:
+        """Whether scales are powers of two and codes E4M3, as OCP's Microscaling Formats have them."""
+        return self.number == E4M3 and not set(self.scale_dtypes) & set(SCALE_DTYPES)
+
+    @property
     def largest(self) -> float:
         """The largest code."""
         return LARGEST[self.number]

@@ -246,8 +246,21 @@ def test_fix_where_the_list_lies_in_text_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": None}, "has no quantization_config of weights"),
-        ({"quantization_config": {"quant_method": "awq"}}, "has no quantization_config of weights"),
+        ({"quantization_config": None}, "config.json has no quantization_config"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config declares quant_method 'awq'"),
+        ({"quantization_config": {}}, "quantization_config is {}"),
+        (
+            {"quantization_config": None, "text_config": {"quantization_config": {"quant_method": "awq"}}},
+            "quantization_config declares quant_method 'awq'",
+        ),
+        (
+            {"quantization_config": None, "llm_config": {"quantization_config": published.quantization([])}},
+            "has llm_config.quantization_config, where no engine reads it",
+        ),
+        (
+            {"quantization_config": published.quantization([]) | {"config_groups": {}, "kv_cache_scheme": {"a": 1}}},
+            "declares a quantized cache and no quantized weights",
+        ),
         ({"quantization_config": published.quantization(["re:("])}, "is not a regular expression"),
         ({"quantization_config": published.quantization([]) | {"ignore": "lm_head"}}, "`ignore` is 'lm_head'"),
         (

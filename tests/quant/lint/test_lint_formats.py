@@ -118,14 +118,10 @@ def test_hf_quant_config_alone_is_read_and_another_one_is_found(tmp_path: Path) 
     report = lint(path)
     assert (found(report), report.packed) == ([], LAYERS * len(PROJECTIONS))
     write(path, QWEN, {**NVFP4, "quant_algo": "FP8", "ignore": ["lm_head", *ROUTERS]})
-    refused = [one for one in lint(path).findings if one.kind == "refused"]
-    assert [(one.severity, one.message) for one in refused] == [
-        (
-            "error",
-            "hf_quant_config.json and config.json differ in the algorithm and the list of modules; "
-            "engines read config.json",
-        )
-    ]
+    differing = [one for one in lint(path).findings if one.kind == "two configs"]
+    assert [one.severity for one in differing] == ["error", "error"]
+    assert "quant_algo is 'FP8' (config.json) but quant_algo is 'NVFP4' (hf_quant_config.json)" in differing[0].message
+    assert differing[1].message.startswith("ignore has")
 
 
 def test_engines_leave_all_experts_out_for_an_entry_of_one(tmp_path: Path) -> None:
@@ -175,6 +171,7 @@ def test_several_groups_of_floats_each_have_their_modules(tmp_path: Path) -> Non
     content = {
         "quant_method": "compressed-tensors",
         "format": "mixed-precision",
+        "quantization_status": "compressed",
         "config_groups": {
             "group_0": {"targets": [r"re:.*self_attn\..*_proj$"], "weights": eight, "format": "float-quantized"},
             "group_1": {"targets": [r"re:.*\.experts\..*"], "weights": four, "format": "nvfp4-pack-quantized"},

@@ -106,7 +106,7 @@ MUTATIONS = (
     Mutation(20, faults.scales_of_another_layer, "fp8", "CK305", "further off", source=True),
     Mutation(20, faults.scales_of_another_layer, "fp8", "CK304", "scales beside other codes"),
     Mutation(20, faults.scale_of_the_query, "fp8", "CK305", "further off", source=True, models=("qwen3_moe",)),
-    Mutation(21, faults.second_config_of_32, "nvfp4-modelopt", "CK303", "differ in the group size", severity="warning"),
+    Mutation(21, faults.second_config_of_32, "nvfp4-modelopt", "CK303", "group_size is 32 (hf_quant_config.json)"),
     Mutation(22, faults.packed_for_a_kernel, "fp8-ue8m0", "CK303", "int32"),
     Mutation(23, faults.multiplier_for_divisor, "nvfp4-compressed", "CK308", "far larger"),
     Mutation(24, faults.layer_listed_under_a_wrapper, "fp8", "CK302", "would pack", models=("qwen2-untied",)),

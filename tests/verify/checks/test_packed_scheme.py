@@ -100,7 +100,7 @@ def test_fused_layer_packed_in_part_is_found(
         tensor.replace("gate_proj", "up_proj")
     ]
     assert found[0].count == count
-    packed = "INT4" if ".experts." in tensor else "INT4, groups of 32, scales in bfloat16"
+    packed = "packed integers" if ".experts." in tensor else "INT4, groups of 32, scales in bfloat16"
     assert {found[0].actual, found[0].expected.split(", as ")[0]} == {"unquantized", packed}
 
 

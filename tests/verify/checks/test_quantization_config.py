@@ -113,8 +113,8 @@ def test_scheme_that_readers_refuse_is_found(keys: tuple[str, ...], value: Any, 
 
 
 def test_a_scheme_for_the_key_value_cache_is_not_a_fault(with_config: Any) -> None:
-    """SGLang and vLLM read it apart from the weights."""
-    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    """SGLang and vLLM read it apart from the weights; a static one needs stored scales."""
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": True}
     report = verify(with_config(set_in("kv_cache_scheme", value=scheme)))
     assert (report.status, [one.code for one in report.findings]) == ("passed", [])
 
@@ -127,7 +127,7 @@ def test_a_quantized_cache_alone_leaves_plain_weights(
     cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False)
     stated = QuantizationConfig(config_groups={}, kv_cache_scheme=cache, ignore=["lm_head"], format="dense")
     edit_json(path / "config.json", quantization_config=stated.model_dump(mode="json"))
-    assert (verify(path).status, verify(path).findings) == ("passed", [])
+    assert [(one.code, one.severity) for one in verify(path).findings] == [("CK303", "error")]
     scales = {f"model.layers.{layer}.self_attn.{part}_scale": torch.ones(1) for layer in range(12) for part in "kv"}
     save_file(scales, path / "scales.safetensors", metadata={"format": "pt"})
     index = path / "model.safetensors.index.json"
@@ -179,20 +179,16 @@ def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config: Any) -
     assert (result.status, "the qmax7 grid is symmetric" in (result.reason or "")) == ("skipped", True)
 
 
-def test_two_widths_are_not_judged_and_two_groups_for_linear_are_found(
+def test_two_widths_are_judged_and_two_groups_for_linear_are_found(
     int4: Path, releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
 ) -> None:
     """INT8 beside INT4, each under targets of its own, is valid; of two groups for Linear readers keep the last."""
     path = copy_of(int4)
     widen(path, releases("qwen2-untied"), ".down_proj")
-    report = verify(path)
-    assert (report.status, report.findings) == ("inconclusive", [])
-    assert [one.code for one in report.checks if one.status == "skipped" and "no decision" in (one.reason or "")] == [
-        "CK302"
-    ]
-    result = next(one for one in verify(path, source=releases("qwen2-untied")).checks if one.code == "CK305")
-    assert (result.status, result.tensors_compared) == ("skipped", 72)
-    assert "12 of another width, such as model.layers.0.mlp.down_proj, were not" in str(result.reason)
+    report = verify(path, source=releases("qwen2-untied"))
+    assert (report.status, report.findings) == ("passed", [])
+    result = next(one for one in report.checks if one.code == "CK305")
+    assert (result.status, result.tensors_compared) == ("passed", 84)
     assert not lint(path, readers=("vllm",)).findings
     content = json.loads((path / "config.json").read_text())["quantization_config"]
     one_target(content)
@@ -274,6 +270,7 @@ ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True
             {
                 "quant_method": "compressed-tensors",
                 "format": "float-quantized",
+                "quantization_status": "compressed",
                 "config_groups": {"group_0": {"targets": ["Linear"], "weights": ROWS}},
                 "ignore": ["lm_head"],
             },

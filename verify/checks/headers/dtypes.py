@@ -34,7 +34,7 @@ _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8"
 # Float32 state of linear attention and of Mamba mixers that releases store in bfloat16 all the same (Qwen3-Next,
 # Qwen3.5's dt_bias, Nemotron 3).
 _ROUNDED_BY_RELEASES = (".A_log", ".dt_bias", ".mixer.D", ".mamba.D")
-_INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX)
+_INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX, ".k_zero_point", ".v_zero_point")  # the last two of a cache
 _INDICES = ("int64", "int32")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import INDEX
+from ckptkit.formats.hf.side_files import describe_quantization
 from quant.formats.part_names import PACKED, SCALE, SHAPE
 from verify.check import Tally, check
 from verify.checks.headers.files import names_of
@@ -16,7 +17,15 @@ from verify.checks.headers.leftovers import leftovers
 from verify.checks.headers.mismatch import Mismatch
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.headers.spelling import other_names
-from verify.evidence.expected import Expected, expected_of, remarks_of, spelling_of, tied_head_of, usable_config
+from verify.evidence.expected import (
+    CACHE_SCALE,
+    Expected,
+    expected_of,
+    remarks_of,
+    spelling_of,
+    tied_head_of,
+    usable_config,
+)
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -114,7 +123,13 @@ def _verdict(
             return (
                 "no packed tensor, by config.json",
                 "stored, and config.json does not say that it is packed",
-                "config.json has no quantization_config, or this weight is not packed as a whole",
+                f"{describe_quantization(subject.hf_files.config)}: restore what the release has, or quantize again",
+            )
+        if CACHE_SCALE.fullmatch(name):
+            return (
+                "no scale of a quantized cache, by config.json",
+                "stored, and config.json has no kv_cache_scheme",
+                "transformers and SGLang drop it: restore kv_cache_scheme in quantization_config, or remove the scales",
             )
         place = "stored, and config.json does not promise it" if stored else "in the index, but in no shard"
         return (

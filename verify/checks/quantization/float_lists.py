@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold
+from quant.selection.readers import refuses_own_format
 from verify.check import Skip, Tally, Unable
 from verify.evidence.floats.stored import stored_floats_of
 from verify.evidence.subject import Subject
@@ -36,9 +37,6 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(found.matrices))
     where, expected = subject.path / "config.json", "lists that every reader takes as the weights are stored"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}
-    for refusal in found.refusals():
-        if who := [reader for reader in refusal.readers if reader in counting]:
-            yield Issue(expected, f"{' and '.join(who)}: {refusal.what}", refusal.hint, file=where)
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]
     if (announced := subject.once(stored_floats_of)) is not None and not announced[1]:
         wanted = {matrix.tensor for matrix, packed in zip(found.matrices, found.packed, strict=True) if packed}
@@ -47,6 +45,10 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if stored and all(spec.dtype in COMPUTED for spec in stored):
             yield _none_of_them(subject, announced[0].words, len(stored))
         return
+    for refusal in found.refusals():
+        always = refuses_own_format(refusal.readers, subject.readers)
+        if who := [reader for reader in refusal.readers if always or reader in counting]:
+            yield Issue(expected, f"{' and '.join(who)}: {refusal.what}", refusal.hint, file=where)
     for reader in dict.fromkeys(one.reader for one in differing):
         own = [one for one in differing if one.reader == reader]
         patterns = fold(dict.fromkeys(pattern for one in own for pattern in one.patterns))

@@ -8,12 +8,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptkit.core.dtypes import COMPUTED
-from ckptkit.formats.hf.reader import MODELOPT_CONFIG
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
 from quant.formats.floats.layout import E4M3
 from quant.formats.floats.release import Floats, StoredWeight, wrong_scale
-from quant.formats.modelopt import differing_configs
 from quant.formats.part_names import INT4_ENDINGS
 from verify.check import Tally
 from verify.checks.headers.files import names_of
@@ -88,14 +86,6 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
             wrong[one].append(name)
     for one, names in wrong.items():
         yield Issue(one.expected, one.actual, one.hint, names=names, file=subject.path)
-    if differs := differing_configs(subject.path):
-        yield Issue(
-            "one quantization in config.json and hf_quant_config.json",
-            f"they differ in {' and '.join(differs)}",
-            "engines read config.json, other tools the second: write both from one config, or remove the second",
-            file=subject.path / MODELOPT_CONFIG,
-            severity="warning",
-        )
     yield from _missing_inputs(subject, weights, listed)
     if usable_config(subject) is None:  # otherwise CK104 knows which names belong
         orphans = [name for name in specs if name.endswith(floats.parts) and name not in taken]

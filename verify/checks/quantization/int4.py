@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.formats.hf.side_files import describe_quantization, quantization_of, stated_quantization
 from converters.planner import dims_of, expected_hf, rules_of
 from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
@@ -20,8 +20,8 @@ from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.cache import cache_scales
 from verify.checks.quantization.float_lists import float_lists
 from verify.checks.quantization.floats import float_parts, float_scales, forbidden_floats, has_floats
-from verify.checks.quantization.quantization_config import config_issue, refused_parts
-from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config
+from verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
+from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
 from verify.evidence.floats.stored import stored_floats_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import Int4Format, Scale, int4_format_in, int4_format_of, part_shapes, read_scales
@@ -41,7 +41,13 @@ def not_quantized(subject: Subject) -> str | None:
     if subject.is_megatron:
         return "Megatron holds no INT4 weights"
     config = usable_config(subject)
-    return None if config is None or is_quantized(config) else "config.json has no quantization_config"
+    return None if config is None or is_quantized(config) else describe_quantization(config)
+
+
+def _nothing_declared(subject: Subject) -> str | None:
+    """As `not_quantized`, but None also where only the cache of keys and values is quantized."""
+    config = None if subject.is_megatron else usable_config(subject)
+    return not_quantized(subject) if config is None or stated_quantization(config) is None else None
 
 
 def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
@@ -236,24 +242,27 @@ def _nothing_packed(config: Mapping[str, Any], actual: str) -> Skip:
     preflight=True,
     rationale="A scale for another group size or a word too few shifts every weight of a row against its scale.",
     fix="Quantize again; make group_size in quantization_config the one that was used.",
-    unless=not_quantized,
+    unless=_nothing_declared,
 )
 def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Shape and dtype of every part: words int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
+    yield from second_config(subject.path, subject.readers)
     yield from cache_scales(subject, tally)
+    if not_quantized(subject) is not None:
+        return
     if has_floats(subject):
         yield from float_parts(subject, tally)
         if not _packs_integers(subject):
             return
     config, specs, _ = packed_weights(subject)
-    shapes, parts, groups = expected_hf(config), packed_parts(config), groups_of(config)
+    shapes, groups = expected_hf(config), groups_of(config)
     forms = {}
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in packed_in(specs):
         shape = shapes.get(f"{module}.weight")
         if shape is None or len(shape) != 2:
             continue
-        form = int4_format_in(config, groups, module)
+        form, parts = int4_format_in(config, groups, module), packed_parts(weights_in(config, groups, module))
         for part, (want_shape, dtypes) in part_shapes(form, shape, module).items():
             spec = specs.get(f"{module}.{part}")
             if spec is None or part not in parts:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from quant.formats.groups import groups_of
-from quant.formats.part_names import SCALE, packed_in
+from quant.formats.part_names import SCALE
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import is_quantized
 from verify.evidence.floats.rounding import FloatRounding, float_rounding_of, float_weights
 from verify.evidence.floats.writers import writers_of
 from verify.evidence.folding import group_by_pattern
-from verify.evidence.packed import int4_format_in, int4_format_of
+from verify.evidence.packed import int4_format_of
 from verify.evidence.rounding import grid_of, is_gptq, rounding_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -95,7 +94,7 @@ def _inexact(rounding: Mapping[str, FloatRounding], subject: Subject) -> Iterato
 
 def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares INT4."""
-    config, specs, form = packed_weights(subject)
+    config, _, _ = packed_weights(subject)
     if subject.source is None or is_quantized(subject.source.config):
         raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
     rounding, grid = subject.once(rounding_of), grid_of(config)
@@ -123,8 +122,3 @@ def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
             names=[name.removesuffix(".weight") + SCALE for name in found],
             file=subject.path,
         )
-    groups = groups_of(config)
-    others = [one for one in packed_in(specs) if int4_format_in(config, groups, one).bits != form.bits]
-    if left := [module for module in others if f"{module}.weight" not in rounding]:
-        words = f"{len(left)} of another width, such as {left[0]}, were not"
-        raise Unable(f"weights of {form.bits} bits were compared, and {words}")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
+from ckptkit.formats.hf.side_files import is_quantized, quantization_of
 from quant.formats.compressed import stated_scheme
-from quant.formats.groups import Group, groups_of, refusals
+from quant.formats.groups import PACKED_BITS, Group, groups_of, refusals
+from quant.formats.modelopt import TWO_CONFIGS, differing_configs
 from quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
 from quant.patterns.entries import check_entries
-from quant.selection.readers import severity_of, worst
+from quant.selection.readers import refuses_own_format, severity_of, worst
 from verify.evidence.packed import int4_format_of
 from verify.issue import Issue
 from verify.skip import Unable
@@ -39,6 +42,17 @@ def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None) 
     return _unreadable(config, _EXPECTED, hint)
 
 
+def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
+    """What hf_quant_config.json declares otherwise than config.json, or alone where transformers is asked for."""
+    file, expected = path / MODELOPT_CONFIG, f"one quantization in config.json and {MODELOPT_CONFIG}"
+    for differs in differing_configs(path).values():
+        yield Issue(expected, differs, TWO_CONFIGS, file=file)
+    if file.exists() and "transformers" in (asked or ()) and not is_quantized(read_json(path / "config.json")):
+        actual = f"{MODELOPT_CONFIG} has it and config.json does not: transformers takes codes for weights"
+        hint = "serve it with SGLang or vLLM, or dequantize it with `ckptkit convert`"
+        yield Issue("a quantization_config in config.json, where transformers looks for it", actual, hint, file=file)
+
+
 def refused_parts(config: Mapping[str, Any], asked: Sequence[str] | None = None) -> Iterator[Issue]:
     """What some readers refuse of a config that others take: an error where one of them counts."""
     try:
@@ -47,7 +61,9 @@ def refused_parts(config: Mapping[str, Any], asked: Sequence[str] | None = None)
         return  # no groups, which `config_issue` judges
     for refusal in found:
         severity = worst(severity_of(reader, asked) for reader in refusal.readers)
-        actual = f"{' and '.join(refusal.readers)} would refuse it: {refusal.what}"
+        if refuses_own_format(refusal.readers, asked):
+            severity = "error"
+        actual = f"{' and '.join(refusal.readers)}: {refusal.what}"
         yield Issue(_EXPECTED, actual, refusal.hint, severity=severity)
 
 
@@ -66,9 +82,10 @@ def _unreadable(config: Mapping[str, Any], expected: str, hint: str) -> Issue | 
 
 
 def _in_groups(config: Mapping[str, Any]) -> bool:
-    """Whether INT4 groups that are judged are told apart by `targets`, or stand beside FP8 or scales of a cache.
+    """Whether the groups are judged though they are not the usual one of INT4 for every Linear layer.
 
-    Readers then find each module's group by its name (`quant.selection.reading`).
+    They have 8 bits, are told apart by `targets`, or there are FP8 or scales of a cache in addition. Readers then find
+    each module's group by its name (`quant.selection.reading`).
     """
     content = quantization_of(config)
     if content.get("quant_method") != "compressed-tensors" or content.get("format") not in _FORMATS:
@@ -77,8 +94,10 @@ def _in_groups(config: Mapping[str, Any]) -> bool:
         groups = groups_of(config)
         check_entries(listed(content, "ignore"), "config.json: ignore")
         check_entries([target for group in groups for target in group.targets], "config.json: targets")
-        several = [group.targets for group in groups] != [("Linear",)] or content.get("kv_cache_scheme") is not None
-        if not (several and any(group.kind == "packs" for group in groups)):
+        is_usual = [group.targets for group in groups] == [("Linear",)] and groups[0].weights.get("num_bits") == BITS
+        if is_usual and content.get("kv_cache_scheme") is None:
+            return False
+        if not any(group.kind == "packs" for group in groups):
             return False
         parse(content)  # last, since it imports compressed-tensors
     except CkptkitError:
@@ -91,7 +110,7 @@ def _is_judged(group: Group) -> bool:
     if group.kind == "other":
         return weights.get("type") == "float" and weights.get("num_bits") == 8
     by_group = weights.get("strategy") in (None, "group") and weights.get("group_size") in GROUP_SIZES
-    is_usual = weights.get("num_bits") == BITS and weights.get("actorder") in IN_ORDER
+    is_usual = weights.get("num_bits") in PACKED_BITS and weights.get("actorder") in IN_ORDER
     return is_usual and (by_group or weights.get("strategy") == "channel")
 
 

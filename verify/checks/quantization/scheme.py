@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,14 @@ from ckptkit.core.specs import TensorSpec
 from converters.planner import expected_hf
 from quant.formats.groups import groups_of
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
+from quant.formats.scheme import BITS
 from quant.formats.zero_points import LARGE_TILE, SMALL_TILE, is_expert
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.floats import float_pairs, has_floats
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import usable_config
-from verify.evidence.floats.stored import float_scales_of
+from verify.evidence.floats.stored import float_scales_of, stored_floats_of
 from verify.evidence.folding import by_pattern, group_by_pattern
 from verify.evidence.packed import int4_format_in, int4_format_of, read_scales
 from verify.evidence.subject import Subject
@@ -34,9 +36,23 @@ _FUSED_OF: Mapping[str, str] = {part: ", ".join(parts) for parts in _FUSED for p
 # Scales follow the largest weights of a group. Layers of one kind differ by a factor of a few, lost units by hundreds.
 _MAX_FACTOR = 32.0
 
-# Group size (0: one scale a row), dtype of the scales and whether there are zero points; None: not packed.
-Scheme = tuple[int, str, bool] | tuple[()] | None
-_PACKED: Scheme = ()  # packed, however
+# Readers of `--reader` that hold those layers as one.
+_ENGINES = ("sglang", "vllm")
+_PACKED, _UNQUANTIZED = "packed integers", "unquantized"
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """How a module is packed: bits by config.json, the rest as it is stored."""
+
+    bits: int
+    group: int  # weights of a row that share a scale; 0: all
+    dtype: str  # of the scales
+    zero_points: bool
+
+    def __str__(self) -> str:
+        size = f"groups of {self.group}" if self.group else "one scale a row"
+        return f"INT{self.bits}, {size}, scales in {self.dtype}" + ", zero points" * self.zero_points
 
 
 @check(
@@ -49,61 +65,70 @@ _PACKED: Scheme = ()  # packed, however
     unless=not_quantized,
 )
 def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Packed or not, group size, dtype of scales and zero points, over each fused layer and each layer's experts."""
+    """Packed or not, bits, group size, dtype of scales and zero points, over fused layers and each layer's experts.
+
+    Raises Skip where no engine is among the readers: transformers holds each layer by itself.
+    """
     specs = subject.hf_files.specs
+    if subject.readers and not set(_ENGINES) & set(subject.readers):
+        raise Skip(f"--reader {' '.join(subject.readers)} holds no layers in one")
     if has_floats(subject):
         yield from float_pairs(subject, _FUSED_OF, tally)
         if not (int4_format_of(subject.hf_files.config) is not None and any(packed_in(specs))):
             return
     if not any(packed_in(specs)):
         raise Skip("nothing is packed (CK302)")
-    parameters: dict[tuple[str, str], dict[Scheme, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for module, scheme in _schemes(specs):
+    parameters: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for module, scheme in _stored_schemes(subject):
         for key, part in _parameters(module, scheme):
             tally.compared(0)
             parameters[key][part].append(module)
-    odd: dict[tuple[Scheme, Scheme], list[str]] = defaultdict(list)
+    odd: dict[tuple[str, str], list[str]] = defaultdict(list)
     for schemes in parameters.values():
         usual, *others = sorted(schemes, key=lambda scheme: len(schemes[scheme]), reverse=True)
         for scheme in others:
             odd[usual, scheme] += schemes[scheme]
     for (usual, scheme), modules in odd.items():
         hint = "quantize again, so that all parts of a layer are packed alike"
-        expected = f"{_describe(usual)}, as the parts that engines hold in one with it"
-        yield Issue(expected, _describe(scheme), hint, names=[name + ".weight" for name in modules], file=subject.path)
+        expected = f"{usual}, as the parts that engines hold in one with it"
+        yield Issue(expected, scheme, hint, names=[name + ".weight" for name in modules], file=subject.path)
 
 
-def _schemes(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Scheme]]:
-    """Every module with a weight, and how it is stored; packed ones without a scale are for CK104."""
+def _stored_schemes(subject: Subject) -> Iterator[tuple[str, _Packed | str]]:
+    """Every module with a weight, and how it is stored. Raises Skip where config.json does not tell the bits."""
+    config = usable_config(subject)
+    if config is None or int4_format_of(config) is None:
+        raise Skip("config.json does not tell the bits of packed weights (CK101, CK302)")
+    floats, groups = subject.once(stored_floats_of), groups_of(config)
+    in_floats = {one.name: one.layout.words for one in floats[1]} if floats else {}
+    for module, scheme in _schemes(subject.hf_files.specs, lambda name: int4_format_in(config, groups, name).bits):
+        yield module, scheme or in_floats.get(f"{module}.weight", _UNQUANTIZED)
+
+
+def _schemes(specs: Mapping[str, TensorSpec], bits_of: Callable[[str], int]) -> Iterator[tuple[str, _Packed | None]]:
+    """Every module with a weight, and how it is packed; packed ones without a scale are for CK104."""
     for name, spec in specs.items():
         if name.endswith(PACKED) and len(spec.shape) == 2:
             module = name.removesuffix(PACKED)
             scale = specs.get(module + SCALE)
             if scale is not None and len(scale.shape) == 2 and scale.shape[1]:
-                group = 0 if scale.shape[1] == 1 else -(-spec.shape[1] * 8 // scale.shape[1])
-                yield module, (group, scale.dtype, module + ZERO_POINT in specs)
+                bits = bits_of(module)
+                group = 0 if scale.shape[1] == 1 else -(-spec.shape[1] * 32 // bits // scale.shape[1])
+                yield module, _Packed(bits, group, scale.dtype, module + ZERO_POINT in specs)
         elif name.endswith(".weight"):
             yield name.removesuffix(".weight"), None
 
 
-def _describe(scheme: Scheme) -> str:
-    if not scheme:
-        return "unquantized" if scheme is None else "INT4"
-    group, dtype, zero_points = scheme
-    size = f"groups of {group}" if group else "one scale a row"
-    return f"INT4, {size}, scales in {dtype}" + ", zero points" * zero_points
-
-
-def _parameters(module: str, scheme: Scheme) -> Iterator[tuple[tuple[str, str], Scheme]]:
+def _parameters(module: str, scheme: _Packed | str) -> Iterator[tuple[tuple[str, str], str]]:
     """The fused layers that a module is part of. All experts are packed or none, and those of one projection alike."""
     parent, _, projection = module.rpartition(".")
     layer, _, expert = parent.rpartition(".experts.")
     if layer and expert.isdecimal():
-        yield (layer, "experts"), None if scheme is None else _PACKED
-        if scheme is not None:
-            yield (layer, _FUSED_OF.get(projection, projection)), scheme
+        yield (layer, "experts"), _PACKED if isinstance(scheme, _Packed) else scheme
+        if isinstance(scheme, _Packed):
+            yield (layer, _FUSED_OF.get(projection, projection)), str(scheme)
     elif projection in _FUSED_OF:
-        yield (parent, _FUSED_OF[projection]), scheme
+        yield (parent, _FUSED_OF[projection]), str(scheme)
 
 
 def _engine_tp(subject: Subject) -> int:
@@ -138,13 +163,17 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     The layout is what config.json says (CK303 holds the files against it).
     """
-    schemes = list(_schemes(names_of(subject)))
+    config = usable_config(subject)
+    form = int4_format_of(config) if config else None
+    schemes = list(_schemes(names_of(subject), lambda _: form.bits if form else BITS))
     if not schemes:
         raise Skip("no tensor is the weight of a layer (CK104)")
     tally.compared(0, len(schemes))
-    experts = [(one + ZERO_POINT, scheme[0]) for one, scheme in schemes if scheme and scheme[2] and is_expert(one)]
-    config = usable_config(subject)
-    form = int4_format_of(config) if config else None
+    experts = [
+        (module + ZERO_POINT, scheme.group)
+        for module, scheme in schemes
+        if scheme and scheme.zero_points and is_expert(module)
+    ]
     small = [(name, group) for name, group in experts if 0 < group < LARGE_TILE]
     if form is not None and not form.sglang_experts:
         yield Issue(
@@ -270,22 +299,24 @@ def _packed(name: str) -> str:
 def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The median scale of every packed weight is within 32 times that of its kind over all layers and experts.
 
-    Much smaller is a warning only: experts that training never chose keep small weights.
+    Scales of two formats, of two widths or of blocks of other sizes are of two kinds. Much smaller is a warning only:
+    experts that training never chose keep small weights.
     """
+    sizes: dict[object, dict[str, float]] = defaultdict(dict)  # by format
     if has_floats(subject):
-        float_sizes = {}
         for one in subject.once(float_scales_of):
             tally.compared(one.nbytes)
             if one.median is not None:
-                float_sizes[one.stored.scale] = one.median
-        yield from _odd_sizes(float_sizes, str(subject.path))
-        if int4_format_of(subject.hf_files.config) is None or not any(packed_in(subject.hf_files.specs)):
-            return
-    packed_weights(subject)
-    sizes = {scale.module + SCALE: scale.median for scale in subject.once(read_scales) if scale.median is not None}
-    for scale in subject.once(read_scales):
-        tally.compared(scale.nbytes)
-    yield from _odd_sizes(sizes, str(subject.path))
+                sizes[one.stored.layout][one.stored.scale] = one.median
+    if not has_floats(subject) or (int4_format_of(subject.hf_files.config) and any(packed_in(subject.hf_files.specs))):
+        config, _, _ = packed_weights(subject)
+        groups = groups_of(config)
+        for scale in subject.once(read_scales):
+            tally.compared(scale.nbytes)
+            if scale.median is not None:
+                sizes[int4_format_in(config, groups, scale.module)][scale.module + SCALE] = scale.median
+    for several in sizes.values():
+        yield from _odd_sizes(several, str(subject.path))
 
 
 def _odd_sizes(sizes: Mapping[str, float], where: str) -> Iterator[Issue]:

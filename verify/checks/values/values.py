@@ -68,6 +68,7 @@ _FINITE_SOURCE = "look at the source: if it is finite there, convert again"
 UNREAD = "not run because no tensor can be read (CK201)"
 # What stands beside the words of quantized weights.
 PARTS = (*(part for part in INT4_PARTS if part != WEIGHT_PACKED), *SCALE_ENDINGS)
+_SCALES = (*PARTS, ".k_zero_point", ".v_zero_point")
 
 
 def counted(tally: Tally, names: Sized, none: str) -> None:
@@ -149,7 +150,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     scales = subject.once(scales_in_floats)
     constant: list[str] = []
     for name, stats in values.items():
-        if name in scales or name.endswith(PARTS) or not stats.finite or not stats.rows:
+        if name in scales or name.endswith(_SCALES) or not stats.finite or not stats.rows:
             continue
         spec = subject.specs.get(name)  # None of an expert that is stored with the others
         one_number = is_cache_scale(name, config) or (spec is not None and math.prod(spec.shape) == 1)

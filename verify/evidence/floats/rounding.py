@@ -8,7 +8,8 @@ steps below 2^-6; of E2M1 (m = 1, normals from 1) it is a quarter of one, and a 
 Beyond the largest code weights are clipped:
 - FP8 has the scale absmax/448, so that nothing is, or a larger one. A search (`observer` mse) shrinks the range to no
   less than 0.8 of itself. Source: compressed-tensors `calculate_qparams`, llm-compressor `observers/mse.py`.
-- MXFP4 has the power of two below absmax as 4 steps, so weights of up to 8 steps become 6.
+- MXFP4 has the power of two below absmax as 4 steps, so weights of up to 8 steps become 6; MXFP8 has it as 256, so
+  weights of up to 512 steps become 448. Writers that round up clip nothing.
   Source: OCP Microscaling Formats 1.0, section 6.3.
 - NVFP4's scales are float8_e4m3fn themselves: one is off by 1/16 of itself, or a search shrinks it. Groups that are
   2^-19 of the tensor's largest weight have no scale at all, and become zero.
@@ -208,6 +209,8 @@ def _is_mxfp4(subject: Subject, source: Checkpoint, name: str) -> bool:
 
 
 def _grid(layout: Layout, searched: bool) -> FloatGrid:
+    if layout.is_mxfp8:
+        return FloatGrid(3, 2.0**-6, 448.0, 512.0)
     if layout.number == E4M3:
         return FloatGrid(3, 2.0**-6, 448.0, 448.0 / _SEARCHED if searched else 448.0)
     return FloatGrid(1, 1.0, 6.0, 8.0, _LOST if layout.second else 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from quant.formats.compressed import stated_scheme
 from quant.online.served import served
 from verify.check import Skip, Tally, check
@@ -83,7 +83,7 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not is_quantized(config):
         words = {name: word for name, word in _variables(subject).items() if name == QAT_FLAG}
         expected = f"an INT4 checkpoint, since {QAT_FLAG} is set{at_places(words)}"
-        actual = "no quantization_config: the engine serves BF16, and drops INT4 updates silently"
+        actual = f"{describe_quantization(config)}: the engine serves BF16, and drops INT4 updates silently"
         yield Issue(expected, actual, "give the INT4 checkpoint as --hf-checkpoint", file=first_file(words) or where)
         return
     weights, given = weights_of(config), _variables(subject)

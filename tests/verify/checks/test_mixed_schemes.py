@@ -1,0 +1,335 @@
+"""CK306, CK308, CK305 and lint of checkpoints with two formats, and what two configs of one say differently."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mutations.edits import edit_config
+from safetensors.torch import load_file, save_file
+from support import floats
+from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.models import tensors
+from support.quantized import E2M1, int4
+from torch import Tensor
+
+from ckptkit.formats.hf.side_files import describe_quantization
+from quant.formats.modelopt import differing_configs
+from quant.lint.lint import lint
+from verify.report import Finding
+from verify.run import verify
+
+ATTENTION, MLP = "model.layers.3.self_attn", "model.layers.4.mlp"
+SCHEME = {"num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def packed(plain: Path, path: Path, others: dict[str, dict[str, Any]]) -> Path:
+    """qwen2-untied in INT4 with groups of 32; `others`: what is another way, by module, each in a group of its own."""
+    stored: dict[str, Tensor] = {}
+    usual = [name.removesuffix(".weight") for name in tensors(plain) if name.endswith("_proj.weight")]
+    for name, weight in tensors(plain).items():
+        module = name.removesuffix(".weight")
+        if module not in usual:
+            stored[name] = weight
+            continue
+        scheme = {key: one for key, one in (SCHEME | others.get(module, {})).items() if one is not None}
+        quantize = int4(scheme.pop("num_bits"), **scheme)
+        stored |= {name + ending: part.contiguous() for ending, part in quantize(weight)[0].items()}
+    path.mkdir()
+    for file in plain.iterdir():
+        if not file.name.startswith("model"):
+            (path / file.name).write_bytes(file.read_bytes())
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    groups = [([one for one in usual if one not in others], {})] + [([module], one) for module, one in others.items()]
+    content = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{number}": {
+                "targets": targets,
+                "weights": {"type": "int", "dynamic": False, **SCHEME, **scheme},
+                "format": "pack-quantized",
+            }
+            for number, (targets, scheme) in enumerate(groups)
+        },
+        "ignore": ["lm_head", "model.embed_tokens"],
+    }
+    edit_config(path, quantization_config=content)
+    return path
+
+
+def by_source(path: Path, plain: Path) -> list[Finding]:
+    """What CK305 finds."""
+    return [one for one in verify(path, source=plain).findings if one.code == "CK305"]
+
+
+EIGHT, WIDE, SHIFTED = {"num_bits": 8}, {"group_size": 64}, {"symmetric": False}
+ROWS = {"strategy": "channel", "group_size": None}
+MIXED = {
+    "up in 8 bits": ({f"{MLP}.up_proj": EIGHT}, f"{MLP}.up_proj", "INT8, groups of 32"),
+    "gate in 8 bits": ({f"{MLP}.gate_proj": EIGHT}, f"{MLP}.gate_proj", "INT8, groups of 32"),
+    "q in 8 bits": ({f"{ATTENTION}.q_proj": EIGHT}, f"{ATTENTION}.q_proj", "INT8, groups of 32"),
+    "v in 8 bits": ({f"{ATTENTION}.v_proj": EIGHT}, f"{ATTENTION}.v_proj", "INT8, groups of 32"),
+    "k and v in 8 bits": (
+        {f"{ATTENTION}.{part}_proj": EIGHT for part in "kv"},
+        f"{ATTENTION}.q_proj",
+        "INT4, groups of 32",
+    ),
+    "k in groups of 64": ({f"{ATTENTION}.k_proj": WIDE}, f"{ATTENTION}.k_proj", "INT4, groups of 64"),
+    "up in groups of 64 of 8 bits": ({f"{MLP}.up_proj": EIGHT | WIDE}, f"{MLP}.up_proj", "INT8, groups of 64"),
+    "v with a scale a row": ({f"{ATTENTION}.v_proj": ROWS}, f"{ATTENTION}.v_proj", "INT4, one scale a row"),
+    "k with zero points": ({f"{ATTENTION}.k_proj": SHIFTED}, f"{ATTENTION}.k_proj", "zero points"),
+}
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_a_fused_layer_packed_in_two_ways_is_found(
+    what: str, releases: PathOf, tmp_path: Path, alone: RunAlone
+) -> None:
+    others, module, said = MIXED[what]
+    path = packed(releases("qwen2-untied"), tmp_path / "mixed", others)
+    (found,) = alone("CK306", path)[1]
+    odd = {found.tensor} if what != "gate in 8 bits" and what != "up in 8 bits" else {f"{module}.weight"}
+    assert f"{module}.weight" in odd or found.tensor in {f"{one}.weight" for one in others}
+    assert said in f"{found.actual} {found.expected}"
+    assert alone("CK306", path, readers=("vllm",))[1] != []
+    assert alone("CK306", path, readers=("transformers",))[1] == []  # which holds each layer by itself
+    assert "CK303" not in {one.code for one in verify(path).findings}
+    (linted,) = [one for one in lint(path, readers=("vllm",)).findings if one.kind == "mixed layer"]
+    assert linted.severity == "error"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {f"{MLP}.{part}_proj": EIGHT for part in ("gate", "up")},
+        {f"{ATTENTION}.{part}_proj": EIGHT for part in "qkv"},
+        {f"{MLP}.down_proj": EIGHT, f"{ATTENTION}.o_proj": EIGHT | WIDE},
+        {f"{MLP}.down_proj": SHIFTED, f"{ATTENTION}.o_proj": ROWS},
+        {f"{ATTENTION}.{part}_proj": WIDE for part in "qkv"},
+        {},
+    ],
+)
+def test_layers_packed_in_ways_of_their_own_are_sound(
+    others: dict[str, dict[str, Any]], releases: PathOf, tmp_path: Path
+) -> None:
+    plain = releases("qwen2-untied")
+    path = packed(plain, tmp_path / "mixed", others)
+    report = verify(path, source=plain, readers=("vllm",))
+    assert (report.status, [str(one) for one in report.findings if one.severity == "error"]) == ("passed", [])
+    compared = next(one for one in report.checks if one.code == "CK305")
+    assert (compared.status, compared.tensors_compared) == ("passed", 84)
+    assert [one.kind for one in lint(path, readers=("vllm",)).findings if one.severity == "error"] == []
+
+
+def test_weights_of_8_bits_that_are_not_the_sources_are_found(
+    releases: PathOf, tmp_path: Path, alone: RunAlone
+) -> None:
+    plain, module = releases("qwen2-untied"), f"{MLP}.down_proj"
+    path = packed(plain, tmp_path / "mixed", {module: EIGHT})
+    stored = load_file(path / "model.safetensors")
+    stored[f"{module}.weight_scale"] = stored[f"{module}.weight_scale"] * 1.25
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    assert [one.tensor for one in by_source(path, plain)] == [f"{module}.weight"]
+
+
+def mxfp8_down(module: str, weight: Tensor) -> dict[str, Tensor]:
+    """OCP's own rule: the power of two below the largest weight is 256 steps, and what is above 448 is cut."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    exponents = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=1e-30))) - 8
+    codes = (groups / torch.exp2(exponents).unsqueeze(-1)).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn)
+    return {f"{module}.weight": codes, f"{module}.weight_scale_inv": (exponents + 127).to(torch.uint8)}
+
+
+@pytest.mark.parametrize(("off", "count"), [(0, 0), (1, 0), (-1, 84), (-2, 84)])
+def test_mxfp8_of_ocps_rule_is_within_half_a_step(
+    off: int, count: int, releases: PathOf, tmp_path: Path, alone: RunAlone
+) -> None:
+    """One exponent more, as a quantizer that rounds up has it, only loses range; with fewer, weights are cut."""
+
+    def store(module: str, weight: Tensor) -> dict[str, Tensor]:
+        groups = weight.float().unflatten(-1, (-1, 32))
+        parts = mxfp8_down(module, weight)
+        exponents = parts[f"{module}.weight_scale_inv"].int() + off - 127
+        codes = (groups / torch.exp2(exponents.float()).unsqueeze(-1)).clamp(-448, 448).flatten(-2)
+        scale = (exponents + 127).to(torch.uint8)
+        return {f"{module}.weight": codes.to(torch.float8_e4m3fn), f"{module}.weight_scale_inv": scale}
+
+    plain = releases("qwen2-untied")
+    spelling = floats.Spelling(store, {"quantization_config": {"quant_method": "mxfp8"}}, columns=32)
+    path = floats.write(plain, tmp_path / "release" / "mxfp8", spelling)
+    found = sum(one.count for one in by_source(path, plain))
+    assert found == count
+
+
+def mxfp4(module: str, weight: Tensor) -> dict[str, Tensor]:
+    groups = weight.float().unflatten(-1, (-1, 32))
+    exponents = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=1e-30))) - 2
+    codes = (groups.unsqueeze(-1) / torch.exp2(exponents)[..., None, None] - E2M1).abs().argmin(-1).flatten(-2)
+    words = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    return {f"{module}.weight": words, f"{module}.weight_scale": (exponents + 127).to(torch.uint8)}
+
+
+FP8 = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]}, "input_tensors": None}
+
+
+@pytest.mark.parametrize("pinned", ["model.layers.3.*", "*.down_proj", "*self_attn*", "model.layers.11.mlp.up_proj"])
+def test_scales_of_two_formats_are_not_compared_with_each_other(
+    pinned: str, releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
+) -> None:
+    """Quark's MXFP4 with some layers in block FP8, whose scales are hundreds of times smaller."""
+
+    def store(module: str, weight: Tensor) -> dict[str, Tensor]:
+        if not fnmatchcase(module, pinned):
+            return mxfp4(module, weight)
+        rows, columns = weight.shape
+        parts = dict(floats.SPELLINGS["fp8"].store(module, weight))
+        grid = -(-rows // 128), -(-columns // 128)
+        scale = (weight.float().abs().max() / 448).expand(grid).contiguous()
+        return {f"{module}.weight": (weight.float() / scale[0, 0]).to(torch.float8_e4m3fn)} | (
+            {f"{module}.weight_scale": scale} if parts else {}
+        )
+
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    whole = {"weight": weight, "input_tensors": None}
+    content = {"quant_method": "quark", "global_quant_config": whole, "layer_quant_config": {pinned: FP8}}
+    plain = releases("qwen2-untied")
+    spelling = floats.Spelling(store, {"quantization_config": content | {"exclude": ["lm_head"]}}, columns=32)
+    path = floats.write(plain, tmp_path / "release" / "quark", spelling)
+    assert alone("CK308", path)[1] == []
+    assert [str(one) for one in by_source(path, plain)] == []
+    name = next(
+        name for name in tensors(path) if name.endswith(".weight_scale") and not fnmatchcase(name, f"{pinned}*")
+    )
+    broken = copy_of(path)
+    for file in broken.glob("*.safetensors"):
+        stored = load_file(file)
+        if name in stored:
+            stored[name] = stored[name] + 7  # 128 times
+            save_file(stored, file, metadata={"format": "pt"})
+    assert [one.tensor for one in alone("CK308", broken)[1]] == [name]
+    edit_config(path, quantization_config=content | {"layer_quant_config": {}})
+    assert "error" in {one.severity for one in alone("CK303", path)[1]}
+
+
+OURS = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+FP8_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
+THEIRS = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+TWO: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # config.json's, the other's, and what differs
+    "cache there alone": (OURS, THEIRS | {"kv_cache_quant_algo": "FP8"}, {"kv_cache"}),
+    "cache here alone": (OURS | {"kv_cache_scheme": FP8_CACHE}, THEIRS, {"kv_cache"}),
+    "cache of 4 bits": (
+        OURS | {"kv_cache_scheme": FP8_CACHE | {"num_bits": 4}},
+        THEIRS | {"kv_cache_quant_algo": "FP8"},
+        {"kv_cache"},
+    ),
+    "algorithm": (OURS, THEIRS | {"quant_algo": "FP8"}, {"quant_algo"}),
+    "groups": (OURS, THEIRS | {"group_size": 32}, {"group_size"}),
+    "groups inside": (
+        {key: one for key, one in OURS.items() if key != "group_size"}
+        | {"config_groups": {"group_0": {"weights": {"group_size": 32}}}},
+        THEIRS,
+        {"group_size"},
+    ),
+    "one module more": (OURS, THEIRS | {"exclude_modules": ["lm_head", "*gate"]}, {"ignore"}),
+    "one module less": (OURS, THEIRS | {"exclude_modules": []}, {"ignore"}),
+    "modules of their own": (
+        OURS | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}},
+        THEIRS | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "NVFP4"}}},
+        {"quantized_layers"},
+    ),
+    "another method": ({"quant_method": "fp8"}, THEIRS, {"quant_method"}),
+    "the same": (OURS, THEIRS, set()),
+    "the same cache": (OURS | {"kv_cache_scheme": FP8_CACHE}, THEIRS | {"kv_cache_quant_algo": "FP8"}, set()),
+    "the same list in another order": (
+        OURS | {"ignore": ["a", "lm_head"]},
+        THEIRS | {"exclude_modules": ["lm_head", "a"]},
+        set(),
+    ),
+    "no cache, twice": (OURS | {"kv_cache_scheme": None}, THEIRS | {"kv_cache_quant_algo": None}, set()),
+    "lower case": (OURS | {"quant_algo": "fp8_pb_wo"}, THEIRS | {"quant_algo": "FP8_PB_WO"}, set()),
+}
+
+
+@pytest.mark.parametrize("form", ["nested", "flat"])
+@pytest.mark.parametrize("what", TWO)
+def test_two_configs_of_one_checkpoint_are_compared(what: str, form: str, tmp_path: Path) -> None:
+    """ModelOpt writes hf_quant_config.json with a key `quantization`, and from 1.0 on as in config.json."""
+    ours, theirs, differing = TWO[what]
+    flat = {"quant_method": "modelopt", **theirs, "ignore": theirs["exclude_modules"]}
+    second = {"producer": {"name": "modelopt"}} | ({"quantization": theirs} if form == "nested" else flat)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": ours}))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(second))
+    found = differing_configs(tmp_path)
+    assert found.keys() == differing
+    assert all("(config.json) but" in one and one.endswith("(hf_quant_config.json)") for one in found.values())
+
+
+def test_a_cache_in_one_config_of_two_is_an_error(
+    releases: PathOf, tmp_path: Path, edit_json: Callable[..., None], alone: RunAlone
+) -> None:
+    path = floats.write(releases("qwen2-untied"), tmp_path / "release" / "nvfp4", floats.SPELLINGS["nvfp4-modelopt"])
+    file = path / "hf_quant_config.json"
+    beside = json.loads(file.read_text())["quantization"]
+    ours = {"quant_method": "modelopt"} | {key: one for key, one in beside.items() if key != "exclude_modules"}
+    edit_config(path, quantization_config=ours | {"ignore": beside["exclude_modules"]})
+    assert alone("CK303", path)[1] == []
+    edit_json(file, quantization=beside | {"kv_cache_quant_algo": "FP8"})
+    (found,) = alone("CK303", path)[1]
+    assert (found.severity, found.file) == ("error", str(file))
+    assert found.actual == (
+        "kv_cache_scheme is not set (config.json) but kv_cache_quant_algo is 'FP8' (hf_quant_config.json)"
+    )
+    assert [(one.kind, one.severity) for one in lint(path).findings if one.severity != "note"] == [
+        ("two configs", "error")
+    ]
+    edit_config(path, quantization_config=None)
+    assert alone("CK303", path)[1] == []  # engines then read the second alone
+    (found,) = alone("CK303", path, readers=("transformers",))[1]
+    assert "transformers takes codes for weights" in found.actual
+
+
+def test_int8_of_llm_compressor_is_named_and_not_judged(releases: PathOf, tmp_path: Path) -> None:
+    plain, path = releases("qwen2-untied"), tmp_path / "w8a8"
+    path.mkdir()
+    stored: dict[str, Tensor] = {}
+    for name, weight in tensors(plain).items():
+        if name.endswith("_proj.weight"):
+            scale = weight.float().abs().amax(-1, keepdim=True) / 127
+            stored[name], stored[f"{name}_scale"] = (weight.float() / scale).round().to(torch.int8), scale.bfloat16()
+        else:
+            stored[name] = weight
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_bytes((plain / "config.json").read_bytes())
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": weights | {"dynamic": True}}
+    content = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+    edit_config(path, quantization_config=content | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]})
+    report = verify(path)
+    assert (report.status, [one for one in report.findings if one.severity == "error"]) == ("inconclusive", [])
+    assert any("INT8 (compressed-tensors int-quantized)" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "config.json has no quantization_config"),
+        ({"quantization_config": None}, "config.json has no quantization_config"),
+        ({"quantization_config": {}}, "quantization_config is {}"),
+        ({"quantization_config": [1]}, "quantization_config is [1]"),
+        ({"compression_config": {"quant_method": "x"}}, "compression_config declares quant_method 'x'"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "text_config.quantization_config declares"),
+        ({"llm_config": {"quantization_config": {"quant_method": "fp8"}}}, "has llm_config.quantization_config, where"),
+        ({"a": {"text_config": {"quantization_config": {"b": 1}}}}, "has a.text_config.quantization_config, where"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quant_algo 'FP8'"),
+        ({"quantization_config": {"bits": 4}}, "declares no quant_method"),
+    ],
+)
+def test_what_a_config_declares_is_said_as_it_is(config: dict[str, Any], said: str) -> None:
+    assert said in describe_quantization(config)

@@ -1,0 +1,278 @@
+"""CK302 and CK303: INT4 of a config that transformers answers otherwise. What it answers is asked of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mutations.edits import edit_config, replace
+from support.fixture_types import CopyOf, RunAlone
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+from quant.lint.lint import lint
+from verify.run import verify
+
+# Where what is changed is: keys of quantization_config.
+GROUP = ("config_groups", "group_0")
+WEIGHTS = (*GROUP, "weights")
+CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+MISSING = object()
+ONLINE = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input", "inverse": False}]}}
+IN_WEIGHTS = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}}
+Change = tuple[tuple[str, ...], Any]
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers in INT4, with groups of 64. Read only."""
+    root = tmp_path_factory.mktemp("llama")
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=False)).bfloat16()
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    model.save_pretrained(root / "plain", max_shard_size="200KB")
+    Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(root / "plain" / "tokenizer.json"))  # noqa: S106
+    quantize(root / "plain", root / "int4", QuantScheme(64, "minmax"))
+    return root / "int4"
+
+
+@pytest.fixture(scope="module")
+def answered(int4: Path) -> Iterator[Callable[[Path], float]]:
+    """How far the logits of transformers are from those of the sound checkpoint; inf where it raises or gives NaN."""
+    ids, level = torch.arange(24).reshape(2, 12), logging.get_verbosity()
+    logging.set_verbosity_error()
+
+    def logits(path: Path) -> Tensor:
+        with torch.no_grad():
+            return AutoModelForCausalLM.from_pretrained(path, dtype="auto")(ids).logits.float()
+
+    sound = logits(int4)
+
+    def differs(path: Path) -> float:
+        try:
+            found = float((logits(path) - sound).abs().max())
+        except (ValueError, RuntimeError, TypeError, KeyError, NotImplementedError, AttributeError, AssertionError):
+            return float("inf")
+        return found if found == found else float("inf")
+
+    yield differs
+    logging.set_verbosity(level)
+
+
+def changed(path: Path, *changes: Change) -> Path:
+    """The checkpoint with these keys of its quantization_config set, or taken out."""
+    content = json.loads((path / "config.json").read_text())["quantization_config"]
+    for keys, value in changes:
+        place = content
+        for key in keys[:-1]:
+            place = place[key]
+        if value is MISSING:
+            del place[keys[-1]]
+        else:
+            place[keys[-1]] = value
+    edit_config(path, quantization_config=content)
+    return path
+
+
+def scales(names: Mapping[str, tuple[int, ...]], layers: tuple[int, ...] = (0, 1)) -> dict[str, Tensor]:
+    return {
+        f"model.layers.{layer}.self_attn.{name}": torch.full(shape, 0.05, dtype=torch.bfloat16)
+        for layer in layers
+        for name, shape in names.items()
+    }
+
+
+MISREAD: dict[str, Change] = {
+    **{f"status {one}": (("quantization_status",), one) for one in ("initialized", "calibration", "frozen")},
+    "status decompressed": (("quantization_status",), "decompressed"),
+    "no status": (("quantization_status",), MISSING),
+    "null status": (("quantization_status",), None),
+    "status in capitals": (("quantization_status",), "COMPRESSED"),
+    **{
+        f"group in {one}": ((*GROUP, "format"), one)
+        for one in ("int-quantized", "float-quantized", "naive-quantized", "dense", "nvfp4-pack-quantized")
+    },
+    "static cache": (("kv_cache_scheme",), CACHE),
+    "static cache by default": (("kv_cache_scheme",), {"num_bits": 8}),
+    "empty scheme of the cache": (("kv_cache_scheme",), {}),
+    "cache by head": (("kv_cache_scheme",), CACHE | {"strategy": "attn_head"}),
+    "cache by channel": (("kv_cache_scheme",), CACHE | {"strategy": "channel"}),
+    "cache with zero points": (("kv_cache_scheme",), CACHE | {"type": "int", "symmetric": False}),
+    "cache of 4 bits": (("kv_cache_scheme",), CACHE | {"type": "int", "num_bits": 4}),
+    "8 bits": ((*WEIGHTS, "num_bits"), 8),
+    "3 bits": ((*WEIGHTS, "num_bits"), 3),
+    "other groups": ((*WEIGHTS, "group_size"), 32),
+    "one scale a row": ((*WEIGHTS, "strategy"), "channel"),
+    "zero points": ((*WEIGHTS, "symmetric"), False),
+    "columns in another order": ((*WEIGHTS, "actorder"), "group"),
+    "blocks": ((*WEIGHTS, "block_structure"), [64, 64]),
+    "dynamic weights": ((*WEIGHTS, "dynamic"), True),
+    "key that is not known": ((*WEIGHTS, "bits"), 4),
+    "static activations": ((*GROUP, "input_activations"), CACHE),
+    "static outputs": ((*GROUP, "output_activations"), CACHE),
+    "targets of the MLP": ((*GROUP, "targets"), ["re:.*mlp.*"]),
+    "no target": ((*GROUP, "targets"), []),
+    "attention as a target": ((*GROUP, "targets"), ["Linear", "LlamaAttention"]),
+    "target in lower case": ((*GROUP, "targets"), ["linear"]),
+    "one matrix more in ignore": (("ignore",), ["lm_head", "model.embed_tokens", "model.layers.1.mlp.down_proj"]),
+    "nothing in ignore": (("ignore",), []),
+    "method of another spelling": (("quant_method",), "compressed_tensors"),
+}
+
+
+@pytest.mark.parametrize("what", MISREAD)
+def test_what_transformers_answers_otherwise_is_an_error(
+    what: str, int4: Path, copy_of: CopyOf, answered: Callable[[Path], float]
+) -> None:
+    path = changed(copy_of(int4), MISREAD[what])
+    assert answered(path) > 0.5
+    report = verify(path)
+    assert report.status == "failed"
+    assert {one.code for one in report.findings if one.severity == "error"} <= {"CK104", "CK302", "CK303"}
+
+
+@pytest.mark.parametrize("what", [one for one in MISREAD if one.partition(" ")[0] in ("status", "no", "null", "group")])
+def test_what_compressed_tensors_does_not_decompress_is_found_by_lint(what: str, int4: Path, copy_of: CopyOf) -> None:
+    if what == "no target":
+        return
+    path = changed(copy_of(int4), MISREAD[what])
+    (error,) = [one for one in lint(path).findings if one.severity == "error"]
+    assert (error.kind, error.readers) == ("refused", ("compressed-tensors", "transformers"))
+    key = "format" if what.startswith("group") else "quantization_status"
+    assert error.message.startswith(key)
+    if what not in ("null status", "status in capitals"):  # which compressed-tensors refuses altogether
+        served = [
+            one.severity for one in verify(path, readers=("sglang",)).findings if one.actual.startswith("compressed")
+        ]
+        assert served == ["warning"]
+
+
+SAME: dict[str, Change] = {
+    "group without a format": ((*GROUP, "format"), MISSING),
+    "group of format null": ((*GROUP, "format"), None),
+    "no type": ((*WEIGHTS, "type"), MISSING),
+    "no strategy": ((*WEIGHTS, "strategy"), MISSING),
+    "symmetric by default": ((*WEIGHTS, "symmetric"), MISSING),
+    "order of GPTQ": ((*WEIGHTS, "actorder"), "static"),
+    "another observer": ((*WEIGHTS, "observer"), "mse"),
+    "float32 scales": ((*WEIGHTS, "scale_dtype"), "torch.float32"),
+    "no transforms": (("transform_config",), {}),
+    "no sparsity": (("sparsity_config",), {}),
+    "sparsity of before": (("sparsity_config",), {"format": "dense", "global_sparsity": 0.14}),
+    "transforms in the weights": (("transform_config",), {"config_groups": IN_WEIGHTS}),
+    "expert sparsity": (("moe_sparsity_config",), None),
+    "another version": (("version",), "0.9.1"),
+    "targets by name": ((*GROUP, "targets"), ["re:.*_proj$"]),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_what_transformers_answers_alike_has_no_finding(
+    what: str, int4: Path, copy_of: CopyOf, answered: Callable[[Path], float]
+) -> None:
+    path = changed(copy_of(int4), SAME[what])
+    assert answered(path) == 0
+    report = verify(path)
+    assert (report.status, [str(one) for one in report.findings]) == ("passed", [])
+    assert [one for one in lint(path).findings if one.severity != "note"] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("transform_config", {"config_groups": ONLINE}, "'input'"),
+        ("transform_config", {"config_groups": {"a": {"apply": [{"location": "k_cache"}]}}}, "'k_cache'"),
+        ("transform_config", {"config_groups": IN_WEIGHTS | {"v": ONLINE["u"]}}, "'input'"),
+        ("transform_config", {"config_groups": {"a": {}}}, "unknown"),
+        ("transform_config", "hadamard", "unknown"),
+        ("sparsity_config", {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}, "'sparse-24-bitmask'"),
+        ("sparsity_config", {"format": "sparse-bitmask"}, "'sparse-bitmask'"),
+        ("sparsity_config", {"format": "marlin-24"}, "'marlin-24'"),
+    ],
+)
+def test_parts_of_a_config_that_readers_leave_out_are_named(
+    key: str, value: Any, said: str, int4: Path, copy_of: CopyOf, answered: Callable[[Path], float]
+) -> None:
+    """transformers answers as without them, so a model that needs them is answered wrongly."""
+    path = changed(copy_of(int4), ((key,), value))
+    assert answered(path) == 0
+    (found,) = verify(path).findings
+    assert (found.code, found.severity) == ("CK302", "error")
+    assert key in found.actual
+    assert said in found.actual
+    assert [(one.kind, one.severity) for one in lint(path).findings] == [("refused", "error")]
+
+
+K, V = "k_scale", "v_scale"
+STORED: dict[str, tuple[Mapping[str, Any], dict[str, Tensor], bool]] = {  # scheme, tensors, and whether it is sound
+    "one each": (CACHE, scales({K: (1,), V: (1,)}), True),
+    "without an axis": (CACHE, scales({K: (), V: ()}), True),
+    "by head": (CACHE | {"strategy": "attn_head"}, scales({K: (2, 1, 1), V: (2, 1, 1)}), True),
+    "with zero points": (
+        CACHE | {"type": "int", "symmetric": False},
+        scales({K: (1,), V: (1,)})
+        | {name: torch.zeros(1, dtype=torch.int8) for name in scales({"k_zero_point": (1,), "v_zero_point": (1,)})},
+        True,
+    ),
+    "none, and dynamic": (CACHE | {"dynamic": True}, {}, True),
+    "dynamic by token": (CACHE | {"dynamic": True, "strategy": "token"}, {}, True),
+    "keys alone": (CACHE, scales({K: (1,)}), False),
+    "values alone": (CACHE, scales({V: (1,)}), False),
+    "one layer": (CACHE, scales({K: (1,), V: (1,)}, layers=(0,)), False),
+    "two numbers": (CACHE, scales({K: (2,), V: (2,)}), False),
+    "by head, one stored": (CACHE | {"strategy": "attn_head"}, scales({K: (1,), V: (1,)}), False),
+    "one, by head stored": (CACHE, scales({K: (2, 1, 1), V: (2, 1, 1)}), False),
+    "as ModelOpt names them": (CACHE, scales({"k_proj.k_scale": (1,), "v_proj.v_scale": (1,)}), False),
+    "outputs, as of before": (CACHE, scales({"k_proj.output_scale": (1,), "v_proj.output_scale": (1,)}), False),
+    "one for both, as of before": (CACHE, scales({"kv_scale": (1,)}), False),
+    "zero points not stored": (CACHE | {"type": "int", "symmetric": False}, scales({K: (1,), V: (1,)}), False),
+}
+
+
+@pytest.mark.parametrize("what", STORED)
+def test_scales_of_a_cache_are_those_that_compressed_tensors_loads(
+    what: str, int4: Path, copy_of: CopyOf, answered: Callable[[Path], float], alone: RunAlone
+) -> None:
+    scheme, tensors, sound = STORED[what]
+    path = changed(copy_of(int4), (("kv_cache_scheme",), scheme))
+    replace(path, tensors)
+    if sound:
+        assert answered(path) < 0.5  # a cache of 8 bits rounds
+        report = verify(path)
+        assert (report.status, [str(one) for one in report.findings]) == ("passed", [])
+        return
+    assert alone("CK303", path)[1]
+    assert "error" in {one.severity for one in alone("CK303", path, readers=("transformers",))[1]}
+    assert {one.severity for one in alone("CK303", path, readers=("vllm",))[1]} <= {"warning", "error"}
+
+
+def test_scales_of_a_cache_without_a_scheme_are_called_so(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+    path = copy_of(int4)
+    replace(path, scales({K: (1,), V: (1,)}))
+    found = alone("CK104", path)[1]
+    assert [(one.tensor, one.count) for one in found] == [
+        (f"model.layers.{{0..1}}.self_attn.{name}", 2) for name in (K, V)
+    ]
+    assert all("no kv_cache_scheme" in one.actual for one in found)
+
+
+def test_a_cache_alone_needs_its_scales_too(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+    """Plain weights, of which compressed-tensors quantizes the cache."""
+    path = copy_of(int4.parent / "plain")
+    stated = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": CACHE, "format": "dense"}
+    edit_config(path, quantization_config=stated)
+    assert [one.severity for one in alone("CK303", path)[1]] == ["error"]
+    replace(path, scales({K: (1,), V: (1,)}))
+    assert alone("CK303", path)[1] == []
