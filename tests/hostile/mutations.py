@@ -45,6 +45,7 @@ NAMES = (
     *("x" * 200, "model.layers.0", "model.layers.99999999999999999999.mlp.up_proj.weight", "weight", "::error::x"),
     *("model.layers.-1.mlp.up_proj.weight", "model.layers.٣.mlp.up_proj.weight", "__metadata__"),
 )
+FILE_NAMES = tuple(name for name in NAMES if name.strip(".") and "/" not in name)
 ENTRY_KEYS = ("dtype", "shape", "data_offsets", "shape 0", "data_offsets 0", "data_offsets 1")
 KINDS = (
     *("gone", "directory", "pipe", "link to nothing", "link outside", "link to itself", "empty", "half", "longer"),
@@ -73,7 +74,7 @@ def mutations() -> st.SearchStrategy[tuple[Mutation, ...]]:
         st.builds(Mutation, st.just("entry"), place, st.sampled_from([*VALUES, "delete", "duplicate"])),
         st.builds(Mutation, st.just("tensor name"), place, st.sampled_from(NAMES)),
         st.builds(Mutation, st.just("file"), place, st.sampled_from(KINDS)),
-        st.builds(Mutation, st.just("file name"), place, st.sampled_from(NAMES)),
+        st.builds(Mutation, st.just("file name"), place, st.sampled_from(FILE_NAMES)),
     )
     return st.lists(one, min_size=1, max_size=2).map(tuple)
 
@@ -188,7 +189,7 @@ def _file(root: Path, place: int, into: str) -> None:
 
 def _file_name(root: Path, place: int, into: str) -> None:
     files = _files(root)
-    if files and into.strip(".") and "/" not in into:
+    if files:
         file = files[place % len(files)]
         file.rename(file.with_name(f"{into[:100]}{file.suffix}"))
 
