@@ -123,10 +123,10 @@ class Adapter:
     def __init__(self, files: AdapterFiles, base: Checkpoint, where: str) -> None:
         self.files, self.where = files, where
         self.family = family_of(base.config)
+        self.settings = LoraSettings(files, where)
         self.repeated: str | None = None
         self.base = self._parted(base)
         self.faults: list[Fault] = []
-        self.settings = LoraSettings(files, where)
         self.pairs: list[Pair] = []
         self.saved: dict[str, TensorSpec] = {}
         self.copies: dict[str, TensorSpec] = {}
@@ -144,7 +144,9 @@ class Adapter:
         head, embedding = tied_head(base.config) or ("", "")
         changed = {ROOT + head.removesuffix(".weight"), ROOT + (self.family.release or Release()).head}
         own = [name for name in self.files.specs if name.startswith(tuple(f"{one}." for one in changed))]
-        if not own or head in base.specs or embedding not in base.specs or self._repeats(own):
+        # The embedding as a whole is a copy of its own in PEFT too, and the output layer keeps the base's.
+        whole = self._is_saved(embedding) and not self.settings.ties
+        if not (own or whole) or head in base.specs or embedding not in base.specs or self._repeats(own):
             return base
         spec = base.specs[embedding]
         copy = Step(
@@ -152,6 +154,11 @@ class Adapter:
         )
         steps = [identity(one) for name, one in base.specs.items() if name != embedding]
         return View(base, Plan((*steps, copy), base.specs, frozenset(), self.where, _untied(base.config)))
+
+    def _is_saved(self, weight: str) -> bool:
+        """Whether the adapter has a weight of the base as a whole."""
+        names = (_SAVED.sub("", name.removeprefix(ROOT)) for name in self.files.specs if ".base_layer." not in name)
+        return any(weight in self._names(name) for name in names if ".lora_" not in name)
 
     def _repeats(self, own: Sequence[str]) -> bool:
         """Whether the adapter's output layer is its embedding, as PEFT keeps them with `ensure_weight_tying`."""

@@ -64,7 +64,7 @@ _TO_PLAIN = (
     "save it where it was trained with save_pretrained(..., path_initial_model_for_weight_conversion=INITIAL_ADAPTER), "
     "which makes plain LoRA of it"
 )
-_UNSET = (None, False, [], "none")
+_UNSET: tuple[Any, ...] = (None, False, [], "none")
 # Projections of experts as PEFT 0.21 finds them below a block of experts, under the names of transformers 4 too.
 _LEAVES = {
     "gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3"),
@@ -85,7 +85,8 @@ class PairName:
 
 
 class LoraSettings:
-    """The settings of a LoRA adapter. `is_dora`: each pair has a magnitude.
+    """The settings of a LoRA adapter. `is_dora`: each pair has a magnitude. `ties`: a whole embedding is the output
+    layer too.
 
     Raises UnsupportedError that names the field where PEFT does more with it than is done here, and DamagedError for
     values that PEFT refuses. `where`: the adapter, as shown to users.
@@ -95,6 +96,10 @@ class LoraSettings:
         self._config, self._where = files.config, f"{where}/{ADAPTER_CONFIG}"
         self._longest = max(map(len, files.specs), default=0)
         self._refuse_fields()
+        self.ties = self._read(flag, "ensure_weight_tying", False)
+        if self.ties and any(pair.is_embedding for pair in pairs_in(files.specs)):
+            why = "embedding and output layer share a pair, which is not merged"
+            raise UnsupportedError(f"{self._where}: ensure_weight_tying is True: {why}", BY_HAND)
         self.is_dora = self._read(flag, "use_dora", False)
         self._targets = self._names("target_modules")
         self._excluded = self._names("exclude_modules")

@@ -123,6 +123,71 @@ def test_an_output_layer_that_the_base_ties_is_parted_from_its_embedding(
     assert {"CK211", "CK702"} <= {finding.code for finding in again.findings if finding.severity == "error"}
 
 
+SHARED = {
+    "a pair of both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "a whole embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "a whole embedding, tied": {
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    "a whole embedding, a pair of the output layer": {
+        "target_modules": ["lm_head"],
+        "modules_to_save": ["embed_tokens"],
+    },
+}
+
+
+@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+def test_what_ties_embedding_and_output_layer_answers_as_it_was_trained(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    """The trained model itself is asked: `merge_and_unload` adds both pairs to the one tensor."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)
+    tuned = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(r=4, lora_alpha=8, **options)
+    )
+    randomized(tuned)
+    tuned.save_pretrained(str(adapter))
+    convert(base, tmp_path / "merged", merge=adapter)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    tokens = torch.arange(5, 25)[None]
+    own, other = tuned.eval()(tokens).logits, AutoModelForCausalLM.from_pretrained(base)(tokens).logits
+    torch.testing.assert_close(merged.eval()(tokens).logits, own, rtol=1e-3, atol=1e-3)
+    assert float((own - other).abs().max()) > 0.02
+    assert verify(tmp_path / "merged", source=base, adapter=adapter).status == "passed"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+def test_a_pair_of_a_tied_embedding_changes_the_output_layer_as_peft_merges_it(tmp_path: Path) -> None:
+    """Not as it was trained: there the output layer is the base's."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)
+    options = LoraConfig(r=4, lora_alpha=8, target_modules=["embed_tokens", "q_proj"])
+    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), options)
+    randomized(tuned)
+    tuned.save_pretrained(str(adapter))
+    expected = tuned.merge_and_unload().state_dict()
+    convert(base, tmp_path / "merged", merge=adapter)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+def test_a_pair_that_embedding_and_output_layer_share_is_inconclusive(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)
+    options = LoraConfig(r=4, target_modules=["embed_tokens"], ensure_weight_tying=True)
+    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), options)
+    randomized(tuned)
+    tuned.save_pretrained(str(adapter))
+    report = verify(adapter, source=base)
+    assert (report.findings, report.status) == ([], "inconclusive")
+    assert any("ensure_weight_tying" in reason for reason in report.reasons)
+
+
 def test_an_output_layer_that_repeats_the_adapters_embedding_stays_tied(tmp_path: Path) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)

@@ -84,13 +84,16 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
         for name in moved.names:
             del wrong[name]
+    yield from _differing(subject, wrong, values)
+
+
+def _differing(subject: Subject, wrong: Mapping[str, Difference], values: Values) -> Iterator[Issue]:
+    """Tensors that have neither the expected values nor those of another tensor."""
     hint = "convert again from the source; if that does not help, name the right --source"
+    expected = "the bits of the source" if subject.adapter is None else "the bits of the base with the adapter merged"
     if _is_another_model(wrong, values.compared):
         actual = (
             f"{len(wrong)} of {len(values.compared)} tensors differ: another model, or another step of its training"
-        )
-        expected = (
-            "the bits of the source" if subject.adapter is None else "the bits of the base with the adapter merged"
         )
         yield Issue(expected, actual, hint, names=wrong, together=True, file=subject.path)
         return
@@ -101,7 +104,7 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 continue
             worst = max(names, key=lambda name: wrong[name].largest)
             actual = _described(wrong[worst], worst if len(names) > 1 else None, values.stats[worst])
-            yield Issue("the bits of the source", actual, hint, names=names, file=subject.path)
+            yield Issue(expected, actual, hint, names=names, file=subject.path)
 
 
 def _against_adapter(
