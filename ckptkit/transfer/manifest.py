@@ -19,7 +19,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
 from ckptkit.core.specs import summarize
-from ckptkit.formats.detect import LOADED, Location
+from ckptkit.formats.detect import LOADED, Location, is_loaded
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
 from ckptkit.formats.hf.side_files import MANIFEST, pieces_of, side_files
@@ -85,6 +85,16 @@ def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str
         ]
         found = [*(location.path / name for name in names if (location.path / name).is_file()), *whole]
     return {str(path.relative_to(location.root)): file_digest(path) for path in found}
+
+
+def loaded_files(location: Location) -> set[str]:
+    """The files next to the weights that loaders read, by path relative to the root; of Megatron those in `hf/`.
+
+    Raises CkptkitError as `side_files`.
+    """
+    home = location.path if location.is_hf else location.root / "hf"
+    names = side_files(home) if home.is_dir() else ()
+    return {str((home / name).relative_to(location.root)) for name in names if is_loaded(name)}
 
 
 def file_digest(path: Path) -> str:
