@@ -167,6 +167,7 @@ def refuse_others(path: Path, tensors: Mapping[str, TensorDigest], files: Mappin
     promised = read_manifest(path)
     differ = [name for name in {**promised.tensors, **tensors} if promised.tensors.get(name) != tensors.get(name)]
     differ += [name for name, digest in promised.files.items() if files.get(name) != digest]
+    differ += [name for name in files if name not in promised.files and is_loaded(Path(name.removeprefix("hf/")))]
     if differ:
         raise CkptkitError(
             f"{path} is not the manifest of this checkpoint, and is not signed: {summarize(differ)}",
