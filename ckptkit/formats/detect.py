@@ -26,43 +26,22 @@ ITERATION = re.compile(r"iter_\d{7}")
 VERSION = re.compile(r"weight_v(\d{6,12})")  # a weight update that slime, miles or vime published, with its number
 LEGACY_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 LEGACY_FILE = "model_optim_rng.pt"
-# JSON files of a checkpoint that transformers, SGLang, vLLM, sentence-transformers or Megatron read by name.
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
+# Files of a checkpoint that transformers, SGLang, vLLM, sentence-transformers, PEFT or Megatron read by name.
 LOADED = frozenset(
     {
-        *(
-            "config.json",
-            "generation_config.json",
-            "adapter_config.json",
-            "model.safetensors.index.json",
-            "pytorch_model.bin.index.json",
-        ),
-        *(
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "special_tokens_map.json",
-            "added_tokens.json",
-            "vocab.json",
-            "chat_template.json",
-            "tekken.json",
-        ),
-        *(
-            "processor_config.json",
-            "preprocessor_config.json",
-            "image_processor.json",
-            "video_preprocessor_config.json",
-            "feature_extractor.json",
-        ),
-        *(
-            "quant_config.json",
-            "quantize_config.json",
-            "quantization_config.json",
-            "hf_quant_config.json",
-            "params.json",
-            "metadata.json",
-        ),
+        *("config.json", "generation_config.json", "adapter_config.json", "params.json", "metadata.json"),
+        *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("vocab.json", "merges.txt", "vocab.txt", "tekken.json", "chat_template.json", "chat_template.jinja"),
+        *("processor_config.json", "preprocessor_config.json", "image_processor.json"),
+        *("video_preprocessor_config.json", "feature_extractor.json"),
+        *("quant_config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json"),
         *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "model_index.json"),
     }
 )
+_LOADED_ENDINGS = (".jinja", ".py", ".model", ".tiktoken", ".spm")
+_LOADED_FOLDERS = (ADDITIONAL_TEMPLATES, "custom_generate")
 _URL = re.compile(
     r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE
 )  # as a Path leaves it: made absolute, and of its slashes one
@@ -186,6 +165,14 @@ def _elsewhere(given: Path) -> str:
         name = f"hf://{root.parent.name}/{root.name}"
         return f"check the path; of the Hugging Face Hub it is {name}, which inspect, convert and quantize read"
     return "check the path"
+
+
+def is_loaded(relative: Path) -> bool:
+    """Whether loaders read a file of an HF directory, relative to it, besides weights: settings, templates, code."""
+    *folders, name = relative.parts
+    if folders:
+        return len(folders) == 1 and folders[0] in _LOADED_FOLDERS
+    return name in LOADED or name.endswith(_LOADED_ENDINGS)
 
 
 def refuse_url(path: str | Path) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.detect import LEGACY_RANK, LOADED, MANIFEST, SIGNATURE_ENDING, locate
+from ckptkit.formats.detect import LEGACY_RANK, MANIFEST, SIGNATURE_ENDING, is_loaded, locate
 from ckptkit.formats.hf.side_files import is_weight
 
-_NAMES = frozenset({*LOADED, ".metadata", MANIFEST, MANIFEST + SIGNATURE_ENDING, "merges.txt", "vocab.txt"})
-_ENDINGS = (".jinja", ".py", ".model", ".tiktoken", ".spm")
-_TEMPLATES = "additional_chat_templates"
+_NAMES = frozenset({".metadata", MANIFEST, MANIFEST + SIGNATURE_ENDING})
 
 
 def is_own(relative: Path) -> bool:
@@ -19,9 +17,9 @@ def is_own(relative: Path) -> bool:
     A log is none, nor is another checkpoint in a folder of this one, as a trainer makes them.
     """
     *folders, name = relative.parts
-    if folders:
-        return len(folders) == 1 and (folders[0] == _TEMPLATES or LEGACY_RANK.fullmatch(folders[0]) is not None)
-    return name in _NAMES or is_weight(name) or name.endswith(_ENDINGS)
+    if folders and LEGACY_RANK.fullmatch(folders[0]):
+        return len(folders) == 1
+    return is_loaded(relative) or (not folders and (name in _NAMES or is_weight(name)))
 
 
 def weights_at(path: Path) -> Path:

@@ -21,7 +21,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import summarize
-from ckptkit.formats.detect import LOADED, Location
+from ckptkit.formats.detect import LOADED, Location, is_loaded
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
 from ckptkit.formats.hf.side_files import MANIFEST, pieces_of, require_utf8, side_files
@@ -89,6 +89,16 @@ def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str
             files = require_utf8(folder, files_below(folder, location.root))
             found += [folder / file for file in files if (folder / file).is_file()]
     return {str(path.relative_to(location.root)): file_digest(path) for path in found}
+
+
+def loaded_files(location: Location) -> set[str]:
+    """The files next to the weights that loaders read, by path relative to the root; of Megatron those in `hf/`.
+
+    Raises CkptkitError as `side_files`.
+    """
+    home = location.path if location.is_hf else location.root / "hf"
+    names = side_files(home) if home.is_dir() else ()
+    return {str((home / name).relative_to(location.root)) for name in names if is_loaded(name)}
 
 
 def file_digest(path: Path) -> str:
@@ -172,6 +182,7 @@ def refuse_others(path: Path, tensors: Mapping[str, TensorDigest], files: Mappin
     promised = read_manifest(path)
     differ = [name for name in {**promised.tensors, **tensors} if promised.tensors.get(name) != tensors.get(name)]
     differ += [name for name, digest in promised.files.items() if files.get(name) != digest]
+    differ += [name for name in files if name not in promised.files and is_loaded(Path(name.removeprefix("hf/")))]
     if differ:
         raise CkptkitError(
             f"{path} is not the manifest of this checkpoint, and is not signed: {summarize(differ)}",

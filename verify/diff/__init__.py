@@ -5,6 +5,9 @@ MAY_IMPORT = (
     "ckptkit.storage",
     "ckptkit.formats",
     "converters",
+    "verify.check",
+    "verify.checks.config",
     "verify.evidence",
     "verify.opened",
+    "verify.skip",
 )

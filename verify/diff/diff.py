@@ -22,6 +22,7 @@ from verify.diff.sides import Sides, config_or_empty, fp32_state, opened, tied_n
 def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: bool = False) -> Diff:
     """Compares two checkpoints, tensor by tensor under HF names; each may be HF, quantized HF, torch_dist or legacy.
 
+    So are config.json and the files that loaders read next to the weights: a difference there is one of the model.
     `hf` gives the config of a Megatron checkpoint that has none beside it; without it, that of the other side does.
     `exact`: a tensor in another dtype is a difference even where a cast makes it equal. Without torch no values are
     compared, only names, shapes and dtypes. Raises CkptkitError where one cannot be opened or read. Memory holds a few
@@ -60,6 +61,7 @@ def compare(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
         only_a=[pair for pair in left if pair.state == "only_a"],
         only_b=[pair for pair in left if pair.state == "only_b"],
         notes=[*sides.notes, *_rounded(sides.a, cast)],
+        files=sides.files,
     )
 
 
@@ -82,6 +84,7 @@ def _compare_headers(sides: Sides, a: str, b: str, exact: bool) -> Diff:
         only_a=[pair for pair in found if pair.state == "only_a" and pair.name not in tied],
         only_b=[pair for pair in found if pair.state == "only_b" and pair.name not in tied],
         notes=[*sides.notes, note],
+        files=sides.files,
         # Whether a tied output layer that one side lacks repeats the embedding, its values would tell.
         unread=[pair for pair in found if pair.state == "unread" or (pair.state != "differing" and pair.name in tied)],
     )

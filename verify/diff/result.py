@@ -46,13 +46,14 @@ class Diff:
     only_a: Sequence[Pair]
     only_b: Sequence[Pair]
     notes: Sequence[str] = ()  # what was not compared, or needs a second look
+    files: Sequence[str] = ()  # how config.json and other files that loaders read differ, a line each
     unread: Sequence[Pair] = ()  # of one shape, and not compared by value, since torch is not installed
 
     @property
     def status(self) -> Literal["equal", "different", "inconclusive"]:
-        """Whether all tensors are equal; inconclusive where no header differs and values were not read."""
+        """Whether all tensors and settings are equal; inconclusive where no header differs and values were not read."""
         cast = (self.cast, self.other_dtypes) if self.exact else ()
-        if any((self.moves, self.differing, self.only_a, self.only_b, *cast)):
+        if any((self.files, self.moves, self.differing, self.only_a, self.only_b, *cast)):
             return "different"
         return "inconclusive" if self.unread else "equal"
 
@@ -100,6 +101,7 @@ class Diff:
             "only_a": [_specs(pair) for pair in self.only_a],
             "only_b": [_specs(pair) for pair in self.only_b],
             "notes": list(self.notes),
+            "files": list(self.files),
         }
 
 

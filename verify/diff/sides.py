@@ -15,22 +15,13 @@ from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.reader import has_weights
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.megatron.legacy import LegacyCheckpoint
-from converters.planner import dims_of, rules_in, tied_head
+from converters.planner import rules_in, tied_head
 from converters.registry import family_of
 from converters.stored import as_stored
+from verify.diff.files import compare_files, supported
 from verify.evidence.expected import fp32_names
 from verify.evidence.values import as_hf_view
 from verify.opened import opened_at
-
-# Keys of a config.json that say nothing about the model.
-_NOT_OF_MODEL = {
-    "_name_or_path",
-    "compression_config",
-    "dtype",
-    "quantization_config",
-    "torch_dtype",
-    "transformers_version",
-}
 
 
 @dataclass(frozen=True)
@@ -41,6 +32,7 @@ class Sides:
     b: Checkpoint
     formats: tuple[str, str]  # what lies at each path
     notes: tuple[str, ...]  # what is not compared
+    files: tuple[str, ...] = ()  # how config.json and the other files next to the weights differ
 
 
 def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
@@ -56,8 +48,9 @@ def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
     both = [opened_at(place, _config_for(place, hf, other)) for place, other in (places, places[::-1])]
     stored = [one.checkpoint for one in both]
     sides, why = _under_common_names(stored, places)
-    notes = [*why, *_padding(stored, places), *_borrowed(stored, sides, places), *_configs(stored)]
-    return Sides(sides[0], sides[1], (both[0].words, both[1].words), tuple(notes))
+    files, more = compare_files(config_or_empty(stored[0]), config_or_empty(stored[1]), *places)
+    notes = [*why, *_padding(stored, places), *_borrowed(stored, sides, places), *more]
+    return Sides(sides[0], sides[1], (both[0].words, both[1].words), tuple(notes), tuple(files))
 
 
 def _config_for(place: Location, hf: str | Path | None, other: Location) -> str | Path | None:
@@ -108,36 +101,12 @@ def _borrowed(stored: list[Checkpoint], sides: list[Checkpoint], places: tuple[L
             yield f"{summarize(names, 3)}: not in {place.path}, and taken from {hf}, so not compared"
 
 
-def _configs(stored: list[Checkpoint]) -> Iterator[str]:
-    """Yields a note where the configs describe different models, which equal tensors do not show."""
-    a, b = map(config_or_empty, stored)
-    differ = sorted(key for key in {*a, *b} - _NOT_OF_MODEL if a.get(key) != b.get(key))
-    if a and b and differ:
-        listed = [f"{key} {_short(a.get(key))} and {_short(b.get(key))}" for key in differ[:5]]
-        rest = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
-        yield f"config.json differs, which this comparison does not judge: {', '.join(listed)}{rest}"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 def config_or_empty(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The HF config of a checkpoint; empty where a Megatron one has none, so that its names are those on disk."""
     try:
         return checkpoint.config
     except CkptkitError:
         return {}
-
-
-def supported(config: Mapping[str, Any]) -> bool:
-    """Whether the config is of a supported family and complete."""
-    try:
-        dims_of(config)
-    except CkptkitError:
-        return False
-    return True
 
 
 def tied_names(config: Mapping[str, Any]) -> tuple[str, str] | None:

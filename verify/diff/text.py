@@ -31,6 +31,7 @@ def lines(found: Diff, width: int | None = None) -> Iterator[str]:
 def _entries(found: Diff) -> Iterator[Entry]:
     """The differences, and then what is only to be known: casts and redundant tensors."""
     for kind, body in (
+        ("files", list(found.files)),
         ("moved", _moves(found)),
         ("differing", _kinds(found)),
         ("only in A", _names(found.only_a)),
@@ -68,7 +69,11 @@ def verdict(found: Diff) -> str:
         return f"INCONCLUSIVE  names and shapes are alike, values were not read, of {total} tensors"
     wrong = ["moved", "differing", "only_a", "only_b", *(["cast"] if found.exact else [])]
     listed = ", ".join(f"{counts[key]} {_WORDS[key]}" for key in wrong if counts[key])
-    return f"DIFFERENT  {listed}, of {total} tensors"
+    names = ", ".join(dict.fromkeys(line.split(" ", 1)[0] for line in found.files))
+    tensors = (
+        f"{listed}, of {total} tensors" if listed else f"{total} tensors are {'unread' if found.unread else 'equal'}"
+    )
+    return f"DIFFERENT  {tensors}{'; ' if names else ''}{names}"
 
 
 def _folded(names: Sequence[str], limit: int = 5) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +12,20 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.json_text import MAX_BYTES
+from ckptkit.formats.detect import ADDITIONAL_TEMPLATES, LOADED
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.regular import read_regular
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+VOCABULARY, MERGES, VOCABULARY_LINES = "vocab.json", "merges.txt", "vocab.txt"
+SETTINGS_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS)  # of a tokenizer, without a token
 _TIKTOKEN, _SENTENCEPIECE = "tiktoken.model", "tokenizer.model"
 # What holds a vocabulary, or is code that does. transformers makes a tokenizer of no words of the settings alone.
-_TOKENIZER_FILES = ("tokenizer.*", "vocab*", "tekken.json", "*.model", "*.tiktoken", "*.spm", "tokenization_*.py")
-_TEMPLATE, _TEMPLATE_JSON, _MORE_TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
+_VOCABULARY_FILES = (TOKENIZER, "tokenizer.*", "vocab*", "tekken.json", "*.model", "*.tiktoken", "*.spm")
+_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
+_TOKENIZER_CODE = "tokenization_*.py"
+_TEMPLATE, _TEMPLATE_JSON, _PROCESSOR = "chat_template.jinja", "chat_template.json", "processor_config.json"
 
 
 @dataclass(frozen=True)
@@ -32,58 +37,72 @@ class SideFiles:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """config.json."""
-        return self._json("config.json")
+        return self.json("config.json")
 
     @cached_property
     def generation(self) -> Mapping[str, Any]:
         """generation_config.json."""
-        return self._json(GENERATION)
+        return self.json(GENERATION)
 
     @cached_property
     def tokenizer_config(self) -> Mapping[str, Any]:
         """tokenizer_config.json."""
-        return self._json(TOKENIZER_CONFIG)
+        return self.json(TOKENIZER_CONFIG)
+
+    @cached_property
+    def tokenizer(self) -> Mapping[str, Any]:
+        """tokenizer.json."""
+        return self.json(TOKENIZER)
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether a tokenizer is there, of whatever kind; its settings (tokenizer_config.json) alone are none."""
-        return any(next(self.root.glob(pattern), None) for pattern in _TOKENIZER_FILES)
+        return any(next(self.root.glob(pattern), None) for pattern in (*_VOCABULARY_FILES, _TOKENIZER_CODE))
 
     @cached_property
-    def merges(self) -> Sequence[str]:
-        """The merges of a BPE tokenizer in order, `a b` each; empty where no file states them."""
-        model = self._json(TOKENIZER).get("model")
+    def tokenizer_files(self) -> Sequence[str]:
+        """Names of the files of the tokenizer without its code, those with a vocabulary first."""
+        patterns = (*_VOCABULARY_FILES, MERGES, ADDED_TOKENS, *SETTINGS_FILES)
+        paths = [path for pattern in patterns for path in sorted(self.root.glob(pattern))]
+        return list(dict.fromkeys(path.name for path in paths if not path.is_dir() or path.name in LOADED))
+
+    @cached_property
+    def merges(self) -> Sequence[tuple[str, ...]]:
+        """The merges of a BPE tokenizer in order; empty where no file has them."""
+        model = self.tokenizer.get("model")
         stated = model.get("merges") if isinstance(model, Mapping) else None
         if isinstance(stated, list):
-            return [" ".join(map(str, one)) if isinstance(one, list) else str(one) for one in stated]
-        path = self.root / "merges.txt"
-        lines = _text(path).splitlines() if lexists(path) else []
-        return [line for line in lines if line and not line.startswith("#version")]
+            return [tuple(map(str, one)) if isinstance(one, list) else tuple(str(one).split(" ")) for one in stated]
+        return self.merges_in(MERGES)
+
+    def merges_in(self, file: str) -> Sequence[tuple[str, ...]]:
+        """The merges of a file with one a line."""
+        return [tuple(line.split(" ")) for line in self.lines(file) if line and not line.startswith("#version")]
+
+    @property
+    def sentencepiece(self) -> bool:
+        """Whether there is a tokenizer.model, which only its own library can read."""
+        return lexists(self.root / _SENTENCEPIECE)
+
+    @property
+    def reads_vocabulary(self) -> bool:
+        """Whether a file with every token can be read here."""
+        return any(file in self.vocabularies for file in (TOKENIZER, VOCABULARY, _TIKTOKEN))
 
     @cached_property
-    def sentencepiece(self) -> str | None:
-        """The SHA-256 of tokenizer.model, which only its own library can read; None where there is none."""
-        path = self.root / _SENTENCEPIECE
-        return hashlib.sha256(_content(path)).hexdigest() if lexists(path) else None
-
-    @cached_property
-    def special_flags(self) -> Mapping[str, bool]:
-        """Whether each added token is special, so that decoding may leave it out."""
+    def added_tokens(self) -> Mapping[str, Mapping[str, bool]]:
+        """The flags of each added token as transformers has them: those of tokenizer_config.json where it has some."""
         decoder = self.tokenizer_config.get("added_tokens_decoder")
         stated = [
-            *(decoder.values() if isinstance(decoder, Mapping) else ()),
-            *_objects(self._json(TOKENIZER).get("added_tokens")),
+            *_objects(self.tokenizer.get("added_tokens")),
+            *_objects(list(decoder.values()) if isinstance(decoder, Mapping) else []),
         ]
-        return {
-            str(one["content"]): bool(one.get("special"))
-            for one in stated
-            if isinstance(one, Mapping) and "content" in one
-        }
+        return {str(one["content"]): flags_of(one) for one in stated if "content" in one}
 
     @property
     def has_vocabulary(self) -> bool:
         """Whether a file is there from which token ids can be read."""
-        files = (TOKENIZER, "vocab.json", _TIKTOKEN)
+        files = (TOKENIZER, VOCABULARY, _TIKTOKEN)
         return any(lexists(self.root / file) for file in files) or bool(self.vocabularies)
 
     @cached_property
@@ -104,7 +123,7 @@ class SideFiles:
         return {token: number for ids in reversed(list(self.vocabularies.values())) for token, number in ids.items()}
 
     def _vocabularies(self) -> Iterator[tuple[str, Mapping[str, int]]]:
-        tokenizer = self._json(TOKENIZER)
+        tokenizer = self.tokenizer
         model = tokenizer.get("model")
         vocab = model.get("vocab") if isinstance(model, Mapping) else None
         yield (
@@ -122,8 +141,8 @@ class SideFiles:
                 if number.isdecimal() and isinstance(one, Mapping) and "content" in one
             },
         )
-        for file in ("vocab.json", "added_tokens.json"):
-            yield file, self._json(file)
+        for file in (VOCABULARY, ADDED_TOKENS):
+            yield file, self.json(file)
         yield _TIKTOKEN, self._tiktoken()
 
     def _tiktoken(self) -> Mapping[str, int]:
@@ -138,41 +157,55 @@ class SideFiles:
 
     @cached_property
     def templates(self) -> Mapping[str, str]:
-        """Chat templates by name, `default` for the only one, from whichever file holds them."""
-        return {name: text for name, (_, text) in self._templates.items()}
+        """Chat templates by name, `default` for the only one, of the place that transformers prefers."""
+        first = next((file for file, name, _ in self.template_places if name == "default"), None)
+        return {
+            name: text
+            for file, name, text in reversed(self.template_places)
+            if first in (None, file) or file.startswith(ADDITIONAL_TEMPLATES)
+        }
+
+    @cached_property
+    def template_places(self) -> Sequence[tuple[str, str, str]]:
+        """File, name and text of each chat template, in the order in which transformers prefers the files."""
+        files = sorted((self.root / ADDITIONAL_TEMPLATES).glob("*.jinja"))
+        named = [(f"{ADDITIONAL_TEMPLATES}/{path.name}", path.stem, _text(path)) for path in files]
+        own = [(_TEMPLATE, "default", _text(self.root / _TEMPLATE))] if lexists(self.root / _TEMPLATE) else []
+        inline = [
+            (file, self.json(file).get("chat_template")) for file in (_TEMPLATE_JSON, TOKENIZER_CONFIG, _PROCESSOR)
+        ]
+        return [*own, *named, *(place for file, content in inline for place in _inline(file, content))]
 
     def file_of_template(self, name: str) -> str:
         """The file that holds the chat template `name`."""
-        return self._templates[name][0]
+        return next(file for file, other, text in self.template_places if (other, text) == (name, self.templates[name]))
 
     def file_of_token(self, token: str) -> str:
         """The file that gives a token its id."""
         return next(file for file, ids in self.vocabularies.items() if token in ids)
 
-    @cached_property
-    def _templates(self) -> Mapping[str, tuple[str, str]]:
-        """File and text of each template."""
-        files = sorted((self.root / _MORE_TEMPLATES).glob("*.jinja"))
-        named = {path.stem: (f"{_MORE_TEMPLATES}/{path.name}", _text(path)) for path in files}
-        if lexists(self.root / _TEMPLATE):
-            return {"default": (_TEMPLATE, _text(self.root / _TEMPLATE)), **named}
-        own = self._json(_TEMPLATE_JSON).get("chat_template")
-        file, content = (_TEMPLATE_JSON, own) if own else (TOKENIZER_CONFIG, self.tokenizer_config.get("chat_template"))
-        if isinstance(content, list):
-            return {str(one.get("name")): (file, str(one.get("template"))) for one in _objects(content)} | named
-        return {"default": (file, content), **named} if isinstance(content, str) else named
-
     def special(self, kind: str) -> str | None:
         """The text of the tokenizer's `eos`, `pad`, `bos` or `unk` token; None where it says none."""
-        for holder in (self.tokenizer_config, self._json("special_tokens_map.json")):
-            token = holder.get(f"{kind}_token")
-            text = token.get("content") if isinstance(token, Mapping) else token
-            if isinstance(text, str):
-                return text
-        return None
+        return next(filter(None, (self.special_in(file, kind) for file in SETTINGS_FILES)), None)
 
-    def _json(self, file: str) -> Mapping[str, Any]:
+    def special_in(self, file: str, kind: str) -> str | None:
+        """The same as one of the files with settings says it."""
+        token = self.json(file).get(f"{kind}_token")
+        text = token.get("content") if isinstance(token, Mapping) else token
+        return text if isinstance(text, str) else None
+
+    def json(self, file: str) -> Mapping[str, Any]:
+        """The JSON object in a file; empty where it is absent."""
         return read_json(self.root / file) if lexists(self.root / file) else {}
+
+    def lines(self, file: str) -> Sequence[str]:
+        """The lines of a file; empty where it is absent."""
+        text = _text(self.root / file) if lexists(self.root / file) else ""
+        return text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
+
+    def content(self, file: str) -> bytes | None:
+        """The bytes of a file, or None if it is absent."""
+        return _content(self.root / file) if lexists(self.root / file) else None
 
 
 def _text(path: Path) -> str:
@@ -188,6 +221,21 @@ def _content(path: Path) -> bytes:
 
 def _objects(content: Any) -> list[Mapping[str, Any]]:
     return [one for one in content if isinstance(one, Mapping)] if isinstance(content, list) else []
+
+
+def _inline(file: str, content: Any) -> list[tuple[str, str, str]]:
+    """The templates of a JSON file: one text, or several by name."""
+    if isinstance(content, Mapping):
+        return [(file, str(name), str(text)) for name, text in content.items()]
+    if isinstance(content, list):
+        return [(file, str(one.get("name")), str(one.get("template"))) for one in _objects(content)]
+    return [(file, "default", content)] if isinstance(content, str) else []
+
+
+def flags_of(token: Mapping[str, Any]) -> Mapping[str, bool]:
+    """The flags of an added token; one that is not special is normalized unless it says otherwise."""
+    defaults = {"normalized": not token.get("special", False)}
+    return {flag: bool(token.get(flag, defaults.get(flag, False))) for flag in _FLAGS}
 
 
 def _is_token(one: Mapping[str, Any]) -> bool:

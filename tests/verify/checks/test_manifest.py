@@ -162,6 +162,53 @@ def test_side_file_changed_since_the_manifest_is_found(
     assert (finding.file, finding.actual) == (str(file), actual)
 
 
+ADDED = [
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.json",
+    "tokenizer.tiktoken",
+    "preprocessor_config.json",
+    "modeling_x.py",
+    "custom_generate/generate.py",
+    "adapter_config.json",
+]
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_file_that_loaders_read_and_the_manifest_does_not_name_is_found(
+    name: str, releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_text("{}")
+    _, (finding,) = alone("CK120", path, manifest=manifests("qwen2-tied"))
+    assert (finding.severity, finding.file) == ("error", str(path / name))
+    assert "no file of this name" in finding.actual
+
+
+def test_files_that_no_loader_reads_may_be_added(
+    releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
+) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    for name in ("README.md", "LICENSE", "trainer_state.json", "ckptkit.json", ".cache/x.py", "figures/plot.py"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text("x")
+    assert alone("CK120", path, manifest=manifests("qwen2-tied"))[1] == []
+
+
+def test_file_added_to_the_hf_files_of_a_megatron_checkpoint_is_found(
+    converted: PathOf, copy_of: CopyOf, tmp_path: Path, alone: RunAlone
+) -> None:
+    path = copy_of(converted("qwen2-tied"))
+    manifest = make_manifest(path, tmp_path / "manifest.json")
+    (path / "hf" / "modeling_x.py").write_text("x")
+    (path / "notes.py").write_text("no loader looks here")
+    _, (finding,) = alone("CK120", path, manifest=manifest)
+    assert finding.file == str(path / "hf" / "modeling_x.py")
+
+
 @pytest.mark.parametrize("side", ["fused", "megatron"])
 def test_names_on_disk_are_compared_whatever_the_source(
     side: str, releases: PathOf, converted: PathOf, tmp_path: Path, alone: RunAlone

@@ -307,13 +307,14 @@ def test_side_files_equal_to_the_sources_pass(pair: tuple[Path, Path], alone: Ru
     result, found = alone("CK708", pair[0], source_path=pair[1])
     assert found == []
     assert result is not None
-    assert (result.status, result.tensors_compared) == ("passed", 353)
+    assert (result.status, result.tensors_compared) == ("passed", 1)
 
 
 def test_a_template_in_a_file_of_its_own_is_the_same(pair: tuple[Path, Path], alone: RunAlone) -> None:
     """transformers v5 takes it out of tokenizer_config.json."""
     here, source = pair
-    write(here, "tokenizer_config.json", {"eos_token": "<end>"})
+    config = json.loads((here / "tokenizer_config.json").read_text())
+    write(here, "tokenizer_config.json", {key: value for key, value in config.items() if key != "chat_template"})
     (here / "chat_template.jinja").write_text("{{ messages }}")
     assert alone("CK708", here, source_path=source)[1] == []
 
@@ -323,9 +324,11 @@ def test_a_template_that_was_lost_or_replaced(
     template: str | None, actual: str, pair: tuple[Path, Path], alone: RunAlone
 ) -> None:
     here, source = pair
-    write(here, "tokenizer_config.json", {"eos_token": "<end>"} | ({"chat_template": template} if template else {}))
+    config = json.loads((here / "tokenizer_config.json").read_text())
+    write(here, "tokenizer_config.json", config | {"chat_template": template})
     _, (finding,) = alone("CK708", here, source_path=source)
-    assert (finding.expected, finding.actual) == ("the chat template 'default' of the source", actual)
+    assert (finding.severity, finding.expected) == ("error", "the chat template 'default' of the source")
+    assert actual == "different" or finding.actual == actual
     assert (finding.file, finding.hint) == (
         str(here / "tokenizer_config.json"),
         f"copy tokenizer_config.json from {source}",
@@ -341,7 +344,7 @@ def test_the_file_of_a_template_is_named(file: str, pair: tuple[Path, Path], alo
     (source / file).parent.mkdir(exist_ok=True)
     (source / file).write_text('{"chat_template": "{{ own }}"}')
     found = alone("CK708", here, source_path=source)[1]
-    assert [finding.actual for finding in found] == ["missing" if "tool_use" in file else "different"]
+    assert [finding.actual == "missing" for finding in found] == ["tool_use" in file]
     # What is there in another place is another one in that place.
     assert found[0].file == str(here / (file if "tool_use" in file else "tokenizer_config.json"))
 
@@ -357,26 +360,40 @@ def test_chat_template_missing_among_several_is_found(pair: tuple[Path, Path], a
 
 def test_tokenizer_other_than_the_sources_is_found(pair: tuple[Path, Path], alone: RunAlone) -> None:
     here, source = pair
-    write(here, "tokenizer.json", tokenizer(model={"vocab": WORDS | {"w4": 5, "w5": 4}}))
+    write(here, "tokenizer.json", tokenizer(model={"type": "BPE", "vocab": WORDS | {"w4": 5, "w5": 4}}))
     _, (finding,) = alone("CK708", here, source_path=source)
-    assert (finding.expected, finding.actual, finding.count) == (
-        "2 tokens of the source, such as 'w4'",
-        "different",
-        2,
-    )
-    assert finding.file == str(here / "tokenizer.json")
+    assert (finding.severity, finding.count, finding.file) == ("error", 2, str(here / "tokenizer.json"))
+    assert finding.actual == "2 of the 352 tokens in the source have other ids ('w4' 5, not 4)"
+
+
+def test_a_tokenizer_of_another_model_is_called_that(pair: tuple[Path, Path], alone: RunAlone) -> None:
+    here, source = pair
+    vocab = {f"x{number}": number for number in range(200)} | {f"w{number}": number + 1 for number in range(100)}
+    write(here, "tokenizer.json", tokenizer(model={"type": "BPE", "vocab": vocab}))
+    _, (finding,) = alone("CK708", here, source_path=source)
+    assert (finding.severity, finding.count) == ("error", 550)  # 250 are missing, 100 moved, 200 new
+    assert finding.actual.startswith("another model's tokenizer: 250 of the 352 tokens in the source are not in it")
+    assert "100 have other ids ('w0' 1, not 0)" in finding.actual
 
 
 def test_a_tokenizer_that_was_lost(pair: tuple[Path, Path], alone: RunAlone) -> None:
     here, source = pair
     (here / "tokenizer.json").unlink()
-    found = alone("CK708", here, source_path=source)[1]
-    assert {(finding.actual, finding.file) for finding in found} == {("missing", str(here / "tokenizer.json"))}
-    assert [finding.count for finding in found] == [352]
+    (here / "tokenizer.model").unlink(missing_ok=True)
+    (finding,) = alone("CK708", here, source_path=source)[1]
+    assert (finding.actual, finding.file) == ("missing", str(here / "tokenizer.json"))
+    assert finding.count == 352
 
 
-def test_a_source_without_a_tokenizer_gives_nothing_to_carry(releases: PathOf, hf: Path, alone: RunAlone) -> None:
-    assert alone("CK708", hf, source_path=releases("qwen2-tied")) == (None, [])
+def test_a_tokenizer_that_the_source_lacks_is_a_warning(
+    releases: PathOf, hf: Path, tmp_path: Path, alone: RunAlone
+) -> None:
+    bare = shutil.copytree(hf, tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+        (bare / name).unlink(missing_ok=True)
+    found = alone("CK708", hf, source_path=bare)[1]
+    by_file = {Path(one.file or "").name: one.severity for one in found}
+    assert by_file == {"tokenizer.json": "warning", "tokenizer_config.json": "error"}  # the latter has a template
     assert alone("CK708", hf) == (None, [])
 
 

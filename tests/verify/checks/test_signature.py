@@ -75,6 +75,23 @@ def judged(path: Path, key: Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json", "modeling_x.py"])
+def test_file_added_to_a_signed_checkpoint_is_found(name: str, signed: Path, keys: Path) -> None:
+    was_there = (signed / name).exists()
+    (signed / name).write_text("{}")
+    code, output = judged(signed, keys / "mine.pub")
+    assert (code, "CK120" in output, name in output) == (1, True, True)
+    assert ("no file of this name" in output) is not was_there
+
+
+def test_manifest_beside_an_added_file_is_not_signed(releases: PathOf, copy_of: CopyOf, keys: Path) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    make_manifest(path)
+    (path / "chat_template.jinja").write_text("x")
+    with pytest.raises(CkptkitError, match="chat_template.jinja"):
+        make_manifest(path, sign=keys / "mine.pem")
+
+
 def test_signed_manifest_is_what_the_librarys_own_command_verifies(original: Path, keys: Path) -> None:
     assert library(original / "ckptkit.json", keys / "mine.pub") == (0, "Verification succeeded\n")
     assert library(original / "ckptkit.json", keys / "other.pub")[0] != 0

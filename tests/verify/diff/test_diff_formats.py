@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,13 +122,46 @@ def test_rounded_router_bias_is_noted(releases: PathOf, copy_of: CopyOf) -> None
     assert [note for note in found.notes if name in note and "CK203" in note] != []
 
 
-def test_config_that_differs_is_noted(releases: PathOf, copy_of: CopyOf) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": 0.5}, "rms_norm_eps 0.5 and"),
+        ({"rope_theta": 12345.0, "rope_parameters": None}, "rope_theta 12345 and"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings False and True"),
+        ({"sliding_window": 77, "use_sliding_window": True}, "sliding_window"),
+    ],
+)
+def test_config_that_differs_is_a_difference(
+    changes: dict[str, Any], words: str, releases: PathOf, copy_of: CopyOf
+) -> None:
     path = copy_of(releases("qwen2-tied"))
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    (path / "config.json").write_text(json.dumps(config | changes))
     found = diff(path, releases("qwen2-tied"))
-    assert found.status == "equal"
-    assert [note for note in found.notes if "rms_norm_eps 0.5 and" in note] != []
+    assert (found.status, found.counts["differing"]) == ("different", 0)
+    (line,) = found.files
+    assert line.startswith("config.json differs: ")
+    assert words in line
+    assert found.to_json()["files"] == [line]
+    assert list(lines(found))[-1].startswith("DIFFERENT")
+
+
+def test_config_of_another_order_or_release_is_no_difference(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    config = json.loads((path / "config.json").read_text())
+    changed = dict(reversed((config | {"transformers_version": "4.51.0", "torch_dtype": "float16"}).items()))
+    (path / "config.json").write_text(json.dumps(changed, indent=4))
+    assert diff(path, releases("qwen2-tied")).status == "equal"
+
+
+def test_other_files_that_loaders_read_are_differences(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("qwen2-tied"))
+    (path / "chat_template.jinja").write_text("{{ other }}")
+    (path / "tokenizer.model").write_bytes(b"other")
+    (path / "README.md").write_text("no loader reads it")
+    found = diff(path, releases("qwen2-tied"))
+    assert found.status == "different"
+    assert [line.split()[0] for line in found.files] == ["chat_template.jinja", "tokenizer.model"]
 
 
 def test_models_of_no_family_are_compared_under_the_names_on_disk(releases: PathOf, copy_of: CopyOf) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ckptkit.core.errors import CkptkitError
@@ -104,27 +104,66 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         "take config.json from the source" if subject.options.adapter is None else "write what the merged weights need",
         str(subject.path / "config.json" if subject.is_hf else subject.path),
     )
-    if _is_another_model(here, there):
+    if is_another_model(here, there):
         tally.compared(0)
         values = subject.found(read_values)
         yield Issue(
-            f"the model of the source: {_model(there)}",
-            f"another model than the source: {_model(here)} instead of {_model(there)}",
+            f"the model of the source: {describe_model(there)}",
+            f"another model than the source: {describe_model(here)} instead of {describe_model(there)}",
             "check --source, and the path of the checkpoint",
             file=where,
             explains={*values.compared, *values.only_here, *values.only_source} if values else (),
         )
         return
+    for one in config_differences(here, there, tally):
+        expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"
+        yield Issue(expected, actual, hint, file=where, severity=one.severity)
+
+
+@dataclass(frozen=True)
+class ConfigDifference:
+    """A setting of the model that two configs have different values for."""
+
+    name: str
+    here: Any
+    there: Any
+    severity: Severity = _ERROR
+
+
+def config_differences(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[ConfigDifference]:
+    """The settings that differ, one for each key. Raises CkptkitError for a config of no supported family."""
     keys = keys_behind(here, there, _args)
     # One finding a key, however many arguments follow from it.
     named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), tally)}
     for name, expected, actual in named.values():
-        yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint, file=where)
+        yield ConfigDifference(name, actual, expected)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
-        yield Issue(f"rotary {name} = {expected}", f"rotary {name} = {actual}", hint, file=where)
+        yield ConfigDifference(f"rotary {name}", actual, expected)
+    yield from _key_differences(here, there, tally, lambda path, value: _seen_in_arguments(here, path, value))
+
+
+def plain_differences(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[ConfigDifference]:
+    """The settings that differ between two configs of any family, supported or not, key by key."""
+    for name, expected, actual in _differing(_rotary_keys(here), _rotary_keys(there), tally):
+        yield ConfigDifference(name, actual, expected)
+    yield from _key_differences(here, there, tally, lambda path, value: False)
+
+
+def _rotary_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary settings of a config, as they are where the two spellings of them contradict each other."""
+    try:
+        return rope_of(config)
+    except CkptkitError:
+        return {key: config.get(key) for key in _MAY_DIFFER.difference(_STORAGE)}
+
+
+def _key_differences(
+    here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally, is_seen: Callable[[Path, Any], bool]
+) -> Iterator[ConfigDifference]:
+    """The keys that differ, besides those of the rotary settings and of storage, and those that are seen elsewhere."""
     mine, its = _unstored(here), _unstored(there)
     for path, expected, actual in _differing(mine, its, tally):
-        if _seen_in_arguments(here, path, expected):
+        if is_seen(path, expected):
             continue
         name, severity = ".".join(path), _ERROR
         if path not in mine:
@@ -134,10 +173,10 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if path not in mine or path not in its:
             severity = "warning" if default is UNKNOWN or _for_training(name) else "error"
         if expected != actual:
-            yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint, file=where, severity=severity)
+            yield ConfigDifference(name, actual, expected, severity)
 
 
-def _is_another_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+def is_another_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
     """Whether no mistake in a config explains the difference: another width, or another type with other sizes."""
     one, other = dims_of(here), dims_of(there)
     same_type = here.get("model_type") == there.get("model_type")
@@ -145,7 +184,7 @@ def _is_another_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool
     return one.hidden != other.hidden or not (same_type or same_sizes)
 
 
-def _model(config: Mapping[str, Any]) -> str:
+def describe_model(config: Mapping[str, Any]) -> str:
     dims = dims_of(config)
     experts = f", {dims.experts} experts" if dims.experts else ""
     return f"{config.get('model_type')} ({dims.layers} layers, hidden size {dims.hidden}{experts})"

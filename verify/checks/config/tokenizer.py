@@ -1,23 +1,19 @@
-"""CK706, CK708 and CK720: compares tokenizer and chat template with the weights and the source."""
+"""CK706, CK708 and CK720: compares the files next to the weights with the weights and with the source."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check, only
 from verify.evidence.expected import require_config
+from verify.evidence.side.compare import side_differences
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-
-# What is carried over, here and in the source by name, and the file that holds one.
-_Kind = tuple[str, Mapping[str, Any], Mapping[str, Any], Callable[[SideFiles, str], str]]
 
 
 def side_of(subject: Subject) -> SideFiles:
@@ -95,48 +91,39 @@ def _nothing_to_carry(subject: Subject) -> str | None:
     with suppress(CkptkitError):
         there = source_side(subject)
         if there.root == side_of(subject).root:
-            return "tokenizer and chat template are taken from the source"
-        return None if there.templates or there.has_vocabulary else "the source has no tokenizer and no chat template"
+            return "the files next to the weights are those of the source"
+        return None if there.root.is_dir() else "the source has no files next to its weights"
     return None
 
 
 @check(
     "CK708",
-    "tokenizer and chat template are those of the source",
+    "tokenizer, chat template, generation settings and code are those of the source",
     stage="configuration",
     needs=("source",),
     preflight=True,
     rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every "
-    "id means another word.",
-    fix="Copy the tokenizer files and chat_template.jinja from the source.",
+    "id means another word. Trainers run the Python files of a checkpoint with trust_remote_code.",
+    fix="Copy the files that are named from the source, and remove those that the source does not have.",
     unless=_nothing_to_carry,
 )
 def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every chat template by its text, wherever it is stored, and the id of every token."""
+    """Every file that loaders read, besides config.json (CK702) and the files of a quantizer.
+
+    A tokenizer is compared by the ids of its tokens, its merges and scores, and its parts and settings by value; where
+    these differ, the installed tokenizers and transformers are asked for the ids of texts. A chat template is compared
+    by its text, generation_config.json by what it changes, code by its bytes.
+    """
     here, there = side_of(subject), source_side(subject)
+    tally.compared(0)
     try:
-        kinds: list[_Kind] = [
-            ("chat template", here.templates, there.templates, SideFiles.file_of_template),
-            ("token", here.ids, there.ids, SideFiles.file_of_token),
-        ]
+        for one in side_differences(here, there, "in the source"):
+            copied = (there.root / one.file).exists()
+            hint = f"copy {one.file} from {there.root}" if copied else f"remove it, or compare it with {there.root}"
+            what = f"the {one.what} of the source"
+            yield Issue(what, one.words, hint, file=here.root / one.file, severity=one.severity, count=one.count)
     except CkptkitError as error:
         yield unreadable(subject, here, "files that can be read", error)
-        return
-    for what, mine, its, file_of in kinds:
-        wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for name in its:
-            tally.compared(0)
-            if name not in mine:
-                wrong["missing", file_of(there, name)].append(name)
-            elif mine[name] != its[name]:
-                wrong["different", file_of(here, name)].append(name)
-        for (actual, file), names in wrong.items():
-            expected = (
-                f"the {what} {names[0]!r} of the source"
-                if len(names) == 1
-                else f"{len(names)} {what}s of the source, such as {names[0]!r}"
-            )
-            yield Issue(expected, actual, f"copy {file} from {there.root}", count=len(names), file=here.root / file)
 
 
 @check(

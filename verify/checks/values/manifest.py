@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.specs import TensorSpec
-from ckptkit.transfer.manifest import Manifest, file_digest, read_manifest
+from ckptkit.transfer.manifest import Manifest, file_digest, loaded_files, read_manifest
 from ckptkit.transfer.signature import signature_fault, signature_of, verifier
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of
@@ -62,7 +62,7 @@ def signed_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     unless=needs_manifest,
 )
 def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every tensor of the manifest with its dtype, shape and bytes, no other tensor, and every side file.
+    """Every tensor of the manifest with its dtype, shape and bytes, every side file, and no other that loaders read.
 
     Raises CkptkitError where the manifest cannot be read.
     """
@@ -75,6 +75,10 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
             actual = "its bytes differ" if there else "missing"
             hint = "copy or download it again, or make a new manifest if the change was meant"
             yield Issue("the file of the manifest", actual, hint, file=root / name)
+    for name in sorted(loaded_files(subject.location) - manifest.files.keys()):
+        hint = "remove it, or make a new manifest if it belongs to the checkpoint"
+        actual = "the manifest has no file of this name, and loaders read it"
+        yield Issue("only files of the manifest that loaders read", actual, hint, file=root / name)
 
 
 def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Issue]:

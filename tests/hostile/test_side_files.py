@@ -1,0 +1,580 @@
+"""Files next to the weights that are not those of the source, and others that only look different."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.libraries import ask_here
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer
+
+from verify.evidence.side.compare import side_differences
+from verify.evidence.side.difference import Difference
+from verify.evidence.side_files import SideFiles
+
+Change = Callable[[Path], object]
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>\n{% endfor %}"
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+SPECIAL = {300: "<|endoftext|>", 301: "<|im_start|>", 302: "<|im_end|>"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+
+
+def read(path: Path, file: str) -> Any:
+    return json.loads((path / file).read_text()) if (path / file).exists() else {}
+
+
+def write(path: Path, file: str, content: Any) -> None:
+    (path / file).parent.mkdir(exist_ok=True)
+    (path / file).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def changed(file: str, change: Callable[[Any], object]) -> Change:
+    def apply(path: Path) -> None:
+        content = read(path, file)
+        change(content)
+        write(path, file, content)
+
+    return apply
+
+
+def tokenizer(**changes: Any) -> Change:
+    return changed("tokenizer.json", lambda content: content.update(changes))
+
+
+def inside(change: Callable[[Any], object]) -> Change:
+    return changed("tokenizer.json", change)
+
+
+def settings(file: str = "tokenizer_config.json", /, **changes: Any) -> Change:
+    return changed(file, lambda content: content.update(changes))
+
+
+def added(file: str, content: Any = "x") -> Change:
+    return lambda path: write(path, file, content)
+
+
+def lost(*files: str) -> Change:
+    return lambda path: [(path / file).unlink() for file in files]
+
+
+def byte_level() -> dict[str, Any]:
+    """A byte-level BPE of 300 tokens with ten merges."""
+    vocab = {char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}
+    merges = [["h", "e"], ["l", "l"], ["he", "ll"], ["hell", "o"], ["t", "h"], ["o", "r"], ["\u0120", "th"]]
+    merges += [["1", "2"], ["12", "3"], ["\u010a", "\u010a"]]
+    vocab |= {"".join(pair): len(vocab) + number for number, pair in enumerate(merges)}
+    vocab |= {f"<t{number}>": number for number in range(len(vocab), 300)}
+    split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, "content": text, **FLAGS} for number, text in SPECIAL.items()],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, BYTES]},
+        "post_processor": BYTES,
+        "decoder": BYTES,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": merges,
+        },
+    }
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """The files of a release next to its weights."""
+    path = tmp_path / "source"
+    path.mkdir()
+    own = byte_level()
+    write(path, "tokenizer.json", own)
+    write(path, "vocab.json", own["model"]["vocab"])
+    write(path, "merges.txt", "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in own["model"]["merges"]))
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "chat_template": TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": False,
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "errors": "replace",
+        "model_max_length": 512,
+        "added_tokens_decoder": {str(number): {"content": text, **FLAGS} for number, text in SPECIAL.items()},
+    }
+    write(path, "tokenizer_config.json", config)
+    write(path, "config.json", {"model_type": "qwen3", "eos_token_id": 302})
+    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [302, 300]}
+    write(path, "generation_config.json", sampling | {"transformers_version": "4.51.0"})
+    return path
+
+
+@pytest.fixture
+def compare(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Difference]]:
+    """`compare(change)`: how a changed copy of the source differs from it."""
+
+    def differences(change: Change) -> list[Difference]:
+        ask_here(monkeypatch, tmp_path)
+        copy = shutil.copytree(source, tmp_path / "copy")
+        change(copy)
+        return list(side_differences(SideFiles(copy), SideFiles(source), "in the source"))
+
+    return differences
+
+
+BEGIN = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [301], "tokens": ["<|im_start|>"]}},
+}
+
+
+def replaced(text: str, content: str) -> Mapping[str, Any]:
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
+
+
+def swap(content: Any) -> None:
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
+def flag(name: str, value: bool) -> Change:
+    return inside(lambda content: content["added_tokens"][1].update({name: value}))
+
+
+def in_split(old: str, new: str) -> Change:
+    def change(content: Any) -> None:
+        pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]
+        pattern["Regex"] = pattern["Regex"].replace(old, new)
+
+    return inside(change)
+
+
+# What is done to tokenizer.json, and what the finding names.
+TOKENIZERS: dict[str, tuple[Change, str]] = {
+    "whitespace": (
+        tokenizer(pre_tokenizer={"type": "Whitespace"}),
+        "pre_tokenizer is Whitespace but [Split, ByteLevel]",
+    ),
+    "no pre-tokenizer": (tokenizer(pre_tokenizer=None), "pre_tokenizer is missing"),
+    "digits": (in_split(r"|\p{N}|", r"|\p{N}{1,3}|"), "Regex"),
+    "contractions": (in_split("(?i:'s|'t|'re|'ve|'m|'ll|'d)|", ""), "Regex"),
+    "prefix space": (
+        inside(lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True)),
+        "add_prefix_space is True but False",
+    ),
+    "lowercase": (tokenizer(normalizer={"type": "Lowercase"}), "normalizer is Lowercase but NFC"),
+    "no normalizer": (tokenizer(normalizer=None), "normalizer is missing but NFC"),
+    "NFKC": (tokenizer(normalizer={"type": "NFKC"}), "normalizer is NFKC but NFC"),
+    "prepend": (tokenizer(normalizer={"type": "Prepend", "prepend": "z"}), "normalizer is Prepend 'z'"),
+    "strip": (tokenizer(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), "normalizer is Strip"),
+    "accents": (tokenizer(normalizer={"type": "StripAccents"}), "normalizer is StripAccents"),
+    "rare replacement": (
+        tokenizer(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, replaced("qzxw", "a")]}),
+        "normalizer is [NFC, Replace]",
+    ),
+    "other decoder": (tokenizer(decoder={"type": "Fuse"}), "decoder is Fuse but ByteLevel"),
+    "no decoder": (tokenizer(decoder=None), "decoder is missing but ByteLevel"),
+    "replacing decoder": (
+        tokenizer(decoder={"type": "Sequence", "decoders": [BYTES, replaced("hello", "bye")]}),
+        "decoder is [ByteLevel, Replace]",
+    ),
+    "begin of text": (tokenizer(post_processor=BEGIN), "ids around a text [301, 'A']"),
+    "begin of text in a sequence": (
+        tokenizer(post_processor={"type": "Sequence", "processors": [BYTES, BEGIN]}),
+        "ids around a text [301, 'A']",
+    ),
+    "reversed merges": (inside(lambda content: content["model"]["merges"].reverse()), "merge 0 is"),
+    "one merge less": (inside(lambda content: content["model"]["merges"].pop()), "9 merges but 10"),
+    "swapped ids": (inside(swap), "2 of the 303 tokens in the source have other ids"),
+    "other ids": (
+        inside(
+            lambda content: content["model"]["vocab"].update(
+                {t: (n + 1) % 300 for t, n in content["model"]["vocab"].items()}
+            )
+        ),
+        "another model's tokenizer: 300 of the 303 tokens",
+    ),
+    "dropped token": (inside(lambda content: content["added_tokens"].pop()), "'<|im_end|>'"),
+    "new token": (
+        inside(lambda content: content["added_tokens"].append({"id": 303, "content": "ball", **FLAGS})),
+        "'ball'",
+    ),
+    "token taken over": (
+        inside(lambda content: content["added_tokens"].append({"id": 303, "content": "hello", **FLAGS})),
+        "'hello'",
+    ),
+    "not special": (flag("special", False), "special of '<|im_start|>' is False but True"),
+    "lstrip": (flag("lstrip", True), "lstrip of '<|im_start|>' is True but False"),
+    "rstrip": (flag("rstrip", True), "rstrip of '<|im_start|>' is True but False"),
+    "single word": (flag("single_word", True), "single_word of '<|im_start|>' is True but False"),
+    "dropout": (inside(lambda content: content["model"].update(dropout=0.9)), "model.dropout is 0.9"),
+    "suffix": (
+        inside(lambda content: content["model"].update(end_of_word_suffix="h")),
+        "model.end_of_word_suffix is 'h'",
+    ),
+}
+# What is done to other files, the file that is named, and words of the finding.
+OTHERS: dict[str, tuple[Change, str, str]] = {
+    "class of Llama": (
+        settings(tokenizer_class="LlamaTokenizer"),
+        "tokenizer_config.json",
+        "tokenizer_class is 'LlamaTokenizer'",
+    ),
+    "class of GPT-2": (
+        settings(tokenizer_class="GPT2Tokenizer"),
+        "tokenizer_config.json",
+        "tokenizer_class is 'GPT2Tokenizer'",
+    ),
+    "space before": (settings(add_prefix_space=True), "tokenizer_config.json", "add_prefix_space is True but False"),
+    "split special": (settings(split_special_tokens=True), "tokenizer_config.json", "split_special_tokens is True"),
+    "cleaned up": (
+        settings(clean_up_tokenization_spaces=True),
+        "tokenizer_config.json",
+        "clean_up_tokenization_spaces",
+    ),
+    "end": (
+        settings(eos_token="<|im_start|>"),  # noqa: S106
+        "tokenizer_config.json",
+        "eos_token is '<|im_start|>' but '<|im_end|>'",
+    ),
+    "no end": (settings(eos_token=None), "tokenizer_config.json", "eos_token is missing but '<|im_end|>'"),
+    "padding": (
+        settings(pad_token="<|im_end|>"),  # noqa: S106
+        "tokenizer_config.json",
+        "pad_token is '<|im_end|>'",
+    ),
+    "map of special tokens": (
+        added("special_tokens_map.json", {"eos_token": "<|im_start|>"}),
+        "special_tokens_map.json",
+        "<|im_start|>",
+    ),
+    "more special tokens": (settings(extra_special_tokens=["hello"]), "tokenizer_config.json", "'hello'"),
+    "flags for transformers": (
+        changed("tokenizer_config.json", lambda content: content["added_tokens_decoder"]["301"].update(lstrip=True)),
+        "tokenizer_config.json",
+        "lstrip of '<|im_start|>' is True but False",
+    ),
+    "added_tokens.json": (added("added_tokens.json", {"hello": 3}), "added_tokens.json", "no such file"),
+    "vocab.json": (settings("vocab.json", a=1), "vocab.json", "its content"),
+    "merges.txt": (added("merges.txt", "#version: 0.2\nl l\nh e\n"), "merges.txt", "its content"),
+    "tokenizer.model": (added("tokenizer.model"), "tokenizer.model", "no such file"),
+    "tekken.json": (added("tekken.json", {"vocab": []}), "tekken.json", "no such file"),
+    "python": (added("modeling_x.py"), "modeling_x.py", "trust_remote_code"),
+    "tokenizer code": (added("tokenization_x.py"), "tokenization_x.py", "trust_remote_code"),
+    "generation code": (added("custom_generate/generate.py"), "custom_generate/generate.py", "trust_remote_code"),
+    "auto_map": (settings("config.json", auto_map={"AutoModel": "x.C"}), "config.json", "'x.C'"),
+    "remote auto_map": (
+        settings("config.json", auto_map={"AutoModel": "you/repo--x.C"}),
+        "config.json",
+        "'you/repo--x.C'",
+    ),
+    "auto_map of the tokenizer": (
+        settings(auto_map={"AutoTokenizer": ["x.T", None]}),
+        "tokenizer_config.json",
+        "'x.T'",
+    ),
+    "auto_map of a processor": (
+        settings("processor_config.json", auto_map={"AutoProcessor": "x.P"}),
+        "processor_config.json",
+        "'x.P'",
+    ),
+    "temperature": (
+        settings("generation_config.json", temperature=2),
+        "generation_config.json",
+        "temperature is 2 but 0.6",
+    ),
+    "penalty": (
+        settings("generation_config.json", repetition_penalty=3.0),
+        "generation_config.json",
+        "repetition_penalty is 3.0",
+    ),
+    "length": (settings("generation_config.json", max_new_tokens=1), "generation_config.json", "max_new_tokens is 1"),
+    "no top_p": (
+        changed("generation_config.json", lambda content: content.pop("top_p")),
+        "generation_config.json",
+        "top_p is missing but 0.95",
+    ),
+    "ends": (
+        settings("generation_config.json", eos_token_id=302),
+        "generation_config.json",
+        "eos_token_id is 302 but [302, 300]",
+    ),
+    "no generation_config": (lost("generation_config.json"), "generation_config.json", "the file is missing"),
+    "template": (settings(chat_template=TEMPLATE + "x"), "tokenizer_config.json", "chat template 'default'"),
+    "blank in the template": (
+        settings(chat_template=TEMPLATE + " "),
+        "tokenizer_config.json",
+        "chat template 'default'",
+    ),
+    "template that overrides": (added("chat_template.jinja"), "chat_template.jinja", "chat template 'default'"),
+    "template of a processor": (
+        added("chat_template.json", {"chat_template": "x"}),
+        "chat_template.json",
+        "chat template 'default'",
+    ),
+    "template in processor_config": (
+        settings("processor_config.json", chat_template="x"),
+        "processor_config.json",
+        "chat template 'default'",
+    ),
+    "template for tools": (
+        added("additional_chat_templates/tool_use.jinja"),
+        "additional_chat_templates/tool_use.jinja",
+        "'tool_use'",
+    ),
+    "second template in a list": (
+        settings(chat_template=[{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": "x"}]),
+        "tokenizer_config.json",
+        "chat template 'rag'",
+    ),
+    "second template by name": (
+        settings(chat_template={"default": TEMPLATE, "rag": "x"}),
+        "tokenizer_config.json",
+        "'rag'",
+    ),
+    "no template": (settings(chat_template=None), "tokenizer_config.json", "missing"),
+    "preprocessor": (added("preprocessor_config.json", {"size": 3}), "preprocessor_config.json", "no such file"),
+    "modules": (added("modules.json", "[]"), "modules.json", "no such file"),
+    "sentence_bert": (added("sentence_bert_config.json", {}), "sentence_bert_config.json", "no such file"),
+    "params": (added("params.json", {}), "params.json", "no such file"),
+}
+
+
+def moved_template(path: Path) -> None:
+    config = read(path, "tokenizer_config.json")
+    write(path, "chat_template.jinja", config.pop("chat_template"))
+    write(path, "tokenizer_config.json", config)
+
+
+def saved_again(path: Path) -> None:
+    made = AutoTokenizer.from_pretrained(path)
+    made.save_pretrained(path)
+    lost("vocab.json", "merges.txt")(path)
+
+
+SOUND: dict[str, Change] = {
+    "saved by transformers 5": saved_again,
+    "other order": lambda path: write(path, "tokenizer.json", json.dumps(read(path, "tokenizer.json"), sort_keys=True)),
+    "merges as texts": inside(lambda c: c["model"].update(merges=[" ".join(pair) for pair in c["model"]["merges"]])),
+    "defaults left out": inside(lambda c: [c["model"].pop(key) for key in ("dropout", "unk_token", "ignore_merges")]),
+    "offsets": inside(lambda c: c["pre_tokenizer"]["pretokenizers"][1].update(trim_offsets=True)),
+    "no offsets": tokenizer(post_processor=None),
+    "sequence of one": inside(lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [c["normalizer"]]})),
+    "decoder as transformers 5 has it": tokenizer(decoder={**BYTES, "add_prefix_space": True, "use_regex": True}),
+    "truncation": tokenizer(
+        truncation={"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
+        padding={
+            "strategy": {"Fixed": 8},
+            "direction": "Left",
+            "pad_to_multiple_of": None,
+            "pad_id": 300,
+            "pad_type_id": 0,
+            "pad_token": "<|endoftext|>",
+        },
+    ),
+    "class of transformers 4": settings(tokenizer_class="Qwen2TokenizerFast"),
+    "class that takes the file": settings(tokenizer_class="PreTrainedTokenizerFast"),
+    "longest text": settings(model_max_length=4096, padding_side="left", name_or_path="/somewhere"),
+    "special tokens again": added(
+        "special_tokens_map.json", {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}}
+    ),
+    "added tokens again": added("added_tokens.json", {text: number for number, text in SPECIAL.items()}),
+    "tokenizer.json only": lost("vocab.json", "merges.txt"),
+    "template in a file": moved_template,
+    "template in a list": settings(chat_template=[{"name": "default", "template": TEMPLATE}]),
+    "version": settings("generation_config.json", transformers_version="5.12.1", _from_model_config=True),
+    "defaults of generation": settings("generation_config.json", top_k=50, repetition_penalty=1.0, num_beams=1),
+    "one more null": settings("generation_config.json", max_new_tokens=None),
+    "files of a trainer": lambda path: [
+        write(path, name, "x") for name in ("README.md", "trainer_state.json", "LICENSE", "latest", "train.log")
+    ],
+    "quantizer": added("hf_quant_config.json", {"quantization": {}}),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_another_tokenizer_is_an_error(name: str, compare: Callable[..., list[Difference]]) -> None:
+    change, words = TOKENIZERS[name]
+    found = [one for one in compare(change) if one.file == "tokenizer.json"]
+    assert [one.severity for one in found] == ["error"], found
+    assert words in found[0].words
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_or_a_new_file_is_an_error(name: str, compare: Callable[..., list[Difference]]) -> None:
+    change, file, words = OTHERS[name]
+    found = compare(change)
+    assert [(one.file, one.severity) for one in found] == [(file, "error")], found
+    assert words in found[0].words
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_file_that_says_the_same_is_no_difference(name: str, compare: Callable[..., list[Difference]]) -> None:
+    assert compare(SOUND[name]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (flag("normalized", True), "normalized of '<|im_start|>' is True but False"),
+        (inside(lambda content: content["model"].update({"unk_token": "a"})), "model.unk_token is 'a' but missing"),
+    ],
+)
+def test_what_no_text_shows_is_a_warning(change: Change, words: str, compare: Callable[..., list[Difference]]) -> None:
+    (found,) = compare(change)
+    assert (found.severity, words in found.words, "texts shows it" in found.words) == ("warning", True, True)
+
+
+def test_without_the_libraries_values_decide(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verify.evidence.side.texts.find_spec", lambda name: None)
+    copy = shutil.copytree(source, tmp_path / "copy")
+    tokenizer(pre_tokenizer={"type": "Whitespace"})(copy)
+    (found,) = side_differences(SideFiles(copy), SideFiles(source), "in the source")
+    assert (found.severity, found.file) == ("error", "tokenizer.json")
+    assert "no text was tried: the library tokenizers is not installed" in found.words
+
+
+def test_equal_files_ask_no_library(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = ask_here(monkeypatch, tmp_path)
+    copy = shutil.copytree(source, tmp_path / "copy")
+    assert list(side_differences(SideFiles(copy), SideFiles(source), "in the source")) == []
+    inside(swap)(copy)  # ids tell by themselves
+    assert [one.count for one in side_differences(SideFiles(copy), SideFiles(source), "in the source")] == [2]
+    assert jobs == []
+
+
+UNIGRAM = {
+    "added_tokens": [{"id": 0, "content": "<unk>", **FLAGS}],
+    "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True},
+    "decoder": {"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True},
+    "model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0], ["b", -2.0], ["ab", -2.5]]},
+}
+WORDPIECE = {
+    "added_tokens": [{"id": 0, "content": "[UNK]", **FLAGS}],
+    "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True},
+    "pre_tokenizer": {"type": "BertPreTokenizer"},
+    "post_processor": {"type": "BertProcessing", "sep": ["a", 1], "cls": ["b", 2]},
+    "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    "model": {
+        "type": "WordPiece",
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
+        "vocab": {"[UNK]": 0, "a": 1, "b": 2, "##b": 3},
+    },
+}
+KINDS: list[tuple[str, Any, Callable[[Any], object], str]] = [
+    (
+        "scores",
+        UNIGRAM,
+        lambda t: t["model"]["vocab"][3].__setitem__(1, -4.0),
+        "scores of 1 tokens: 'ab' is -4.0 but -2.5",
+    ),
+    ("order", UNIGRAM, lambda t: t["model"]["vocab"].reverse(), "have other ids"),
+    (
+        "metaspace",
+        UNIGRAM,
+        lambda t: t["pre_tokenizer"].update(add_prefix_space=False),
+        "prepend_scheme is 'never' but 'always'",
+    ),
+    ("spelling of metaspace", UNIGRAM, lambda t: t["pre_tokenizer"].update(prepend_scheme="always", split=True), ""),
+    ("case", WORDPIECE, lambda t: t["normalizer"].update(lowercase=False), "normalizer.lowercase is False but True"),
+    (
+        "prefix",
+        WORDPIECE,
+        lambda t: t["model"].update(continuing_subword_prefix="@@"),
+        "model.continuing_subword_prefix",
+    ),
+    (
+        "ends",
+        WORDPIECE,
+        lambda t: t.update(post_processor=None),
+        "post_processor is missing but ids around a text [2, 'A', 1]",
+    ),
+    ("other sides", WORDPIECE, lambda t: t["post_processor"].update(sep=["b", 2], cls=["a", 1]), "[1, 'A', 2]"),
+    (
+        "spelling of the ends",
+        WORDPIECE,
+        lambda t: t.update(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [
+                    {"SpecialToken": {"id": "b", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                    {"SpecialToken": {"id": "a", "type_id": 0}},
+                ],
+                "pair": [
+                    *(
+                        {"SpecialToken": {"id": "b", "type_id": 0}},
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                        {"SpecialToken": {"id": "a", "type_id": 0}},
+                    ),
+                    *({"Sequence": {"id": "B", "type_id": 1}}, {"SpecialToken": {"id": "a", "type_id": 1}}),
+                ],
+                "special_tokens": {key: {"id": key, "ids": [n], "tokens": [key]} for key, n in (("a", 1), ("b", 2))},
+            }
+        ),
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("_", "own", "change", "words"), KINDS, ids=[kind[0] for kind in KINDS])
+def test_other_kinds_of_tokenizers(
+    _: str, own: Any, change: Callable[[Any], object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_here(monkeypatch, tmp_path)
+    for name in ("source", "copy"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, "tokenizer.json", {"version": "1.0", **own})
+    changed("tokenizer.json", change)(tmp_path / "copy")
+    found = list(side_differences(SideFiles(tmp_path / "copy"), SideFiles(tmp_path / "source"), "in the source"))
+    assert [one.severity for one in found] == (["error"] if words else []), found
+    assert not words or words in found[0].words
+
+
+@pytest.mark.parametrize(
+    ("mine", "its", "severities"),
+    [
+        ({"tokenizer.model": "a"}, {"tokenizer.model": "b"}, ["error"]),
+        ({"tokenizer.model": "a"}, {"tokenizer.model": "a"}, []),
+        ({"vocab.txt": "a\nb\n"}, {"vocab.txt": "b\na\n"}, ["error"]),
+        ({"vocab.txt": "a\r\nb\r\n"}, {"vocab.txt": "a\nb\n"}, []),
+        ({"tekken.json": '{"a": 1}'}, {"tekken.json": '{"a": 2}'}, ["error"]),
+        ({"tekken.json": '{ "a": 1}'}, {"tekken.json": '{"a":1}'}, []),
+        ({"qwen.tiktoken": "YQ== 0"}, {"qwen.tiktoken": "YQ== 1"}, ["error"]),
+        ({}, {"tokenizer.model": "a"}, ["error"]),
+        ({"tokenizer.model": "a"}, {}, ["warning"]),
+    ],
+)
+def test_tokenizers_without_tokenizer_json(
+    mine: dict[str, str], its: dict[str, str], severities: list[str], tmp_path: Path
+) -> None:
+    for name, files in (("source", its), ("copy", mine)):
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            write(tmp_path / name, file, text)
+    found = list(side_differences(SideFiles(tmp_path / "copy"), SideFiles(tmp_path / "source"), "in the source"))
+    assert [one.severity for one in found] == severities

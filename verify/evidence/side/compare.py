@@ -1,0 +1,239 @@
+"""Compares every file next to the weights that loaders read, besides config.json and the files of a quantizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.json_text import parse
+from ckptkit.core.printable import shortened
+from ckptkit.formats.detect import is_loaded
+from ckptkit.formats.hf.side_files import is_weight
+from verify.evidence.side.difference import Difference
+from verify.evidence.side.tokenizers import tokenizer_differences
+from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
+from verify.report import Severity
+
+# Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
+_COMPARED_ELSEWHERE = frozenset(
+    {"config.json", "adapter_config.json", "metadata.json", "model.safetensors.index.json"}
+    | {"quant_config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json"}
+)
+_PREPROCESSOR, _VIDEO, _PROCESSOR = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+# Where transformers 5 puts the settings of each of them in processor_config.json.
+_NESTED = {"image_processor": _PREPROCESSOR, "feature_extractor": _PREPROCESSOR, "video_processor": _VIDEO}
+_CODE = "auto_map"
+_WITH_CODE = ("config.json", TOKENIZER_CONFIG, _PROCESSOR, _PREPROCESSOR, _VIDEO)
+# What transformers takes for a key that generation_config.json lacks. Source: `GenerationConfig` of 4.57, and
+# `_get_default_generation_params` of 5.12. Of other keys absent means null, false or zero.
+_DEFAULTS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 50,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "max_length": 20,
+    "length_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "num_beam_groups": 1,
+    "use_cache": True,
+    "num_assistant_tokens": 20,
+    "max_matching_ngram_size": 2,
+    "assistant_confidence_threshold": 0.4,
+    "num_assistant_tokens_schedule": "constant",
+    "target_lookbehind": 10,
+    "assistant_lookbehind": 10,
+}
+_NOT_OF_GENERATION = ("transformers_version", "_from_model_config", "_commit_hash")
+_UNREAD_OF_PROCESSOR = ("transformers_version", "processor_class", "chat_template", _CODE, "_processor_class")
+
+
+def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+    """How the files of `here` differ from those of `there`, named `place` ("in the source").
+
+    Raises CkptkitError for files that cannot be read, Unable as `tokenizer_differences`, at the end.
+    """
+    yield from template_differences(here, there, place)
+    yield from _generation(here, there, place)
+    yield from _code(here, there, place)
+    yield from _processors(here, there, place)
+    yield from _others(here, there, place)
+    yield from tokenizer_differences(here, there, place)
+
+
+def template_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+    """Chat templates by name and text, wherever they are; a second text under a name is a difference too."""
+    names = dict.fromkeys(name for side in (there, here) for _, name, _ in side.template_places)
+    for name in names:
+        mine, its = (
+            {text: file for file, other, text in reversed(side.template_places) if other == name}
+            for side in (here, there)
+        )
+        if mine.keys() == its.keys():
+            continue
+        what = f"chat template {name!r}"
+        if not mine:
+            yield Difference(next(iter(its.values())), what, "missing", is_presentation=True)
+            continue
+        odd = [text for text in mine if text not in its] or list(mine)
+        words = f"{what} has {len(odd[-1])} characters"
+        other = there.templates.get(name, next(iter(its), None))
+        its_words = f"but {len(other)} {place}" if other is not None else f"and there is none {place}"
+        where = f", {_apart(odd[-1], other)}" if other is not None else ""
+        yield Difference(mine[odd[-1]], what, f"{words} {its_words}{where}", is_presentation=True)
+
+
+def _apart(text: str, other: str) -> str:
+    at = next((at for at, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), None)
+    at = min(len(text), len(other)) if at is None else at
+    return f"from character {at} on {shortened(text[at : at + 24])} instead of {shortened(other[at : at + 24])}"
+
+
+def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+    """generation_config.json: what is sampled, and where it ends. Ids that it lacks are those of config.json."""
+    mine, its = here.generation, there.generation
+    odd = [
+        key
+        for key in {**its, **mine}
+        if key not in _NOT_OF_GENERATION and _generates(here, key) != _generates(there, key)
+    ]
+    harmless = [key for key in odd if key in ("pad_token_id", "use_cache", "cache_implementation") or "output_" in key]
+    for keys in ([key for key in odd if key not in harmless], harmless):
+        severity: Severity = "warning" if keys == harmless else "error"
+        if keys:
+            described = [f"{key} is {_shown(mine.get(key))} but {_shown(its.get(key))} {place}" for key in keys[:5]]
+            more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+            gone = "" if mine else "the file is missing: "
+            words = f"{gone}{'; '.join(described)}{more}"
+            yield Difference(GENERATION, ", ".join(keys[:5]), words, severity, count=len(keys))
+
+
+def _generates(side: SideFiles, key: str) -> Any:
+    """The value of a key as generation has it; of token ids, the set of them."""
+    value = side.generation.get(key)
+    if key.endswith("_token_id"):
+        text = side.config.get("text_config")
+        inner = text.get(key) if isinstance(text, Mapping) else None
+        value = side.config.get(key, inner) if value is None else value
+        return sorted(map(repr, value if isinstance(value, list) else [value]))
+    return value if value not in (None, False, 0, _DEFAULTS.get(key)) else None
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else shortened(value)
+
+
+def _code(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+    """Python files, and the entries of `auto_map` that name the code which `trust_remote_code` runs."""
+    mapped = False
+    for file in _WITH_CODE:
+        entries, others = here.json(file).get(_CODE), _code_entries(there)
+        mapped = mapped or bool(entries)
+        if odd := [one for one in _leaves(entries) if one not in others]:
+            words = f"{_CODE} names the code {shortened(odd[0])}, which is not named {place}"
+            yield Difference(file, f"no {_CODE} of {shortened(odd[0])}", words, count=len(odd))
+    mine, its = ({name for name in loaded_names(side.root) if name.endswith(".py")} for side in (here, there))
+    for name in sorted(mine | its):
+        if name not in its:
+            words = f"there is no such file {place}, and trust_remote_code runs it"
+            yield Difference(name, "no Python file of this name", words)
+        elif name not in mine:
+            if mapped:
+                yield Difference(name, "Python file", "missing, and auto_map names code")
+        elif here.content(name) != there.content(name):
+            yield Difference(name, "Python file", f"its content is not that of the file {place}")
+
+
+def _code_entries(side: SideFiles) -> set[str]:
+    return {one for file in _WITH_CODE for one in _leaves(side.json(file).get(_CODE))}
+
+
+def _leaves(value: Any) -> list[str]:
+    """Every text in the values of an `auto_map`, or another part of JSON."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [value] if isinstance(value, str) else [text for one in inner for text in _leaves(one)]
+
+
+def _processors(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+    """Settings of the processors of images, videos and sound, which transformers 5 saves in one file."""
+    mine, its = _processor_settings(here), _processor_settings(there)
+    for file in dict.fromkeys([*its, *mine]):
+        if file not in mine:
+            yield Difference(file, "settings of a processor", "missing")
+            continue
+        if file not in its:
+            words = f"there is no such file {place}, and loaders read it"
+            yield Difference(file, "no settings of a processor", words)
+            continue
+        one, other = mine[file], its[file]
+        odd = [key for key in other if key in one and one[key] != other[key]]
+        # A newer release writes out more defaults.
+        only = [key for key in {**other, **one} if (key in one) != (key in other)]
+        only = [key for key in only if one.get(key, other.get(key)) is not None] if (here.root / file).exists() else []
+        for keys in (odd, only):
+            severity: Severity = "warning" if keys is only else "error"
+            if keys:
+                listed = [f"{key} is {_shown(one.get(key))} but {_shown(other.get(key))} {place}" for key in keys[:5]]
+                more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+                yield Difference(file, ", ".join(keys[:5]), "; ".join(listed) + more, severity, count=len(keys))
+
+
+def _processor_settings(side: SideFiles) -> Mapping[str, Mapping[str, Any]]:
+    """The settings by the file that transformers 4 saves them in."""
+    found: dict[str, dict[str, Any]] = {}
+    own = side.json(_PROCESSOR)
+    for file in (_PREPROCESSOR, _VIDEO):
+        if content := side.json(file):
+            found[file] = dict(content)
+    for key, file in _NESTED.items():
+        if isinstance(nested := own.get(key), Mapping):
+            found[file] = {**found.get(file, {}), **nested}
+    if rest := {key: value for key, value in own.items() if key not in _NESTED}:
+        found[_PROCESSOR] = rest
+    plain = {
+        file: {
+            key: value.removesuffix("Fast") if isinstance(value, str) else value
+            for key, value in content.items()
+            if key not in _UNREAD_OF_PROCESSOR
+        }
+        for file, content in found.items()
+    }
+    return {file: content for file, content in plain.items() if content}
+
+
+def _others(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+    """Other files that loaders read, by their content. One that is lost is a warning."""
+    done = {*here.tokenizer_files, *there.tokenizer_files, GENERATION, _PREPROCESSOR, _VIDEO, _PROCESSOR}
+    done |= {file for side in (here, there) for file, _, _ in side.template_places} | _COMPARED_ELSEWHERE
+    mine, its = (
+        {name for name in loaded_names(side.root) if not name.endswith(".py")} - done for side in (here, there)
+    )
+    for name in sorted(mine | its):
+        if name not in its:
+            yield Difference(name, f"no {name}", f"there is no such file {place}, and loaders read it")
+        elif name not in mine:
+            yield Difference(name, name, "missing", "warning")
+        elif not _is_equal(here.content(name), there.content(name)):
+            yield Difference(name, name, f"its content is not that of the file {place}")
+
+
+def _is_equal(content: bytes | None, other: bytes | None) -> bool:
+    if content == other:
+        return True
+    try:
+        return bool(parse(content or b"") == parse(other or b""))
+    except ValueError:  # it is not JSON
+        return False
+
+
+def loaded_names(root: Path) -> set[str]:
+    """The files below a directory that loaders read, besides weights and their index; links to nothing too."""
+    paths = [path.relative_to(root) for pattern in ("*", "*/*") for path in root.glob(pattern)]
+    return {str(path) for path in paths if is_loaded(path) and not is_weight(path.name)}
