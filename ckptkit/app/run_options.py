@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import UsageError
 from ckptkit.core.installation import program_version
-from ckptkit.core.printable import printable
+from ckptkit.core.printable import printable, without_credentials
 from ckptkit.core.unused import refuse_quantizing_options
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
@@ -137,7 +137,7 @@ class RunOptions:
         return {source: Directory(Path(source)) for source in self.sources}
 
     def command(self) -> list[str]:
-        """The command line of these options, less what changes no byte: for the manifest and for --resume."""
+        """The command line of these options, less credentials and what changes no byte: for manifest and --resume."""
         words = ["ckptkit", self.verb, self.src]
         for name in ("hf", "merge", "dtype", "dialect", "like", "preset", "tp", "max_shard_size"):
             if self._is_given(name):
@@ -151,7 +151,8 @@ class RunOptions:
             words += self.scheme.command_line()
         elif self.verb == "quantize":
             words += ["--scheme", UNQUANTIZED]
-        return [printable(word) for word in words]  # a path may not be in UTF-8, and JSON is
+        # A path may not be in UTF-8, and JSON is.
+        return [printable(without_credentials(word)) for word in words]
 
     def identity(self, sources: Sources) -> dict[str, Any]:
         """What a resumed run must share with the one that died: version, command, and the files that are read."""
