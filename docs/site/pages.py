@@ -112,11 +112,6 @@ EXAMPLES = {
         "a training step that diverged",
         "model.norm.weight: expected finite numbers; actual 2 elements become NaN or infinite",
     ),
-    "CK212": (
-        "a square q_proj that was written transposed, in one layer",
-        "model.layers.3.self_attn.q_proj.weight: expected rows and columns of the same size as their counterparts "
-        "(training balances them); actual it looks like q transposed: the correlation would be 0.95 and is 0.04",
-    ),
     "CK501": (
         "config.json has a larger vocabulary than the weights",
         "expected SGLang's model is built and loads the weights; actual exit code 1; … the last tensor it was"

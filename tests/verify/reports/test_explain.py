@@ -8,7 +8,7 @@ import pytest
 
 from ckptkit.core.errors import CkptkitError
 from verify.check import all_checks
-from verify.explain import explain
+from verify.explain import RETIRED, explain
 
 MINE = [
     *("CK101", "CK102", "CK103", "CK104", "CK105", "CK106", "CK107", "CK108", "CK110"),
@@ -100,3 +100,9 @@ def test_a_symptom_by_its_number_says_causes_command_and_checks_and_no_test() ->
     assert "\n\nCauses\n  " in text
     assert "\n\nCommand\n  `ckptkit verify CKPT`" in text
     assert text.endswith("\n\nChecks\n  CK121, CK213, CK214")
+
+
+def test_a_retired_code_says_in_one_line_what_to_use_and_is_not_used_again() -> None:
+    assert RETIRED.keys().isdisjoint(check.code for check in all_checks())
+    for code, instead in RETIRED.items():
+        assert explain(code.lower()) == f"{code}: retired before 0.1.0; {instead}"

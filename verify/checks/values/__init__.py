@@ -13,5 +13,4 @@ MAY_IMPORT = (
     "verify.issue",
     "verify.report",
     "verify.skip",
-    "verify.witnesses.loading",
 )
