@@ -18,7 +18,6 @@ from blake3 import blake3
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
-from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import LOADED, Location
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
@@ -147,23 +146,6 @@ def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> 
     return before
 
 
-def has_digests(target: Path) -> bool:
-    """Whether a manifest with digests stands at `target`. Raises CkptkitError where it is not JSON."""
-    return target.exists() and "tensors" in read_json(target)
-
-
-def refuse_others(path: Path, tensors: Mapping[str, TensorDigest], files: Mapping[str, str]) -> None:
-    """Raises CkptkitError where the manifest at `path` is not that of a checkpoint with these `tensors` and `files`."""
-    promised = read_manifest(path)
-    differ = [name for name in {**promised.tensors, **tensors} if promised.tensors.get(name) != tensors.get(name)]
-    differ += [name for name, digest in promised.files.items() if files.get(name) != digest]
-    if differ:
-        raise CkptkitError(
-            f"{path} is not the manifest of this checkpoint, and is not signed: {summarize(differ)}",
-            "`ckptkit verify` with --manifest says what differs",
-        )
-
-
 def write_manifest(
     path: Path,
     command: Sequence[str],
@@ -185,14 +167,6 @@ def write_manifest(
     text = json.dumps(content | {"tensors": {}}, indent=1).removesuffix("{}\n}")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in digests.items())
     write_whole(path, f"{text}{{\n{lines}\n }}\n}}\n" if digests else json.dumps(content, indent=1) + "\n")
-
-
-def digest_of_all(tensors: Mapping[str, TensorDigest]) -> str:
-    """A BLAKE3 that stands for all tensors, in whatever files they lie: of a line of JSON for each, by name."""
-    digest = blake3()
-    for name in sorted(tensors):
-        digest.update(json.dumps([name, *tensors[name].to_json()]).encode() + b"\n")
-    return digest.hexdigest()
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -66,11 +66,6 @@ EXAMPLES = {
         "a shard that the hub's client received with other bytes than were published",
         "…: expected SHA-256 …, as its blob is called; actual …: other bytes",
     ),
-    "CK119": (
-        "the manifest was changed after it had been signed",
-        "expected a signature of ckptkit.json by the key mine.pub; actual it signs another manifest, or this one was"
-        " changed",
-    ),
     "CK309": (
         "an asymmetric mixture of experts in groups of 32, as slime's converter makes it without --is-symmetric",
         "model.layers.{2..11}.mlp.experts.{0..11}.gate_proj.weight_zero_point: expected groups of at least 64"
@@ -359,7 +354,7 @@ def command(check: Any) -> str:
     options = ["--source SRC"] if "source" in check.needs else []
     options += [option for need, option in WITNESSES.items() if need in check.needs]
     # Names that the text of a check gives away: it is skipped without them.
-    named = {"CK119": "--manifest FILE --manifest-key KEY", "CK120": "--manifest FILE"}
+    named = {"CK120": "--manifest FILE"}
     named |= dict.fromkeys(("CK602", "CK603"), "--rollout-data FILE")
     return " ".join(["ckptkit verify CKPT", *options, *([named[check.code]] if check.code in named else [])])
 

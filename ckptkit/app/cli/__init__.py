@@ -45,7 +45,6 @@ _MODULES = {
     "lint": "inspection",
     "manifest": "inspection",
     "verify": "verification",
-    "card": "verification",
     "preflight": "verification",
     "triage": "comparison",
     "explain": "explanation",

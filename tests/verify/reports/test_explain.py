@@ -61,7 +61,7 @@ def test_case_and_blanks_do_not_matter() -> None:
 
 @pytest.mark.parametrize(
     ("words", "near"),
-    [("CK199", "`ckptkit explain CK119`"), ("garbeld", "`ckptkit explain garbled`"), ("zebra crossing", None)],
+    [("CK110x", "`ckptkit explain CK110`"), ("garbeld", "`ckptkit explain garbled`"), ("zebra crossing", None)],
 )
 def test_what_is_not_known_has_the_nearest_known_beside_it(words: str, near: str | None) -> None:
     with pytest.raises(CkptkitError) as error:
