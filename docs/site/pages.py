@@ -85,11 +85,6 @@ EXAMPLES = {
         "decoder.layers.5.mlp.experts.experts.linear_fc2.weight: expected read by some rank; actual no rank "
         "reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
     ),
-    "CK405": (
-        "an interleaved pipeline of three stages, of which only the last stage's number of layers is given",
-        "decoder.layers.{2..3}.*: expected layers {2..3} of stage 1, chunk 0; actual verl without a bridge "
-        "names them {0..1}",
-    ),
     "CK122": (
         "a delta that was not copied with the others",
         "expected version 3; actual it is missing",
