@@ -127,7 +127,7 @@ cards: $(stamp)  ## write docs/cards from headers, or compare with weights: make
 families: $(stamp)  ## write the table of docs/families.md from the registry
 	@PYTHONPATH=.:tests $(python) -W ignore -m families.table
 
-reports: $(stamp)  ## write docs/reports.md from the public reports that tests rebuild
+reports: $(stamp)  ## write lab/reports.md from the public reports that tests rebuild
 	@PYTHONPATH=.:tests $(python) -W ignore -m reports.table
 
 mutation-report: $(stamp)  ## break checkpoints in every known way and print which checks find it

@@ -58,7 +58,7 @@ KNOWN = {
     "class": "transformers' class",
 }
 WORKERS = 8
-_PROCESS = 600_000_000  # docs/scale.md: Python, torch and their libraries, and 1 KB a tensor for the plan
+_PROCESS = 600_000_000  # lab/scale.md: Python, torch and their libraries, and 1 KB a tensor for the plan
 _PER_TENSOR = 1000
 
 

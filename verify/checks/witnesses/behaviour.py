@@ -28,7 +28,7 @@ from verify.witnesses.reference.run import run_prediction
 if TYPE_CHECKING:
     from verify.witnesses.reference.text import Figures
 
-APART_NATS = 0.5  # a token; engines and transformers are within 0.01 on sound models (docs/gpu-results.md)
+APART_NATS = 0.5  # a token; engines and transformers are within 0.01 on sound models (lab/gpu-results.md)
 MORE = 0.3  # of repeated runs, or of tokens that are not text, than the reference has
 FEW = 0.02  # of the choices of experts: near ties flip by rounding alone
 
