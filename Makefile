@@ -112,9 +112,10 @@ $(VENV)-fuzz/.packages: tests/fuzz/requirements.txt $(stamp)
 	@$(python) -m pip --python "$(@D)/bin/python" install $(pip_flags) --no-deps -r $<
 	@touch $@
 
-lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
+lint: $(stamp)  ## ruff, its formatter, the layers of imports, and mypy in strict mode
 	@$(python) -m ruff check
 	@$(python) -m ruff format --check
+	@"$(VENV)/bin/lint-imports" --no-cache
 	@$(python) -m mypy
 
 # What lies in VENV does: nothing is installed anew because pyproject.toml is newer.

@@ -1,10 +1,1 @@
 """Compares two checkpoints of any formats, tensor by tensor, and measures how far differing ones are apart."""
-
-MAY_IMPORT = (
-    "ckptkit.core",
-    "ckptkit.storage",
-    "ckptkit.formats",
-    "converters",
-    "verify.evidence",
-    "verify.opened",
-)
