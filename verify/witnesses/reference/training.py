@@ -30,7 +30,7 @@ def structure(matrix: Tensor) -> float | None:
         if not sizes.isfinite().all():
             return None
         found.append((float(sizes.var(unbiased=False)) / _spread(numbers) - 1) * ((len(sizes) - 1) / 2) ** 0.5)
-    return sum(found) / len(found) ** 0.5
+    return float(sum(found) / len(found) ** 0.5)
 
 
 def _spread(numbers: int) -> float:
