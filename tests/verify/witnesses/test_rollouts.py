@@ -163,7 +163,7 @@ def test_one_sample_of_other_weights_is_named(judge: Any, recorded: Any) -> None
     given[0].weight_versions = ["2"]
     status, reason, findings = judge(given)
     assert (status, findings) == ("skipped", [])
-    assert reason.startswith("the engine: sample 3 of the engine is not the checkpoint's, but samples were made with several")
+    assert reason.startswith("the engine: sample 3 of the engine is not the checkpoint's, but samples")
 
 
 def test_tokens_of_tools_do_not_count(judge: Any, recorded: Any) -> None:
