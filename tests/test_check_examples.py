@@ -13,8 +13,6 @@ BY_HAND = {
     "CK404": "Megatron's ranks take all that they ask for",
     "CK506": "SGLang's kernels repack on a GPU only; the layout they should give is computed on the CPU",
     "CK511": "an engine runs on a GPU only, and answers with NaN only where it is broken",
-    "CK604": "an engine runs on a GPU only",
-    "CK605": "an engine runs on a GPU only",
 }
 
 

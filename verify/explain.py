@@ -16,6 +16,8 @@ from verify.check import Check, all_checks
 _SECTION = re.compile(r"^### (S\d+)\. (.+)\n((?:[- ] .+\n)+)", re.MULTILINE)
 # Checks that were taken out, and what to use instead. A code is not used again.
 RETIRED = {
+    "CK605": "`verify --engine --logits` compares log-probabilities (CK601)",
+    "CK604": "`verify --engine --logits` compares log-probabilities (CK601) and tells whether it predicts text (CK607)",
     "CK405": "`WeightSyncCheck` (docs/hooks.md) compares what the trainer really sent",
     "CK119": "sign the manifest with `model_signing sign key`, and verify it with `model_signing verify key`",
     "CK212": "`ckptkit verify CKPT --source RELEASE` compares every value; `--logits` tells whether it predicts text",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckptkit.core.errors import words_of
 from converters.config.values import language_part
+from verify.evidence.side_files import TOKENIZER
 from verify.skip import Unable
 from verify.witnesses.reference.job import Ids, Predicted
 from verify.witnesses.reference.training import UNTRAINED, structure
@@ -34,6 +37,27 @@ TEXTS = (
 # for English. Measured: sound models 0.2 to 1.3, those with a fault in every layer 1.3 to 6.
 NO_TEXT, POOR_TEXT = 2.0, 1.4
 _MATRICES = 64  # whose structure is looked at
+
+
+def tokenizer_of(path: Path) -> Any | None:
+    """The tokenizer of an HF directory by its tokenizer.json alone, so that no code runs; None without that file.
+
+    Raises Unable for a file that is not a tokenizer.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    file = path / TOKENIZER
+    if not file.exists():
+        return None
+    try:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:
+        if type(error) is not Exception:  # the only class that tokenizers' own code raises for a file
+            raise
+        raise Unable(f"{file} is not a tokenizer ({words_of(error)}): take it from the release") from error
+    named = [token for _, token in tokenizer.added_tokens_decoder.items() if token.special]
+    tokenizer.add_special_tokens({"additional_special_tokens": [str(token) for token in named]})
+    return tokenizer
 
 
 def texts_of(tokenizer: Any | None, config: Mapping[str, Any]) -> Ids:

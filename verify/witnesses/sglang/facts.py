@@ -19,6 +19,5 @@ SGLANG = EngineFacts(
     hidden=("SGLANG_USE_CPU_ENGINE",),
     live="verify.witnesses.sglang.live.server",
     names="verify.witnesses.sglang.names",
-    tells_choices=True,
     updates_draft=True,
 )
