@@ -112,9 +112,10 @@ $(VENV)-fuzz/.packages: tests/fuzz/requirements.txt $(stamp)
 	@$(python) -m pip --python "$(@D)/bin/python" install $(pip_flags) --no-deps -r $<
 	@touch $@
 
-lint: $(stamp)  ## ruff, its formatter, and mypy in strict mode
+lint: $(stamp)  ## ruff, its formatter, the layers of imports, and mypy in strict mode
 	@$(python) -m ruff check
 	@$(python) -m ruff format --check
+	@"$(VENV)/bin/lint-imports" --no-cache
 	@$(python) -m mypy
 
 # What lies in VENV does: nothing is installed anew because pyproject.toml is newer.
@@ -127,7 +128,7 @@ cards: $(stamp)  ## write docs/cards from headers, or compare with weights: make
 families: $(stamp)  ## write the table of docs/families.md from the registry
 	@PYTHONPATH=.:tests $(python) -W ignore -m families.table
 
-reports: $(stamp)  ## write docs/reports.md from the public reports that tests rebuild
+reports: $(stamp)  ## write lab/reports.md from the public reports that tests rebuild
 	@PYTHONPATH=.:tests $(python) -W ignore -m reports.table
 
 mutation-report: $(stamp)  ## break checkpoints in every known way and print which checks find it

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     __version__: str
 
-MAY_IMPORT = ("quant", "verify")
-
 __all__ = [
     "CheckResult",
     "CkptkitError",

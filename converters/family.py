@@ -195,9 +195,6 @@ class EngineClass:
     fp8_blocks: bool = True
     # Its routers are quantized where `ignore` does not name them.
     packs_routers: bool = False
-    # The release from which its routers know their layer (`layer_id` of `TopK`). Before, an engine that is asked for
-    # the experts of each token ends.
-    layer_id_since: tuple[int, ...] = ()
     # It refuses a checkpoint without the tensors that no reader uses (`ModelFamily.with_unused`).
     wants_unused: bool = False
     # Whether a class with a vision tower finds the layers of an adapter that was trained on the language model alone

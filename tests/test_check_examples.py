@@ -11,11 +11,8 @@ from support.check_examples import EXAMPLES
 BY_HAND = {
     "CK403": "Megatron numbers its layers right",
     "CK404": "Megatron's ranks take all that they ask for",
-    "CK405": "verl's formula is judged; the ranks are those that Megatron reports for this pipeline",
     "CK506": "SGLang's kernels repack on a GPU only; the layout they should give is computed on the CPU",
     "CK511": "an engine runs on a GPU only, and answers with NaN only where it is broken",
-    "CK604": "an engine runs on a GPU only",
-    "CK605": "an engine runs on a GPU only",
 }
 
 

@@ -19,7 +19,7 @@ from support.fixture_types import PathOf
 import ckptkit
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("ckptkit", "converters", "quant", "verify", "docs", ".ci")
+SOURCES = ("ckptkit", "converters", "quant", "verify", "docs", "lab", ".ci")
 FILES = (
     "CHANGELOG.md",
     "Containerfile",
@@ -121,7 +121,7 @@ def test_no_text_installs_ckptkit_from_an_index() -> None:
     assert not wrong.search("pip install '.[megatron]'  # ckptkit verify")
     texts = [
         path
-        for folder in ("ckptkit", "converters", "quant", "verify", "docs", "tests", "benchmarks", ".ci")
+        for folder in ("ckptkit", "converters", "quant", "verify", "docs", "lab", "tests", "benchmarks", ".ci")
         for path in (ROOT / folder).rglob("*")
         if path.suffix in {".md", ".py", ".sh", ".yaml", ".html", ""}
     ]

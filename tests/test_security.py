@@ -11,7 +11,6 @@ from ckptkit.formats.hf import shard, side_files
 from ckptkit.formats.torch_dist import reader
 from ckptkit.formats.torch_save import blob, machine, records
 from ckptkit.storage import tree
-from ckptkit.transfer import signature
 
 ROOT = Path(__file__).resolve().parent.parent
 # Rows of the table in the order of the page: the bounds of each, in the order in which it names them.
@@ -25,7 +24,6 @@ BOUNDS = [
     (reader.MAX_METADATA, reader._MAX_NAMES, reader._MAX_COMPARED, specs.MAX_AXES, reader._MAX_BYTES),
     (detect._MAX_TRACKER, detect._MAX_DIGITS),
     (side_files.MAX_BYTES_BESIDE,),
-    (signature._MAX_SIGNATURE, signature._MAX_KEY),
 ]
 
 

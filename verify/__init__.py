@@ -1,3 +1,1 @@
 """Proves a checkpoint: checks as data, and real Megatron and real SGLang as witnesses in subprocesses."""
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "ckptkit.transfer", "converters", "quant")

@@ -14,6 +14,14 @@ from ckptkit.core.printable import shortened
 from verify.check import Check, all_checks
 
 _SECTION = re.compile(r"^### (S\d+)\. (.+)\n((?:[- ] .+\n)+)", re.MULTILINE)
+# Checks that were taken out, and what to use instead. A code is not used again.
+RETIRED = {
+    "CK605": "`verify --engine --logits` compares log-probabilities (CK601)",
+    "CK604": "`verify --engine --logits` compares log-probabilities (CK601) and tells whether it predicts text (CK607)",
+    "CK405": "`WeightSyncCheck` (docs/hooks.md) compares what the trainer really sent",
+    "CK119": "sign the manifest with `model_signing sign key`, and verify it with `model_signing verify key`",
+    "CK212": "`ckptkit verify CKPT --source RELEASE` compares every value; `--logits` tells whether it predicts text",
+}
 _SHOWN = ("Causes", "Command", "In the job", "Checks")  # of a symptom's lines; the rest is for tests
 
 
@@ -46,8 +54,11 @@ def explain(words: str = "") -> str:
     """
     known: dict[str, Check | SymptomRow] = {one.code: one for one in symptom_rows()}
     known |= {one.code: one for one in all_checks()}
-    if (named := known.get(words.strip().upper())) is not None:
+    code = words.strip().upper()
+    if (named := known.get(code)) is not None:
         return _whole(named)
+    if (instead := RETIRED.get(code)) is not None:
+        return f"{code}: retired before 0.1.0; {instead}"
     wanted = words.lower().split()
     among = known.values() if wanted else all_checks()
     found = [one for one in among if all(word in _text(one).lower() for word in wanted)]

@@ -26,7 +26,6 @@ class VerifyOptions:
     readers: who will load or send INT4 weights, as `--reader` has them; None: `quant.selection.readers.RL_READERS`.
         An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
     manifest: a file with a digest of every tensor.
-    manifest_key: the public key of whoever must have signed the manifest.
     adapter: a PEFT adapter that was merged into the source: the checkpoint is compared with what that gives.
     ray: the address of a Ray cluster that reads all the bytes; None: threads of this process do.
     rollout_data: what slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data.
@@ -47,7 +46,6 @@ class VerifyOptions:
     against: frozenset[str] = frozenset()
     readers: tuple[str, ...] | None = None
     manifest: Path | None = None
-    manifest_key: Path | None = None
     adapter: Path | None = None
     ray: str | None = None
     rollout_data: Path | None = None
@@ -69,8 +67,6 @@ class VerifyOptions:
             raise UsageError("--dp-attention has no effect here", "it goes with --against-sglang and a --tp above 1")
         if self.readers is not None:
             readers_of(self.readers)  # raises for an unknown name
-        if self.manifest_key is not None and self.manifest is None:
-            raise UsageError("a key without a manifest", "give the manifest too (--manifest)")
         if self.rollout_temperature is not None:
             self._check_temperature(self.rollout_temperature)
 
@@ -93,7 +89,6 @@ class GivenVerifyOptions(TypedDict, total=False):
     against: frozenset[str]
     readers: Sequence[str] | None
     manifest: str | Path | None
-    manifest_key: str | Path | None
     adapter: str | Path | None
     ray: str | None
     rollout_data: str | Path | None
@@ -117,7 +112,7 @@ def verify_options(**given: Unpack[GivenVerifyOptions]) -> VerifyOptions:
     options: dict[str, Any] = dict(given)
     megatron = {name: options.pop(name) for name in _MEGATRON & options.keys()}
     megatron["ranks"] = tuple(sorted(set(megatron.get("ranks") or ())))
-    for name in ("manifest", "manifest_key", "adapter", "rollout_data"):
+    for name in ("manifest", "adapter", "rollout_data"):
         options[name] = Path(options[name]) if options.get(name) else None
     readers = options.pop("readers", None)
     return VerifyOptions(

@@ -20,7 +20,6 @@ from ckptkit.storage.fingerprint import unchanged
 from converters.draft import is_draft
 from verify.causes import with_causes
 from verify.check import NOT_APPLICABLE, Skip, all_checks, choose, looked_at, run_checks
-from verify.checks.values.manifest import manifest_verifier
 from verify.evidence.expected import model_of, usable_config
 from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.reading import read_values
@@ -216,8 +215,6 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
         _check_deltas(subject)
     else:
         _refuse_other_formats(subject)
-    if subject.options.manifest_key is not None:
-        subject.once(manifest_verifier)
     if subject.options.rollout_data is not None:
         subject.once(recording_of)
     with suppress(Skip):

@@ -16,12 +16,9 @@ from ckptkit.storage.fingerprint import unchanged
 from ckptkit.transfer.manifest import (
     described_files,
     digests_of,
-    has_digests,
-    refuse_others,
     replaceable_manifest,
     write_manifest,
 )
-from ckptkit.transfer.signature import refuse_signed, sign_manifest, signer
 from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
 
@@ -63,16 +60,11 @@ def make_manifest(
     *,
     hf: str | Path | None = None,
     workers: int | None = None,
-    sign: str | Path | None = None,
 ) -> Path:
     """Writes the manifest of the checkpoint at `path`, HF or Megatron: to `output`, or `ckptkit.json` at its root.
 
     A manifest that has digests is never replaced: `verify` compares with it. One without them, from an earlier version,
     is completed. Returns where it was written. Raises CkptkitError where the checkpoint cannot be opened or read.
-
-    `sign` is the private key that signs it (`ckptkit.transfer.signature`), into a file beside it that ends in `.sig`.
-    Then a manifest that has digests is signed as it stands, once the checkpoint was found to be the one that it
-    describes. Raises CkptkitError where it is not, and where a signature is there already.
     """
     if hf:
         refuse_url(hf)
@@ -84,20 +76,11 @@ def make_manifest(
             f"{path} holds deltas, which have checksums of their own", "convert them, and digest the result"
         )
     target = Path(output) if output else location.root / MANIFEST
-    by = signer(Path(sign)) if sign else None
-    if by is not None:
-        refuse_signed(target)
-    standing = by is not None and has_digests(target)
-    before = {} if standing else replaceable_manifest(target, output is not None, path)
+    before = replaceable_manifest(target, output is not None, path)
     known: dict[str, Any] = {key: before[key] for key in ("source", "lineage", "hf_layout") if key in before}
     with unchanged([location.path]):
         tensors = digests_of(open_checkpoint(path, hf=hf), workers)
         files = described_files(location, [location.root / FOLDER])
-    if standing:
-        refuse_others(target, tensors, files)
-    else:
-        command = before.get("command", ["ckptkit", "manifest", str(path)])
-        write_manifest(target, command, tensors, files, known)
-    if by is not None:
-        sign_manifest(target, by)
+    command = before.get("command", ["ckptkit", "manifest", str(path)])
+    write_manifest(target, command, tensors, files, known)
     return target

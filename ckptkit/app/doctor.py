@@ -23,7 +23,6 @@ SCHEMA = "ckptkit-doctor/1"
 _MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors", "pyyaml": "yaml"} | {
     "zlib-ng": "zlib_ng",
     "megatron-core": "megatron.core",
-    "model-signing": "model_signing",
     "pyopenssl": "OpenSSL",
 }
 # What each part needs beyond ckptkit's own requirements, and what it is for.
@@ -37,7 +36,6 @@ _NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "engine": (("sglang",), "verify --engine [--logits], --update, --release-resume"),
     "ray": (("ray",), "--ray"),
     "remote": (("s3fs", "gcsfs"), "s3:// and gs:// (hf:// needs neither)"),
-    "sign": (("model-signing", "pyopenssl"), "manifest --sign, --verify-signature"),
 }
 PARTS = tuple(_NEEDS)
 _PYTHON_OF = {"engine": "sglang"}  # of a part that is not named as the program in that environment

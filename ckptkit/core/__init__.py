@@ -1,3 +1,1 @@
 """What everything stands on: tensor specs, the checkpoint protocols, plans, errors and printable text."""
-
-MAY_IMPORT = ()

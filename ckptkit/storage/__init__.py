@@ -1,3 +1,1 @@
 """Bytes on disks and at URLs: reading, writing, digests and locks, whatever the bytes mean."""
-
-MAY_IMPORT = ("ckptkit.core",)

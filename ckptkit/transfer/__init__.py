@@ -1,3 +1,1 @@
 """Carries a plan into a destination: the copy loop, the journal to resume from, the rename at the end, the manifest."""
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats")

@@ -20,7 +20,6 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
 from ckptkit.core.printable import printable
-from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import LOADED, Location, is_loaded
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import MAX_HEADER
@@ -161,11 +160,6 @@ def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> 
     return before
 
 
-def has_digests(target: Path) -> bool:
-    """Whether a manifest with digests stands at `target`. Raises CkptkitError where it is not JSON."""
-    return target.exists() and "tensors" in read_json(target)
-
-
 def was_asked(path: Path, asked: Mapping[str, Any]) -> bool:
     """Whether the run that wrote the manifest at `path` was asked for the same (`RunOptions.identity`)."""
     try:
@@ -175,19 +169,6 @@ def was_asked(path: Path, asked: Mapping[str, Any]) -> bool:
     command = content.get("command")
     words = shlex.join(command) if isinstance(command, list) and all(isinstance(one, str) for one in command) else None
     return asked == {"version": content.get("version"), "command": words, "source": content.get(FINGERPRINT)}
-
-
-def refuse_others(path: Path, tensors: Mapping[str, TensorDigest], files: Mapping[str, str]) -> None:
-    """Raises CkptkitError where the manifest at `path` is not that of a checkpoint with these `tensors` and `files`."""
-    promised = read_manifest(path)
-    differ = [name for name in {**promised.tensors, **tensors} if promised.tensors.get(name) != tensors.get(name)]
-    differ += [name for name, digest in promised.files.items() if files.get(name) != digest]
-    differ += [name for name in files if name not in promised.files and is_loaded(Path(name.removeprefix("hf/")))]
-    if differ:
-        raise CkptkitError(
-            f"{path} is not the manifest of this checkpoint, and is not signed: {summarize(differ)}",
-            "`ckptkit verify` with --manifest says what differs",
-        )
 
 
 def write_manifest(
@@ -211,14 +192,6 @@ def write_manifest(
     text = json.dumps(content | {"tensors": {}}, indent=1).removesuffix("{}\n}")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in digests.items())
     write_whole(path, f"{text}{{\n{lines}\n }}\n}}\n" if digests else json.dumps(content, indent=1) + "\n")
-
-
-def digest_of_all(tensors: Mapping[str, TensorDigest]) -> str:
-    """A BLAKE3 that stands for all tensors, in whatever files they lie: of a line of JSON for each, by name."""
-    digest = blake3()
-    for name in sorted(tensors):
-        digest.update(json.dumps([name, *tensors[name].to_json()]).encode() + b"\n")
-    return digest.hexdigest()
 
 
 def read_manifest(path: Path) -> Manifest:

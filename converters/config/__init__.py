@@ -1,3 +1,1 @@
 """Reads an HF config: values under every spelling, and the dimensions of a model."""
-
-MAY_IMPORT = ("ckptkit.core",)

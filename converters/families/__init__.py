@@ -4,12 +4,3 @@ The registry finds every file here and in the folders below.
 
 Each file lists its families in `FAMILIES`.
 """
-
-MAY_IMPORT = (
-    "ckptkit.core",
-    "converters.blocks",
-    "converters.config",
-    "converters.family",
-    "converters.ops",
-    "converters.rules",
-)

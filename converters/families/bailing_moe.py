@@ -21,7 +21,7 @@ from converters.blocks.decoder import (
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer, require_flags, without_windows
-from converters.family import EngineClass, ModelFamily
+from converters.family import ModelFamily
 from converters.ops.basic import Copy, QkvInOne
 from converters.rules import NamePrefix, ParamMapping, decoder
 
@@ -109,6 +109,5 @@ FAMILIES = (
         read_dims,
         mappings,
         release=None,  # no INT4: transformers has no class to hold the list of Linear layers against
-        engines={"sglang": EngineClass(layer_id_since=(0, 5, 23))},
     ),
 )

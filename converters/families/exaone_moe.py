@@ -104,6 +104,6 @@ FAMILIES = (
         carried=("mtp.",),
         fused=FusedExperts(renamed=True),
         release=Release(drafts=_drafts, classes={"Router": "ExaoneMoeTopkRouter"}),
-        engines={"sglang": EngineClass(layer_id_since=(0, 5, 23), keys=_engine_keys)},
+        engines={"sglang": EngineClass(keys=_engine_keys)},
     ),
 )

@@ -105,6 +105,6 @@ FAMILIES = (
             classes={"Router": "HYV3TopKRouter"},
             modules={"mlp.gate": "mlp.router.gate", "mlp.shared_experts": "mlp.shared_mlp"},
         ),
-        engines={"sglang": EngineClass(root=("model.", ".model."), layer_id_since=(0, 5, 23), keys=_engine_keys)},
+        engines={"sglang": EngineClass(root=("model.", ".model."), keys=_engine_keys)},
     ),
 )

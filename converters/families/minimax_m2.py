@@ -98,7 +98,7 @@ FAMILIES = (
         {"slime": partial(_mappings, norm="{}_norm", axis=None)},
         fused=FusedExperts(renamed=True),
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MiniMaxM2TopKRouter"}),
-        engines={"sglang": EngineClass(QKV_GATE_UP, layer_id_since=(0, 5, 23), keys=_sglang_keys)},
+        engines={"sglang": EngineClass(QKV_GATE_UP, keys=_sglang_keys)},
         unlike_transformers=_unlike_transformers,
     ),
 )

@@ -48,6 +48,6 @@ FAMILIES = (
         fused=FusedExperts(renamed=True),
         carried_ends=ROTARY_FREQUENCIES,
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MixtralTopKRouter"}),
-        engines={"sglang": EngineClass(root=("model.", ""), layer_id_since=(0, 5, 23))},
+        engines={"sglang": EngineClass(root=("model.", ""))},
     ),
 )

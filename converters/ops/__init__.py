@@ -1,3 +1,1 @@
 """How the tensors of one rule become one another, and which shapes that gives."""
-
-MAY_IMPORT = ("ckptkit.core", "converters.config")

@@ -66,11 +66,6 @@ EXAMPLES = {
         "a shard that the hub's client received with other bytes than were published",
         "…: expected SHA-256 …, as its blob is called; actual …: other bytes",
     ),
-    "CK119": (
-        "the manifest was changed after it had been signed",
-        "expected a signature of ckptkit.json by the key mine.pub; actual it signs another manifest, or this one was"
-        " changed",
-    ),
     "CK309": (
         "an asymmetric mixture of experts in groups of 32, as slime's converter makes it without --is-symmetric",
         "model.layers.{2..11}.mlp.experts.{0..11}.gate_proj.weight_zero_point: expected groups of at least 64"
@@ -90,11 +85,6 @@ EXAMPLES = {
         "decoder.layers.5.mlp.experts.experts.linear_fc2.weight: expected read by some rank; actual no rank "
         "reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
     ),
-    "CK405": (
-        "an interleaved pipeline of three stages, of which only the last stage's number of layers is given",
-        "decoder.layers.{2..3}.*: expected layers {2..3} of stage 1, chunk 0; actual verl without a bridge "
-        "names them {0..1}",
-    ),
     "CK122": (
         "a delta that was not copied with the others",
         "expected version 3; actual it is missing",
@@ -111,11 +101,6 @@ EXAMPLES = {
     "CK222": (
         "a training step that diverged",
         "model.norm.weight: expected finite numbers; actual 2 elements become NaN or infinite",
-    ),
-    "CK212": (
-        "a square q_proj that was written transposed, in one layer",
-        "model.layers.3.self_attn.q_proj.weight: expected rows and columns of the same size as their counterparts "
-        "(training balances them); actual it looks like q transposed: the correlation would be 0.95 and is 0.04",
     ),
     "CK501": (
         "config.json has a larger vocabulary than the weights",
@@ -144,22 +129,12 @@ EXAMPLES = {
     "CK602": (
         "a rollout of the weights of another step",
         "expected log-probabilities of the engine within 3 times the noise of bfloat16 (mean 0.0154); actual "
-        "7.0 times: mean 0.1087 nats a token, largest 0.481; KL 0.011 (k3), -0.0028 (k1)",
+        "7.0 times: mean 0.1087 nats a token, largest 0.481; KL 0.011 (k3)",
     ),
     "CK603": (
         "prompts that were rendered with another model's chat template",
-        "expected the tokens that were recorded for sample 1: 'p' (83) behind '<bos>hel'; actual 'l' (79) at "
-        "token 4; 1 of 2 prompts differ",
-    ),
-    "CK604": (
-        "fluent text that transformers would not write with these weights",
-        "expected text with a log-probability within 0.5 nats a token of what transformers gives it; actual "
-        "-1.00 a token by SGLang, -1.60 by transformers",
-    ),
-    "CK605": (
-        "an engine that sends the tokens of three layers to other experts",
-        "model.layers.{4,7..8}.mlp.gate.weight: expected the choices of transformers but for 3 times the "
-        "noise of bfloat16 (3.3%); actual up to 40.0% of the choices are other experts",
+        "expected the tokens that were recorded for sample 1; actual 'l' (79) at token 4, recorded 'p' (83) after "
+        "'<bos>hel'; 1 of 2 prompts differ",
     ),
     "CK606": (
         "two tensor parallel ranks, of which one layer's sum is left out",
@@ -364,7 +339,7 @@ def command(check: Any) -> str:
     options = ["--source SRC"] if "source" in check.needs else []
     options += [option for need, option in WITNESSES.items() if need in check.needs]
     # Names that the text of a check gives away: it is skipped without them.
-    named = {"CK119": "--manifest FILE --manifest-key KEY", "CK120": "--manifest FILE"}
+    named = {"CK120": "--manifest FILE"}
     named |= dict.fromkeys(("CK602", "CK603"), "--rollout-data FILE")
     return " ".join(["ckptkit verify CKPT", *options, *([named[check.code]] if check.code in named else [])])
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quant.online.quantizer import OnlineQuantizer
 
-MAY_IMPORT = ("ckptkit.core", "ckptkit.formats", "converters", "quant.formats", "quant.kernels", "quant.selection")
-
 __all__ = ["OnlineQuantizer"]
 
 

@@ -12,7 +12,7 @@ from faults.runs import Injection, Surroundings
 
 WRITING = ("convert to Megatron", "convert to HF", "quantize")
 NOTHING, RESUMABLE, WHOLE, ASIDE = "nothing", "resumable", "whole", "whole as .partial"
-KEPT, REFUSED, FOUND, UNSIGNED = "as it was", "refused", "a finding", "not signed"
+KEPT, REFUSED, FOUND = "as it was", "refused", "a finding"
 FULL = "disk full"
 _ALWAYS = 1 << 30
 
@@ -155,7 +155,6 @@ def _surroundings() -> Iterator[Cell]:
 
 
 READING = ("verify", "diff", "inspect", "manifest", "preflight")
-SIGN, JUDGE = "manifest --sign", "manifest --verify-signature"
 _OF_OUTPUT = (
     (FULL, "write", errno.ENOSPC, "No space left"),
     ("write fails", "write", errno.EIO, "Input/output"),
@@ -219,28 +218,4 @@ def _streams() -> Iterator[Cell]:
         yield Cell(fault, verb, "end", WHOLE, code, said, given=Surroundings(stdout))
 
 
-def _signing() -> Iterator[Cell]:
-    outputs = (("manifest", "*/.made.json.????????.tmp", KEPT), ("signature", "*/.made.json.sig.*", UNSIGNED))
-    for phase, pattern, left in outputs:
-        for fault, call, number, said in _OF_OUTPUT:
-            yield Cell(fault, SIGN, phase, left, 2, said, Injection(call, pattern, "error", number))
-        met = Injection("rename", pattern, "signal", signal.SIGKILL, 1, 1)
-        yield Cell("SIGKILL", SIGN, phase, left, -9, "", met)
-    for phase, pattern in (("manifest", "*/signed.json"), ("signature", "*/signed.json.sig"), ("key", "*/key.pub")):
-        for fault, call, number, said in (
-            ("read fails", "read", errno.EIO, "Input/output"),
-            ("permission lost", "open", errno.EACCES, "Permission denied"),
-        ):
-            outcome, code = (FOUND, 1) if phase == "signature" else (REFUSED, 2)
-            yield Cell(fault, JUDGE, phase, outcome, code, said, Injection(call, pattern, "error", number))
-    weights = "*/release/*.distcp"
-    read = Injection("read", weights, "error", errno.EIO, 5)
-    yield Cell("read fails", JUDGE, "weights", FOUND, 1, "Input/output", read)
-    change = Injection("read", weights, "rewrite", 0, 20, 1)
-    yield Cell("source rewritten", JUDGE, "weights", REFUSED, 2, "changed while it was read", change, changes=True)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        met = Injection("read", weights, "signal", number, 5, 1)
-        yield Cell(number.name, JUDGE, "weights", REFUSED, 128 + number, _OF_SIGNAL[number], met)
-
-
-CELLS = [*_writing(), *_reading(), *_signing(), *_surroundings(), *_streams()]
+CELLS = [*_writing(), *_reading(), *_surroundings(), *_streams()]

@@ -23,7 +23,6 @@ _IMPORTS = (
     *("torch", "torch.distributed.checkpoint", "safetensors.torch", "compressed_tensors", "transformers"),
     *("ckptkit.app.api", "ckptkit.app.conversion", "ckptkit.app.execute", "ckptkit.app.inspection", "numba"),
     *("quant.lint.lint", "quant.kernels.cpu", "quant.kernels.cpu_kernel", "quant.planner", "converters.planner"),
-    *("model_signing.signing", "model_signing.verifying"),
     *("ckptkit.app.cli.conversion", "ckptkit.app.cli.comparison", "ckptkit.app.cli.inspection"),
     *("ckptkit.app.cli.verification", "verify.run", "verify.launch.preflight", "verify.diff.diff", "verify.diff.text"),
     *("verify.reports", "verify.reports.render", "verify.reports.html", "verify.triage.triage", "verify.triage.text"),

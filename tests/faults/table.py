@@ -1,4 +1,4 @@
-"""The table of docs/faults.md, made of the cells: `python -m faults.table` writes it."""
+"""The table of lab/faults.md, made of the cells: `python -m faults.table` writes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from faults.cells import CELLS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/faults.md"
+PAGE = Path(__file__).resolve().parents[2] / "lab/faults.md"
 BEGIN, END = "<!-- cells -->\n", "<!-- end of cells -->\n"
 
 

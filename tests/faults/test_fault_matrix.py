@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from support.fixture_types import PathOf
-from support.keys import write_keys
 from support.models import content
 from support.nightly import daily
 
@@ -19,13 +18,10 @@ from faults.cells import (
     ASIDE,
     CELLS,
     FOUND,
-    JUDGE,
     KEPT,
     NOTHING,
     REFUSED,
     RESUMABLE,
-    SIGN,
-    UNSIGNED,
     WHOLE,
     WRITING,
     Cell,
@@ -58,11 +54,6 @@ class Place:
             "diff": ["diff", megatron, hf],
             "inspect": ["inspect", hf],
             "manifest": ["manifest", megatron, "--output", work / "made.json", "--workers", 1],
-            SIGN: ["manifest", megatron, "--output", work / "made.json", "--sign", "--key", source / "key"],
-            JUDGE: [
-                *("manifest", megatron, "--output", source / "signed.json"),
-                *("--verify-signature", "--key", source / "key.pub"),
-            ],
             "lint --fix": ["lint", work / "int4", "--fix"],
             "preflight": ["preflight", "--hf-checkpoint", hf, "--ref-load", megatron],
             "triage": ["triage", source / "log"],
@@ -105,11 +96,9 @@ def place(releases: PathOf) -> Iterator[Place]:
             for file in (found.source / "hf").iterdir():
                 file.chmod(0o644)  # safetensors lets nobody else read what it writes
             (found.source / "log").write_text("nothing to see\n")
-            write_keys(found.source / "key", found.source / "key.pub")
             for words in (
                 ["convert", "hf", "megatron", "--max-shard-size", "300KB"],
                 ["quantize", "hf", "int4", "--group-size", 32],
-                ["manifest", "megatron", "--output", "signed.json", "--sign", "--key", "key"],
             ):
                 done = running.run(words, found.source)
                 assert done.code == 0, done.stderr
@@ -139,9 +128,6 @@ def test_fault_leaves_what_its_cell_says(place: Place, cell: Cell, tmp_path: Pat
             _check_written(place, cell, work, words, done, whole)
         else:
             _check_beside(cell, content(work), before, whole)
-            if cell.outcome == UNSIGNED:
-                assert place.server.run(words, work).code == 0
-                assert content(work).keys() >= whole.keys()
 
 
 def _check_written(place: Place, cell: Cell, work: Path, words: list[object], done: Done, whole: Content) -> None:
@@ -177,8 +163,6 @@ def _check_beside(cell: Cell, after: Content, before: Content, whole: Content) -
     seen = {name: one for name, one in after.items() if cell.code >= 0 or not Path(name).name.startswith(".")}
     if cell.outcome in (WHOLE, FOUND):
         assert seen.keys() == whole.keys()
-    elif cell.outcome == UNSIGNED:
-        assert seen.keys() == {"made.json"}
     elif cell.verb == "lint --fix":
         original = seen.pop("int4/config.json.orig", before["int4/config.json"])
         assert original == before["int4/config.json"]

@@ -1,4 +1,4 @@
-"""docs/faults.md has the cells that are tested, and tests that exist."""
+"""lab/faults.md has the cells that are tested, and tests that exist."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Fuzzing of every parser of what others wrote: `make fuzz`. docs/security-testing.md says what it has found."""
+"""Fuzzing of every parser of what others wrote: `make fuzz`. lab/security-testing.md says what it has found."""

@@ -17,7 +17,6 @@ from unittest.mock import patch
 from zipfile import ZIP_STORED, ZipFile
 
 import safetensors
-from cryptography.exceptions import InvalidSignature
 
 from ckptkit.core import json_text
 from ckptkit.core.errors import CkptkitError
@@ -31,7 +30,6 @@ from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_file import SavedFile
 from ckptkit.transfer.manifest import read_manifest
-from ckptkit.transfer.signature import signature_fault, signature_of
 from converters.planner import dims_of, mappings_of, rules_of
 from quant.patterns.entries import check_entries, matcher
 from verify.launch.job import Launch
@@ -203,24 +201,6 @@ def _manifest(folder: Path) -> Unit:
     return unit
 
 
-class _AnotherKey:
-    """What `verifier` makes: here every signature is that of another key."""
-
-    def verify(self, manifest: Path, signature: Path) -> None:
-        raise InvalidSignature
-
-
-def _signature(folder: Path) -> Unit:
-    manifest = folder / "ckptkit.json"
-    manifest.write_text("{}")
-
-    def unit(data: bytes) -> None:
-        signature_of(manifest).write_bytes(data)
-        assert signature_fault(manifest, _AnotherKey())
-
-    return unit
-
-
 def _patterns(_: Path) -> Unit:
     def unit(data: bytes) -> None:
         entry, *names = data.decode(errors="replace").split("\n")
@@ -305,7 +285,6 @@ TARGETS: dict[str, Target] = {
     "metadata": Target(_metadata, largest=4096),
     "tracker": Target(_tracker, largest=300),
     "manifest": Target(_manifest, is_json=True),
-    "signature": Target(_signature, is_json=True, largest=4096),
     "patterns": Target(_patterns, largest=120),
     "config": Target(_config, is_json=True),
     "shell": Target(_shell, largest=512),

@@ -44,7 +44,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 # What SGLang's class does not compute: biases of the MLP, which the witness names, and windows of Mistral and Phi-3.
 WITHOUT = ["llama-biases", "mistral-window", "phi3-tied-window"]
 # Experts are chosen by softmax scores without their bias, for which SGLang's kernel has no argument: six times as far
-# from float32 as transformers in bfloat16, and as far as transformers without the bias (docs/sglang-versions.md).
+# from float32 as transformers in bfloat16, and as far as transformers without the bias (lab/sglang-versions.md).
 WITHOUT_BIAS = ["ernie4_5_moe"]
 # What SGLang says where it does not build the model.
 SAID = {

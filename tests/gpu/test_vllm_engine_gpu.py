@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 ALL = frozenset({"vllm", "engine", "update", "release-resume", "logits"})
-CODES = ("CK511", "CK512", "CK513", "CK601", "CK604")
+CODES = ("CK511", "CK512", "CK513", "CK601")
 
 
 def live(report: Report) -> dict[str, tuple[str, str | None]]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from families import CASES, case
 from support.deltas import publish, trained
-from support.keys import write_keys
 from support.models import tensors
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -47,7 +46,6 @@ COMMANDS: dict[str, dict[str, str]] = {
         "arguments": "inspect in --megatron-args",
         "convert": "convert in out/megatron",
         "quantize": "quantize in out/int4 --group-size 32",
-        "card": "card in --output out/card.md",
         "preflight": "preflight --hf-checkpoint in",
         **{name: f"hook {name} in {{sound}}/hf" for name in ("after_init", "after_write", "verl")},
     },
@@ -80,7 +78,6 @@ COMMANDS: dict[str, dict[str, str]] = {
         "verify": "verify in --manifest in/ckptkit.json",
         "convert": "convert in out/megatron",
     },
-    "signature": {"manifest": "manifest in --verify-signature --key in/key.pub"},
     "ignore": {"quantize": "quantize {sound}/hf out/int4 --group-size 32 --ignore {pattern}"},
     "script": {"preflight": "preflight in/run.sh"},
     "yaml": {"preflight": "preflight in/job.yaml"},
@@ -104,9 +101,6 @@ def make_bases(root: Path) -> None:
     publish(root / "deltas", 1, old, trained(old, 1))
     linked(root / "hf", root / "manifest")
     make_manifest(root / "manifest")
-    linked(root / "manifest", root / "signature")
-    write_keys(root / "key", root / "signature" / "key.pub")
-    make_manifest(root / "signature", sign=root / "key")
     texts = {"script/run.sh": SCRIPT.format(sound=root), "log/log.txt": "iteration 1\n", "yaml/job.yaml": _yaml(root)}
     for name, text in texts.items():
         (root / name).parent.mkdir()

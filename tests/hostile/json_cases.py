@@ -201,9 +201,6 @@ def cases() -> Iterator[Case]:
     for what in ("nested lists", "key twice", "UTF-16", "python", "million zeros"):
         few = ("verify", "preflight")
         yield Case(f"tokenizer is {what}", "hf", partial(_text, "tokenizer.json", TEXTS[what]), "tokenizer", few, few)
-        yield Case(
-            f"signature is {what}", "signature", partial(_text, "ckptkit.json.sig", TEXTS[what]), "ckptkit.json.sig"
-        )
     for key, value in VALUES.items():
         verbs = ("convert", "quantize", "arguments", "verify", "preflight", "after_init", "verl")
         passing = verbs if key in _HARMLESS else ()

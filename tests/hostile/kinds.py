@@ -37,8 +37,6 @@ FILES: dict[str, File] = {
     "distcp": ("megatron", "release/__0_0.distcp", ("convert", "verify", "diff", "manifest"), ()),
     "common": ("megatron", "release/common.pt", ("inspect", "convert", "verify", "preflight"), ("convert",)),
     "manifest": ("manifest", "ckptkit.json", None, ()),
-    "signature": ("signature", "ckptkit.json.sig", None, ()),
-    "public key": ("signature", "key.pub", None, ()),
     "legacy rank": ("legacy", "mp_rank_00/model_optim_rng.pt", None, ()),
     "launch script": ("script", "run.sh", None, ()),
     "YAML": ("yaml", "job.yaml", None, ()),

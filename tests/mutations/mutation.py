@@ -33,7 +33,7 @@ def level_of(code: str) -> Level:
 class Mutation:
     """One way to be wrong, and what `verify` must say of it.
 
-    `imitates` says what happened, in a sentence; `modes` are rows of docs/failure-modes.md, `references` threads.
+    `imitates` says what happened, in a sentence; `modes` are rows of lab/failure-modes.md, `references` threads.
     `on` gives for each checkpoint (`starts.LABELS`) the place that `damage` breaks. `code` must be found there with at
     least this `severity`, and `level` is the cheapest of all codes found. It is run with `--source`, the clean release,
     where the level or `with_source` says so, and with the clean checkpoint's manifest where `with_manifest` says so.

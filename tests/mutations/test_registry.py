@@ -17,7 +17,7 @@ from mutations.starts import MODELS, Starts, labels
 from verify.check import all_checks
 from verify.report import Finding, Report
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "failure-modes.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "lab" / "failure-modes.md"
 MODES = [f"F{number}" for number in range(1, 31)]
 # What files cannot show, and what is not a defect of a checkpoint.
 WITHOUT_MUTATION = {"F11", "F16", "F17", "F26"}
@@ -38,7 +38,7 @@ def other_epsilon(path: Path, place: str) -> None:
 
 
 def rows() -> dict[str, list[str]]:
-    """What docs/failure-modes.md says of every mode: what goes wrong, its checks, its mutations."""
+    """What lab/failure-modes.md says of every mode: what goes wrong, its checks, its mutations."""
     modes = re.split(r"^\*\*(F\d+)\.\*\*", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]
     return {
         mode: [" ".join(part.split()) for part in re.split(r"\n- (?:Checks|Mutations|Reports): ", text)[:3]]

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from difflib import unified_diff
 from pathlib import Path
@@ -34,7 +34,6 @@ from quant.selection.readers import RULES
 from quant.selection.reading import read_all
 from releases.header_only import write
 from releases.record import Release, load
-from verify.reports.card import dtype_counts
 from verify.run import verify
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/cards"
@@ -59,7 +58,7 @@ KNOWN = {
     "class": "transformers' class",
 }
 WORKERS = 8
-_PROCESS = 600_000_000  # docs/scale.md: Python, torch and their libraries, and 1 KB a tensor for the plan
+_PROCESS = 600_000_000  # lab/scale.md: Python, torch and their libraries, and 1 KB a tensor for the plan
 _PER_TENSOR = 1000
 
 
@@ -74,6 +73,11 @@ def card(release: Release, path: str | Path) -> str:
     with tempfile.TemporaryDirectory() as empty:
         lines = [*_head(release, facts), *_megatron(path, Path(empty)), *_int4(path, Path(empty))]
     return "\n".join(lines) + "\n"
+
+
+def dtype_counts(dtypes: Iterable[str]) -> str:
+    """`34 bfloat16, 2 float32`."""
+    return ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(Counter(dtypes).items()))
 
 
 def _head(release: Release, facts: dict[str, Any]) -> Iterator[str]:

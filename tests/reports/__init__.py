@@ -1,4 +1,4 @@
-"""Public bug reports, each rebuilt as a small case with a sound twin: docs/reports.md and its test are made of them."""
+"""Public bug reports, each rebuilt as a small case with a sound twin: lab/reports.md and its test are made of them."""
 
 from __future__ import annotations
 

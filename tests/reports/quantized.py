@@ -390,7 +390,7 @@ REPORTS = (
         "qwen2-untied/",
         prepare=_fp8,
         verdict="sound",
-        reason="each is within half a step; CK305 notes whose formula made a file, and `quantize --rounding` has all",
+        reason="each is within half a step, and `quantize --rounding` has all",
     ),
     Report(
         "vllm#53709",

@@ -1,4 +1,4 @@
-"""docs/reports.md, made of the reports: `make reports` writes it, a test compares it."""
+"""lab/reports.md, made of the reports: `make reports` writes it, a test compares it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from reports import REPORTS
 from reports.report import Report, Verdict
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reports.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "lab" / "reports.md"
 _INTRODUCTION = """# Public bug reports, rebuilt
 What ckptkit says of bugs that others have had. Each row is a public issue or pull request of {first} to {last} in which
 weights, a config or a launch went wrong between HF, Megatron, INT4 and an engine, mostly silently. It is rebuilt as a

@@ -1,4 +1,4 @@
-"""Each public report is found by its command, its sound twin is silent, and docs/reports.md says what is found."""
+"""Each public report is found by its command, its sound twin is silent, and lab/reports.md says what is found."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ from ckptkit.app.cli import cli
 from support.processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/cards").glob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", *(page for folder in ("docs", "docs/cards", "lab") for page in (ROOT / folder).glob("*.md"))]
+)
 _BLOCK = re.compile(
     r"(?:<!-- (?P<mark>(?:not )?run)(?: without (?P<without>--[\w-]+))?(?:: (?P<reason>.+?))? -->\n)?"
     r"^ *```(?P<kind>\w*)\n(?P<text>.*?)^ *```$",

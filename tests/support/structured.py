@@ -1,4 +1,4 @@
-"""A small model whose weights have the structure that training leaves, made by hand; and mistakes to plant in it.
+"""A small model whose weights have the structure that training leaves, made by hand.
 
 What training balances is put there from its reason: rows and columns that answer each other get one random size, those
 that do not get sizes of their own. Norms, residual channels and rotary frequencies vary alike in all layers.
@@ -7,7 +7,7 @@ that do not get sizes of their own. Norms, residual channels and rotary frequenc
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -106,43 +106,3 @@ def save(tensors: Tensors, path: Path, *, tokenizer: bool = False) -> Path:
         made.save(str(path / "tokenizer.json"))
         (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return path
-
-
-def interleaved(tensor: Tensor, head: int) -> Tensor:
-    """Rows of heads whose two halves are taken in turn."""
-    return tensor.reshape(-1, 2, head // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape).contiguous()
-
-
-def random_like(tensor: Tensor) -> Tensor:
-    """Random numbers of the same standard deviation."""
-    made = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(9)) * tensor.float().std()
-    return made.to(tensor.dtype)
-
-
-def mistakes(
-    layer: int, head: int, router: str, expert: tuple[str, str]
-) -> dict[str, tuple[str, Callable[[Tensors], Tensors]]]:
-    """By name: what a finding says, and which tensors a mistake in a layer changes to what.
-
-    `router` and `expert` (gate and up of one) are what the model calls them inside a layer.
-    """
-    whole = f"model.layers.{layer}."
-    q, k, v, o = (f"{whole}self_attn.{part}_proj.weight" for part in "qkvo")
-    first, second = (f"{whole}{which}_layernorm.weight" for which in ("input", "post_attention"))
-    gate, up = (whole + name for name in expert)
-
-    def exchanged(one: str, other: str) -> Callable[[Tensors], Tensors]:
-        return lambda tensors: {one: tensors[other], other: tensors[one]}
-
-    return {
-        "router": ("random numbers", lambda t: {whole + router: random_like(t[whole + router])}),
-        "gate and up": ("gate and up exchanged", exchanged(gate, up)),
-        "k and v": ("k and v exchanged", exchanged(k, v)),
-        "q and o": ("q and o exchanged", exchanged(q, o)),
-        "q": ("q transposed", lambda t: {q: t[q].T.contiguous()}),
-        "o": ("o transposed", lambda t: {o: t[o].T.contiguous()}),
-        "norms": ("the two look exchanged", exchanged(first, second)),
-        "norm": ("less 1", lambda t: {first: t[first] - 1}),
-        "rotary": ("interleaved", lambda t: {name: interleaved(t[name], head) for name in (q, k)}),
-        "random q": ("random numbers", lambda t: {q: random_like(t[q])}),
-    }

@@ -1,3 +1,1 @@
 """One function a check, by subject."""
-
-MAY_IMPORT = ()

@@ -17,7 +17,6 @@ from converters.experts import is_fused, unfuse
 from converters.megatron.legacy import LegacyCheckpoint
 from verify.evidence.extremes import Extremes, as_integers, digest_of, extremes, same_bytes
 from verify.evidence.plain import as_release
-from verify.evidence.plausible.profile import Profile, profile_of
 from verify.evidence.subject import Subject
 
 if TYPE_CHECKING:
@@ -55,7 +54,6 @@ class Values:
     only_source: list[str] = field(default_factory=list)
     only_here: list[str] = field(default_factory=list)
     source_names: dict[bytes, str] = field(default_factory=dict)  # by digest
-    profiles: dict[str, Profile] = field(default_factory=dict)
 
     def add(self, part: Values) -> None:
         """Takes in what was found of other tensors."""
@@ -64,7 +62,6 @@ class Values:
         self.differences |= part.differences
         self.compared |= part.compared
         self.source_names |= part.source_names
-        self.profiles |= part.profiles
 
 
 def as_hf_view(checkpoint: Checkpoint, where: Path, release: Collection[str] = ()) -> Checkpoint:
@@ -130,8 +127,6 @@ def look(checkpoint: Checkpoint, source: Checkpoint | None, names: Sequence[str]
     origin = source.read([name for name in found if name in source.specs]) if source is not None else {}
     for name, tensor in found.items():
         values.stats[name] = extremes(tensor)
-        if (profile := profile_of(name, tensor)) is not None:
-            values.profiles[name] = profile
         if name in origin:
             _compare(name, tensor, origin[name], values)
     return values

@@ -11,8 +11,6 @@ from ckptkit.storage.whole import write_whole
 from verify.report import Report
 from verify.reports.destination import FORMATS, fault_of
 
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "verify.check", "verify.evidence", "verify.report")
-
 __all__ = ["FORMATS", "fault_of", "text_of", "write_report"]
 
 

@@ -2,5 +2,3 @@
 
 core` alone. Each table of symptoms is a file; `scan` goes through the lines.
 """
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage")

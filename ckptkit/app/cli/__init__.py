@@ -26,17 +26,6 @@ from ckptkit.core.errors import CkptkitError, MissingDependencyError, memory_for
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert, program_version, refuse_shadowed
 from ckptkit.core.printable import printable
 
-MAY_IMPORT = (
-    "ckptkit.core",
-    "ckptkit.storage",
-    "ckptkit.formats",
-    "ckptkit.transfer",
-    "ckptkit.app",
-    "converters",
-    "quant",
-    "verify",
-)
-
 _MODULES = {
     "convert": "conversion",
     "diff": "comparison",
@@ -45,7 +34,6 @@ _MODULES = {
     "lint": "inspection",
     "manifest": "inspection",
     "verify": "verification",
-    "card": "verification",
     "preflight": "verification",
     "triage": "comparison",
     "explain": "explanation",

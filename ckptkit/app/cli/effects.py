@@ -55,7 +55,6 @@ _VERIFYING: Sequence[Rule] = (
     ),
     Needs(("megatron_python",), ("against_megatron",), "add --against-megatron, or leave it out"),
     Needs(("dp_attention",), ("tp",), "add --tp: a single rank keeps attention whole as it is"),
-    Needs(("manifest_key",), ("manifest",), "add --manifest FILE, whose signature is verified with the key"),
     Needs(("adapter",), ("source",), "add --source BASE, which it was merged into"),
     Needs(("rollout_temperature",), ("rollout_data",), "add --rollout-data FILE, which was sampled at it"),
 )
@@ -77,20 +76,8 @@ RULES: Mapping[str, Sequence[Rule]] = {
         ),
     ),
     "quantize": (*_GLOBAL, *_WRITING),
-    "manifest": (
-        *_GLOBAL,
-        Excludes(("sign", "judge"), "these are two runs, with two keys"),
-        Excludes(("judge", "workers"), "leave --workers out: what is verified is read as `ckptkit verify` does"),
-        Needs(("key",), ("sign", "judge"), "add the one that the key is for"),
-        Needs(("sign", "judge"), ("key",), "add --key FILE, a PEM file"),
-    ),
+    "manifest": _GLOBAL,
     "verify": (*_GLOBAL, _SHOWN, *_VERIFYING),
-    "card": (
-        *_GLOBAL,
-        *_VERIFYING,
-        Needs(("key",), ("sign",), "add --sign, which the key is for"),
-        Needs(("sign",), ("key",), "add --key FILE, a PEM file"),
-    ),
     "preflight": (
         *_GLOBAL,
         _SHOWN,
@@ -110,7 +97,6 @@ RULES: Mapping[str, Sequence[Rule]] = {
 
 # Options whose effect hangs on what lies at the paths: the run refuses them once it has looked.
 OF_CONTENT: Mapping[str, frozenset[str]] = {
-    "card": frozenset({"hf"}),
     "convert": frozenset({"hf", "dialect", "quantization", "merge", "dtype"}),
     "diff": frozenset({"hf"}),
     "inspect": frozenset({"hf"}),

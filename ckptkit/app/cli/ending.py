@@ -22,7 +22,6 @@ CLOSED: Mapping[str, str] = {
     "convert": "`verify` with the source",
     "quantize": "`verify` with the source",
     "verify": "under --json `explain` of the first finding, which the text has itself",
-    "card": "`verify` of a copy",
     "preflight": "under --json `explain` of the first finding, which the text has itself",
     "lint": "`lint --fix` where that changes the list; after it `verify`",
     "manifest": "`verify` of a copy",
@@ -54,13 +53,6 @@ def end_report(report: Report, as_json: bool, files: Sequence[Path]) -> None:
     closing("; ".join(lines) or _DONE, after)
 
 
-def end_card(page: Path, is_signed: bool) -> None:
-    """Ends `card`, which wrote a page and its JSON."""
-    digests = page.with_suffix(".json")
-    after = ["ckptkit", "verify", "COPY", "--manifest", str(digests), *["--manifest-key", "PUBLIC.pem"] * is_signed]
-    closing(f"card in {page}, digests in {digests}", shlex.join(after))
-
-
 def end_lint(report: LintReport, as_json: bool) -> None:
     """Ends `lint`."""
     after: list[str] = []
@@ -71,12 +63,12 @@ def end_lint(report: LintReport, as_json: bool) -> None:
     end(f"{report.packed} of {report.tensors} matrices are INT4", as_json, after)
 
 
-def end_manifest(target: Path, is_signed: bool) -> None:
-    """Ends `manifest`, which wrote or signed the file `target`."""
+def end_manifest(target: Path) -> None:
+    """Ends `manifest`, which wrote the file `target`."""
     from ckptkit.core.specs import TensorSpec
     from ckptkit.transfer.manifest import read_manifest
 
     tensors = read_manifest(target).tensors
     nbytes = sum(TensorSpec(name, one.shape, one.dtype).nbytes for name, one in tensors.items())
-    after = ["ckptkit", "verify", "COPY", "--manifest", str(target), *["--manifest-key", "PUBLIC.pem"] * is_signed]
+    after = ["ckptkit", "verify", "COPY", "--manifest", str(target)]
     closing(f"digested {len(tensors)} tensors, {size(nbytes)}", shlex.join(after))

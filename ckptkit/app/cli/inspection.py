@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -121,37 +120,17 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
 @click.option(
     "--output",
     type=common.PATH,
-    help="Where to write it, or where it is with --verify-signature. [default: ckptkit.json at the root of PATH]",
+    help="Where to write it. [default: ckptkit.json at the root of PATH]",
 )
-@click.option(
-    "--sign", is_flag=True, help="Also sign it with --key, into a file beside it that ends in .sig (model-signing)."
-)
-@click.option(
-    "--verify-signature",
-    "judge",
-    is_flag=True,
-    help="Write nothing: verify its signature with --key, and PATH against its digests.",
-)
-@click.option("--key", type=common.PATH, help="PEM file: the private key of --sign, the public one of the other.")
 @common.local_hf
 @common.workers
-def manifest(
-    path: Path, output: Path | None, sign: bool, judge: bool, key: Path | None, hf: Path | None, workers: int | None
-) -> None:
+def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | None) -> None:
     """Write a digest of every tensor and side file of PATH, HF or Megatron.
 
-    `verify --manifest` proves a copy with it, with no source at hand. Signed, it also says who made it.
+    `verify --manifest` proves a copy with it, with no source at hand.
     """
-    if not judge:
-        from ckptkit.app.api import make_manifest
+    from ckptkit.app.api import make_manifest
 
-        written = make_manifest(path, output, hf=hf, workers=workers, sign=key)
-        echo(str(written))
-        end_manifest(written, sign)
-        return
-    from ckptkit.app.cli.verification import print_report
-    from ckptkit.formats.detect import MANIFEST, locate
-    from verify.run import verify
-
-    report = verify(path, hf=hf, manifest=output or locate(path).root / MANIFEST, manifest_key=key, command=sys.argv)
-    print_report(report, as_json=False, strict=False, reports=())
+    written = make_manifest(path, output, hf=hf, workers=workers)
+    echo(str(written))
+    end_manifest(written)

@@ -23,7 +23,6 @@ GROUPS = {
     },
     "Prove": {
         "verify": "ckptkit verify qwen3-int4 --source qwen3 --against-sglang",
-        "card": "ckptkit card qwen3-int4 --source qwen3 --against-sglang",
         "diff": "ckptkit diff qwen3-trained qwen3",
         "lint": "ckptkit lint qwen3-int4",
         "manifest": "ckptkit manifest qwen3-int4",

@@ -1,16 +1,15 @@
-"""The verbs that judge: `verify`, `card` and `preflight`."""
+"""The verbs that judge: `verify` and `preflight`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.app.cli import options as common
-from ckptkit.app.cli.ending import end_card, end_report
+from ckptkit.app.cli.ending import end_report
 from ckptkit.app.cli.output import echo, echo_json, saying
 from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
 from ckptkit.core.progress import phase
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from verify.report import Report
 
 
-# What is verified, and how: of `verify` and of `card`.
+# What `verify` looks at, and how.
 _asking = common.together(
     click.argument("checkpoint", type=common.PATH),
     click.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared."),
@@ -69,11 +68,6 @@ _asking = common.together(
         "--manifest",
         type=common.PATH,
         help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.",
-    ),
-    click.option(
-        "--manifest-key",
-        type=common.PATH,
-        help="... and is signed with the private key of this public one (`ckptkit manifest --sign`).",
     ),
     common.parallel,
     click.option(
@@ -123,49 +117,6 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
     pythons = common.pythons_of({f"{name}_python": options.pop(f"{name}_python") for name in common.PROGRAMS})
     asked = {one.name: options.pop(one.option.removeprefix("--").replace("-", "_")) for one in WITNESSES}
     return options | {"against": frozenset(name for name, wanted in asked.items() if wanted), "pythons": pythons}
-
-
-@click.command(cls=Verb, short_help="Write what verify finds as a page to publish.")
-@_asking
-@click.option(
-    "--output",
-    type=common.PATH,
-    default=Path("card.md"),
-    show_default=True,
-    help="The page; beside it, with the ending .json, the report with a digest of every tensor and side file.",
-)
-@click.option("--sign", is_flag=True, help="Also sign the JSON with --key, into a file beside it that ends in .sig.")
-@click.option("--key", type=common.PATH, help="PEM file: the private key of --sign.")
-@common.strict
-def card(
-    checkpoint: Path, readers: tuple[str, ...], output: Path, key: Path | None, strict: bool, **options: Any
-) -> None:
-    """Write an audit card of CHECKPOINT: what `verify` finds with these options, as a page that others can publish.
-
-    It says what was compared with what, by which versions, in which time and memory, and the command that repeats it.
-    With its JSON `verify --manifest` proves a copy; signed, that also says who vouches for it.
-    """
-    options.pop("sign")
-    asked = _asked(options)
-    with phase("loading ckptkit and torch"):
-        from verify.card import make_card
-
-    command = ["ckptkit", *_repeated(sys.argv[1:])]
-    report = make_card(checkpoint, output, command=command, sign=key, readers=readers or None, **asked)
-    _show(report, every=False)
-    end_card(output, key is not None)
-    _exit(report, strict)
-
-
-def _repeated(words: Sequence[str]) -> list[str]:
-    """The words of a command line, less the key and where the card is written."""
-    kept, rest = [], iter(words)
-    for word in rest:
-        if word in ("--output", "--key"):
-            next(rest)
-        elif word != "--sign" and not word.startswith(("--output=", "--key=")):
-            kept.append(word)
-    return kept
 
 
 @click.command(cls=LaunchVerb, short_help="Check a launch against its checkpoints, before the job.")

@@ -2,5 +2,3 @@
 
 Only `ckptkit.app.hooks` and `ckptkit.hooks` import it.
 """
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "ckptkit.transfer", "converters", "verify")

@@ -68,7 +68,7 @@ class WeightSyncCheck:
     was recorded (a checksum of 64 bits, of vLLM's own checker 256); engines that keep weights alike hold the same;
     other parameters changed if and only if what was sent for them did. What it does not: that the trainer recorded the
     right values under the right names, and that the engine computes with a parameter as its name says. `ckptkit verify`
-    and CK604 are for that.
+    is for that.
 
     The first check learns how each kind of parameter is cut. A kind of which no layer is found there is compared by
     change only, and said on standard error once. So the first check must not be the first time that something can be

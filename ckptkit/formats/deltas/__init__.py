@@ -1,3 +1,1 @@
 """Weight updates that slime, miles and vime publish as changed bytes, and their replay onto a full checkpoint."""
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats")

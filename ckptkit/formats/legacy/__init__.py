@@ -1,3 +1,1 @@
 """Megatron's legacy `torch` format: the files of every rank."""
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.formats")

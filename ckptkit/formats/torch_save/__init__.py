@@ -1,3 +1,1 @@
 """Files that torch.save wrote: the zip archive, its pickle read without running anything, and its tensors."""
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage")

@@ -2,12 +2,3 @@
 
 Each says in `ModelFamily.unwitnessed` what megatron-core lacks.
 """
-
-MAY_IMPORT = (
-    "ckptkit.core",
-    "converters.blocks",
-    "converters.config",
-    "converters.family",
-    "converters.ops",
-    "converters.rules",
-)

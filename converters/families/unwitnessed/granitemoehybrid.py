@@ -160,7 +160,7 @@ FAMILIES = (
         ),
         # No release that was read has `layer_id`.
         engines={
-            "sglang": EngineClass(("qkv_proj",), inside=_IN_ENGINES, layer_id_since=(1,), keys=_sglang_keys),
+            "sglang": EngineClass(("qkv_proj",), inside=_IN_ENGINES, keys=_sglang_keys),
             "vllm": EngineClass(inside=_IN_ENGINES),
         },
         unwitnessed=Unwitnessed(

@@ -13,7 +13,7 @@ from ckptkit.core.printable import shortened
 from converters.blocks.decoder import attention, embeddings, full_qk_norms, moe_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, require_flags
-from converters.family import EngineClass, ModelFamily, Release, Unwitnessed
+from converters.family import ModelFamily, Release, Unwitnessed
 from converters.rules import ParamMapping
 
 
@@ -57,7 +57,6 @@ FAMILIES = (
         mappings,
         release=Release(classes={"Router": "OlmoeTopKRouter"}),
         # No release that was read has it.
-        engines={"sglang": EngineClass(layer_id_since=(1,))},
         unwitnessed=Unwitnessed("its norms of q and k run over all heads, Megatron's over one", "Megatron-Bridge"),
     ),
 )

@@ -27,8 +27,6 @@ ALWAYS = {
     "manifest": "output workers",
     "verify": "source against_megatron against_sglang against_vllm engine update release_resume logits rollout_data "
     "manifest tp pp ep etp readers ray every reports strict as_json",
-    "card": "source against_megatron against_sglang against_vllm engine update release_resume logits rollout_data "
-    "manifest tp pp ep etp readers ray output strict",
     "preflight": "every hf_checkpoint load ref_load tp pp ep reports strict as_json",
     "diff": "exact as_json",
     "triage": "as_json",
@@ -117,7 +115,7 @@ def test_options_that_exclude_each_other_are_refused_together(
     monkeypatch.chdir(tmp_path)
     own = options_of(verb)
     words = [word for name in rule.options if name in own for word in words_of(own[name])]
-    beside = ["--quantize", "w4a16"] if verb == "convert" else ["--key", "k"] if verb == "manifest" else []
+    beside = ["--quantize", "w4a16"] if verb == "convert" else []
     assert rule.hint in parse(verb, *words, *beside)
 
 
@@ -147,7 +145,7 @@ def test_flags_that_all_verbs_have_go_before_and_behind_the_verb(verb: str, flag
     ("words", "said"),
     [
         (["verfy", "x"], "there is no verb 'verfy': did you mean verify?"),
-        (["zzz"], "verbs: card, convert, diff, doctor, explain, inspect,"),
+        (["zzz"], "verbs: convert, diff, doctor, explain, inspect,"),
         (["verify", "x", "--against-megatrn"], "--against-megatron"),
         (["-q", "inspect", "x", "-v"], "--quiet and --verbose exclude each other"),
     ],

@@ -112,7 +112,6 @@ VERBS: Mapping[str, Callable[[Path, Path, Path], list[str | Path]]] = {
     "lint": lambda model, clean, out: ["lint", model],
     "lint --json": lambda model, clean, out: ["lint", model, "--json"],
     "manifest": lambda model, clean, out: ["manifest", model, "--output", out],
-    "card": lambda model, clean, out: ["card", model, "--source", clean, "--output", f"{out}.md"],
     "verify": lambda model, clean, out: [
         "verify",
         model,

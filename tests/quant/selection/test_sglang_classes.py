@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from families.table import config_of
 from support import sglang_layers
 from support.installed import release
 
-from converters.planner import dims_of
 from converters.registry import FAMILIES
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import matrices_named, names_in_sglang
@@ -211,58 +208,3 @@ def test_what_a_draft_class_declares(model_type: str) -> None:
     (draft, *_) = class_tree(config(case)).drafts
     # SGLang 0.5.23 declares Qwen3.5's, of which a list that is right for 0.5.16 says nothing wrong.
     assert declared == (own if draft.unfuses or release("sglang") >= (0, 5, 23) else {})
-
-
-def topk_keywords(module: str) -> set[str]:
-    """What a module of SGLang gives the part of a router that chooses experts, also as `**` of a dict."""
-    source = (Path(import_module("sglang").__path__[0]) / "srt" / "models" / f"{module}.py").read_text()
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    named = [(call.func.id, call) for call in calls if isinstance(call.func, ast.Name)]
-    made = {name: [call for one, call in named if one == name] for name in ("TopK", "dict")}
-    given = [keyword for call in made["TopK"] for keyword in call.keywords]
-    if any(keyword.arg is None for keyword in given):
-        given += [keyword for call in made["dict"] for keyword in call.keywords]
-    return {keyword.arg for keyword in given if keyword.arg}
-
-
-# The module that builds the experts of each family; Qwen3-Next and Qwen3.5 take those of Qwen2-MoE.
-EXPERTS_IN = {
-    "mixtral": "mixtral",
-    "minimax_m2": "minimax_m2",
-    "qwen2_moe": "qwen2_moe",
-    "qwen3_moe": "qwen3_moe",
-    "qwen3_next": "qwen2_moe",
-    "qwen3_5_moe": "qwen2_moe",
-    "qwen3_5_moe_text": "qwen2_moe",
-    "qwen3_vl_moe": "qwen3_moe",
-    "glm4_moe": "glm4_moe",
-    "glm4_moe_lite": "glm4_moe_lite",
-    "gemma4": "gemma4_causal",
-    "gpt_oss": "gpt_oss",
-    "hy_v3": "hunyuan_v3",
-    "olmoe": "olmoe",
-    **dict.fromkeys(("step3p5", "step3p7"), "step3p5"),
-    "ernie4_5_moe": "ernie4",
-    "exaone_moe": "exaone_moe",
-    "granitemoehybrid": "granitemoe",
-    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "bailing_moe"),
-    **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), "qwen3_moe"),
-    "deepseek_v4": "deepseek_v2",
-    "minimax_m3_vl": "minimax_m3",
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa"), "deepseek_v2"),
-}
-
-
-@pytest.mark.parametrize("model_type", EXPERTS_IN)
-def test_choices_of_experts_are_recorded_where_the_router_knows_its_layer(model_type: str) -> None:
-    given = topk_keywords(EXPERTS_IN[model_type])
-    assert "top_k" in given
-    assert ("renormalize" in given) != (model_type == "gemma4")  # whose own function renormalizes
-    since = FAMILIES[model_type].engine("sglang").layer_id_since
-    assert (release("sglang") >= since) == ("layer_id" in given)
-
-
-def test_every_family_with_experts_is_known() -> None:
-    """But for Nemotron-H's, and those of models that SGLang 0.5.16 does not have."""
-    with_experts = {config(case)["model_type"] for case in HF_CASES if dims_of(config(case)).experts}
-    assert with_experts - {"nemotron_h", "kimi_k3", "glm5_next"} <= EXPERTS_IN.keys()

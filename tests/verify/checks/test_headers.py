@@ -144,5 +144,5 @@ def test_a_file_of_which_nothing_can_be_read_is_one_finding(
     finding = only(report)
     assert (finding.code, finding.actual.startswith(f"{file}: "), finding.count) == ("CK201", True, 146)
     reasons = {check.code: check.reason for check in report.checks if check.status == "skipped"}
-    assert set(reasons) == {*(f"CK20{digit}" for digit in range(2, 10)), "CK212"}
+    assert set(reasons) == {f"CK20{digit}" for digit in range(2, 10)}
     assert all("CK201" in (reason or "") for reason in reasons.values())

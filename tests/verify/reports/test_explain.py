@@ -8,7 +8,7 @@ import pytest
 
 from ckptkit.core.errors import CkptkitError
 from verify.check import all_checks
-from verify.explain import explain
+from verify.explain import RETIRED, explain
 
 MINE = [
     *("CK101", "CK102", "CK103", "CK104", "CK105", "CK106", "CK107", "CK108", "CK110"),
@@ -61,7 +61,7 @@ def test_case_and_blanks_do_not_matter() -> None:
 
 @pytest.mark.parametrize(
     ("words", "near"),
-    [("CK199", "`ckptkit explain CK119`"), ("garbeld", "`ckptkit explain garbled`"), ("zebra crossing", None)],
+    [("CK110x", "`ckptkit explain CK110`"), ("garbeld", "`ckptkit explain garbled`"), ("zebra crossing", None)],
 )
 def test_what_is_not_known_has_the_nearest_known_beside_it(words: str, near: str | None) -> None:
     with pytest.raises(CkptkitError) as error:
@@ -83,7 +83,7 @@ def test_without_words_every_check_is_listed() -> None:
 
 def test_words_find_the_checks_that_have_them_all() -> None:
     found = [line.partition(" ")[0] for line in explain("router Experts").splitlines()[:-2]]
-    assert "CK605" in found
+    assert "CK505" in found
     assert len(found) < len(explain("router").splitlines()) < len(all_checks())
 
 
@@ -100,3 +100,9 @@ def test_a_symptom_by_its_number_says_causes_command_and_checks_and_no_test() ->
     assert "\n\nCauses\n  " in text
     assert "\n\nCommand\n  `ckptkit verify CKPT`" in text
     assert text.endswith("\n\nChecks\n  CK121, CK213, CK214")
+
+
+def test_a_retired_code_says_in_one_line_what_to_use_and_is_not_used_again() -> None:
+    assert RETIRED.keys().isdisjoint(check.code for check in all_checks())
+    for code, instead in RETIRED.items():
+        assert explain(code.lower()) == f"{code}: retired before 0.1.0; {instead}"

@@ -1,4 +1,4 @@
-"""CK607, and CK604's share of it: whether a model predicts text, from recorded figures and by real transformers."""
+"""CK607: whether a model predicts text, from recorded figures and by real transformers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
 from verify.skip import Unable
-from verify.witnesses.live.job import AGAIN, FIRST, EngineReport
-from verify.witnesses.live.run import EngineRun
+from verify.witnesses.process.codec import load, save
 from verify.witnesses.reference import run as reference_run
-from verify.witnesses.reference.job import Answers, Continuation, Judged, Predicted, Reference
-from verify.witnesses.reference.prediction import TEXTS, bits_a_byte, predicted, texts_of
-from verify.witnesses.reference.text import tokenizer_of
+from verify.witnesses.reference.job import Answers, Predicted, Reference, ReferenceJob
+from verify.witnesses.reference.prediction import TEXTS, bits_a_byte, predicted, texts_of, tokenizer_of
 from verify.witnesses.registry import with_implied
 
 LOGITS = frozenset({"logits"})
@@ -102,6 +100,18 @@ def test_texts_are_given_as_the_tokenizer_has_them(tmp_path: Path) -> None:
     assert list(ids) == [*plain, *([1, *one] for one in plain)]
 
 
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
+    with pytest.raises(Unable, match=r"tokenizer\.json is not a tokenizer \(.*\): take it from the release"):
+        tokenizer_of(tmp_path)
+
+
+def test_a_job_of_the_reference_is_read_as_written(tmp_path: Path) -> None:
+    job = ReferenceJob("model", "report", [[1, 2]], [[[3]]], streams=["a"])
+    save(job, tmp_path / "job")
+    assert load(ReferenceJob, tmp_path / "job") == job
+
+
 def test_texts_need_a_tokenizer_and_its_vocabulary(tmp_path: Path) -> None:
     path = structured.save(structured.unstructured(), tmp_path, tokenizer=True)
     with pytest.raises(Unable, match=r"no tokenizer\.json"):
@@ -134,17 +144,6 @@ def test_what_logits_ask_alone_and_beside_others() -> None:
         assert with_implied(frozenset(asked)) == implied
 
 
-def test_beside_an_engine_its_text_is_judged_instead(tmp_path: Path) -> None:
-    (check,) = [one for one in all_checks() if one.code == "CK607"]
-    path = structured.save(structured.unstructured(), tmp_path)
-    assert check.left_out(Subject(path, options=VerifyOptions(against=LOGITS))) is None
-    assert (
-        check.left_out(Subject(path, options=VerifyOptions(against=LOGITS | {"engine"})))
-        == "CK604 judges what the engine writes"
-    )
-    assert check.left_out(Subject(path)) == "--logits was not given"
-
-
 def test_real_transformers_fail_weights_with_structure_that_predict_nothing(tmp_path: Path) -> None:
     """The weights were never trained on text, though they look so: what a fault in every layer leaves."""
     path = structured.save(structured.structured(), tmp_path, tokenizer=True)
@@ -173,25 +172,17 @@ def test_a_model_beyond_memory_is_inconclusive_with_the_figure(tmp_path: Path, m
     assert "1.05 MB are free" in reason
 
 
-FINITE = Judged([-1.0, -2.0], [[7, 1], [8, 1]], [[-0.7, -1.4]] * 2)
-
-
 def engine_text(reference: Reference, monkeypatch: pytest.MonkeyPatch, path: Path) -> Outcome:
-    """CK604 on an engine whose text transformers finds as probable as it does, whatever that text is."""
-    written = [Continuation([5, 6, 7, 8], [-1.0] * 4)]
-    report = EngineReport("0.5.16", "H100", {name: [FINITE] for name in (FIRST, AGAIN)}, written=written)
-    answers = Answers([FINITE], scored=[[-1.0] * 4], written=written)
-    whole = Reference("bfloat16", answers, answers, predicted=reference.predicted)
-    monkeypatch.setattr(behaviour, "run_engine", lambda subject: EngineRun(report, [[1, 2, 3]], openings=[[1]]))
-    monkeypatch.setattr(behaviour, "run_engine_reference", lambda subject: whole)
+    """CK607 with an engine, which transformers computes like, whatever that is."""
+    monkeypatch.setattr(behaviour, "run_engine_reference", lambda subject: reference)
     subject = Subject(path, options=VerifyOptions(against=LOGITS | {"engine"}))
-    return run_checks(subject, [one for one in all_checks() if one.code == "CK604"])
+    return run_checks(subject, [one for one in all_checks() if one.code == "CK607"])
 
 
 def test_an_engine_that_agrees_on_garbage_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = structured.save(structured.structured(), tmp_path)
     (finding,) = engine_text(recorded(BROKEN), monkeypatch, path).findings
-    assert (finding.code, finding.severity) == ("CK604", "error")
+    assert (finding.code, finding.severity) == ("CK607", "error")
     assert "it does not predict text" in finding.actual
     for sound in (recorded(SOUND), recorded(BROKEN, structure=0.5)):
         outcome = engine_text(sound, monkeypatch, path)

@@ -9,7 +9,6 @@ from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import is_quantized
 from verify.evidence.floats.rounding import FloatRounding, float_rounding_of, float_weights
-from verify.evidence.floats.writers import writers_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_of
 from verify.evidence.rounding import grid_of, is_gptq, rounding_of
@@ -44,23 +43,13 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Compares weights in floats, and notes whose formula made those in FP8."""
+    """Compares weights in floats."""
     stored, specs = subject.once(float_weights), subject.checkpoint.specs
     if stored.unread is not None:
         raise Unable(f"no decision for this quantization_config: {stored.unread}")
     if not stored.judged and not stored.broken:
         raise Skip("nothing is stored in floats of 8 or 4 bits that the source has")
     rounding = subject.once(float_rounding_of)
-    for form, made in writers_of(subject).items():
-        how = "bit for bit" if form == "FP8" else "exactly"
-        most = max(made.formulas.values(), default=0)
-        for formula, count in made.formulas.items():
-            if count < most == made.looked_at:
-                continue  # by chance the same: another makes them all
-            of = f"{count} of {made.looked_at} {form} weights that were recomputed"
-            tally.note(f"CK305: {of} are {how} {formula}")
-        if not made.formulas:
-            tally.note(f"CK305: no formula known here makes any of {made.looked_at} {form} weights {how}")
     tally.compared(sum(specs[name].nbytes for name in stored.parts), len(rounding))
     for reason in dict.fromkeys(stored.broken.values()):
         names = [name for name, why in stored.broken.items() if why == reason]

@@ -1,15 +1,13 @@
-"""CK119 and CK120: checks the signature of a manifest, and a checkpoint against it, without a source."""
+"""CK120: checks a checkpoint against a manifest, without a source."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ckptkit.core.specs import TensorSpec
 from ckptkit.transfer.manifest import Manifest, file_digest, loaded_files, read_manifest
-from ckptkit.transfer.signature import signature_fault, signature_of, verifier
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of
 from verify.evidence.reading import stored_values
@@ -20,36 +18,6 @@ from verify.issue import Issue
 def needs_manifest(subject: Subject) -> str | None:
     """For checks against a manifest."""
     return None if subject.options.manifest else "no --manifest was given"
-
-
-def needs_key(subject: Subject) -> str | None:
-    """For checks of a manifest's signature."""
-    return None if subject.options.manifest_key else "no --manifest-key was given"
-
-
-def manifest_verifier(subject: Subject) -> Any:
-    """What verifies signatures with the given key. Raises CkptkitError as `ckptkit.transfer.signature.verifier`."""
-    return verifier(subject.options.manifest_key or Path())
-
-
-@check(
-    "CK119",
-    "the manifest is signed with the given key",
-    stage="headers",
-    rationale="Whoever can change weights can also write a new manifest beside them, but cannot sign it.",
-    fix="Do not use the checkpoint. Take manifest and signature, or the key, again from whoever made them.",
-    unless=needs_key,
-)
-def signed_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The signature beside the manifest is of this manifest, and by the private key of the given public one.
-
-    Raises CkptkitError where the manifest cannot be read.
-    """
-    manifest = subject.options.manifest or Path()
-    tally.compared(0)
-    if (fault := signature_fault(manifest, subject.once(manifest_verifier))) is not None:
-        expected = f"a signature of {manifest.name} by the key {subject.options.manifest_key}"
-        yield Issue(expected, fault, "take both from whoever made them", file=signature_of(manifest))
 
 
 @check(

@@ -25,7 +25,7 @@ _OF_THE_CACHE = (
     "only a key-value cache in FP8 (--kv-cache-dtype) uses these, and no update sends them: with such a cache release "
     "kv_cache alone"
 )
-FURTHEST = 3.0  # times the noise of the format; docs/gpu-results.md has what sound and broken models measure
+FURTHEST = 3.0  # times the noise of the format; lab/gpu-results.md has what sound and broken models measure
 
 
 @check(

@@ -1,3 +1,1 @@
 """Explains tensors that hold each other's values: layers, pipeline stages, experts and projections."""
-
-MAY_IMPORT = ("ckptkit.core", "converters", "verify.evidence")

@@ -2,5 +2,3 @@
 
 evidence` may.
 """
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "converters", "verify.evidence")

@@ -2,5 +2,3 @@
 
 What cannot be worked out from constants, f-strings, defaults and simple conditions is not known.
 """
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "verify.launch")

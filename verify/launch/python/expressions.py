@@ -85,7 +85,7 @@ class Expressions:
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             return unknown(node, f"{type(error).__name__}: {error}")
 
-    def _value(self, node: ast.expr) -> Any:
+    def _value(self, node: ast.expr) -> Any:  # noqa: C901, PLR0912 - a case for each kind of expression
         match node:
             case ast.Constant(value=constant):
                 return constant

@@ -2,5 +2,3 @@
 
 Nothing is run, no stack is imported, and what cannot be resolved stays unresolved.
 """
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "verify.launch")

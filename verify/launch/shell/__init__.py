@@ -1,3 +1,1 @@
 """Bash, read and never run: enough of the language to tell which words a launch script gives to its trainer."""
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "verify.issue", "verify.launch")

@@ -1,3 +1,1 @@
 """What jobs of verl, NeMo-RL and ROLL load, by their settings: one file a stack, from settings to sides and sizes."""
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "verify.issue", "verify.launch")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from verify.witnesses.reference.job import LENGTH, Continuation, Ids, Judged, Routed
+from verify.witnesses.reference.job import Ids, Judged
 
 FIRST, AGAIN = "after the start", "after the start, asked again"  # names of passes; others are steps
 RESUMED = "releasing, resuming and updating by tensor"  # the step's name
@@ -23,9 +23,6 @@ class EngineJob:
     sizes: EngineSizes = ONE_RANK
     update: bool = False  # the whole checkpoint is loaded again, twice by tensor and twice from disk
     release_resume: bool = False  # memory is released and resumed, then weights are updated
-    openings: Ids = ()  # to be continued
-    length: int = LENGTH  # at most, after an opening
-    routed_layers: int = 0  # of how many layers the experts of short prompts are recorded
     draft: bool = False  # it decodes speculatively, with the directory's multi-token prediction layers
     adapter: str = ""  # the module that starts it (`live.server.Adapter`)
 
@@ -57,7 +54,5 @@ class EngineReport:
     held_bytes: int = 0
     volatile: Sequence[str] = ()  # what changes between requests, such as a kernel's workspace; not in `Reload`
     reloads: Sequence[Reload] = ()
-    written: Sequence[Continuation] = ()  # after the openings
-    routed: Sequence[Routed] = ()  # the experts of each short prompt
     complete: bool = False  # False: the engine died in a later step
     draft_held: int = 0  # of `held`, those of a draft model, whose names begin with DRAFT

@@ -53,8 +53,6 @@ def _reports(job: EngineJob, server: Server, phases: PhaseLog, version: str) -> 
         len(first),
         sum(size for _, size in first.values()),
         volatile,
-        written=server.written(),
-        routed=server.routed(),
         draft_held=sum(name.partition(" ")[2].startswith(DRAFT) for name in first),
     )
     yield report

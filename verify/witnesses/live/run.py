@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
-from ckptkit.core.installation import package_release
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
-from converters.config.values import language_part
-from converters.planner import dims_of
-from converters.registry import family_of
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
@@ -26,9 +20,8 @@ from verify.witnesses.loading.run import check_class, engine_sizes, interpreter_
 from verify.witnesses.process.run import ask, time_limit
 from verify.witnesses.reference.activations import group_of
 from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
-from verify.witnesses.reference.prediction import texts_of
+from verify.witnesses.reference.prediction import texts_of, tokenizer_of
 from verify.witnesses.reference.run import check_reference, prompts_of, run_reference
-from verify.witnesses.reference.text import openings_of, tokenizer_of
 from verify.witnesses.registry import live_engine
 
 _WITNESS = "verify.witnesses.live.process"
@@ -37,7 +30,6 @@ _BY_SHAPE = re.compile(
     r"Invalid thread config|(?:not|must be) divisible by|not evenly divisible|Unsupported shapes"
     r"|KeyError\b.*in load_weights\b"
 )
-NO_COUNT = "an engine gives the choices of experts only with num_experts_per_tok in config.json"
 _START_S = 1200  # importing an engine and compiling its kernels on a cold machine
 _PASSES = 8  # over the weights, at most
 
@@ -49,8 +41,6 @@ class EngineRun:
     report: EngineReport | None  # as far as it came
     prompts: Ids = ()
     failed: str | None = None  # why the report is missing or not complete
-    openings: Ids = ()
-    routed_layers: int = 0
     refused: bool = False  # there is no report because of the sizes or names of the checkpoint's own tensors
 
     def require_report(self) -> EngineReport:
@@ -97,46 +87,22 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
     logits = "logits" in subject.against and not draft
     again = subject.once(no_second_load) is None
     prompts = [] if draft else prompts_of(config, logits)
-    openings = openings_of(tokenizer_of(subject.path), config, prompts) if logits else []
-    layers = _routed_layers(engine, config) if logits else 0
     job = EngineJob(
         str(subject.path.absolute()),
         prompts,
         sizes=sizes,
         update=again and "update" in subject.against,
         release_resume=again and "release-resume" in subject.against,
-        openings=openings,
-        routed_layers=layers,
         draft=draft,
         adapter=engine.live,
     )
     limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES)
     report, failed = ask(job, _WITNESS, EngineReport, limit_s, interpreter_of(engine, subject))
     if report is not None:
-        return EngineRun(report, prompts, failed, openings, layers)
+        return EngineRun(report, prompts, failed)
     if _BY_SHAPE.search(failed):
         return EngineRun(None, failed=failed, refused=True)
     return EngineRun(None, failed=f"the engine failed, which says nothing about the checkpoint: {failed}")
-
-
-def _routed_layers(engine: EngineFacts, config: Mapping[str, Any]) -> int:
-    """The layers of a model with experts whose choices the engine gives; 0 where it gives none."""
-    counted = "num_experts_per_tok" in language_part(config)
-    dims = dims_of(config)
-    return dims.layers if dims.experts and counted and no_choices(engine, config) is None else 0
-
-
-def no_choices(engine: EngineFacts, config: Mapping[str, Any]) -> str | None:
-    """Why an engine's class cannot tell which experts a token is sent to; None where it can."""
-    if not engine.tells_choices:
-        return f"{engine.label} is not asked for the experts that it chose"
-    family = family_of(config)
-    if package_release("sglang") >= family.engine("sglang").layer_id_since:
-        return None
-    since = ".".join(map(str, family.engine("sglang").layer_id_since))
-    return (
-        f"{family.architectures[0]} has no layer_id in its routers before SGLang {since}, so it cannot report experts"
-    )
 
 
 def no_second_load(subject: Subject) -> str | None:
@@ -161,25 +127,10 @@ def run_engine_reference(subject: Subject) -> Reference:
         str(subject.path.absolute()),
         prompts=run.prompts,
         top_ids=[answer.top_ids for answer in report.passes[FIRST]],
-        openings=run.openings,
-        written=_written(report),
-        routing=run.routed_layers > 0,
         texts=texts_of(tokenizer, config_of(subject)) if tokenizer else None,
         activations=group_of(quantization_of(read_config(subject.path)) or {}),
     )
     return run_reference(subject, job)
-
-
-def run_source(subject: Subject) -> Reference:
-    """What transformers makes of the source for the openings alone. Raises Unable."""
-    run = subject.once(run_engine)
-    written = _written(run.require_report())
-    source = str(subject.source_path and subject.source_path.absolute())
-    return run_reference(subject, ReferenceJob(source, openings=run.openings, written=written))
-
-
-def _written(report: EngineReport) -> Ids:
-    return [one.ids for one in report.written]
 
 
 def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ckptkit.formats.hf.reader import HfCheckpoint
 from verify.witnesses.live.job import EngineJob
-from verify.witnesses.reference.job import Continuation, Judged, Routed
+from verify.witnesses.reference.job import Judged
 
 BUCKET_BYTES = 512 << 20
 Held = Mapping[str, tuple[str, int]]  # digest and bytes, by rank and name
@@ -32,12 +32,6 @@ class Server(Protocol):
 
     def answers(self) -> list[Judged]:
         """What the model makes of each prompt."""
-
-    def written(self) -> list[Continuation]:
-        """What the model writes after each opening, until it ends the text or has written enough."""
-
-    def routed(self) -> list[Routed]:
-        """The experts that the tokens of each short prompt are sent to; nothing where the job does not ask."""
 
     def held(self) -> Held:
         """Everything that all ranks hold; DRAFT before names of a draft model. Raises CkptkitError unless each does."""

@@ -2,13 +2,3 @@
 
 Knows no engine: each is an adapter behind the protocol in `engine.py`.
 """
-
-MAY_IMPORT = (
-    "ckptkit.core",
-    "ckptkit.formats",
-    "converters",
-    "quant",
-    "verify.evidence",
-    "verify.skip",
-    "verify.witnesses.process",
-)

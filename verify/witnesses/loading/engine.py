@@ -45,7 +45,6 @@ class EngineFacts:
     live: str = ""  # the module that serves a checkpoint with it (`verify.witnesses.live.server.Adapter`)
     names: str = ""  # the module that knows its parameters by name (`Names`)
     cpu_package: str | None = None  # the distribution that serves without a GPU
-    tells_choices: bool = False  # a running engine can say which experts it chose
     updates_draft: bool = False  # the witness updates a running engine's draft model too
     # Endings of parameters that its own steps after loading are known to put in a wrong order, and what to do then.
     misorders: tuple[tuple[str, str], ...] = ()

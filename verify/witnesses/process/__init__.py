@@ -2,5 +2,3 @@
 
 Knows neither engines nor checkpoints.
 """
-
-MAY_IMPORT = ("ckptkit.core",)

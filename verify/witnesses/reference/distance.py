@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from verify.witnesses.reference.job import Judged, Routed
+from verify.witnesses.reference.job import Judged
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,3 @@ def not_finite(answers: Sequence[Judged]) -> tuple[int, int]:
 def best_tokens(answers: Sequence[Judged]) -> int:
     """How many different tokens are the most probable one somewhere."""
     return len({ids[0] for answer in answers for ids in answer.top_ids})
-
-
-def rerouted(one: Sequence[Routed], other: Sequence[Routed]) -> Mapping[int, float]:
-    """By layer for which `other` has experts: the share of its choices that `one` does not make for the same token."""
-    missed: dict[int, list[float]] = defaultdict(list)
-    for mine, theirs in zip(one, other, strict=True):
-        for token, wanted in zip(mine, theirs, strict=True):
-            for layer, experts in enumerate(wanted):
-                if experts:
-                    missed[layer].append(len({*experts} - {*token[layer]}) / len(experts))
-    return {layer: sum(shares) / len(shares) for layer, shares in sorted(missed.items())}

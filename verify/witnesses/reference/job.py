@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from verify.witnesses.reference.residuals import Stage
 
 Ids = Sequence[Sequence[int]]  # of tokens, a sequence a prompt
-LENGTH = 96  # tokens that a model writes after an opening
-SHORT = 64  # tokens of the longest prompt whose routing is compared
 TOP = 20  # tokens a position whose log-probabilities are compared, besides the prompt's own
-# The experts of a prompt's tokens, by token and layer; of a layer without routed experts none, or anything.
-Routed = Sequence[Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True)
@@ -25,14 +21,6 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """What a model wrote after an opening, the most probable token each time, with the log-probability of each."""
-
-    ids: Sequence[int]
-    logprobs: Sequence[float]
-
-
-@dataclass(frozen=True)
 class ReferenceJob:
     """What transformers is asked to compute with a checkpoint."""
 
@@ -40,10 +28,6 @@ class ReferenceJob:
     report: str = ""
     prompts: Ids = ()
     top_ids: Sequence[Ids] = ()  # for each prompt and position but the first: tokens whose log-probability is wanted
-    openings: Ids = ()  # to be continued
-    written: Ids = ()  # what an engine wrote after each opening
-    length: int = LENGTH  # at most, after an opening
-    routing: bool = False  # the experts of short prompts are wanted too
     hf: str | None = None  # gives the config of a Megatron checkpoint that carries none
     dtype: str | None = None  # of the witness; None: the one in which an engine computes
     streams: Sequence[str] = ()  # files with what Megatron computed for the prompts
@@ -56,7 +40,7 @@ class Predicted:
     """How well a model predicts fixed texts."""
 
     losses: Sequence[float]  # of each text, the sum of -ln p over its tokens but the first
-    structure: float  # of the median matrix (`verify.evidence.plausible.siblings`): trained weights have more
+    structure: float  # of the median matrix (`verify.witnesses.reference.training`): trained weights have more
 
 
 @dataclass(frozen=True)
@@ -64,9 +48,6 @@ class Answers:
     """What transformers makes of a job in one dtype."""
 
     judged: Sequence[Judged]  # of each prompt; `top_ids` are transformers' own most probable tokens
-    routed: Sequence[Routed] = ()  # of each short prompt
-    scored: Sequence[Sequence[float]] = ()  # log-probabilities of what the engine wrote after each opening
-    written: Sequence[Continuation] = ()  # what transformers writes
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckptkit.core.errors import words_of
 from converters.config.values import language_part
-from verify.evidence.plausible.profile import profile_of
-from verify.evidence.plausible.siblings import UNTRAINED, structure
+from verify.evidence.side_files import TOKENIZER
 from verify.skip import Unable
 from verify.witnesses.reference.job import Ids, Predicted
+from verify.witnesses.reference.training import UNTRAINED, structure
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,9 +34,30 @@ TEXTS = (
     "孩子们跑到田野里去放风筝，大人们在地里忙着播种。到了晚上，大家坐在大树下面，听老人讲过去的故事。\n",
 )
 # Bits a byte of the text that is predicted best. A model that knows no more than how often tokens occur needs about 2.2
-# for English. Measured (docs/plausibility.md): sound models 0.2 to 1.3, those with a fault in every layer 1.3 to 6.
+# for English. Measured: sound models 0.2 to 1.3, those with a fault in every layer 1.3 to 6.
 NO_TEXT, POOR_TEXT = 2.0, 1.4
 _MATRICES = 64  # whose structure is looked at
+
+
+def tokenizer_of(path: Path) -> Any | None:
+    """The tokenizer of an HF directory by its tokenizer.json alone, so that no code runs; None without that file.
+
+    Raises Unable for a file that is not a tokenizer.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    file = path / TOKENIZER
+    if not file.exists():
+        return None
+    try:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:
+        if type(error) is not Exception:  # the only class that tokenizers' own code raises for a file
+            raise
+        raise Unable(f"{file} is not a tokenizer ({words_of(error)}): take it from the release") from error
+    named = [token for _, token in tokenizer.added_tokens_decoder.items() if token.special]
+    tokenizer.add_special_tokens({"additional_special_tokens": [str(token) for token in named]})
+    return tokenizer
 
 
 def texts_of(tokenizer: Any | None, config: Mapping[str, Any]) -> Ids:
@@ -70,9 +93,8 @@ def predicted(model: nn.Module, texts: Ids) -> Predicted:
 
 def _structures(model: nn.Module) -> Iterator[float]:
     named = [(name, one) for name, one in model.named_parameters() if one.dim() == 2 and ".layers." in name]
-    for name, one in named[:: max(1, len(named) // _MATRICES)]:
-        profile = profile_of(name, one.detach().cpu())
-        if profile is not None and (found := structure(profile)) is not None:
+    for _, one in named[:: max(1, len(named) // _MATRICES)]:
+        if (found := structure(one.detach().cpu())) is not None:
             yield found
 
 

@@ -7,12 +7,9 @@ format, against which the witness's answers are judged.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +31,11 @@ from verify.witnesses.process.entry import run_job
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.reference.activations import rounded_inputs
 from verify.witnesses.reference.float64 import in_float64
-from verify.witnesses.reference.job import SHORT, Answers, Continuation, Ids, Judged, Reference, ReferenceJob, Routed
+from verify.witnesses.reference.job import Answers, Ids, Judged, Reference, ReferenceJob
 from verify.witnesses.reference.logprobs import judged
 from verify.witnesses.reference.prediction import predicted
 from verify.witnesses.reference.teacher_forced import Decoder, Unseen, Values, compare, decoder_of, given_by, guided
 
-_EXPERTS = re.compile(r"layers\.(\d+)\.\w+\.experts$")
 LOAD = Phase("loading the checkpoint into transformers")
 COMPUTE = Phase("computing log-probabilities in transformers")
 _ROOM_BYTES = 8 << 30  # attention and logits of the longest prompt
@@ -49,7 +45,7 @@ def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
     """Computes the answers. Raises CkptkitError where transformers would not hold the whole checkpoint."""
     checkpoint, home = as_hf(Path(job.checkpoint), Path(job.hf) if job.hf else None)
     dtype = getattr(torch, job.dtype) if job.dtype else dtype_of(checkpoint)
-    if job.texts and not (job.prompts or job.openings):
+    if job.texts and not job.prompts:
         phases.enter(LOAD)
         model = model_of(checkpoint, home, dtype)
         phases.enter(COMPUTE)
@@ -93,13 +89,7 @@ def _guided(
 
 
 def _asked(model: nn.Module, job: ReferenceJob) -> Answers:
-    short = [prompt for prompt in job.prompts if len(prompt) <= SHORT] if job.routing else []
-    return Answers(
-        [judge(model, prompt, ids) for prompt, ids in zip(job.prompts, job.top_ids, strict=True)],
-        [routed(model, prompt) for prompt in short],
-        [score(model, opening, ids) for opening, ids in zip(job.openings, job.written, strict=True)],
-        [write(model, opening, job.length) for opening in job.openings],
-    )
+    return Answers([judge(model, prompt, ids) for prompt, ids in zip(job.prompts, job.top_ids, strict=True)])
 
 
 def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path]:
@@ -164,59 +154,6 @@ def judge(model: nn.Module, prompt: Sequence[int], top_ids: Ids) -> Judged:
     tokens = torch.tensor([prompt], device=next(model.parameters()).device)
     with torch.no_grad():
         return judged(model(input_ids=tokens, use_cache=False).logits[0], prompt, top_ids)
-
-
-def score(model: nn.Module, opening: Sequence[int], ids: Sequence[int]) -> list[float]:
-    """The log-probability of each of `ids` after the opening and those before it."""
-    tokens = torch.tensor([[*opening, *ids]], device=next(model.parameters()).device)
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0, len(opening) - 1 : -1].float()
-    found = logits.log_softmax(-1).gather(1, tokens[0, len(opening) :, None])
-    return [float(one) for one in found[:, 0]]
-
-
-def write(model: nn.Module, opening: Sequence[int], length: int) -> Continuation:
-    """The most probable token each time, at most `length` of them, until one ends the text."""
-    import transformers
-
-    ends = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    greedy = transformers.GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=ends, pad_token_id=0)
-    tokens = torch.tensor([opening], device=next(model.parameters()).device)
-    with torch.no_grad():
-        written = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=greedy)  # type: ignore[operator]
-    ids = [int(token) for token in written[0, len(opening) :]]
-    return Continuation(ids, score(model, opening, ids))
-
-
-def routed(model: nn.Module, prompt: Sequence[int]) -> Routed:
-    """The experts of each token, by token and layer; transformers' modules called `experts` are given them as integers.
-
-    Raises CkptkitError where no module is.
-    """
-    seen: dict[int, list[list[int]]] = {}
-    hooks = [
-        module.register_forward_pre_hook(partial(_see, seen, int(match[1])), with_kwargs=True)
-        for name, module in model.named_modules()
-        if (match := _EXPERTS.search(name))
-    ]
-    try:
-        judge(model, prompt, [[0]] * (len(prompt) - 1))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not seen:
-        raise CkptkitError("transformers shows no choice of experts in this model", "leave out --logits")
-    return [
-        [seen[layer][token] if layer in seen else [] for layer in range(max(seen) + 1)] for token in range(len(prompt))
-    ]
-
-
-def _see(
-    seen: dict[int, list[list[int]]], layer: int, module: nn.Module, args: Sequence[Any], named: Mapping[str, Any]
-) -> None:
-    for given in (*args, *named.values()):
-        if isinstance(given, Tensor) and given.dim() == 2 and given.dtype in (torch.int64, torch.int32):
-            seen[layer] = given.tolist()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def whole(layer: int) -> str:
     return f"layer {layer}"
 
 
-# docs/benchmarks.md has what sound and faulty models measure.
+# lab/benchmarks.md has what sound and faulty models measure.
 FURTHEST = 10.0  # times the noise: sound parts stay below 3 in float32, and below 6 in bfloat16
 FEW = 0.01  # of the tokens: near ties between experts send some elsewhere, by rounding alone
 UNLUCKY = 3.0  # times as many tokens as rounding sends elsewhere in transformers

@@ -19,8 +19,7 @@ from verify.skip import Unable
 from verify.witnesses.process.memory import free_memory, memory_limit
 from verify.witnesses.process.run import ask, time_limit
 from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
-from verify.witnesses.reference.prediction import texts_of
-from verify.witnesses.reference.text import tokenizer_of
+from verify.witnesses.reference.prediction import texts_of, tokenizer_of
 
 _WITNESS = "verify.witnesses.reference.process"
 _START_S = 1200  # importing transformers, and computing in its slowest dtype

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Ways to make a prompt that are seldom meant, as `Rendering.assumed` says them.
-UNFINISHED, TWICE_SPECIAL = "add_generation_prompt=False", "add_special_tokens=True"
-
 
 @dataclass(frozen=True)
 class Part:
@@ -33,21 +30,12 @@ class RecomputeJob:
 
 
 @dataclass(frozen=True)
-class BestTemperature:
-    """The temperature at which a side's log-probabilities fit best, and the mean difference that is left there."""
-
-    temperature: float
-    mean: float
-
-
-@dataclass(frozen=True)
 class Recomputed:
-    """Log-probabilities of each part's response tokens."""
+    """Log-probabilities of each part's response tokens, in nats."""
 
     dtype: str  # the engine's
     exact: Sequence[Sequence[float]]  # in float32
     rounded: Sequence[Sequence[float]]  # in `dtype`
-    best: Mapping[str, BestTemperature]  # by side
 
 
 @dataclass(frozen=True)
@@ -71,20 +59,16 @@ class PromptJob:
 
 @dataclass(frozen=True)
 class Rendering:
-    """What became of a prompt."""
+    """A prompt as the tokenizer renders it, compared with its recorded tokens."""
 
     index: int
-    at: int | None = None  # the first token that is not the recorded one; None: all are equal
-    rendered: str = ""  # that token, decoded and with its id
-    recorded: str = ""  # the recorded one, likewise
-    before: str = ""  # the text before both
-    assumed: str = ""  # what had to be assumed beyond the file for equal tokens
-    refused: str = ""  # what the template says where it does not take the messages
-    bare: bool = False  # a text without any of the special tokens that the template writes
+    different: str = ""  # "TOKEN (id) at token N, recorded TOKEN (id) after TEXT"; empty if all tokens are equal
+    assumed: str = ""  # the option that the file does not record and that gives equal tokens
+    refused: str = ""  # the template's own message
 
 
 @dataclass(frozen=True)
 class Renderings:
-    """What became of all prompts of a job."""
+    """All prompts of a job."""
 
     found: Sequence[Rendering]

@@ -9,25 +9,14 @@ from converters.config.values import language_part
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable
-from verify.witnesses.loading.run import interpreter_of, require
-from verify.witnesses.process.interpreter import Interpreter
 from verify.witnesses.process.run import ask, time_limit
-from verify.witnesses.rollouts.job import (
-    Part,
-    Prompt,
-    PromptJob,
-    Recomputed,
-    RecomputeJob,
-    Rendering,
-    Renderings,
-)
+from verify.witnesses.rollouts.job import Part, Prompt, PromptJob, Recomputed, RecomputeJob, Renderings
 from verify.witnesses.rollouts.recorded import RecordedSample, Recording, read_recording
-from verify.witnesses.sglang.facts import SGLANG
 
 _SAMPLES, _TOKENS, _MAX_TOKENS = 16, 16384, 4096  # at most: samples, tokens of all together, tokens of one
 _PROMPTS = 64
-_START_S, _PASSES = 1200, 8  # importing transformers or SGLang; over the weights, at most
-_RECOMPUTE = "verify.witnesses.rollouts.recompute"
+_START_S, _PASSES = 1200, 8  # importing transformers; over the weights, at most
+_RECOMPUTE, _TEMPLATE = "verify.witnesses.rollouts.recompute", "verify.witnesses.rollouts.template"
 _FLOPS = 2e10  # a second, slower than any processor worth waiting for
 
 
@@ -105,24 +94,10 @@ def prompts_of(subject: Subject) -> Sequence[Prompt]:
     return [every[place * len(every) // count] for place in range(count)]
 
 
-def run_templates(subject: Subject) -> Sequence[Rendering]:
-    """What the checkpoint's own tokenizer makes of the prompts. Raises Unable where it cannot say."""
-    return _render(subject, "verify.witnesses.rollouts.template", subject.once(prompts_of), Interpreter())
-
-
-def run_sglang_templates(subject: Subject) -> Sequence[Rendering]:
-    """What SGLang's chat endpoint makes of those that are messages. Raises Unable where it cannot say."""
-    messages = [one for one in subject.once(prompts_of) if not isinstance(one.prompt, str)]
-    if messages:
-        require(SGLANG, subject)
-    module, interpreter = "verify.witnesses.rollouts.sglang_template", interpreter_of(SGLANG, subject)
-    return _render(subject, module, messages, interpreter) if messages else []
-
-
-def _render(subject: Subject, module: str, prompts: Sequence[Prompt], interpreter: Interpreter) -> Sequence[Rendering]:
-    job = PromptJob(str(home_of(subject).absolute()), prompts)
-    limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES)
-    found, failed = ask(job, module, Renderings, limit_s, interpreter)
+def run_templates(subject: Subject) -> Renderings:
+    """The prompts as the checkpoint's own tokenizer renders them. Raises Unable where it cannot say."""
+    job = PromptJob(str(home_of(subject).absolute()), subject.once(prompts_of))
+    found, failed = ask(job, _TEMPLATE, Renderings, time_limit(_START_S, {}, _PASSES))
     if failed or found is None:
         raise Unable(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
-    return found.found
+    return found

@@ -8,7 +8,7 @@ SGLANG = EngineFacts(
     name="sglang",
     label="SGLang",
     codes="CK50",
-    tested=("0.5.15.post1", "0.5.16", "0.5.23"),  # docs/sglang-versions.md
+    tested=("0.5.15.post1", "0.5.16", "0.5.23"),  # lab/sglang-versions.md
     install="pip install sglang",
     adapter="verify.witnesses.sglang.adapter",
     sizes="--ep divides --tp, there is no --pp",
@@ -19,6 +19,5 @@ SGLANG = EngineFacts(
     hidden=("SGLANG_USE_CPU_ENGINE",),
     live="verify.witnesses.sglang.live.server",
     names="verify.witnesses.sglang.names",
-    tells_choices=True,
     updates_draft=True,
 )

@@ -1,3 +1,1 @@
 """What jobs of slime, miles, vime, Relax and Megatron-LM load, by their options, and how their GPUs are shared out."""
-
-MAY_IMPORT = ("ckptkit.core", "ckptkit.storage", "ckptkit.formats", "verify.issue", "verify.launch")

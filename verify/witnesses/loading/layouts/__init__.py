@@ -2,5 +2,3 @@
 
 Knows no engine: an adapter says which layout its step after loading makes of a layer.
 """
-
-MAY_IMPORT = ("quant", "verify.witnesses.loading")

@@ -16,8 +16,6 @@ from verify.witnesses.megatron.variants.sandwich import SANDWICH
 from verify.witnesses.megatron.variants.variant import Variant
 from verify.witnesses.megatron.variants.zero_centered_norm import ZERO_CENTERED_NORM
 
-MAY_IMPORT = ("converters",)
-
 VARIANTS: tuple[Variant, ...] = (
     *(FULL_QK_NORM, MLA, GATED_DELTA_NET, MAMBA, ZERO_CENTERED_NORM, DSA, SANDWICH, GEMMA3, GPT_OSS),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,6 @@ from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE_INV
 from verify.witnesses.live.job import DRAFT, EngineJob
 from verify.witnesses.live.server import NotTried, buckets
 from verify.witnesses.loading.names import draft_names
-from verify.witnesses.reference.job import SHORT, TOP, Continuation, Judged, Routed
+from verify.witnesses.reference.job import TOP, Judged
 from verify.witnesses.sglang.adapter import draft_class
 from verify.witnesses.sglang.live.readback import PACKED, POISON, RECORD
 from verify.witnesses.sglang.live.sessions import LOADERS, granted, has_sessions, loading, looking
@@ -61,27 +59,6 @@ class Server:
             )
             for prompt in self._job.prompts
         ]
-
-    def written(self) -> list[Continuation]:
-        """What the model writes after each opening, until it ends the text or has written enough."""
-        asked = {"temperature": 0.0, "max_new_tokens": self._job.length}
-        return [
-            _continued(self._engine.generate(input_ids=list(opening), sampling_params=asked, return_logprob=True))
-            for opening in self._job.openings
-        ]
-
-    def routed(self) -> list[Routed]:
-        """The experts that the tokens of each short prompt are sent to; nothing where the job does not ask."""
-        if not self._job.routed_layers:
-            return []
-        short = [prompt for prompt in self._job.prompts if len(prompt) <= SHORT]
-        return [self._routed(prompt) for prompt in short]
-
-    def _routed(self, prompt: Sequence[int]) -> Routed:
-        asked = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
-        answer = self._engine.generate(input_ids=list(prompt), sampling_params=asked, return_routed_experts=True)
-        ids = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32)
-        return ids.reshape(len(prompt), self._job.routed_layers, -1).tolist()
 
     def held(self) -> dict[str, tuple[str, int]]:
         """Digest and bytes of everything that all ranks hold, by rank and name; DRAFT before names of a draft model.
@@ -188,7 +165,6 @@ def start(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
         disable_radix_cache=True,  # every prompt is computed anew
         disable_shared_experts_fusion=not fuses_shared(checkpoint.specs),
         enable_memory_saver=job.release_resume,
-        enable_return_routed_experts=job.routed_layers > 0,
         custom_weight_loader=LOADERS,
         max_total_tokens=max(map(len, job.prompts), default=0) + 4096,
         max_running_requests=8,
@@ -235,11 +211,6 @@ def _judged(answer: Mapping[str, Any]) -> Judged:
         [[int(token) for _, token in position] for position in top],
         [[float(value) for value, _ in position] for position in top],
     )
-
-
-def _continued(answer: Mapping[str, Any]) -> Continuation:
-    written = answer["meta_info"]["output_token_logprobs"]
-    return Continuation([int(found[1]) for found in written], [float(found[0]) for found in written])
 
 
 def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:

@@ -9,7 +9,7 @@ from typing import Any
 from ckptkit.formats.hf.reader import HfCheckpoint
 from verify.witnesses.live.job import EngineJob
 from verify.witnesses.live.server import NotTried
-from verify.witnesses.reference.job import TOP, Continuation, Judged, Routed
+from verify.witnesses.reference.job import TOP, Judged
 
 WORKER = "verify.witnesses.vllm.live.worker.LiveWorker"
 _SETTINGS = {
@@ -40,16 +40,6 @@ class Server:
         found = self._generate(self._job.prompts, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)
         pairs = zip(self._job.prompts, found, strict=True)
         return [_judged(prompt, one.prompt_logprobs[1:]) for prompt, one in pairs]
-
-    def written(self) -> list[Continuation]:
-        """What the model writes after each opening, until it ends the text or has written enough."""
-        stop = _end_tokens(self._checkpoint.config)
-        found = self._generate(self._job.openings, max_tokens=self._job.length, logprobs=0, stop_token_ids=stop)
-        return [_continued(one.outputs[0]) for one in found]
-
-    def routed(self) -> list[Routed]:
-        """Nothing: vLLM is not asked for the experts that it chose."""
-        return []
 
     def held(self) -> dict[str, tuple[str, int]]:
         """Digest and bytes of everything that all ranks hold, by rank and name."""
@@ -97,8 +87,6 @@ def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:
     import vllm
 
     dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "auto")
-    prompt = max(map(len, job.prompts), default=0) + 1
-    text = max(map(len, job.openings), default=0) + job.length
     llm = vllm.LLM(
         model=job.checkpoint,
         dtype="bfloat16" if dtype == "float32" else "auto",
@@ -112,7 +100,7 @@ def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:
         enforce_eager=True,
         enable_prefix_caching=False,  # every prompt is computed anew
         enable_sleep_mode=job.release_resume and _can_sleep(),
-        max_model_len=max(prompt, text),
+        max_model_len=max(map(len, job.prompts), default=0) + 1,
         max_num_seqs=8,
         max_logprobs=TOP,
         disable_log_stats=True,
@@ -151,14 +139,3 @@ def _judged(prompt: Sequence[int], found: Sequence[Mapping[int, Any]]) -> Judged
         [[int(token) for token, _ in place] for place in best],
         [[float(one.logprob) for _, one in place] for place in best],
     )
-
-
-def _continued(output: Any) -> Continuation:
-    ids = [int(token) for token in output.token_ids]
-    return Continuation(ids, [float(place[token].logprob) for token, place in zip(ids, output.logprobs, strict=True)])
-
-
-def _end_tokens(config: Mapping[str, Any]) -> list[int]:
-    """Those that end a text: without a tokenizer vLLM does not know them."""
-    found = config.get("text_config", config).get("eos_token_id", config.get("eos_token_id"))
-    return [] if found is None else list(found) if isinstance(found, list) else [int(found)]
