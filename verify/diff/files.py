@@ -19,7 +19,7 @@ from verify.checks.config.config import (
     is_another_model,
     plain_differences,
 )
-from verify.evidence.side.compare import loaded_names, side_differences
+from verify.evidence.side.compare import code_differences, loaded_names, side_differences
 from verify.evidence.side_files import SideFiles
 from verify.skip import Unable
 
@@ -41,8 +41,12 @@ def compare_files(
             notes.append(f"{bare[0]} has no tokenizer and no other file next to its weights, so none is compared")
         return found, notes
     try:
+        code = [one for one in code_differences(sides[1], sides[0], "in A") if not one.words.startswith("missing")]
+        found += [f"{one.file} differs in B: {one.words}" for one in code]
         for one in side_differences(sides[0], sides[1], "in B"):
-            found.append(f"{one.file} differs: {one.words}")
+            if one.file.endswith(".py") and any(other.file == one.file for other in code):
+                continue
+            found.append(f"{one.file} {'is only in B' if one.words == 'missing' else f'differs: {one.words}'}")
     except Unable as reason:
         notes.append(f"not compared: {reason}")
     return found, notes

@@ -154,6 +154,17 @@ def test_config_of_another_order_or_release_is_no_difference(releases: PathOf, c
     assert diff(path, releases("qwen2-tied")).status == "equal"
 
 
+@pytest.mark.parametrize("is_a", [True, False])
+def test_code_that_only_one_side_has_is_a_difference(is_a: bool, releases: PathOf, copy_of: CopyOf) -> None:
+    path, release = copy_of(releases("qwen2-tied")), releases("qwen2-tied")
+    (path / "modeling_x.py").write_text("x")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_x.C"}}))
+    found = diff(path, release) if is_a else diff(release, path)
+    assert found.status == "different"
+    assert sorted(line.split()[0] for line in found.files) == ["config.json", "modeling_x.py"]
+
+
 def test_other_files_that_loaders_read_are_differences(releases: PathOf, copy_of: CopyOf) -> None:
     path = copy_of(releases("qwen2-tied"))
     (path / "chat_template.jinja").write_text("{{ other }}")

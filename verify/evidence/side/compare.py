@@ -62,7 +62,7 @@ def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
     """
     yield from template_differences(here, there, place)
     yield from _generation(here, there, place)
-    yield from _code(here, there, place)
+    yield from code_differences(here, there, place)
     yield from _processors(here, there, place)
     yield from _others(here, there, place)
     yield from tokenizer_differences(here, there, place)
@@ -130,8 +130,11 @@ def _shown(value: Any) -> str:
     return "missing" if value is None else shortened(value)
 
 
-def _code(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
-    """Python files, and the entries of `auto_map` that name the code which `trust_remote_code` runs."""
+def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+    """Python files, and the entries of `auto_map` that name the code which `trust_remote_code` runs.
+
+    Code that `here` lacks is a difference only where its own `auto_map` names code.
+    """
     mapped = False
     for file in _WITH_CODE:
         entries, others = here.json(file).get(_CODE), _code_entries(there)
