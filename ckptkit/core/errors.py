@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from ckptkit.core.printable import one_line, printable
@@ -90,6 +91,23 @@ class FinalError(CkptkitError):
     def of(cls, error: CkptkitError) -> FinalError:
         """The same message, hint, details and code."""
         return cls(error.args[0], error.hint, error.details, code=error.code)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an exception says that there is not enough memory, as Python or torch say it."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "CPUAllocator" in str(error)
+
+
+@contextmanager
+def memory_for(what: object) -> Iterator[None]:
+    """Raises CkptkitError with the file or the work `what` where that takes more memory than there is."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
+        hint = "run it where more memory is free (`ulimit -v` and control groups set limits too)"
+        raise CkptkitError(f"{what} needs more memory than is available", hint) from error
 
 
 def code_of(error: OSError) -> ErrorCode:

@@ -1,4 +1,4 @@
-"""What a tensor is without its bytes (name, shape, dtype), and how many names are shown as one."""
+"""What a tensor is without its bytes (name, shape, dtype), how ranks share it, and how many names are shown as one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ckptkit.core.dtypes import ITEMSIZE, dtype_name, torch_dtype
 if TYPE_CHECKING:
     import torch
 
+MAX_NAME = 4096  # characters of a tensor's name: those of real models have fewer than 200
 MAX_AXES = 64  # of a tensor in a file, as torch has it; the product of a million sizes takes hours
 
 
@@ -41,6 +42,27 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tensor, pipeline and expert parallel sizes; `etp` is the tensor parallel size inside experts."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __str__(self) -> str:
+        return f"TP{self.tp} PP{self.pp} EP{self.ep} ETP{self.etp}"
+
+
+def long_name(names: Iterable[str]) -> str | None:
+    """Says which of these names is longer than MAX_NAME, by its beginning; None if none is."""
+    name = max(names, key=len, default="")
+    if len(name) <= MAX_NAME:
+        return None
+    return f"a tensor name of {len(name)} characters that begins with {name[:40]!r}, and at most {MAX_NAME} are read"
 
 
 def fold(names: Iterable[str]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.parallel import Sizes
+from ckptkit.core.specs import Sizes
 from converters.config.dims import ModelDims
 from converters.megatron.pipeline import Pipeline, count_chunks
 

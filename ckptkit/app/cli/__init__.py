@@ -22,7 +22,7 @@ from ckptkit.app.cli.output import echo, prepare_streams
 from ckptkit.app.cli.status import shown
 from ckptkit.app.cli.verb import GROUPS, anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
-from ckptkit.core.errors import CkptkitError, MissingDependencyError, words_of
+from ckptkit.core.errors import CkptkitError, MissingDependencyError, memory_for, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert, program_version, refuse_shadowed
 from ckptkit.core.printable import printable
 
@@ -128,7 +128,7 @@ def main() -> None:
         logging.getLogger("verify").setLevel(logging.DEBUG)
     return_freed_memory()
     try:
-        with shown(flags):
+        with shown(flags), memory_for("this command"):
             refuse_shadowed()
             code = cli.main(standalone_mode=False)
     except click.ClickException as error:

@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, code_of
+from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, code_of, memory_for
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.json_text import MAX_BYTES, MAX_VALUES, parse
 from ckptkit.core.printable import shortened
-from ckptkit.core.specs import TensorSpec, summarize
+from ckptkit.core.specs import TensorSpec, long_name, summarize
 from ckptkit.formats.hf.shard import Shard, read_shard
 from ckptkit.formats.other_weights import other_weights, refuse_other_format
 from ckptkit.storage.directory import Directory, directory
@@ -68,7 +68,8 @@ def read_config(root: Path | Directory) -> dict[str, Any]:
 def parse_json(text: bytes, shown: str) -> dict[str, Any]:
     """A JSON object. Raises CkptkitError when it is none."""
     try:
-        content = parse(text, _MAX_IN_CONFIG if shown.endswith(_CONFIG) else MAX_VALUES)
+        with memory_for(shown):
+            content = parse(text, _MAX_IN_CONFIG if shown.endswith(_CONFIG) else MAX_VALUES)
     except ValueError as error:
         raise DamagedError(f"{shown} is not valid JSON: {error}", "restore it from the release") from error
     if not isinstance(content, dict):
@@ -102,6 +103,8 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
                 f"{shown} puts {name} into {shortened(file)}, which is not a file of this directory",
                 "restore the index from the release",
             )
+    if problem := long_name(weight_map):
+        raise DamagedError(f"{shown} has {problem}", "restore the index from the release")
     return weight_map
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
-from ckptkit.core.errors import CkptkitError, DamagedError, code_of
+from ckptkit.core.errors import CkptkitError, DamagedError, code_of, memory_for
 from ckptkit.core.extents import ByteRange, Reader
 from ckptkit.core.json_text import MAX_VALUES, count_values, require_characters
 from ckptkit.core.printable import shortened
-from ckptkit.core.specs import MAX_AXES, TensorSpec
+from ckptkit.core.specs import MAX_AXES, TensorSpec, long_name
 from ckptkit.storage.buffers import bytes_of, elements
 from ckptkit.storage.directory import RemoteFile
 from ckptkit.storage.links import next_move, why_unreadable
@@ -122,7 +122,8 @@ def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
     Raises CkptkitError for anything that safetensors itself would refuse.
     """
     try:
-        return scan_shard(path, remote).sound()
+        with memory_for(remote or path):
+            return scan_shard(path, remote).sound()
     except OSError as error:
         hint = next_move(path, "the index names it; is a shard missing?")
         raise CkptkitError(f"{remote or path}: {why_unreadable(path, error)}", hint, code=code_of(error)) from error
@@ -148,6 +149,8 @@ def scan_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
         return unreadable(path, f"a header that is not JSON ({error})", remote)
     if not isinstance(header, dict):
         return unreadable(path, "a header that is not a JSON object", remote)
+    if problem := long_name(header):
+        return unreadable(path, problem, remote)
     faults = list(_repetitions(text)) if _may_repeat(text, header) else []
     metadata = {} if (stored := header.pop("__metadata__", None)) is None else stored
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, DamagedError, MissingError
-from ckptkit.core.parallel import Sizes
+from ckptkit.core.specs import Sizes, long_name
 from ckptkit.formats.detect import LEGACY_FILE, LEGACY_RANK
 from ckptkit.formats.torch_save.records import is_bounded
 from ckptkit.formats.torch_save.saved_file import SavedFile, SavedTensor
@@ -185,6 +185,8 @@ def _models(file: SavedFile) -> list[Mapping[str, Any]]:
 
 def _chunk(file: SavedFile, content: Mapping[str, Any]) -> dict[str, SavedTensor]:
     tensors = {}
+    if problem := long_name(map(str, content)):
+        raise DamagedError(f"{file.path} has {problem}", "the file is damaged; copy it again")
     for name, value in content.items():
         if isinstance(value, dict):
             raise CkptkitError(

@@ -22,10 +22,10 @@ import numpy as np
 
 from ckptkit.core.allocator import gc_paused
 from ckptkit.core.dtypes import ITEMSIZE, torch_dtype
-from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError, code_of
+from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError, code_of, memory_for
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.printable import shortened
-from ckptkit.core.specs import MAX_AXES, TensorSpec
+from ckptkit.core.specs import MAX_AXES, TensorSpec, long_name
 from ckptkit.formats.megatron_config import config_in, hf_home
 from ckptkit.formats.torch_dist.fsdp import COMMON, fsdp_format, torch_dist_keys
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
@@ -47,7 +47,7 @@ OF_FSDP: tuple[Layout, ...] = ("fsdp_dtensor", "torch_dcp")
 _MAX_BYTES = 1 << 60  # of a file or an axis: what is larger is a mistake, and no offset that the kernel takes
 _MAX_NAMES = 500_000  # global tensors of one key or in all: a model of 10^12 parameters has 10^5
 _MAX_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of one key by layer and expert
-MAX_METADATA = 1 << 30  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
+MAX_METADATA = 1 << 28  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
 _FIRST = attrgetter("offsets")
 _COPY = "the file is damaged; copy it again"
 FOREIGN_HINT = (
@@ -109,7 +109,7 @@ def read_metadata(path: Path) -> StoredMetadata:
     """`.metadata` of a torch_dist directory. Raises CkptkitError when it is missing, damaged or incomplete."""
     file = path / ".metadata"
     try:
-        with gc_paused():
+        with gc_paused(), memory_for(file):
             return _read_metadata(path, file)
     except OSError as error:
         raise CkptkitError(
@@ -132,6 +132,8 @@ def _read_metadata(path: Path, file: Path) -> StoredMetadata:
     storage, entries = _Storage(path, places), content.state_dict_metadata
     if not all(type(key) is str and "\0" not in key for key in entries):
         raise TypeError("a tensor or an object has no name")
+    if problem := long_name(entries):
+        raise TypeError(problem)
     objects = {
         key: storage.blob(key, None) for key, entry in entries.items() if entry.kind.endswith(".BytesStorageMetadata")
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS, torch_dtype
-from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError, memory_for
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.specs import MAX_AXES
 from ckptkit.formats.torch_save import unpickle
@@ -209,7 +209,8 @@ class Blob:
         if "byteorder" in entries and self._bytes(entries, "byteorder") != b"little":
             raise CkptkitError(f"{self}: is big-endian", "save it on a little-endian machine")
         try:
-            return unpickle.loads(self._bytes(entries, "data.pkl"), allowed)
+            with memory_for(self):
+                return unpickle.loads(self._bytes(entries, "data.pkl"), allowed)
         except NotAllowed as error:
             raise UnsupportedError(
                 f"{self.path} holds {error.kind}, which is not plain data",

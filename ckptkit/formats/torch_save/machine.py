@@ -18,6 +18,11 @@ from ckptkit.formats.torch_save.records import Dtype, Items, Record
 
 MAX_INTEGER = 32  # bytes of an integer: states of random generators have 16
 MAX_NAMES = 4096  # classes and functions that one pickle names
+MAX_OBJECTS = 20_000_000  # containers, texts and instances, up to 240 bytes each; 500,000 tensors have 17 million
+# The instructions that make them.
+_MAKES = b"".join((pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET, pickle.SHORT_BINUNICODE)) + (
+    b"".join((pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.NEWOBJ, pickle.REDUCE))
+)
 _MAX_KEY = 1 << 60  # integers as keys: Python's hash of larger ones is the same for many of them
 _GET_1, _GET_4, _MEMOIZE, _STOP = (code[0] for code in (pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE, pickle.STOP))
 _INTEGER_1, _INTEGER_2, _TEXT = (code[0] for code in (pickle.BININT1, pickle.BININT2, pickle.SHORT_BINUNICODE))
@@ -52,6 +57,8 @@ class Machine:
 
     def run(self) -> Any:
         """The object that the pickle builds. Raises pickle.UnpicklingError."""
+        if (objects := count_objects(self._content)) > MAX_OBJECTS:
+            raise pickle.UnpicklingError(f"about {objects} objects, and at most {MAX_OBJECTS} are read")
         try:
             return self._run()
         except UnicodeDecodeError as error:
@@ -364,6 +371,15 @@ class Machine:
         else:
             raise pickle.UnpicklingError(f"a state for {type(target).__name__}, which has none")
         self._at += 1
+
+
+def count_objects(content: bytes) -> int:
+    """About how many objects a pickle makes, told by its bytes before it is run: not fewer than it does.
+
+    A set takes the memory of four others, and an instance that of two.
+    """
+    instances = content.count(pickle.NEWOBJ) + content.count(pickle.REDUCE)
+    return len(content) - len(content.translate(None, _MAKES)) + 3 * content.count(pickle.EMPTY_SET) + instances
 
 
 def _put(target: dict[Any, Any], items: list[Any]) -> None:
