@@ -8,9 +8,9 @@ answers a question at each step, by transformers.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
+from ckptkit.core.isolation import PACKAGES_HOME, isolated, start_python
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import INDEX, HfCheckpoint
 from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
@@ -182,7 +183,7 @@ class Demo:
         ]
         self.console.print(f"[cyan]$ ckptkit {' '.join(words)}[/cyan]", soft_wrap=True)
         began = time.monotonic()
-        code = subprocess.run([sys.executable, "-m", "ckptkit", *words], cwd=self.out, check=False).returncode
+        code = start_python(["-m", "ckptkit", *words], self.out, isolated(os.environ, PACKAGES_HOME)).wait()
         result = "as expected" if code == expect else f"exit {code}, not {expect}"
         self.rows.append((title, words[0], result, time.monotonic() - began))
         if code != expect:

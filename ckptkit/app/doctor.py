@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
@@ -146,7 +147,8 @@ def _usable(package: Package) -> bool:
 
 def _gpus() -> list[str]:
     """The GPUs that NVIDIA's driver lists; none without it."""
-    if (program := shutil.which("nvidia-smi")) is None:
+    program = shutil.which("nvidia-smi")
+    if program is None or not os.path.isabs(program):  # PATH may name the current directory, which may be a checkpoint
         return []
     try:
         done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)

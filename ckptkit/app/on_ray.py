@@ -6,7 +6,7 @@ import hashlib
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ckptkit.app.write import write_files
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import progress
+from ckptkit.storage.url import absolute, place
 from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.ray.cluster import connected
 from ckptkit.transfer.ray.tasks import check_gpus, cpus, outcomes, pieces_of
@@ -55,7 +56,9 @@ def write_on_ray(options: RunOptions, plan: ConversionPlan, partial: Path, journ
         if gpus:
             check_gpus(ray)
         token = journal.begin_run()
-        task = TaskInput(options, partial, token, _source_of(options), digest_of(plan))
+        # Workers run in another directory.
+        placed = replace(options, dst=place(absolute(options.dst)))
+        task = TaskInput(placed, partial.absolute(), token, _source_of(options), digest_of(plan))
         batches = batches_of(plan, options.workers or cpus(ray))
         files = [batch.files for batch in batches]
 

@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
 
+from ckptkit.core.isolation import refuse_numba_settings
 from quant.formats.scheme import Grid
+
+refuse_numba_settings()
+from numba import njit, types  # noqa: E402
+from numba.extending import intrinsic  # noqa: E402
 
 _BLOCK = 1024  # weights, unless a row is longer
 _TILE, _HALF = 64, 32  # weights encoded together; the smallest group is half of them

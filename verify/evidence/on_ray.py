@@ -33,7 +33,9 @@ def parts_on_ray(
     subject: Subject, stored: bool, checkpoint: Checkpoint, groups: Groups
 ) -> Generator[Values, None, None]:
     """What each task found, in the order of `groups`. Raises CkptkitError as `outcomes`, and where nodes differ."""
-    task = TaskInput(subject.path, subject.source_path, subject.hf_path, stored, _files(subject))
+    # Workers run in another directory.
+    source, hf = (path and path.absolute() for path in (subject.source_path, subject.hf_path))
+    task = TaskInput(subject.path.absolute(), source, hf, stored, _files(subject))
     sizes = {names: sum(checkpoint.specs[name].nbytes for name in names) for names in groups}
     with connected(subject.options.ray or "auto") as ray:
         pieces = [[name for names in piece for name in names] for piece in pieces_of(sizes, cpus(ray))]

@@ -8,9 +8,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, MissingDependencyError, words_of
+from ckptkit.core.isolation import isolated_in
 from ckptkit.transfer.copy import cores
 
 _REACH_S = 10.0
@@ -26,13 +28,24 @@ def connected(address: str, workers: int | None = None) -> Iterator[Any]:
     block.
     Raises CkptkitError where Ray is missing, nothing answers, or the cluster has another version of Ray or Python.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependencyError("Ray is not installed", "pip install ray") from error
-    if ray.is_initialized():
-        yield ray
-        return
+    with TemporaryDirectory(prefix="ckptkit-ray-") as folder:
+        # Ray puts the directory that it is started in on the path of every worker, and under `uv run` sends it to them.
+        with isolated_in(Path(folder), RAY_ENABLE_UV_RUN_RUNTIME_ENV="0"):
+            try:
+                import ray
+            except ImportError as error:
+                raise MissingDependencyError("Ray is not installed", "pip install ray") from error
+            joined = ray.is_initialized()
+            if not joined:
+                _start(ray, address, workers)
+        try:
+            yield ray
+        finally:
+            if not joined:
+                ray.shutdown()
+
+
+def _start(ray: Any, address: str, workers: int | None) -> None:
     given = os.environ.get("RAY_ADDRESS", "auto") if address == "auto" else address
     if given == "auto" and _is_left_behind():
         given = "local"
@@ -41,10 +54,6 @@ def connected(address: str, workers: int | None = None) -> Iterator[Any]:
         _connect(ray, given, workers or cores())
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _not_reached(given, error) from error
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
 
 
 def _connect(ray: Any, address: str, cpus: int) -> None:

@@ -100,7 +100,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
     openings = openings_of(tokenizer_of(subject.path), config, prompts) if logits else []
     layers = _routed_layers(engine, config) if logits else 0
     job = EngineJob(
-        str(subject.path),
+        str(subject.path.absolute()),
         prompts,
         sizes=sizes,
         update=again and "update" in subject.against,
@@ -158,7 +158,7 @@ def run_engine_reference(subject: Subject) -> Reference:
     check_reference(subject, run.prompts)
     tokenizer = tokenizer_of(subject.path)
     job = ReferenceJob(
-        str(subject.path),
+        str(subject.path.absolute()),
         prompts=run.prompts,
         top_ids=[answer.top_ids for answer in report.passes[FIRST]],
         openings=run.openings,
@@ -174,7 +174,8 @@ def run_source(subject: Subject) -> Reference:
     """What transformers makes of the source for the openings alone. Raises Unable."""
     run = subject.once(run_engine)
     written = _written(run.require_report())
-    return run_reference(subject, ReferenceJob(str(subject.source_path), openings=run.openings, written=written))
+    source = str(subject.source_path and subject.source_path.absolute())
+    return run_reference(subject, ReferenceJob(source, openings=run.openings, written=written))
 
 
 def _written(report: EngineReport) -> Ids:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ckptkit.core.errors import UsageError, words_of
+from ckptkit.core.isolation import PACKAGES_HOME, start_python
 from ckptkit.core.printable import one_line
 from verify.witnesses.process.sandbox import PACKAGES, environment
 
@@ -77,15 +79,22 @@ class Interpreter:
 
     def _ask(self, program: str, word: str) -> subprocess.CompletedProcess[str]:
         """Runs a short program there. Raises UsageError where this is not a Python that runs."""
-        found = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-        command = [self.path, "-c", program, word]
+        found = environment() | {"PYTHONPATH": ""}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         try:
-            done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=_SECONDS, check=False)
+            with (
+                TemporaryDirectory(prefix="ckptkit-python-") as folder,
+                start_python(["-c", program, word], Path(folder), found, self.path, **pipes) as process,
+            ):
+                try:
+                    said, errors = process.communicate(timeout=_SECONDS)
+                finally:
+                    process.kill()
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f"{self.path} is not a Python that runs", words_of(error)) from error
-        if done.returncode not in (0, _ABSENT):
-            raise UsageError(f"{self.path} is not a Python that runs", one_line(done.stderr)[-200:] or "it failed")
-        return done
+        if process.returncode not in (0, _ABSENT):
+            raise UsageError(f"{self.path} is not a Python that runs", one_line(errors)[-200:] or "it failed")
+        return subprocess.CompletedProcess([self.path], process.returncode, said)
 
 
 def variable_of(program: str) -> str:
@@ -94,16 +103,19 @@ def variable_of(program: str) -> str:
 
 
 def python_of(program: str, given: Mapping[str, str]) -> str:
-    """The Python that has a program: as given, else as its environment variable says, else this one."""
-    return given.get(program) or os.environ.get(variable_of(program)) or sys.executable
+    """The Python that has a program: as given, else as its environment variable says, else this one.
+
+    A path is made absolute, since a witness runs in another directory; a name is looked up in PATH.
+    """
+    found = given.get(program) or os.environ.get(variable_of(program)) or sys.executable
+    return os.path.abspath(found) if os.sep in found else found
 
 
 def _travelling(scratch: Path) -> Path:
     """A directory with ckptkit's packages and nothing of what is installed beside them."""
     found = scratch / "path"
     found.mkdir(exist_ok=True)
-    home = Path(__file__).resolve().parents[3]
     for package in PACKAGES:
         if not (found / package).exists():
-            (found / package).symlink_to(home / package)
+            (found / package).symlink_to(PACKAGES_HOME / package)
     return found

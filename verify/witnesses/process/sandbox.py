@@ -1,4 +1,5 @@
-"""Starts a witness so that it cannot outlive its parent, see secrets, reach the network, or hang silently.
+"""Starts a witness so that it cannot outlive its parent, run a checkpoint's code, see secrets, reach the network, or
+hang silently.
 
 As a program, `python -m verify.witnesses.process.sandbox PARENT MODULE WORDS...`, it prepares its own process and then
 runs MODULE as `python -m` would. Linux only, as the witnesses are.
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ckptkit.core.isolation import PACKAGES_HOME, is_secret, isolated, start_python
 from ckptkit.core.printable import one_line
 from verify.witnesses.process.memory import session_members
 
@@ -26,26 +28,17 @@ PACKAGES = ("ckptkit", "converters", "quant", "verify")  # what a witness import
 DUMP = signal.SIGUSR1  # asks a witness for the Python stacks of its threads
 _DUMP_S = 1.0
 _FRAMES = 3
-# Variables that a witness, which runs code of others, has no use for. A list of what it may see would lack what some
-# driver or cluster needs.
-_SECRET = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY|AUTH)(_|$)"
-    r"|^(AWS|AZURE|GOOGLE|GCP|OPENAI|ANTHROPIC|WANDB|GITHUB|GITLAB|SSH|KUBERNETES|FSSPEC)_|_URL$|_PROXY$|_DSN$",
-    re.IGNORECASE,
-)
 
 
 def environment(**more: str) -> dict[str, str]:
     """This process's variables without secrets, with `more`: offline, on the loopback interface, and without TF32."""
-    public = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
-    here = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    public = {name: value for name, value in os.environ.items() if not is_secret(name)}
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
     # A token may also lie in the user's home directory.
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
     # Some containers turn on TF32, which rounds the factors of float32 to 10 bits of mantissa.
     exact = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
-    return public | loopback | offline | exact | {"PYTHONPATH": path} | more
+    return isolated(public, PACKAGES_HOME) | loopback | offline | exact | more
 
 
 def start(
@@ -57,14 +50,18 @@ def start(
     stdout: bool = True,
     python: str = sys.executable,
 ) -> subprocess.Popen[bytes]:
-    """Starts `python -m MODULE WORDS...` in a session of its own, with stderr and, if asked, stdout in `log`."""
+    """Starts `python -m MODULE WORDS...` in a session of its own, with stderr and, if asked, stdout in `log`.
+
+    It runs in the folder of `log`, so paths among its words and in its job have to be absolute.
+    """
     quiet = [] if stdout else ["-W", "ignore"]
-    command = [python, *quiet, "-m", __name__, str(os.getpid()), module, *map(str, words)]
+    command = [*quiet, "-m", __name__, str(os.getpid()), module, *map(str, words)]
     with log.open("wb") as output:
-        return subprocess.Popen(
+        return start_python(
             command,
-            env=variables,
-            stdin=subprocess.DEVNULL,
+            log.parent,
+            variables,
+            python,
             stdout=output if stdout else subprocess.DEVNULL,
             stderr=output,
             start_new_session=True,

@@ -58,8 +58,8 @@ def run_prediction(subject: Subject) -> Reference:
             f"transformers needs {size(sizes[None])} of memory for this model and {size(free)} are "
             "free: run it on a larger machine, or an engine on GPUs (--engine --logits)"
         )
-    hf = str(subject.hf_path) if subject.hf_path else None
-    return run_reference(subject, ReferenceJob(str(subject.path), texts=texts, hf=hf, dtype=fitting[0]))
+    hf = str(subject.hf_path.absolute()) if subject.hf_path else None
+    return run_reference(subject, ReferenceJob(str(subject.path.absolute()), texts=texts, hf=hf, dtype=fitting[0]))
 
 
 def check_reference(subject: Subject, prompts: Ids) -> None:
@@ -78,8 +78,8 @@ def judged_by_transformers(
     `dtype` and `streams` as in `ReferenceJob`. Raises Unable.
     """
     path = subject.source_path if subject.source_path and subject.source_is_hf else subject.path
-    hf = str(subject.hf_path) if subject.hf_path else None
-    job = ReferenceJob(str(path), prompts=prompts, top_ids=top_ids, hf=hf, dtype=dtype, streams=streams)
+    hf = str(subject.hf_path.absolute()) if subject.hf_path else None
+    job = ReferenceJob(str(path.absolute()), prompts=prompts, top_ids=top_ids, hf=hf, dtype=dtype, streams=streams)
     return run_reference(subject, job)
 
 

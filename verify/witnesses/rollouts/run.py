@@ -85,9 +85,9 @@ def run_recompute(subject: Subject) -> tuple[Sequence[Part], Recomputed]:
     parts = subject.once(parts_of)
     parameters = sum(spec.nbytes for spec in subject.checkpoint.specs.values()) / 2
     more_s = 2 * 2 * parameters * sum(len(part.tokens) for part in parts) / _FLOPS
-    hf = str(subject.hf_path) if subject.hf_path else None
+    hf = str(subject.hf_path.absolute()) if subject.hf_path else None
     limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES) + more_s
-    found, failed = ask(RecomputeJob(str(subject.path), hf, parts), _RECOMPUTE, Recomputed, limit_s)
+    found, failed = ask(RecomputeJob(str(subject.path.absolute()), hf, parts), _RECOMPUTE, Recomputed, limit_s)
     if failed or found is None:
         raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
     return parts, found
@@ -120,7 +120,7 @@ def run_sglang_templates(subject: Subject) -> Sequence[Rendering]:
 
 
 def _render(subject: Subject, module: str, prompts: Sequence[Prompt], interpreter: Interpreter) -> Sequence[Rendering]:
-    job = PromptJob(str(home_of(subject)), prompts)
+    job = PromptJob(str(home_of(subject).absolute()), prompts)
     limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES)
     found, failed = ask(job, module, Renderings, limit_s, interpreter)
     if failed or found is None:

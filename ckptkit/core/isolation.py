@@ -1,0 +1,88 @@
+"""Starts Python programs that import installed packages only, and knows which variables hold secrets.
+
+A checkpoint's directory is often the current one, and Python puts that first on the path of a program that it starts
+with `-m` or `-c`: a `torch.py` next to the weights would run in its place. So every Python process that ckptkit starts
+is started here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+
+PACKAGES_HOME = Path(__file__).resolve().parents[2]  # the directory of ckptkit's packages
+_NUMBA = ".numba_config.yaml"
+# A list of what other programs may see would lack what some driver or cluster needs.
+_SECRET = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY|AUTH)(_|$)"
+    r"|^(AWS|AZURE|GOOGLE|GCP|OPENAI|ANTHROPIC|WANDB|GITHUB|GITLAB|SSH|KUBERNETES|FSSPEC)_|_URL$|_PROXY$|_DSN$",
+    re.IGNORECASE,
+)
+
+
+HIDDEN = "a variable whose value may be a secret"
+
+
+def is_secret(name: str) -> bool:
+    """Whether an environment variable of this name may hold a password, a key or a token."""
+    return _SECRET.search(name) is not None
+
+
+def isolated(variables: Mapping[str, str], *packages: Path) -> dict[str, str]:
+    """The variables for a Python process and all that it starts: none of them imports from the current directory.
+
+    PYTHONPATH becomes `packages` and those of its directories that are absolute and not the current one. Python before
+    3.11 does not know PYTHONSAFEPATH: what it imports from is the directory that it is started in, an empty one.
+    """
+    given = variables.get("PYTHONPATH", "").split(os.pathsep)
+    path = [*map(str, packages), *(part for part in given if os.path.isabs(part) and not _is_here(part))]
+    return {**variables, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _is_here(path: str) -> bool:
+    return os.path.exists(path) and os.path.samefile(path, os.curdir)
+
+
+def refuse_numba_settings() -> None:
+    """Raises CkptkitError where Numba would take settings, such as a cache of compiled code, from where the user is."""
+    if os.path.lexists(_NUMBA):
+        raise CkptkitError(
+            f"{os.path.abspath(_NUMBA)} is in the current directory, from which Numba would read it: it can name code "
+            "that Numba then runs",
+            "run from another directory",
+        )
+
+
+def start_python(
+    words: Sequence[str], folder: Path, variables: Mapping[str, str], python: str = sys.executable, **streams: Any
+) -> subprocess.Popen[Any]:
+    """Starts `PYTHON WORDS...` without standard input. `folder` is ckptkit's own, `variables` are `isolated`."""
+    assert "PYTHONSAFEPATH" in variables
+    return subprocess.Popen([python, *words], cwd=folder, env=variables, stdin=subprocess.DEVNULL, **streams)
+
+
+@contextmanager
+def isolated_in(folder: Path, **more: str) -> Iterator[None]:
+    """Within this, what other libraries start is isolated and in `folder`, with `more` variables.
+
+    The directory and the variables are those of all threads of this process.
+    """
+    before = dict(os.environ)
+    here = os.open(os.curdir, os.O_PATH | os.O_DIRECTORY)
+    try:
+        os.environ.update(isolated(before, PACKAGES_HOME), **more)
+        os.chdir(folder)
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
+        os.environ.clear()
+        os.environ.update(before)
