@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from ckptkit.core.isolation import is_secret
 from ckptkit.formats.detect import refuse_url
 from verify.launch.job import Given, Launch
 from verify.launch.judge import judged
@@ -48,23 +49,25 @@ def preflight(
     report is inconclusive. Raises CkptkitError when no path is given or one is a URL, when a size is given twice,
     differently, and when the script is not a launch.
     """
+    # What a script of others names may be shown: values that may be secrets stay unknown to all that read a launch.
+    environment = {name: "" if is_secret(name) else value for name, value in os.environ.items()}
     config = Path(script) if script and is_config(Path(script)) else None
     if text is None:
-        text = _text(None if config else script, arguments)
+        text = _text(None if config else script, arguments, environment)
     for path in (given for given in (hf_checkpoint, load, ref_load) if given):
         refuse_url(path)
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
     paths = Path(load) if load else None, Path(ref_load) if ref_load else None
     given = Given(hf_checkpoint or None, *paths, **sizes)
-    return judged(read_job(Launch(text, given, {**os.environ, **known}), config))
+    return judged(read_job(Launch(text, given, {**environment, **known}), config))
 
 
-def _text(script: str | Path | None, arguments: Sequence[str]) -> LaunchText:
+def _text(script: str | Path | None, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchText:
     """The launch of a script, of text on standard input (`-`), or of words alone."""
     if script is None:
         return LaunchText(tuple(Word(word) for word in arguments))
     if str(script) == "-":
-        return read_script(None, sys.stdin.read(), arguments, os.environ)
+        return read_script(None, sys.stdin.read(), arguments, environment)
     if Path(script).suffix == ".py":
-        return read_launcher(Path(script), arguments, os.environ)
-    return read_script(Path(script), None, arguments, os.environ)
+        return read_launcher(Path(script), arguments, environment)
+    return read_script(Path(script), None, arguments, environment)

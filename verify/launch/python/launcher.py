@@ -112,7 +112,8 @@ def _run_commands(follower: Follower, module: Module, arguments: list[str]) -> N
         follower.state = state.branch()
         parameter = next(iter(function.node.args.args), None)
         kind = follower.expressions(module).value(parameter.annotation) if parameter and parameter.annotation else None
-        made = follower.create(kind, _given(kind, arguments, follower.environment)) if isinstance(kind, Class) else None
+        variables = follower.state.objects[ENVIRONMENT]
+        made = follower.create(kind, _given(kind, arguments, variables)) if isinstance(kind, Class) else None
         call = ast.copy_location(ast.Call(ast.Name("main", ast.Load()), [], []), function.node)
         # Options that the launcher itself refuses start nothing.
         if not isinstance(made, Unknown):
@@ -135,9 +136,9 @@ def _given(kind: Class, arguments: Sequence[str], environment: Mapping[str, Any]
     Raises CkptkitError for another option.
     """
     given: dict[str, Any] = {
-        name: _converted(ast.unparse(field.annotation), str(environment[f"MILES_SCRIPT_{name.upper()}"]))
+        name: value if isinstance(value, Unknown) else _converted(ast.unparse(field.annotation), str(value))
         for name, field in kind.fields.items()
-        if f"MILES_SCRIPT_{name.upper()}" in environment
+        if (value := environment.get(f"MILES_SCRIPT_{name.upper()}")) is not None
     }
     words = list(arguments)
     while words:

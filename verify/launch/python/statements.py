@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.storage.regular import read_regular
 from verify.launch.python.builtins import Environment, truth_of, unknown
 from verify.launch.python.expressions import Expressions
@@ -52,7 +53,9 @@ class Follower:
     returned: list[list[tuple[State, Any, str]]] = field(default_factory=lambda: [[]])
 
     def __post_init__(self) -> None:
-        self.state.objects[ENVIRONMENT] = dict(self.environment)
+        self.state.objects[ENVIRONMENT] = {
+            name: Unknown(f"${name}", HIDDEN) if is_secret(name) else value for name, value in self.environment.items()
+        }
 
     def module(self, path: Path) -> Module:
         """The names of a file. Raises OSError and SyntaxError where it cannot be read."""

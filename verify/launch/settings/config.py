@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.core.printable import shortened
 from verify.launch.settings.yaml_tree import NULL, Tree
 from verify.launch.words import UnresolvedWord, Word
@@ -129,6 +130,8 @@ class Config:
         return text[1:-1] if quoted else text
 
     def _call(self, name: str, arguments: list[str], at: tuple[str, ...], depth: int, inner: str) -> Tree:
+        if name == "oc.env" and arguments and is_secret(arguments[0]):
+            raise UnresolvedError(f"${{{inner}}}: {HIDDEN}")
         if name == "oc.env" and arguments and (arguments[0] in self.environment or len(arguments) == 2):
             return Word(self.environment.get(arguments[0], arguments[-1]))
         if name == "oc.env" and arguments:

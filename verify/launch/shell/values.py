@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckptkit.core.isolation import HIDDEN, is_secret
 from verify.issue import Issue
 from verify.launch.shell.syntax import Node
 
@@ -208,7 +209,9 @@ class Shell:
         if name in self.variables:
             return self.variables[name]
         if name in self.environment:
-            return Variable((Value(self.environment[name]),), exported=True)
+            source = f"${{{name}}}"
+            value = Value(source, (Gap(source, HIDDEN),)) if is_secret(name) else Value(self.environment[name])
+            return Variable((value,), exported=True)
         return None
 
 
