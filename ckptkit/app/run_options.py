@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import UsageError
 from ckptkit.core.installation import program_version
+from ckptkit.core.printable import without_credentials
 from ckptkit.core.unused import refuse_quantizing_options
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
@@ -136,7 +137,7 @@ class RunOptions:
         return {source: Directory(Path(source)) for source in self.sources}
 
     def command(self) -> list[str]:
-        """The command line of these options, less what changes no byte: for the manifest and for --resume."""
+        """The command line of these options, less credentials and what changes no byte: for manifest and --resume."""
         words = ["ckptkit", self.verb, self.src]
         for name in ("hf", "merge", "dtype", "dialect", "like", "preset", "tp", "max_shard_size"):
             if self._is_given(name):
@@ -150,7 +151,7 @@ class RunOptions:
             words += self.scheme.command_line()
         elif self.verb == "quantize":
             words += ["--scheme", UNQUANTIZED]
-        return words
+        return list(map(without_credentials, words))
 
     def identity(self, sources: Sources) -> dict[str, Any]:
         """What a resumed run must share with the one that died: version, command, and the files that are read."""

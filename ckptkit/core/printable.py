@@ -18,11 +18,35 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _COMMAND = re.compile(r"(?<!\S)::|##(?=\w*\[)")
 
 
+_URL = re.compile(r"""([a-z][a-z0-9+.-]*)://([^\s"'<>]*)""", re.IGNORECASE)
+# `user:password@`, whose password may hold what a URL would spell `%2F`; not a port (http://host:80/a@b).
+_PASSWORD = re.compile(r"[^/?#@:]*:(?!\d*(?:[/?#]|$)).*@")
+_USER = re.compile(r"[^/?#]*@")
+# Of these stores what is before an @ is a name: hf://gpt2@main, abfs://container@account.
+_NAME_BEFORE_AT = frozenset({"hf", "az", "abfs", "abfss", "wasb", "wasbs"})
+_SECRET_QUERY = re.compile(
+    r"([?#])(?:.*&)?[\w.-]*(?:sig|token|key|secret|passw|credential|auth)[\w.-]*=.*", re.IGNORECASE
+)
+
+
+def without_credentials(text: str) -> str:
+    """The text with `***` for user and password of each URL in it, and for a query with a signature, key or token."""
+    return _URL.sub(_public_url, text) if "://" in text else text
+
+
+def _public_url(found: re.Match[str]) -> str:
+    scheme, rest = found[1], found[2]
+    user = _PASSWORD.match(rest) or (None if scheme.lower() in _NAME_BEFORE_AT else _USER.match(rest))
+    public = f"***@{rest[user.end() :]}" if user else rest
+    return f"{scheme}://" + _SECRET_QUERY.sub(r"\1***", public)
+
+
 def printable(text: str) -> str:
     """The text on one line: characters that cannot be seen, line breaks too, become escapes (`\\x1b`).
 
-    So does the first character of what a CI system would take for a command.
+    So does the first character of what a CI system would take for a command. Credentials in URLs are left out.
     """
+    text = without_credentials(text)
     if not text.isascii() or not text.isprintable():
         text = "".join(char if unicodedata.category(char) not in _HIDDEN else _escape(char) for char in text)
     return _COMMAND.sub(lambda found: _escape(found[0][0]) + found[0][1:], text)
@@ -101,9 +125,10 @@ _RAW = re.compile(r"[^\n -~]|##(?=\w*\[)")
 def json_text(content: Any) -> str:
     """Indented JSON in ASCII, of which no terminal and no CI system takes anything for a command.
 
-    Half of a surrogate pair, which other parsers refuse, becomes the text of its escape (`\\\\ud800`).
+    Half of a surrogate pair, which other parsers refuse, becomes the text of its escape (`\\\\ud800`). Credentials in
+    URLs are left out.
     """
-    return _RAW.sub(_json_escape, json.dumps(content, indent=2, ensure_ascii=False))
+    return _RAW.sub(_json_escape, without_credentials(json.dumps(content, indent=2, ensure_ascii=False)))
 
 
 def _json_escape(found: re.Match[str]) -> str:

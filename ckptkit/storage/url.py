@@ -5,6 +5,8 @@ Credentials, endpoints and retries are those of the library behind the URL.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
 _PART = 8 << 20  # bytes of one request: what is being read lies in memory twice, so it is not the whole tensor
 _AT_ONCE = 8  # requests of one thread
+_ANSWER_S = 10  # for the first answer of a store: libraries try again for a minute where there is no account
 _UPLOAD_PART = 16 << 20  # S3 takes 10,000 parts a file
 
 # What file systems raise that is not an OSError, by the module that it is from.
@@ -85,9 +88,7 @@ class Store:
     @cached_property
     def _opened(self) -> tuple[AbstractFileSystem, str]:
         with _explained(self.url):
-            from fsspec.core import url_to_fs
-
-            filesystem, root = url_to_fs(self.url)
+            filesystem, root = _open(self.url)
         return filesystem, root.rstrip("/")
 
     @property
@@ -110,11 +111,12 @@ class Store:
         filesystem, root = self._opened
         with _explained(self.url):
             filesystem.invalidate_cache()
+            limit = {"timeout": _ANSWER_S} if filesystem.async_impl else {}
             try:
-                found = filesystem.ls(root, detail=False)
+                found = filesystem.ls(root, detail=False, **limit)
             except FileNotFoundError:
                 # A bucket has no directories: where nothing was written is empty. Without a bucket this raises too.
-                found = filesystem.find(root)
+                found = filesystem.find(root, **limit)
         return sorted(name for entry in found if (name := _below(root, entry)))
 
     def files(self) -> dict[str, dict[str, Any]]:
@@ -218,11 +220,34 @@ class Store:
 def _require_store(url: str) -> None:
     if "::" in url:
         raise CkptkitError(f"{url} is a chain of URLs, which is not read", "give the URL of the store itself")
-    scheme = url.partition("://")[0].lower()
-    if _ALIAS.get(scheme, scheme) not in _STORES:
+    if (scheme := _scheme(url)) not in _STORES:
         raise CkptkitError(
             f"{url}: {scheme}:// is no store that is read here", "give s3://, gs://, hf:// or az://, or download it"
         )
+
+
+def _open(url: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of a URL, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    opened: tuple[AbstractFileSystem, str]
+    if _scheme(url) != "gs":
+        opened = url_to_fs(url)
+        return opened
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # it reports its last try with a traceback
+    # Left to itself it asks for the account of a Google machine twice, the second time for 15 s.
+    try:
+        opened = url_to_fs(url, token="google_default")  # noqa: S106 - where to look for one
+    except _raised():
+        if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+            raise
+        opened = url_to_fs(url, token="anon")  # noqa: S106 - without one
+    return opened
+
+
+def _scheme(url: str) -> str:
+    scheme = url.partition("://")[0].lower()
+    return _ALIAS.get(scheme, scheme)
 
 
 def _below(root: str, path: str) -> str:
@@ -250,7 +275,9 @@ def _explained(url: str) -> Iterator[None]:
         yield
     except _raised() as error:
         code: ErrorCode = "missing-dependency" if isinstance(error, ImportError) else "storage"
-        raise StoreError(f"{url}: {words_of(error)}", _next(url, error), code=code) from error
+        unanswered = type(error).__name__ == "FSTimeoutError"  # it has no text
+        words = f"no answer within {_ANSWER_S} s" if unanswered else words_of(error)
+        raise StoreError(f"{url}: {words}", _next(url, error), code=code) from error
 
 
 def _raised() -> tuple[type[Exception], ...]:
@@ -260,8 +287,7 @@ def _raised() -> tuple[type[Exception], ...]:
 
 
 def _next(url: str, error: Exception) -> str:
-    scheme = url.partition("://")[0].lower()
-    scheme = _ALIAS.get(scheme, scheme)
+    scheme = _scheme(url)
     if isinstance(error, ImportError):
         return f"pip install {_LIBRARY[scheme]}" if scheme in _LIBRARY else "install what it names"
     if isinstance(error, NotImplementedError):
@@ -278,4 +304,5 @@ def _next(url: str, error: Exception) -> str:
     if isinstance(error, ValueError):
         return "check the URL: what stands behind :// is not as this store has it"
     endpoint = f", and {_ENDPOINT[scheme]} if it is set" if scheme in _ENDPOINT else ""
-    return f"check the network{endpoint}; then run again"
+    account = f"; if it is not public, {login}" if isinstance(error, TimeoutError) else ""
+    return f"check the network{endpoint}{account}; then run again"
