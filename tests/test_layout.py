@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import graphlib
 import re
 from pathlib import Path
@@ -25,3 +26,30 @@ def test_kinds_of_checkpoints_are_told_apart_in_one_place() -> None:
     assert [str(file.relative_to(ROOT)) for file in files if compares.search(file.read_text())] == [
         "ckptkit/formats/detect.py"
     ]
+
+
+# What starts programs, and who may call it: `nvidia-smi`, forks of a witness, and the one way to start Python.
+STARTS = re.compile(
+    r"subprocess\.(?:Popen|run|call|check_call|check_output|getoutput|getstatusoutput)"
+    r"|os\.(?:system|popen|exec\w+|spawn\w+|posix_spawn\w*|fork|forkpty)|pty\.(?:spawn|fork)"
+    r"|(?:torch\.)?multiprocessing\.(?:get_context|Process|Pool|spawn|Manager|set_start_method)"
+    r"|\w*\.?ProcessPoolExecutor|mp\.\w+|asyncio\.create_subprocess_\w+"
+)
+STARTERS = {
+    "ckptkit.app.doctor": {"subprocess.run"},
+    "ckptkit.core.isolation": {"subprocess.Popen"},
+    "verify.witnesses.megatron.process": {"multiprocessing.get_context"},
+}
+
+
+def test_python_is_started_in_one_place() -> None:
+    found: dict[str, set[str]] = {}
+    for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and STARTS.fullmatch(name := ast.unparse(node.func)):
+                found.setdefault(module, set()).add(name)
+            # By another name, a call would not be found.
+            elif isinstance(node, ast.ImportFrom) and node.module in ("subprocess", "multiprocessing", "pty"):
+                found.setdefault(module, set()).add(f"from {node.module}")
+    assert found == STARTERS

@@ -16,9 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 # Rows of the table in the order of the page: the bounds of each, in the order in which it names them.
 BOUNDS = [
     (tree.MAX_FILES, tree.MAX_DEPTH),
+    (specs.MAX_NAME,),
     (json_text.MAX_BYTES, json_text.MAX_VALUES, json_text.MAX_DEPTH, json_text.MAX_DIGITS),
     (shard.MAX_HEADER, json_text.MAX_VALUES, specs.MAX_AXES, shard._MAX_BYTES),
-    (machine.MAX_NAMES, machine.MAX_INTEGER, machine._MAX_KEY, machine._KEY_PARTS, machine._KEY_DEPTH),
+    (
+        machine.MAX_OBJECTS,
+        machine.MAX_NAMES,
+        machine.MAX_INTEGER,
+        machine._MAX_KEY,
+        machine._KEY_PARTS,
+        machine._KEY_DEPTH,
+    ),
     (records._MAX_PARTS, records._MAX_DEPTH),
     (blob._MAX_READ, blob._MAX_DIRECTORY),
     (reader.MAX_METADATA, reader._MAX_NAMES, reader._MAX_COMPARED, specs.MAX_AXES, reader._MAX_BYTES),

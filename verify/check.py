@@ -18,7 +18,7 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import TypedDict, Unpack
 
-from ckptkit.core.errors import CkptkitError, UnsupportedError, words_of
+from ckptkit.core.errors import CkptkitError, UnsupportedError, lacks_memory, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert
 from ckptkit.core.progress import phase
 from ckptkit.formats.detect import Kind
@@ -284,9 +284,11 @@ def _collect(
         return error.message, True
     except (OSError, MemoryError, Inapplicable):
         raise
-    except Exception as error:  # noqa: BLE001 - what breaks inside a check must not be read as a fault of the checkpoint
+    except Exception as error:  # what breaks inside a check must not be read as a fault of the checkpoint
         if library := missing_of_convert(error):
             return f"{library} is not installed here: {INSTALL_CONVERT}", True
+        if lacks_memory(error):
+            raise
         _LOG.debug("%s", one.code, exc_info=True)
         return _own_fault(error), True
     return None, False

@@ -230,16 +230,19 @@ def _open(url: str) -> tuple[AbstractFileSystem, str]:
     """The file system of a URL, and the path in it."""
     from fsspec.core import url_to_fs
 
+    opened: tuple[AbstractFileSystem, str]
     if _scheme(url) != "gs":
-        return url_to_fs(url)
+        opened = url_to_fs(url)
+        return opened
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # it reports its last try with a traceback
     # Left to itself it asks for the account of a Google machine twice, the second time for 15 s.
     try:
-        return url_to_fs(url, token="google_default")  # noqa: S106 - where to look for one
+        opened = url_to_fs(url, token="google_default")  # noqa: S106 - where to look for one
     except _raised():
         if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
             raise
-    return url_to_fs(url, token="anon")  # noqa: S106 - without one
+        opened = url_to_fs(url, token="anon")  # noqa: S106 - without one
+    return opened
 
 
 def _scheme(url: str) -> str:
@@ -272,7 +275,7 @@ def _explained(url: str) -> Iterator[None]:
         yield
     except _raised() as error:
         code: ErrorCode = "missing-dependency" if isinstance(error, ImportError) else "storage"
-        unanswered = isinstance(error, TimeoutError) and not str(error)
+        unanswered = type(error).__name__ == "FSTimeoutError"  # it has no text
         words = f"no answer within {_ANSWER_S} s" if unanswered else words_of(error)
         raise StoreError(f"{url}: {words}", _next(url, error), code=code) from error
 

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.isolation import refuse_numba_settings
 from quant.formats.grids import check, quantize
 from quant.formats.packing import Packed as Packed
 from quant.formats.scheme import QuantScheme
+
+refuse_numba_settings()  # here and not in a thread that is the first to need Numba
 
 
 def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:

@@ -55,6 +55,10 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "shape with zero": lambda header: _first(header).update(shape=[0, 1 << 62]),
     "entry that is a number": lambda header: header.update(x=1),
     "metadata that is a list": lambda header: header.update(__metadata__=[1]),
+    "name of 5000 characters": lambda header: header.update({"x" * 5_000: dict(_first(header))}),
+    "name of 40000000 characters": lambda header: header.update({"x" * 40_000_000: dict(_first(header))}),
+    "name of 5000 dots": lambda header: header.update({"." * 5_000: dict(_first(header))}),
+    "name of 5000 numbers": lambda header: header.update({".0" * 5_000: dict(_first(header))}),
     "name with a newline": lambda header: header.update({"a\nb\x1b[2J": dict(_first(header))}),
 }
 
@@ -119,6 +123,8 @@ INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
     "weight_map is absent": lambda index: index.pop("weight_map"),
     "weight_map is text": lambda index: index.update(weight_map="model"),
     "empty weight_map": lambda index: index.update(weight_map={}),
+    "tensor name of 1000000 characters": lambda index: index["weight_map"].update({"x" * 1_000_000: _FIRST}),
+    "tensor name of 5000 numbers": lambda index: index["weight_map"].update({".0" * 5_000: _FIRST}),
     "ghost names": lambda index: index["weight_map"].update({f"ghost.{n}\x1b[2J": _FIRST for n in range(10_000)}),
 }
 
@@ -287,9 +293,23 @@ METADATA: dict[str, Callable[[Any], object]] = {
     "entries None": lambda found: _set(found, state_dict_metadata=None),
     "no entries": lambda found: found.state_dict_metadata.clear(),
     "key with control characters": lambda found: found.state_dict_metadata.update({"\x1b[2J\n": _entry(found)}),
+    "key of 1000000 characters": lambda found: found.state_dict_metadata.update({"x" * 1_000_000: _entry(found)}),
+    "key of 5000 numbers": lambda found: found.state_dict_metadata.update({".0" * 5_000: _entry(found)}),
     "key that is a number": lambda found: found.state_dict_metadata.update({7: _entry(found)}),
     "key that is a path": lambda found: found.state_dict_metadata.update({"../../x": _entry(found)}),
 }
+# More objects than are read, in few bytes: the memory for them is not to be taken.
+FLOODS: dict[str, bytes] = {
+    "lists": b"]" * 20_000_001,
+    "dicts": b"}" * 20_000_001,
+    "marks": b"(" * 20_000_001,
+    "sets": b"\x8f" * 5_000_001,
+    "tuples in one another": b"N" + b"\x85" * 20_000_001,
+    "lists in batches": b"]" + (b"(" + b"]" * 1_000 + b"e") * 20_000,
+    "dicts of an item": b"(" + b"}K\0Ns" * 2_000_000 + b"l" + b"]" * 18_000_001,
+    "instances": b"ca\nb\nq\0" + b"h\0)\x81" * 1_000_000 + b"]" * 19_000_001,
+}
+_OBJECTS = "objects, and at most 20000000 are read"
 _MEGATRON = ("inspect", "convert", "verify", "preflight", "after_save")
 
 
@@ -313,6 +333,13 @@ def cases() -> Iterator[Case]:
     for what, content in PICKLES.items():
         yield Case(f".metadata: {what}", "megatron", partial(_metadata, content), r"\.metadata", _MEGATRON)
         yield Case(f"legacy rank: {what}", "legacy", partial(_legacy, _zip(content)), "model_optim_rng|mp_rank")
+    for what, content in FLOODS.items():
+        flood = b"\x80\x04" + content + b"."
+        yield Case(f".metadata: a flood of {what}", "megatron", partial(_metadata, flood), _OBJECTS, _MEGATRON)
+        yield Case(f"legacy rank: a flood of {what}", "legacy", partial(_legacy, _zip(flood)), _OBJECTS)
+        yield Case(
+            f"common.pt: a flood of {what}", "megatron", partial(_common, _zip(flood)), _OBJECTS, ("inspect", "verify")
+        )
     for what, content in ZIPS.items():
         yield Case(
             f"common.pt is a zip: {what}", "megatron", partial(_common, content), "common", ("inspect", "verify")

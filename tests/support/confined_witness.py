@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -10,9 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+_TELL = "CKPTKIT_TEST_TELL_PATH"
+
 
 def main() -> None:
     """Does what the job asks."""
+    if _TELL in os.environ:
+        print(_path())
+        return
     job = Path(sys.argv[1])
     asked = json.loads(job.read_text())
     getattr(sys.modules[__name__], asked["do"])(job.parent, asked)
@@ -30,6 +37,25 @@ def eat(folder: Path, asked: object) -> None:
 
 def tell(folder: Path, asked: object) -> None:
     (folder / "variables").write_text(json.dumps(dict(os.environ)))
+
+
+def path(folder: Path, asked: object) -> None:
+    """Writes down from where this process and those that it starts import, and where they run."""
+    tell = "import os, sys; print([os.getcwd(), *sys.path])"
+    kinds = {"-c": ["-c", tell], "stdin": ["-"], "-m": ["-m", "support.confined_witness"], "file": [__file__]}
+    found = {"own": [os.getcwd(), *sys.path]}
+    for kind, words in kinds.items():
+        text = tell if kind == "stdin" else ""
+        command, variables = [sys.executable, *words], os.environ | {_TELL: "1"}
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=True, env=variables)
+        found[kind] = ast.literal_eval(done.stdout)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found["spawn"] = pool.apply(_path)
+    (folder / "path").write_text(json.dumps(found))
+
+
+def _path() -> list[str]:
+    return [os.getcwd(), *sys.path]
 
 
 def spawn(folder: Path, asked: object) -> None:

@@ -348,6 +348,9 @@ def test_a_library_that_is_missing_or_cannot_be_loaded_is_no_error_of_ckptkit(re
         ("import no_such_library.core", f"error: no_such_library is not installed in {sys.executable}\n  next: "),
         ("raise ImportError('libcudart.so.12: not found', name='torch._C')", "error: torch cannot be used: libcudart"),
         ("import ckptkit.no_such_module", "error: an error inside ckptkit: ModuleNotFoundError"),
+        ("raise MemoryError", "error: this command needs more memory than is available\n  next: run it where"),
+        ("import numpy; numpy.zeros(1 << 46)", "error: this command needs more memory than is available"),
+        ("import torch; torch.zeros(1 << 46)", "error: this command needs more memory than is available"),
     ):
         command = [sys.executable, "-c", broken.format(how), "inspect", str(releases("qwen2-tied"))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

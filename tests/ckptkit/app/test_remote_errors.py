@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,48 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, use: Use) -> None:
     ):
         use("s3://bucket/model")
     assert error.value.hint == "check the network, and AWS_ENDPOINT_URL if it is set; then run again"
+
+
+@pytest.fixture
+def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Meanwhile gs:// means a server that refuses those without an account, and this machine has no account."""
+    from gcsfs import GCSFileSystem
+    from google.auth.exceptions import DefaultCredentialsError
+
+    def none(**_: object) -> None:
+        raise DefaultCredentialsError("Your default credentials were not found.")
+
+    monkeypatch.setattr("google.auth.default", none)
+    monkeypatch.setattr("gcsfs.credentials.GoogleCredentials._connect_cloud", lambda _: time.sleep(60))
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    with serving(refusing(401, "Anonymous caller")) as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        GCSFileSystem.clear_instance_cache()
+        yield
+    GCSFileSystem.clear_instance_cache()
+
+
+@BOTH
+def test_google_without_an_account_is_an_error_within_seconds(
+    google: None, use: Use, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.url._ANSWER_S", 2)
+    began = time.monotonic()
+    with pytest.raises(CkptkitError, match=r"gs://b/c: ") as error:
+        use("gs://b/c")
+    assert time.monotonic() - began < 15
+    assert error.value.code == "storage"
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in str(error.value.hint)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_credentials_of_google_that_cannot_be_read_are_not_passed_over(
+    google: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
+    with pytest.raises(CkptkitError, match="gs://b/c: Your default credentials were not found") as error:
+        reading("gs://b/c")
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in str(error.value.hint)
 
 
 @BOTH

@@ -18,6 +18,7 @@ from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import main
+from ckptkit.app.run_options import RunOptions
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import json_text, printable
 from quant.schemes.w4a16 import int4_scheme
@@ -28,6 +29,52 @@ SCOPE = r"(:? [\w ,]+(; [\w ,:-]+)*)?"
 VERDICT = re.compile(rf"PASSED( with \d+ warnings?)?{SCOPE}  /\S+/(model|qwen2-tied)((, | against )/\S+)*")
 HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 REPORTS = (".json", ".md", ".xml", ".sarif", ".html")
+
+
+CREDENTIALS = [
+    ("az://user:TOP@host/c", "az://***@host/c"),
+    ("s3://KEY:TOP@bucket/x", "s3://***@bucket/x"),
+    ("s3://KEY:T/O+P@bucket/x", "s3://***@bucket/x"),  # keys of AWS have slashes
+    ("s3://KEY:T?O#P@bucket/x", "s3://***@bucket/x"),
+    ("s3://KEY:T@O@P@bucket/x", "s3://***@bucket/x"),
+    ("http://user:TOP@h:80/x?a=1", "http://***@h:80/x?a=1"),
+    ("HTTPS://U:TOP@h", "HTTPS://***@h"),
+    ("http://:TOP@h", "http://***@h"),
+    ("https://TOP@github.com/a.git", "https://***@github.com/a.git"),
+    ("git+https://TOP@h/x", "git+https://***@h/x"),
+    ("postgresql://u:TOP@h/db", "postgresql://***@h/db"),
+    ("see s3://K:TOP@b, and 'http://u:TOP@h'.", "see s3://***@b, and 'http://***@h'."),
+    ("--load=az://u:TOP@h/c --x", "--load=az://***@h/c --x"),
+    ("http://h/x?X-Amz-Credential=TOP&X-Amz-Signature=TOP", "http://h/x?***"),
+    ("https://a.blob.core.windows.net/c?sv=1&sig=TOP", "https://a.blob.core.windows.net/c?***"),
+    ("http://u:TOP@h/x?a=1&access_token=TOP", "http://***@h/x?***"),
+    ("http://h/x?api-key=TOP", "http://h/x?***"),
+    ("http://h/#id_token=TOP", "http://h/#***"),
+]
+WITHOUT = [
+    "hf://Qwen/Qwen3-30B-A3B@main/config.json",
+    "hf://gpt2@main",
+    "abfs://container@account.dfs.core.windows.net/x",
+    "az://container/x",
+    "s3://bucket/a@b",
+    "http://127.0.0.1:30000/server_info: timed out",
+    "http://host:80/a@b",
+    "http://[::1]:80/x",
+    "http://h/x?page=1#top",
+    "user@host:/path and a:b@c",
+    "memory://a/b",
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), [*CREDENTIALS, *((text, text) for text in WITHOUT)])
+def test_urls_are_shown_without_credentials(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert json.loads(json_text({"a": [text], "b": text})) == {"a": [shown], "b": shown}
+
+
+def test_the_command_that_a_manifest_keeps_has_no_credentials() -> None:
+    options = RunOptions("convert", "s3://KEY:TOP@bucket/x", "az://u:TOP@h/made", hf="http://h/x?sig=TOP")
+    assert options.command() == ["ckptkit", "convert", "s3://***@bucket/x", "--hf", "http://h/x?***"]
 
 
 def assert_harmless(text: str) -> None:

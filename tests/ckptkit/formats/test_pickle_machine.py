@@ -11,11 +11,20 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from ckptkit.formats.torch_save import machine, unpickle
-from ckptkit.formats.torch_save.machine import MAX_INTEGER, MAX_NAMES, Machine
+from ckptkit.formats.torch_save.machine import MAX_INTEGER, MAX_NAMES, MAX_OBJECTS, Machine
 from ckptkit.formats.torch_save.records import Record, is_bounded, kind_of
 from ckptkit.formats.torch_save.unpickle import _named
 
@@ -157,6 +166,52 @@ def test_more_names_than_a_pickle_has_are_refused() -> None:
     names = b"".join(b"cm\nn%d\n0" % index for index in range(MAX_NAMES + 1))
     with pytest.raises(pickle.UnpicklingError, match="4096 names"):
         unpickle.loads(b"\x80\x02" + names + b"N.")
+
+
+@pytest.mark.parametrize(
+    "made", [b"]", b"}", b"(", b"N\x85", b"NN\x86", b"NNN\x87", b"\x8c\x01a", b"h\0)\x81", b"h\0)R"]
+)
+def test_as_many_objects_as_the_bound_are_read_and_no_more(made: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MAX_OBJECTS", 100)
+    end = b"N." if made == b"(" else b"."
+    count = 50 if made.startswith(b"h") else 100  # an instance counts twice
+    assert unpickle.loads(b"\x80\x02cm\nn\nq\0" + made * count + end) is not NotImplemented
+    with pytest.raises(pickle.UnpicklingError, match="about 10[12] objects, and at most 100 are read"):
+        unpickle.loads(b"\x80\x02cm\nn\nq\0" + made * (count + 1) + end)
+
+
+def _containers(value: Any) -> int:
+    """How many containers there are in plain data; a set is as large as four others."""
+    if not isinstance(value, list | tuple | dict | set | frozenset):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return (4 if isinstance(value, set) else len(value) > 0) + sum(map(_containers, inner))
+
+
+@settings(max_examples=60, deadline=None)
+@given(_PLAIN, st.sampled_from([4, 5]))
+def test_no_object_is_left_out_of_the_count(value: Any, protocol: int) -> None:
+    assert machine.count_objects(pickle.dumps(value, protocol)) >= _containers(value)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_metadata_of_the_most_tensors_has_fewer_objects_than_the_bound(protocol: int) -> None:
+    """As torch writes them, of 500,000 tensors: those are bounded elsewhere."""
+    names = [
+        f"chained_0.optimizer.state.exp_avg_sq.decoder.layers.mlp.experts.linear_fc1.weight{n}" for n in range(200)
+    ]
+    size = torch.Size((4096, 7168))
+    chunk = ChunkStorageMetadata(torch.Size((0, 0)), size)
+    tensors = {
+        name: TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size((4096, 7168)), [chunk])
+        for name in names
+    }
+    places = {
+        MetadataIndex(name, torch.Size((0, 0)), 0): _StorageInfo(f"__{n}_0.distcp", n * 58_720_256, 58_721_000)
+        for n, name in enumerate(names)
+    }
+    content = pickle.dumps(Metadata(tensors, None, places), protocol)
+    assert machine.count_objects(content) / 200 * 500_000 < MAX_OBJECTS
 
 
 def test_one_name_is_one_class() -> None:

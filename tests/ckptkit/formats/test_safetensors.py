@@ -141,6 +141,20 @@ def test_a_shape_of_a_million_axes_is_refused_before_they_are_multiplied(tmp_pat
         read_shard(written(tmp_path / "x.safetensors", text))
 
 
+@pytest.mark.parametrize("character", ["x", ".", "é", "0."])
+def test_a_name_longer_than_any_real_one_is_refused_by_its_beginning(tmp_path: Path, character: str) -> None:
+    for length, refused in ((4096, False), (4097, True)):
+        name = (character * 4097)[:length]
+        text = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+        file = written(tmp_path / "model.safetensors", text)
+        if not refused:
+            assert list(read_shard(file).specs) == [name]
+            continue
+        with pytest.raises(CkptkitError, match="a tensor name of 4097 characters that begins with") as error:
+            read_shard(file)
+        assert len(str(error.value)) < 500
+
+
 def test_a_header_that_is_not_in_utf_8_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "x.safetensors", (b'{"a":{%b}}' % ENTRY).decode().encode("utf-16-le"))
     with pytest.raises(CkptkitError, match="a header that is not JSON"):

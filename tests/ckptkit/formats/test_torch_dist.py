@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint, tiling_problem
+from ckptkit.formats.torch_save.machine import Machine
 
 
 def load_with_torch(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -224,3 +225,21 @@ def test_metadata_in_the_classes_of_older_megatron(
 )
 def test_tiling(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], problem: str | None) -> None:
     assert tiling_problem((4, 6), boxes) == problem
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt"])
+def test_a_lack_of_memory_names_the_file_that_was_read(
+    file: str, converted: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Machine.run
+
+    def lacking(machine: Machine) -> Any:
+        if (b"fqn" in machine._content) == (file == ".metadata"):
+            raise MemoryError
+        return run(machine)
+
+    monkeypatch.setattr(Machine, "run", lacking)
+    with pytest.raises(CkptkitError, match="needs more memory than is available") as error:
+        _ = TorchDistCheckpoint(converted("qwen2-tied") / "release").args
+    assert f"release/{file}" in error.value.message
+    assert error.value.hint

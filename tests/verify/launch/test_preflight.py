@@ -370,6 +370,115 @@ def test_readme_form_tells_the_right_model_from_another(
     assert (code, "error  CK723" in output, "FAILED with 1 error" in output) == (1, True, True), output
 
 
+HIDDEN_IN = {
+    "a path": "--load /x/$HF_TOKEN",
+    "braces": "--load /x/${HF_TOKEN}",
+    "a name in a variable": "--load /x/${!N}",
+    "a default": "--load /x/${HF_TOKEN:-none}",
+    "a part": "--load /x/${HF_TOKEN:3:9}",
+    "lower case": "--load /x/${HF_TOKEN,,}",
+    "a pattern": "--load /x/${HF_TOKEN#T}",
+    "a replacement": "--load /x/${HF_TOKEN/T/TT}",
+    "a command": "--load /x/$(echo $HF_TOKEN)",
+    "another command": "--load /x/$(printenv HF_TOKEN)",
+    "printf": "--load /x/$(printf '%s' $HF_TOKEN)",
+    "a size": "--tensor-model-parallel-size $HF_TOKEN",
+    "an option": "--$HF_TOKEN 1",
+    "two": "--load /x/$AWS_SECRET_ACCESS_KEY --ref-load /y/$WANDB_API_KEY",
+    "a URL": "--load $DATABASE_URL/x",
+}
+BEFORE = {
+    "a variable": ("A=$HF_TOKEN", "--load /x/$A"),
+    "an export": ("export A=/x/$HF_TOKEN", "--load $A"),
+    "an array": ("A=(--load /x/$HF_TOKEN)", "${A[@]}"),
+    "a loop": ("for one in $HF_TOKEN; do A=$one; done", "--load /x/$A"),
+    "read": ('read -r A <<< "$HF_TOKEN"', "--load /x/$A"),
+    "eval": ("eval A=\\$HF_TOKEN", "--load /x/$A"),
+    "a function": ("f() { echo /x/$HF_TOKEN; }", "--load $(f)"),
+    "cd": ("cd /x/$HF_TOKEN", "--load run"),
+    "case": ("case $HF_TOKEN in T*) A=/x/$HF_TOKEN;; esac", "--load $A"),
+    "source": ("source /x/$HF_TOKEN.sh", "--load /x"),
+    "arithmetic": ("A=$((HF_TOKEN + 1))", "--load /x/$A"),
+}
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "DATABASE_URL"):
+        monkeypatch.setenv(name, "TOPSECRET")
+    monkeypatch.setenv("N", "HF_TOKEN")
+
+
+def assert_hidden(script: Path, *words: str) -> None:
+    """No output of preflight, in any format, has the value of a secret."""
+    reports = [script.with_name(f"report{ending}") for ending in (".json", ".html", ".md", ".sarif", ".xml")]
+    for report in reports:
+        done = CliRunner().invoke(cli, ["preflight", str(script), "--report", str(report), *words])
+        assert "topsecret" not in (done.output + str(done.exception)).lower()
+        assert "topsecret" not in (report.read_text().lower() if report.exists() else "")
+        assert done.exit_code in (1, 2), done.output
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [*(("", words) for words in HIDDEN_IN.values()), *BEFORE.values()],
+    ids=[*HIDDEN_IN, *BEFORE],
+)
+def test_secrets_of_the_environment_are_not_shown(secrets: None, before: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{before}\npython3 train.py --hf-checkpoint /nowhere {words}\n")
+    assert_hidden(tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize(
+    "value", ["${oc.env:HF_TOKEN}", "/x/${oc.env:AWS_SECRET_ACCESS_KEY,none}", "${oc.env:${oc.env:N}}"]
+)
+def test_secrets_that_a_yaml_file_names_are_not_shown(secrets: None, value: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps({"actor_rollout_ref": {"model": {"path": value}}}))
+    assert_hidden(tmp_path / "job.yaml")
+    (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo 'actor_rollout_ref.model.path={value}'\n")
+    assert_hidden(tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        'os.environ["HF_TOKEN"]',
+        'os.environ.get("HF_TOKEN", "x")',
+        'os.getenv("HF_TOKEN")',
+        "os.environ[os.environ['N']]",
+    ],
+)
+def test_secrets_that_a_python_launcher_names_are_not_shown(secrets: None, value: str, tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(
+        "import os\nimport miles.utils.external_utils.command_utils as U\n\n\ndef main():\n"
+        f"    secret = {value}\n"
+        '    U.execute_train(train_args=f"--hf-checkpoint /x/{secret} --load /y/{secret} ", num_gpus_per_node=8, '
+        'megatron_model_type=None)\n\n\nif __name__ == "__main__":\n    main()\n'
+    )
+    assert_hidden(tmp_path / "run.py")
+    done = CliRunner().invoke(cli, ["preflight", str(tmp_path / "run.py")])
+    assert "value may be a secret" in done.output  # the launcher was read to its end
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        'if [ -z "$HF_TOKEN" ]; then echo "set HF_TOKEN"; exit 1; fi',
+        '[ -n "${WANDB_API_KEY:-}" ] && wandb login $WANDB_API_KEY',
+        'export HF_TOKEN=$HF_TOKEN OTHER="key $WANDB_API_KEY"',
+    ],
+)
+def test_launches_that_use_secrets_for_other_things_pass(
+    secrets: None, before: str, releases: PathOf, converted: PathOf, tmp_path: Path
+) -> None:
+    words = f"--hf-checkpoint {releases('qwen2-tied')} --ref-load {converted('qwen2-tied')}"
+    (tmp_path / "run.sh").write_text(f"{before}\npython3 train.py {words} --wandb-key $WANDB_API_KEY\n")
+    (tmp_path / "plain.sh").write_text(f"python3 train.py {words}\n")
+    reports = [preflight(script=tmp_path / name) for name in ("run.sh", "plain.sh")]
+    assert reports[0].status == reports[1].status
+    assert list(reports[0].reasons) == list(reports[1].reasons)
+
+
 def test_nothing_given_is_bad_usage() -> None:
     with pytest.raises(CkptkitError, match="nothing"):
         preflight()

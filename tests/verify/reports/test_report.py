@@ -332,6 +332,12 @@ def test_report_with_an_error_of_our_own_is_inconclusive_and_says_where() -> Non
     )
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 byte")])
+def test_a_lack_of_memory_is_not_a_fault_of_a_check(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        report_of(finding_then(error))
+
+
 def test_report_with_findings_stays_failed_where_something_was_not_looked_at() -> None:
     report = report_of(failing, unable)
     assert report.status == "failed"

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hostile.planted import plant, ran
 from support.processes import environment as of_tests
 
 from verify.witnesses.loading.run import outcome
 from verify.witnesses.process import ranks
+from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.run import run_ranks
 from verify.witnesses.process.sandbox import environment
 
@@ -96,6 +98,50 @@ def test_a_witness_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
     until(lambda: not is_alive(witness))
+
+
+def test_a_witness_and_what_it_starts_import_nothing_from_where_the_user_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, other, scratch = (tmp_path / name for name in ("here", "other", "scratch"))
+    for folder in (here, other, scratch):
+        folder.mkdir()
+    plant(here, tmp_path / "marks")
+    monkeypatch.chdir(here)
+    given = ["", ".", "..", "lib", "../other", str(here), f"{other}/../here", str(other)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*given, os.environ["PYTHONPATH"], ""]))
+    assert run(scratch, "path") == {}
+    assert ran(tmp_path / "marks") == []
+    for kind, (folder, *path) in json.loads((scratch / "path").read_text()).items():
+        assert (kind, folder) == (kind, str(scratch))
+        assert not {"", ".", "..", "lib", "../other", str(here), f"{other}/../here", str(scratch)} & set(path), kind
+        assert str(other) in path, kind  # an absolute directory stays
+
+
+@pytest.mark.parametrize("path", ["", ".", ":", ":{here}:", "{here}", "{here}/.", "./../here", "{here}:.:{here}"])
+def test_a_python_that_is_asked_for_releases_imports_nothing_from_where_the_user_is(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    plant(here, tmp_path / "marks")
+    (here / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", path.format(here=here))
+    interpreter = Interpreter(python_of("vllm", {"vllm": "./python"}))
+    assert interpreter.path == str(here / "python")
+    assert (interpreter.release("no-such-package"), interpreter.has("json"), interpreter.has("vllm.x")) == (
+        None,
+        True,
+        False,
+    )
+    assert ran(tmp_path / "marks") == []
+
+
+def test_a_python_is_named_by_a_path_from_here_or_by_a_name_alone() -> None:
+    assert python_of("vllm", {"vllm": "env/bin/python"}) == os.path.abspath("env/bin/python")
+    assert python_of("vllm", {"vllm": "/env/bin/python"}) == "/env/bin/python"
+    assert python_of("vllm", {"vllm": "python3.12"}) == "python3.12"
 
 
 SECRETS = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY", "GITHUB_TOKEN", "MY_PASSWORD")
