@@ -179,9 +179,8 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
     if layout is None or options.max_shard_size or (fused and packs) or parted:
         layout = _cut(view, options)
     plan = _hf_plan(view, layout, source.hf, location, options, here)
-    dist = isinstance(source, TorchDistCheckpoint)
-    left_out = calibration_note(training_state(source.metadata, {})) if dist else []
-    return replace(plan, notes=(*remarks(source.config, source.specs), *left_out, *plan.notes))
+    state = training_state(source.metadata, {}) if isinstance(source, TorchDistCheckpoint) else {}
+    return replace(plan, notes=(*remarks(source.config, source.specs), *calibration_note(state), *plan.notes))
 
 
 def _merged(view: Checkpoint, options: RunOptions) -> Checkpoint:
