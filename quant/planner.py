@@ -14,10 +14,12 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
 from converters.experts import only_fused
+from quant.formats.groups import refusals
 from quant.schemes.interface import Packing, Request, Scheme
 from quant.schemes.registry import scheme_module
 from quant.selection.class_tree import release_of
-from quant.selection.readers import compressed_tensors
+from quant.selection.readers import readers_of
+from quant.selection.reading import covering
 
 
 def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[View, Packing]:
@@ -34,6 +36,7 @@ def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[Vie
     packing = scheme_module(scheme.name).select(source, scheme, request)
     stated = dict(release_of(source.config).stated)
     config = dict(source.config) | stated | {"quantization_config": packing.config()}
+    _check_refused(config, scheme, request)
     return View(
         source, Plan(tuple(_steps(source.specs, packing)), source.specs, where=request.where, config=config)
     ), packing
@@ -79,11 +82,22 @@ def _check_loaded(config: Mapping[str, Any], scheme: Scheme) -> None:
         )
 
 
+def _check_refused(config: Mapping[str, Any], scheme: Scheme, request: Request) -> None:
+    """Raises CkptkitError where one of the readers refuses the config of what would be written."""
+    if config["quantization_config"].get("quant_method") != "compressed-tensors":
+        return
+    for refusal in refusals(config):
+        if who := [reader for reader in readers_of(request.readers) if reader in refusal.readers]:
+            message = f"{scheme.title} {request.where}: {' and '.join(who)} would refuse it: {refusal.what}"
+            raise CkptkitError(message, refusal.hint, code="unsupported")
+
+
 def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> None:
     """Raises CkptkitError for an entry that covers nothing: its author believes that it spares a module."""
-    modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    modules = sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    covers = covering("compressed-tensors", ignore, modules)
     for pattern in ignore:
-        if not any(compressed_tensors(module, pattern) for module in modules):
+        if not covers(pattern):
             raise CkptkitError(
                 f"ignore entry '{pattern}' covers no module of {where}",
                 "entries are whole module names, or `re:` and a regex; leave it out or correct it",

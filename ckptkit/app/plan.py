@@ -21,6 +21,8 @@ from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import MANIFEST, layout_for, main_dtype, stored_layout
 from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.formats.torch_dist.training_state import calibration_note, training_state
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.storage.directory import Directory
 from converters.adapter import Adapter
@@ -177,7 +179,8 @@ def _to_hf(location: Location, options: RunOptions, here: Sources) -> Conversion
     if layout is None or options.max_shard_size or (fused and packs) or parted:
         layout = _cut(view, options)
     plan = _hf_plan(view, layout, source.hf, location, options, here)
-    return replace(plan, notes=(*remarks(source.config, source.specs), *plan.notes))
+    state = training_state(source.metadata, {}) if isinstance(source, TorchDistCheckpoint) else {}
+    return replace(plan, notes=(*remarks(source.config, source.specs), *calibration_note(state), *plan.notes))
 
 
 def _merged(view: Checkpoint, options: RunOptions) -> Checkpoint:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from ckptkit.core.errors import CkptkitError
@@ -26,6 +27,10 @@ SGLANG = ("SGLang 0.5.16", "SGLang 0.5.23")
 _COMPRESSED_TENSORS = ("compressed-tensors", "transformers")
 _PLAIN = (None, "dense", "fakequant")  # formats in which weights are stored as they are
 _IN_WEIGHTS = ("weight_input", "weight_output")  # where a transform is a part of the stored weights
+# Models that none of these releases has a class for, by `model_type`. They run them with transformers' modules, and
+# rewrite `targets` and `ignore` as names of weights: "Linear" becomes "model.Linear". Source: SGLang's `ModelRegistry`
+# and `TransformersBase.hf_to_sglang_mapper`, run.
+RUN_BY_TRANSFORMERS = {"seed_oss": "SeedOssForCausalLM", "gemma4_unified_text": "Gemma4UnifiedForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,20 @@ class Group:
     weights: Mapping[str, Any]
     activations: bool
     format: object = None  # of its own; None: that of the config
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The targets, each once."""
+        return frozenset(self.targets)
+
+    @cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        return tuple(target for target in dict.fromkeys(self.targets) if target.startswith("re:"))
+
+    def naming(self, module: str) -> list[str]:
+        """The targets that name a module itself, in their order."""
+        found = [target for target in self._patterns if matcher(target)(module)]
+        return sorted([*found, module], key=self.targets.index) if module in self.names else found
 
     @property
     def kind(self) -> Kind:
@@ -111,13 +130,8 @@ def group_of(groups: Sequence[Group], module: str) -> Group | None:
 
     Of groups with one and the same target the last counts: readers keep them by target.
     """
-    by_target = {target: group for group in groups for target in group.targets}
-    named = (group for target, group in by_target.items() if _names(target, module))
-    return next(named, by_target.get("Linear"))
-
-
-def _names(target: str, module: str) -> bool:
-    return bool(matcher(target)(module)) if target.startswith("re:") else target == module
+    found = next((target for group in groups for target in group.naming(module)), "Linear")
+    return next((group for group in reversed(groups) if found in group.names), None)
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -131,6 +145,14 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     groups, content = groups_of(config), quantization_of(config)
     packed = [group.weights for group in groups if group.kind == "packs"]
     form = content.get("format")
+    if _rewritten(config):
+        yield Refusal(
+            SGLANG,
+            f"SGLang has no class for {config.get('model_type')} and runs it with transformers' modules, where it "
+            'looks for the target "model.Linear" instead of "Linear", and finds none',
+            "serve it with vLLM (--reader vllm), or quantize with --scheme fp8-block, in a rounding other than "
+            "compressed-tensors",
+        )
     yield from _not_compressed(content, groups)
     yield from _ignored(content)
     if packed and isinstance(form, str) and form != FORMAT:
@@ -231,6 +253,15 @@ def _applied(transforms: Any) -> Iterator[str]:
             place = one.get("location") if isinstance(one, Mapping) else None
             if place not in _IN_WEIGHTS:
                 yield shortened(place) if place is not None else "an unknown place"
+
+
+def _rewritten(config: Mapping[str, Any]) -> bool:
+    """Whether SGLang runs the model with transformers' modules, and a target is not the whole name of one."""
+    classes = config.get("architectures") or [RUN_BY_TRANSFORMERS.get(str(config.get("model_type")))]
+    if not isinstance(classes, list) or any(one not in RUN_BY_TRANSFORMERS.values() for one in classes):
+        return False
+    targets = [target for group in groups_of(config) if group.weights for target in group.targets]
+    return not all(target.startswith("model.") for target in targets)
 
 
 def _strategy(weights: Mapping[str, Any]) -> object:

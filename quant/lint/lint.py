@@ -15,13 +15,15 @@ from ckptkit.core.specs import fold
 from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.lint.finding import LintFinding
+from quant.lint.finding import LintFinding, finding
 from quant.lint.low_precision import LowPrecisionList
 from quant.lint.opening import open_subject
 from quant.lint.rewrite import rewrite, write_list
 from quant.lint.rules import examine, idle
 from quant.lint.subject import IgnoreList
 from quant.selection.spelling import entries_for
+
+_DISAGREEMENTS = ("refused", "disagreement", "exposed")
 
 
 @dataclass(frozen=True)
@@ -34,29 +36,36 @@ class LintReport:
     packed: int  # how many of them are quantized, or would be by the list
     patterns: Mapping[str, Mapping[str, tuple[str, ...]]]  # tensors (folded) that each entry covers for each reader
     findings: tuple[LintFinding, ...]
-    portable: tuple[str, ...] | None  # a list that packs the same and that all readers agree on; None: there is none
+    # A list that packs the same and on which the checked readers agree; None: there is none.
+    portable: tuple[str, ...] | None
     fixed: bool = False  # it was written to config.json
     key: str = "ignore"  # where config.json has the list
     scheme: str = "INT4"  # what the packed matrices are
+    readers: tuple[str, ...] = ()  # those that were chosen; empty: all
 
     @property
     def failed(self) -> bool:
         """Whether any finding is an error."""
-        return any(finding.severity == "error" for finding in self.findings)
+        return any(one.severity == "error" for one in self.findings)
+
+    @property
+    def disagreed(self) -> bool:
+        """Whether readers disagree about what is packed, or one of them refuses the config: more than a note."""
+        return any(one.kind in _DISAGREEMENTS and one.severity != "note" for one in self.findings)
 
     @property
     def warnings(self) -> int:
         """How many findings are warnings."""
-        return sum(finding.severity == "warning" for finding in self.findings)
+        return sum(one.severity == "warning" for one in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON values."""
         own = {key: value for key, value in vars(self).items() if key != "findings"}
-        return {"schema": "ckptkit-lint/1", **own, "findings": [vars(finding) for finding in self.findings]}
+        return {"schema": "ckptkit-lint/1", **own, "findings": [vars(one) for one in self.findings]}
 
 
 def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
-    """Returns a list that makes all readers agree on what is packed; None when there is none.
+    """Returns a list that makes the checked readers agree on what is packed; None when there is none.
 
     Entries that readers take differently are replaced, and missing ones added. Entries that all readers take the
     same way, or that cannot be judged, stay in their order. Linear layers that only transformers names, such as those
@@ -64,17 +73,16 @@ def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
     """
     if isinstance(subject, LowPrecisionList):
         return subject.portable()
-    everybody = replace(subject, readers=subject.every_reader)
-    suspects = {pattern for one in everybody.divergences(subject.readings) for pattern in one.patterns}
+    suspects = {pattern for one in subject.divergences(subject.readings) for pattern in one.patterns}
     spares = {pattern for pattern in subject.ignore if _spares_packed(subject, pattern)}
-    unused = set(idle(subject)) if subject.whole else set()
-    stays = [pattern for pattern in subject.ignore if pattern not in suspects | spares | unused]
-    exposed = {one.tensor for one in everybody.divergences(everybody.read(stays))}
+    dropped = suspects | spares | (set(idle(subject)) if subject.whole else set())
+    stays = [pattern for pattern in subject.ignore if pattern not in dropped]
+    exposed = {one.tensor for one in subject.divergences(subject.read(stays))}
     pairs = list(zip(subject.matrices, subject.packed, strict=True))
     missing = {matrix.module: matrix.entry for matrix, packs in pairs if not packs and matrix.tensor in exposed}
     found = tuple(dict.fromkeys([*stays, *entries_for(missing, {matrix.module for matrix, packs in pairs if packs})]))
     found += tuple(_uncovered(subject, found))
-    return None if everybody.divergences(everybody.read(found)) else found
+    return None if subject.divergences(subject.read(found)) else found
 
 
 def _uncovered(subject: IgnoreList, found: Sequence[str]) -> list[str]:
@@ -86,7 +94,8 @@ def _uncovered(subject: IgnoreList, found: Sequence[str]) -> list[str]:
 
 
 def _spares_packed(subject: IgnoreList, pattern: str) -> bool:
-    return any(subject.packed[index] for reading in subject.readings.values() for index in reading.covering(pattern))
+    readings = (subject.readings[reader] for reader in subject.readers)
+    return any(subject.packed[index] for reading in readings for index in reading.covering(pattern))
 
 
 def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -122,6 +131,10 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
     subject, names = open_subject(root, readers)
     portable = portable_list(subject)
     findings = examine(subject)
+    if portable is None and not any(one.severity == "error" for one in findings):
+        message = f"no `{subject.key}` list makes {' and '.join(subject.readers)} agree on what is packed"
+        hint = "quantize again with `ckptkit quantize`, or name those who must agree with --reader"
+        findings = (finding("disagreement", "error", message, hint, [], subject.readers), *findings)
     report = LintReport(
         str(root),
         names,
@@ -132,12 +145,13 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
         portable,
         key=subject.key,
         scheme="INT4" if subject.is_int4 else "quantized",
+        readers=() if readers is None else subject.readers,
     )
     agreed = subject.is_agreed if isinstance(subject, LowPrecisionList) else portable == subject.ignore
     if not fix or agreed:
         return report
     if portable is None:
-        why = next((finding.message for finding in findings if finding.severity == "error"), "readers cannot agree")
+        why = next(one.message for one in findings if one.severity == "error")
         raise CkptkitError(
             f"{root / 'config.json'}: no ignore list makes all readers agree on what is packed: {why}",
             "quantize again with `ckptkit quantize`",

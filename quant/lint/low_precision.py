@@ -20,7 +20,7 @@ from quant.lists.table import (
     readers_of_method,
 )
 from quant.selection.matrices import Matrix, fused_layer
-from quant.selection.portable import Divergence, divergences, quoted
+from quant.selection.portable import Divergence, divergences, shown
 from quant.selection.readers import LIST_READERS, TRAINERS
 from quant.selection.reading import Answer, Reading
 
@@ -126,7 +126,25 @@ class LowPrecisionList(IgnoreList):
         content = quantization_of(self.config)
         own = {reader: set(row.entries(content)) for reader, row in self.rows.items()}
         found = divergences(self.matrices, self.packed, readings, readers, (), NAMES)
-        return [replace(one, patterns=tuple(filter(own[one.reader].__contains__, one.patterns))) for one in found]
+        return [
+            replace(
+                one,
+                patterns=tuple(filter(own[one.reader].__contains__, one.patterns)),
+                cause=one.cause if one.covering else self._cause(one),
+            )
+            for one in found
+        ]
+
+    def _cause(self, one: Divergence) -> str:
+        """Why a reader leaves a tensor out that is quantized, or the reverse, where no entry covers it."""
+        row, content = self.rows[one.reader], quantization_of(self.config)
+        if row.packs is not None:
+            return "because of its name"
+        unread = [key for key in KEYS[self.method] if content.get(key) and key not in row.keys]
+        if one.answer == "packs" and unread and not row.entries(content):
+            return f"because it does not read `{unread[0]}`"
+        named = self.per_layer is None or one.answer != "keeps"
+        return one.cause if named else "because `quantized_layers` does not name it"
 
     def next_move(self, readers: Sequence[str], patterns: Sequence[str], entry: str | None) -> str:
         """What to do about readers that take a tensor otherwise than it is."""
@@ -134,7 +152,7 @@ class LowPrecisionList(IgnoreList):
         if set(readers) <= set(TRAINERS):
             return f"quantize the release as {' and '.join(readers)} would, or roll out unquantized"
         if patterns:
-            return f"replace {quoted(patterns)} by whole module names: `ckptkit lint --fix` writes such a list"
+            return f"replace {shown(patterns)} by whole module names: `ckptkit lint --fix` writes such a list"
         if entry is None:
             return "quantize again, or take the entry out that names it"
         return f"name the whole module under `{key}`: `ckptkit lint --fix` writes such a list"
@@ -157,8 +175,9 @@ class LowPrecisionList(IgnoreList):
 
     @cached_property
     def _engines(self) -> tuple[str, ...]:
-        """The readers whose agreement makes a list portable: engines and transformers."""
-        return tuple(reader for reader in self.rows if reader not in TRAINERS)
+        """The readers whose agreement makes a list portable: engines and transformers, of those that are checked."""
+        engines = tuple(reader for reader in self.rows if reader not in TRAINERS)
+        return tuple(reader for reader in engines if reader in self.readers) or engines
 
     @cached_property
     def is_agreed(self) -> bool:
@@ -191,17 +210,6 @@ class LowPrecisionList(IgnoreList):
             if bad := [entry for entry in row.entries(quantization_of(self.config)) if unreadable(row, entry)]:
                 what = f"{len(bad)} entries are not regular expressions, which {reader} takes them for: '{bad[0]}'"
                 yield Refusal((reader,), what, "name whole modules, without `*`")
-
-    def why_uncovered(self, readers: Sequence[str]) -> str:
-        """Why readers leave a tensor out that is quantized, or the reverse, where it is not for an entry."""
-        rows = [self.rows[reader] for reader in readers]
-        if any(row.packs is not None for row in rows):
-            return "because of its name"
-        content = quantization_of(self.config)
-        unread = [key for key in KEYS[self.method] if content.get(key) and all(key not in row.keys for row in rows)]
-        if unread and not any(row.entries(content) for row in rows):
-            return f"because it does not read `{unread[0]}`"
-        return "because no entry covers it"
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

@@ -14,8 +14,10 @@ from quant.lint.beside_lists import fusion, groups, indexer_key, kv_cache, not_k
 from quant.lint.finding import ORDER, LintFinding, finding
 from quant.lint.subject import IgnoreList, Severity
 from quant.patterns.entries import matcher
-from quant.selection.portable import OTHER_FORMAT, quoted, without_numbers
-from quant.selection.readers import TRAINERS, VLLM, refuses_own_format
+from quant.selection.matrices import forbidden
+from quant.selection.portable import OTHER_FORMAT, Divergence, kind_of, reason_of, without_numbers
+from quant.selection.readers import SGLANG, TRAINERS, VLLM, refuses_own_format
+from quant.selection.tree import UNPACKED_BY_CHOICE
 
 
 def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
@@ -61,29 +63,24 @@ _SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
 def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds readers that misjudge a tensor: `exposed` where it must never be INT4, else `disagreement`."""
     by_name = {matrix.tensor: (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True)}
-    readers: dict[tuple[str, str, tuple[str, ...], Severity], list[str]] = {}
+    readers: dict[tuple[Any, ...], list[Divergence]] = {}
     for one in subject.divergences(subject.readings):
-        readers.setdefault((one.tensor, one.answer, one.patterns, subject.severities[one.reader]), []).append(
-            one.reader
-        )
-    groups: dict[tuple[Any, ...], list[tuple[str, tuple[str, ...]]]] = {}
-    for (tensor, answer, patterns, severity), who in readers.items():
+        severity = subject.severities[one.reader]
+        key = (one.tensor, one.answer, one.patterns or one.covering, one.cause, severity)
+        readers.setdefault(key, []).append(one)
+    groups: dict[tuple[Any, ...], list[Divergence]] = {}
+    for (tensor, answer, *_, severity), several in readers.items():
         matrix, packs = by_name[tensor]
         reason = matrix.reason if matrix.reason and not packs and answer == "packs" else None
         entry = matrix.entry if not packs else None
-        kinds = tuple(map(without_numbers, patterns))
         kind = entry if subject.is_int4 else entry and without_numbers(entry)
-        groups.setdefault((answer, kinds, tuple(who), severity, reason, kind), []).append((tensor, patterns))
+        who = tuple(one.reader for one in several)
+        groups.setdefault((answer, kind_of(several[0]), who, severity, reason, kind), []).append(several[0])
     for (answer, _, who, severity, reason, entry), found in groups.items():
-        tensors = [tensor for tensor, _ in found]
-        every = dict.fromkeys(one for _, several in found for one in several)
-        shown = tuple(fold(every))
-        why = f"because of how it reads {quoted(shown)}" if shown else subject.why_uncovered(who)
-        if not shown and entry is None and subject.by_name:
-            why = "because no entry of `targets` names it"
-        message = f"{' and '.join(who)} {(_SLIME if who[0] in TRAINERS else _WORDS)[answer]}, {why}" + (
-            f"; it must not be: {reason}" if reason else ""
-        )
+        tensors = [one.tensor for one in found]
+        shown = tuple(fold(dict.fromkeys(pattern for one in found for pattern in one.patterns)))
+        message = f"{' and '.join(who)} {(_SLIME if who[0] in TRAINERS else _WORDS)[answer]}, {reason_of(found)}"
+        message += f"; {_unpacked(subject, reason)}" if reason else ""
         other = all(tensor.removesuffix(".weight") in subject.others for tensor in tensors)
         yield finding(
             "exposed" if reason else "disagreement",
@@ -96,9 +93,17 @@ def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
         )
 
 
+def _unpacked(subject: IgnoreList, reason: str) -> str:
+    """Why a tensor is not packed that a reader would look for packed."""
+    if reason in UNPACKED_BY_CHOICE:
+        return f"it is stored unpacked: {reason}" if subject.stored is not None else f"no quantizer packs it: {reason}"
+    return f"it must not be: {reason}"
+
+
 def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds fused layers, and layers' routed experts, that are only partly packed: engines hold each as one."""
     layers: dict[str, list[int]] = {}
+    who = [reader for reader in subject.readers if reader in (*VLLM, *SGLANG)]
     for index, matrix in enumerate(subject.matrices):
         if matrix.vllm and matrix.vllm != matrix.module:
             layers.setdefault(matrix.vllm, []).append(index)
@@ -109,7 +114,7 @@ def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
         for index in indices
         if not subject.packed[index]
     ]
-    if mixed:
+    if mixed and who:
         message = (
             "unpacked, while other parts of the same fused layer are packed; "
             "engines hold q, k, v or gate, up or the experts of a layer in one"
@@ -121,7 +126,7 @@ def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
             message,
             "pack all parts of a layer or none: quantize again with `ckptkit quantize`",
             names,
-            (*VLLM, "SGLang 0.5.16"),
+            who,
         )
 
 
@@ -145,22 +150,22 @@ def _mixed(subject: IgnoreList) -> Iterator[LintFinding]:
 
 
 def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds packed tensors that must not be packed."""
-    reasons: dict[str, list[str]] = {}
-    for matrix, packs in zip(subject.matrices, subject.packed, strict=True):
-        if packs and matrix.reason:
-            reasons.setdefault(matrix.reason, []).append(matrix.module + PACKED if subject.is_int4 else matrix.tensor)
-    for reason, tensors in reasons.items():
-        yield finding(
-            "packed",
-            "error",
-            f"packed, and must not be: {reason}",
-            "quantize again with `ckptkit quantize`",
-            tensors,
-            ("SGLang 0.5.16",),
-        )
+    """Finds packed tensors that must not be packed, with the readers that have no quantized layer for them."""
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for index, (matrix, packs) in enumerate(zip(subject.matrices, subject.packed, strict=True)):
+        if packs and (reason := forbidden(matrix, subject.tree, subject.readers)):
+            dense = SGLANG if subject.tree.dense_for(matrix.module) else ()
+            answers = {one: subject.readings[one].answers[index] for one in subject.readers}
+            who = tuple(one for one, answer in answers.items() if answer == "keeps" or one in dense)
+            tensor = matrix.module + PACKED if subject.is_int4 else matrix.tensor
+            found.setdefault((reason, who), []).append(tensor)
+    for (reason, who), tensors in found.items():
+        message, hint = f"packed, and must not be: {reason}", "quantize again with `ckptkit quantize`"
+        if who:
+            yield finding("packed", "error", message, hint, tensors, who)
 
 
+_MANY = 20  # of so many entries that cover nothing, the first stands for all
 _NUMBERED = re.compile(r"layers\\?\.(\d+)")
 
 
@@ -171,15 +176,13 @@ def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
     )
     for pattern in subject.ignore:
         swallowed: dict[str, list[str]] = {}
-        for reader, reading in subject.readings.items():
-            for index in reading.covering(pattern):
+        for reader in subject.readers:
+            for index in subject.readings[reader].covering(pattern):
                 matrix = subject.matrices[index]
                 if _goes_beyond(pattern, matrix.module, routers):
                     swallowed.setdefault(matrix.tensor, []).append(reader)
         if swallowed:
-            who = [
-                reader for reader in subject.every_reader if any(reader in several for several in swallowed.values())
-            ]
+            who = [reader for reader in subject.readers if any(reader in several for several in swallowed.values())]
             hint = (
                 "end the entry where the name ends: "
                 "`(\\.|$)` after a layer's number, `(\\.weight)?$` after a module's name"
@@ -222,22 +225,18 @@ def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
     if not subject.is_int4:
         yield from _unused_of_any_format(subject)
         return
-    for pattern in idle(subject):
+    unused = idle(subject)
+    for pattern in unused if len(unused) <= _MANY else unused[:1]:
+        more = len(unused) - 1 if len(unused) > _MANY else 0
+        covers = f"'{pattern}' and {more} more entries cover" if more else f"'{pattern}' covers"
         if subject.whole:
             hint = "remove it, or correct it: whole module names, or `re:` and a regex that matches from the start"
-            message = f"'{pattern}' covers nothing for any reader"
+            message = f"{covers} nothing for any reader"
             yield finding("unused", "warning", message, hint, [], subject.every_reader, pattern)
         else:
             hint = "put the release's model.safetensors.index.json beside config.json, which names all of them"
-            yield finding(
-                "not judged",
-                "note",
-                f"'{pattern}' covers no module that config.json alone tells of, which is not all",
-                hint,
-                [],
-                (),
-                pattern,
-            )
+            message = f"{covers} no module that config.json alone tells of, which is not all"
+            yield finding("not judged", "note", message, hint, [], (), pattern)
 
 
 def _unused_of_any_format(subject: IgnoreList) -> Iterator[LintFinding]:

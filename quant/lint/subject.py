@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quant.formats.groups import Refusal, Target, groups_of, refusals
+from quant.lists.reading import names_by_part
 from quant.selection.matrices import Matrix, parts_of
-from quant.selection.portable import Divergence, divergences, packed_by, quoted
+from quant.selection.portable import Divergence, divergences, packed_by, shown
 from quant.selection.published import severities
 from quant.selection.readers import RULES
-from quant.selection.reading import Reading, covered, read_all
+from quant.selection.reading import Reading, covering, read_all
 from quant.selection.tree import ClassTree
 
 Severity = Literal["error", "warning", "note"]
@@ -72,16 +73,12 @@ class IgnoreList:
         """What readers refuse of the config as a whole."""
         return refusals(self.config)
 
-    def why_uncovered(self, readers: Sequence[str]) -> str:
-        """Why readers leave a tensor out that is quantized, or the reverse, where it is not for an entry."""
-        return "because no entry covers it"
-
     def next_move(self, readers: Sequence[str], patterns: Sequence[str], entry: str | None) -> str:
         """What to do about readers that take a tensor otherwise than it is. `entry`: one that leaves it out for all."""
         if entry:
             return f"use '{entry}'"
         if patterns:
-            return f"replace {quoted(patterns)} by entries that spare it"
+            return f"replace {shown(patterns)} by entries that spare it"
         return _NO_TARGET if self.by_name else "quantize again"
 
     @property
@@ -91,11 +88,16 @@ class IgnoreList:
 
     def names_any(self, pattern: str) -> bool:
         """Whether an entry names something that is stored and no reader looks up, or a layer as an engine names it."""
-        layers = (name for matrix in self.matrices for name in (matrix.sglang, matrix.vllm) if name)
-        parts = (part for layer in layers for part in (layer, *parts_of(layer)))
-        return any(f".{pattern}." in f".{name}." for name in chain(self.leaves, parts))
+        having = [self._named.get(part.lower(), ()) for part in pattern.split(".")]
+        return any(f".{pattern}." in f".{name}." for name in min(having, key=len))
 
-    @property
+    @cached_property
+    def _named(self) -> Mapping[str, Sequence[str]]:
+        layers = {name for matrix in self.matrices for name in (matrix.sglang, matrix.vllm) if name}
+        parts = (part for layer in layers for part in (layer, *parts_of(layer)))
+        return names_by_part(dict.fromkeys(chain(self.leaves, parts)))
+
+    @cached_property
     def every_reader(self) -> tuple[str, ...]:
         """All readers whose reading of the list is looked at."""
         return tuple(reader for reader in RULES if self.is_int4 or reader != "slime")
@@ -105,7 +107,7 @@ class IgnoreList:
         """The reading that others are held against."""
         return "compressed-tensors"
 
-    @property
+    @cached_property
     def is_int4(self) -> bool:
         """Whether INT4 is among the formats."""
         return any(group.kind == "packs" for group in groups_of(self.config))
@@ -122,7 +124,11 @@ class IgnoreList:
 
     def spelled(self, pattern: str) -> list[str]:
         """Returns the Linear layers that an entry covers, by transformers' names."""
-        return sorted(covered("transformers", pattern, sorted(self.tree.spelled)))
+        return sorted(self._spelled(pattern))
+
+    @cached_property
+    def _spelled(self) -> Callable[[str], frozenset[str]]:
+        return covering("transformers", self.ignore, sorted(self.tree.spelled))
 
     def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
         """Returns where the checked readers disagree with what is packed."""

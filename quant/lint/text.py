@@ -16,11 +16,13 @@ _SHOWN = 4  # folded tensors in a line
 
 def lines(report: LintReport, width: int | None = None) -> Iterator[str]:
     """Yields the report for people; `width` None is that of the terminal."""
-    sections: dict[str, Sequence[str]] = {
-        f"entries of `{report.key}`, and what each reader takes them for": [
-            line for pattern, covers in _alike(report.patterns) for line in (pattern, *_row(covers))
+    sections: dict[str, Sequence[str]] = {}
+    if report.findings:
+        alike = list(_alike(report.patterns))
+        sections[f"entries of `{report.key}`, and what each reader takes them for"] = [
+            *(line for pattern, covers in alike[:_COPIED] for line in (pattern, *_row(covers))),
+            *([f"and {len(alike) - _COPIED} more: `--json` has all"] if len(alike) > _COPIED else []),
         ]
-    }
     if report.portable is not None and report.portable != tuple(report.patterns):
         sections[f"portable {report.key} list"] = _few(report.portable)
     text = TextReport(
@@ -42,7 +44,7 @@ def _alike(
     for several in groups.values():
         readers = patterns[several[0]]
         yield (
-            ", ".join(fold(several)),
+            _shortened(fold(several)),
             {
                 reader: fold(dict.fromkeys(tensor for pattern in several for tensor in patterns[pattern][reader]))
                 if len(several) > 1
@@ -54,7 +56,11 @@ def _alike(
 
 def _few(entries: Sequence[str]) -> Sequence[str]:
     """The entries, folded where they are too many to copy from a terminal: `--json` has each of them."""
-    return entries if len(entries) <= _COPIED else fold(entries)
+    if len(entries) <= _COPIED:
+        return entries
+    folded = fold(entries)
+    more = len(folded) - _COPIED
+    return folded if more <= 0 else [*folded[:_COPIED], f"and {more} more: `--json` has all"]
 
 
 def _without_numbers(name: str) -> str:
@@ -66,7 +72,11 @@ def _closing(report: LintReport) -> Iterator[str]:
     if report.fixed:
         yield "fixed: config.json has the list above; the original is config.json.orig"
     if report.portable is None:
-        yield f"no {report.key} list makes all readers agree on what is packed"
+        yield f"no {report.key} list makes {_readers(report)} agree on what is packed"
+
+
+def _readers(report: LintReport) -> str:
+    return " and ".join(report.readers) or "all readers"
 
 
 def _verdict(report: LintReport) -> tuple[str, str]:
@@ -75,8 +85,9 @@ def _verdict(report: LintReport) -> tuple[str, str]:
         ("warning", report.warnings),
     )
     counted = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
-    status = "FIXED" if report.fixed else "FAILED" if report.failed else "PASSED"
-    agreed = "" if report.findings else ": all readers agree"
+    verdict = "FAILED" if report.failed else "READERS DISAGREE" if report.disagreed else "PASSED"
+    status = "FIXED" if report.fixed else verdict
+    agreed = "" if report.findings else f": {_readers(report)} agree"
     return (f"{status} with {counted}" if counted and not report.fixed else status), f"  {report.path}{agreed}"
 
 

@@ -11,15 +11,16 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
 from converters.registry import FAMILIES
-from quant.lists.rules import Rule, Run
+from quant.lists.rules import INDEXED, PLAIN, Rule, Run, exact, never
 from quant.lists.table import NAMES, ListReader
 from quant.patterns.entries import check_lookups
 from quant.selection.matrices import Matrix, fused_layer, names_in_vllm
 from quant.selection.readers import SGLANG
 from quant.selection.reading import Answer, Reading
 
-# Of these names, those that an entry covers by a rule.
-Known = dict[tuple[Rule, str, frozenset[str]], frozenset[str]]
+# Of these names, those that each entry covers by a rule.
+Known = dict[tuple[Rule, frozenset[str]], dict[str, frozenset[str]]]
+_SLOW = 5  # a rule that is asked about each name takes as long as so many lookups
 # Fused layers that SGLang takes apart whatever the model's class declares.
 _ALWAYS_FUSED = ("qkv_proj", "gate_up_proj")
 # Engines build the indexer's key weight with quantization or without, by chip and release, and load either. vLLM joins
@@ -58,26 +59,32 @@ def read_list(
         "part": frozenset(part for layer in layers if not layer.experts for part in layer.parts),
         "own": frozenset(layer.name for layer in layers if layer.parts and not layer.experts),
     }
-    check_lookups(entries, sum(map(len, kinds.values())))
-    by_part = {names: _by_part(names) for names in kinds.values()} if entries else {}
+    by_part = {names: names_by_part(names) for names in kinds.values()} if entries else {}
     by_rule = (
         ("experts", row.experts, kinds["experts"]),
         ("part", row.part, kinds["part"]),
         ("fused", row.fused, kinds["own"]),
         ("last", row.last, kinds["own"]),
     )
+    for _, rule, names in by_rule:
+        if rule is not None and rule not in INDEXED:
+            check_lookups(entries, len(names) * _SLOW)
     covers: dict[str, frozenset[str]] = {}
     covered: dict[str, set[str]] = {kind: set() for kind, *_ in by_rule}
+    tables = [
+        (kind, rule, names, known.setdefault((rule, names), {}))
+        for kind, rule, names in by_rule
+        if rule is not None and rule is not never and names
+    ]
     for entry in dict.fromkeys(entries):
-        spelled, found = engine(entry), set[str]()
-        for kind, rule, names in by_rule:
-            if rule is None:
-                continue
-            if (key := (rule, spelled, names)) not in known:
-                known[key] = frozenset(_covered(rule, spelled, names, by_part[names]))
-            covered[kind] |= known[key]
-            found |= known[key]
-        covers[entry] = frozenset(found)
+        spelled, found = engine(entry), frozenset[str]()
+        for kind, rule, names, table in tables:
+            if spelled not in table:
+                table[spelled] = frozenset(_covered(rule, spelled, names, by_part[names]))
+            if hit := table[spelled]:
+                covered[kind] |= hit
+                found |= hit
+        covers[entry] = found
     made = {layer: (_asked(layer), _answer(layer, covered)) for layer in dict.fromkeys(layers)}
     asked, answers = [made[layer][0] for layer in layers], [made[layer][1] for layer in layers]
     return Reading(reader, tuple(asked), covers, tuple(answers))
@@ -85,6 +92,8 @@ def read_list(
 
 def unreadable(row: ListReader, entry: str) -> bool:
     """Whether a reader raises for an entry: transformers, for what is not a regular expression."""
+    if PLAIN.fullmatch(entry):
+        return False
     try:
         row.part(entry)("")
         row.experts(entry)("")
@@ -93,7 +102,7 @@ def unreadable(row: ListReader, entry: str) -> bool:
     return False
 
 
-def _by_part(names: Iterable[str]) -> dict[str, list[str]]:
+def names_by_part(names: Iterable[str]) -> dict[str, list[str]]:
     """The names that have each dotted part, which stands here in lower case."""
     found: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -105,6 +114,9 @@ def _by_part(names: Iterable[str]) -> dict[str, list[str]]:
 def _covered(rule: Rule, entry: str, names: frozenset[str], by_part: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """A run of parts is looked for where its rarest part is: long lists of large models would take minutes."""
     try:
+        if rule is exact:
+            yield from names & {entry}
+            return
         covers = rule(entry)
         where: Collection[str] = names
         if isinstance(covers, Run):

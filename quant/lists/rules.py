@@ -33,7 +33,7 @@ class Run:
 _NESTED = "language_model."
 # Of ModelOpt's fused attention: an entry that ends so leaves the projection out of every layer in SGLang.
 _LATENT_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-_PLAIN = re.compile(r"[\w.\-]*")  # text without a wildcard
+PLAIN = re.compile(r"[\w.\-]*")  # text without a wildcard
 
 
 def never(entry: str) -> Covers:
@@ -64,7 +64,7 @@ def parts_only(entry: str) -> Covers:
 
 def substring(entry: str) -> Covers:
     """vLLM's ModelOpt: any part of the name, or a glob for all of it. Source: `ModelOptQuantConfigBase`."""
-    if _PLAIN.fullmatch(entry):
+    if PLAIN.fullmatch(entry):
         return lambda name: entry in name
     return lambda name: entry in name or fnmatchcase(name, entry)
 
@@ -77,7 +77,7 @@ def glob(entry: str) -> Covers:
     """
     bare, ending = entry.removeprefix(_NESTED), entry.rpartition(".")[2]
     latent = ending if ending in _LATENT_PARTS else None
-    if _PLAIN.fullmatch(entry):
+    if PLAIN.fullmatch(entry):
         dotted = "." in bare
         found: Covers = lambda name: name == bare or (not dotted and bare in name.split("."))  # noqa: E731
     else:
@@ -104,7 +104,7 @@ def vllm_modelopt_experts(entry: str) -> Covers:
 def named_by_modelopt(entry: str) -> Covers:
     """What an entry of ModelOpt names: a module, or all below it; a glob for either."""
     parts, below = parts_only(entry), f"{entry}.*"
-    if _PLAIN.fullmatch(entry):
+    if PLAIN.fullmatch(entry):
         return parts
     return lambda name: parts(name) or fnmatchcase(name, entry) or fnmatchcase(name, below)
 
@@ -125,12 +125,26 @@ def regex_from_start(entry: str) -> Covers:
     Source: transformers `quantizers_utils.py`, `should_convert_module`. Raises CkptkitError for an entry that is not a
     regular expression, where transformers raises too.
     """
-    return _either(_matcher(f"re:{entry}"), lambda name: name.endswith(entry))
+    start = _start(entry) if PLAIN.fullmatch(entry) else _matcher(f"re:{entry}")
+    return _either(start, lambda name: name.endswith(entry))
+
+
+def _start(entry: str) -> Covers:
+    """As the regular expression `entry` of words and dots, without compiling one for each of many entries."""
+    parts, begins = entry.split("."), [0]
+    for part in parts:
+        begins.append(begins[-1] + len(part) + 1)
+    pairs, length = list(zip(parts, begins, strict=False)), len(entry)
+    return lambda name: len(name) >= length and all(name.startswith(part, begin) for part, begin in pairs)
 
 
 def regex_to_a_dot(entry: str) -> Covers:
     """transformers 5.24: as `regex_from_start`, but the expression ends at a dot or at the end. Read, not run."""
-    return _either(_matcher(rf"re:(?:{entry.rstrip('.')})(?:\.|$)"), lambda name: name.endswith(entry))
+    bare = entry.rstrip(".")
+    if not PLAIN.fullmatch(entry):
+        return _either(_matcher(rf"re:(?:{bare})(?:\.|$)"), lambda name: name.endswith(entry))
+    start, length = _start(bare), len(bare)
+    return lambda name: name.endswith(entry) or (name[length : length + 1] in ("", ".") and start(name))
 
 
 def parameter_prefix(entry: str) -> Covers:
@@ -162,3 +176,7 @@ def _matcher(text: str) -> Covers:
     """Says whether a regular expression with `re:` before it matches from the start of a name."""
     short, long = matcher(text, MAX_NAME), matcher(text)
     return lambda name: bool(short(name) if len(name) <= MAX_NAME else long(name))
+
+
+# Rules that need not be asked about every name: exact names, and runs of parts.
+INDEXED = (never, exact, whole_parts, parts_only, named_by_modelopt)

@@ -34,7 +34,7 @@ from quant.selection import tiles
 from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
 from quant.selection.fused_experts import refuse_for_transformers
-from quant.selection.readers import compressed_tensors
+from quant.selection.reading import ignored
 
 
 def from_options(name: str, given: dict[str, Any], reference: str | Path | None) -> QuantScheme:
@@ -219,12 +219,9 @@ def _names_for_rl(source: Checkpoint) -> dict[str, None]:
 
 def _packed_less(names: Collection[str], ignore: Sequence[str]) -> list[str]:
     """Replaces `N.weight_packed` by `N.weight` in these names for every module that an `ignore` entry covers."""
-    found = []
-    for name in names:
-        module = name.removesuffix(PACKED)
-        ignored = module != name and any(compressed_tensors(module, pattern) for pattern in ignore)
-        found.append(f"{module}.weight" if ignored else name)
-    return found
+    spared = ignored((name.removesuffix(PACKED) for name in names if name.endswith(PACKED)), ignore)
+    modules = [(name, name.removesuffix(PACKED)) for name in names]
+    return [f"{module}.weight" if module != name and module in spared else name for name, module in modules]
 
 
 def _check_joined(packed: Sequence[str]) -> None:

@@ -17,8 +17,8 @@ from quant.formats.scheme import GROUP_SIZES, read_scheme
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.portable import Question, check_portable, packed_by
-from quant.selection.readers import ALL_READERS, RULES, compressed_tensors, readers_of
-from quant.selection.reading import Reading, read_all
+from quant.selection.readers import ALL_READERS, RULES, readers_of
+from quant.selection.reading import Reading, ignored, read_all
 from quant.selection.spelling import entries_for, ignore_options
 from quant.selection.tiles import check_tiles
 from quant.selection.tree import ClassTree
@@ -180,4 +180,4 @@ def packed_modules(specs: Collection[str], config: Mapping[str, Any]) -> set[str
     ignore = read_scheme(config).ignore
     tree = class_tree(config)
     stored = tree.linears if any(name.startswith(f"{tree.head}.") for name in specs) else tree.linears - {tree.head}
-    return {module for module in stored if not any(compressed_tensors(module, pattern) for pattern in ignore)}
+    return set(stored - ignored(stored, ignore))

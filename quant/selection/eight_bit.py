@@ -17,7 +17,7 @@ from converters.hf_names import FUSED, LATENT_DOWN, tail
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, fused_layer, matrices_of, parts_of
-from quant.selection.readers import compressed_tensors
+from quant.selection.reading import ignored
 from quant.selection.spelling import ignore_options
 from quant.selection.tree import ClassTree
 
@@ -56,13 +56,14 @@ def select_eight_bit(
     """
     tree = class_tree(config)
     matrices = matrices_of(specs, tree, config)
+    spared = ignored((matrix.module for matrix in matrices), ignore)
     wanted = {
         matrix.tensor
         for matrix in matrices
         if _may_be_fp8(matrix, tree)
         and not matrix.module.endswith(kept)
         and (like is None or _has_scale(matrix.module, like))
-        and not any(compressed_tensors(matrix.module, entry) for entry in ignore)
+        and matrix.module not in spared
     }
     ragged: dict[str, str] = {}
     for layer in _by_layer(matrices, tree):

@@ -12,8 +12,9 @@ from converters.family import ModelFamily
 from converters.hf_names import FUSED, GATE_UP_DOWN, LATENT_DOWN, tail
 from converters.registry import FAMILIES
 from quant.formats.part_names import PACKED
+from quant.selection.readers import SGLANG
 from quant.selection.spelling import spell
-from quant.selection.tree import ClassTree
+from quant.selection.tree import UNPACKED_BY_CHOICE, ClassTree
 
 # No reader asks about a single routed expert: about these names of the first one alone, whatever the release calls
 # them.
@@ -26,8 +27,11 @@ _FUSED_OF: Mapping[str, str] = {shard: fused for fused, shards in FUSED.items() 
 _DENSE_IN_SGLANG = (".indexer.wk", ".indexer.weights_proj", ".self_attn.g_proj")
 # What no engine asks a list about: projections that compress keys.
 _NEVER_ASKED = (".compressor.wkv", ".compressor.wgate")
-_NO_MATRIX = re.compile(r"(.*norm.*|ln_\w+)")
-_NO_LINEAR = re.compile(r".*(embed(?!ding_projection)|conv|patch).*")
+_NO_MATRIX = re.compile(r"(.*norm.*|(.*_)?ln\d*(_\w+)?)")
+# Modules of a tower that are not Linear, by name: only where the model's classes are not known (`ClassTree.whole`).
+_NO_LINEAR = re.compile(
+    r"(.*\.)?([^.]*(embed(?!ding_projection)|pos_emb|conv|downsample)[^.]*|(patch_embed|embeddings)\.proj)"
+)
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(?:gate_up|down)_proj")  # all experts of a layer in one tensor
 _FUSED_REASON = "experts fused in one tensor"
 
@@ -52,18 +56,27 @@ class Matrix:
         return self.tensor.removesuffix(".weight")
 
 
+def forbidden(matrix: Matrix, tree: ClassTree, readers: Collection[str]) -> str | None:
+    """Why none of `readers` has a quantized layer for this matrix, whatever their lists; None where one may."""
+    dense = tree.dense_for(matrix.module)
+    of_sglang = dense is not None and matrix.reason == dense.reason
+    if matrix.reason in UNPACKED_BY_CHOICE or (of_sglang and not set(SGLANG) & set(readers)):
+        return None
+    return matrix.reason
+
+
 def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
     """What a reader without classes may take for a Linear.
 
     Every `….weight` (or `….weight_packed`) with two or more axes, and the fused experts of draft layers.
     """
-    modules = (
-        name.removesuffix(PACKED).removesuffix(".weight")
+    axes = {
+        name.removesuffix(PACKED).removesuffix(".weight"): len(spec.shape)
         for name, spec in specs.items()
         if name.endswith((".weight", PACKED)) and len(spec.shape) >= 2
-    )
+    }
     fused = [one for one in fused_experts(specs, tree, config) if tree.draft_of(one.module)]
-    return [*_matrices(modules, tree, config), *fused]
+    return [*_matrices(axes, tree, config, {module for module, count in axes.items() if count > 2}), *fused]
 
 
 def fused_experts(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
@@ -91,12 +104,15 @@ def matrices_named(names: Iterable[str], tree: ClassTree, config: Mapping[str, A
     )
 
 
-def _matrices(modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
+def _matrices(
+    modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any], deep: Collection[str] = ()
+) -> list[Matrix]:
+    """`deep`: modules whose weight has more than two axes, so that it is not a Linear."""
     family = FAMILIES[str(config.get("model_type"))]
-    return [_matrix(module, tree, family) for module in dict.fromkeys(modules)]
+    return [_matrix(module, tree, family, module in deep) for module in dict.fromkeys(modules)]
 
 
-def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
+def _matrix(module: str, tree: ClassTree, family: ModelFamily, deep: bool = False) -> Matrix:
     known = family.engine("sglang")
     tensor, reason = f"{module}.weight", tree.reason_to_keep(module)
     if draft := tree.draft_of(module):
@@ -110,7 +126,7 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
         vllm = _in_vllm(fused_layer(f"{prefix}{rest}", None)) if in_vllm else None
         return Matrix(tensor, False, reason, layer, vllm, draft.entry, ".experts." in rest, draft.unfuses, own)
     if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
-        linear = _NO_LINEAR.fullmatch(module.rpartition(".")[2]) is None
+        linear = not deep and (module in tree.spelled if tree.whole else _NO_LINEAR.fullmatch(module) is None)
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
         layer = known.layer_outside(fused_layer(module, None)) if linear else None
         asked_as = family.engine("vllm").layer_outside(module) or module

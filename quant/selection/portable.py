@@ -12,13 +12,14 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold, summarize
 from quant.formats.groups import LINEAR, Target
 from quant.selection.matrices import Matrix
-from quant.selection.reading import Answer, Reading, read, read_all
+from quant.selection.reading import BY_CLASS, Answer, Reading, read, read_all
 from quant.selection.spelling import candidates
 from quant.selection.tree import DRAFT_LAYER
 
 OTHER_FORMAT = (
     "no entry of `ignore` tells layers of another format: do not quantize updates of this model with slime or miles"
 )
+_SHOWN = 4  # entries in a sentence
 _MAX_ADVICE = 3  # each try looks at every tensor again
 _TOGETHER = "SGLang packs the routed experts of a layer together or not at all, and so q, k, v and gate, up"
 _VERBS: Mapping[Answer, str] = {
@@ -43,6 +44,8 @@ class Divergence:
     reader: str
     answer: Answer
     patterns: tuple[str, ...]
+    cause: str = ""  # why else, in words with `{}` for the entries that cover it
+    covering: tuple[str, ...] = ()  # the entries that cover it for this reader
 
 
 def divergences(
@@ -66,9 +69,40 @@ def divergences(
     for reading in map(readings.__getitem__, readers):
         for index, (matrix, answer, should) in enumerate(zip(matrices, reading.answers, wanted, strict=True)):
             if answer not in (should, "either"):
-                differ = (pattern for pattern in base.covers if _differs(reading, base, pattern, index))
-                found.append(Divergence(matrix.tensor, reading.reader, answer, tuple(differ)))
+                near = dict.fromkeys([*base.entries_at(index), *reading.entries_at(index)])
+                differ = tuple(pattern for pattern in near if _differs(reading, base, pattern, index))
+                covering = tuple(reading.entries_at(index))
+                cause = _cause(reading, matrix, index)
+                found.append(Divergence(matrix.tensor, reading.reader, answer, differ, cause, covering))
     return found
+
+
+def _cause(reading: Reading, matrix: Matrix, index: int) -> str:
+    """As `Divergence.cause`."""
+    answer, covered = reading.answers[index], bool(reading.entries_at(index))
+    if not reading.asked[index] or (reading.reader in BY_CLASS and not matrix.linear):
+        return "because it has no quantized layer for it, whatever the list contains"
+    if answer == "packs":
+        return "because no entry covers it"
+    if answer == "refuses":
+        return "because {} covers only a part of it" if covered else "because `targets` do not name all of it"
+    if answer == "other":
+        return "because another config group names it"
+    return "because {} covers it" if covered else "because no entry of `targets` names it"
+
+
+def reason_of(several: Sequence[Divergence]) -> str:
+    """Why a reader answers so about tensors that it treats differently for one and the same cause."""
+    entries = fold(dict.fromkeys(pattern for one in several for pattern in one.patterns))
+    if entries and not (several[0].answer == "refuses" and several[0].covering):
+        return f"because of how it reads {shown(entries)}"
+    covering = fold(dict.fromkeys(entry for one in several for entry in one.covering))
+    return several[0].cause.replace("{}", shown(covering))
+
+
+def kind_of(one: Divergence) -> tuple[str, ...]:
+    """What divergences of one cause have in common: entries that differ only in numbers count as one."""
+    return (*map(without_numbers, one.patterns or one.covering), "" if one.patterns else one.cause)
 
 
 def _differs(reading: Reading, base: Reading, pattern: str, index: int) -> bool:
@@ -106,12 +140,10 @@ def described(found: Iterable[Divergence]) -> Iterator[str]:
     """Describes divergences, with one line for those of one kind, over entries that differ in numbers alone."""
     kinds: dict[tuple[str, Answer, tuple[str, ...]], list[Divergence]] = defaultdict(list)
     for one in found:
-        kinds[one.reader, one.answer, tuple(map(without_numbers, one.patterns))].append(one)
+        kinds[one.reader, one.answer, kind_of(one)].append(one)
     readers: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (reader, answer, _), several in kinds.items():
-        entries = fold(dict.fromkeys(pattern for one in several for pattern in one.patterns))
-        why = "because of how it reads " + quoted(entries) if entries else "because no entry covers it"
-        readers[_VERBS[answer], summarize([one.tensor for one in several]), why].append(reader)
+        readers[_VERBS[answer], summarize([one.tensor for one in several]), reason_of(several)].append(reader)
     for (verb, names_folded, why), who in readers.items():
         yield f"{' and '.join(who)} would {verb} {names_folded} {why}"
 
@@ -124,6 +156,12 @@ def without_numbers(entry: str) -> str:
 def quoted(patterns: Iterable[str]) -> str:
     """Entries for a message."""
     return ", ".join(f"'{pattern}'" for pattern in patterns)
+
+
+def shown(patterns: Sequence[str]) -> str:
+    """As `quoted`, with the first few of many."""
+    rest = len(patterns) - _SHOWN
+    return quoted(patterns[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str]) -> str:

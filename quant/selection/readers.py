@@ -17,7 +17,7 @@ from quant.patterns.entries import matcher
 
 Rule = Callable[[str, str], bool]
 VLLM = ("vLLM 0.26", "vLLM 0.33")
-_LINEAR_CLASSES = ("Linear", "Module")
+LINEAR_CLASSES = ("Linear", "Module")
 
 
 def _or_regex(plain: Rule) -> Rule:
@@ -38,7 +38,7 @@ def compressed_tensors(module: str, pattern: str) -> bool:
     `re:` from the start, else the whole name or a class name.
     Source: compressed-tensors `utils/match.py`, `is_match`.
     """
-    return pattern in _LINEAR_CLASSES or vllm(module, pattern)
+    return pattern in LINEAR_CLASSES or vllm(module, pattern)
 
 
 @_or_regex

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 from converters.registry import FAMILIES
 from quant.formats.groups import LINEAR, Target
 from quant.patterns.entries import check_lookups, matcher
 from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
-from quant.selection.readers import RULES, VLLM
+from quant.selection.readers import LINEAR_CLASSES, RULES, VLLM, sglang, sglang_suffix
+from quant.selection.tree import DRAFT_LAYER
 from quant.selection.vllm_classes import class_in_vllm, named_by_class
 
 # "either": the reader loads the module packed or not.
 Answer = Literal["packs", "other", "keeps", "refuses", "either"]
-_BY_CLASS = ("compressed-tensors", "transformers")
+BY_CLASS = ("compressed-tensors", "transformers")
 _LAST = "\U0010ffff"
 
 
@@ -32,6 +34,20 @@ class Reading:
     # For each matrix: packed or not, quantized in the `other` format of another config group, or a fused layer that is
     # covered in part, which it `refuses`.
     answers: tuple[Answer, ...]
+
+    @cached_property
+    def _entries(self) -> Mapping[str, list[str]]:
+        """The entries that cover each name, in their order."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for pattern, names in self.covers.items():
+            for name in names:
+                found[name].append(pattern)
+        return found
+
+    def entries_at(self, index: int) -> list[str]:
+        """The entries that cover a name that this reader looks up for the matrix at `index`."""
+        names = self.asked[index]
+        return list(dict.fromkeys(entry for name in names for entry in self._entries.get(name, ())))
 
     @cached_property
     def _asking(self) -> Mapping[str, list[int]]:
@@ -63,8 +79,8 @@ def read(
     entry = FAMILIES[str(config.get("model_type"))].engine("sglang").entry if reader.startswith("SGLang") else str
     asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
     names = sorted({name for several in asked for name in several})
-    check_lookups(ignore, len(names))
-    covers = {pattern: covered(reader, entry(pattern), names) for pattern in dict.fromkeys(ignore)}
+    found_by = covering(reader, ignore, names)
+    covers = {pattern: found_by(entry(pattern)) for pattern in dict.fromkeys(ignore)}
     ignored = frozenset[str]().union(*covers.values())
     layers = [_layer(reader, matrix) for matrix in matrices]
     targeted = _targeted(reader, sorted({*names, *filter(None, layers)}), targets)
@@ -72,10 +88,12 @@ def read(
         (layer, several): _answer(reader, layer, several, ignored, targeted)
         for layer, several in set(zip(layers, asked, strict=True))
     }
-    by_class = reader in _BY_CLASS
+    by_class = reader in BY_CLASS
     found: Iterator[Answer] = (
-        # A layer that may be packed and is of no class here is a draft layer, which these readers do not load.
-        ("keeps" if matrix.reason else "either") if by_class and not matrix.linear else answers[layer, several]
+        # These readers do not load draft layers.
+        ("keeps" if matrix.reason not in (None, DRAFT_LAYER) else "either")
+        if by_class and not matrix.linear
+        else answers[layer, several]
         for matrix, layer, several in zip(matrices, layers, asked, strict=True)
     )
     return Reading(reader, asked, covers, tuple(found))
@@ -91,7 +109,7 @@ def read_all(
     """As `read` for each of `readers`, and for compressed-tensors, since transformers reads as it does."""
     base = read("compressed-tensors", matrices, ignore, config, targets)
     found = {
-        reader: replace(base, reader=reader) if reader in _BY_CLASS else read(reader, matrices, ignore, config, targets)
+        reader: replace(base, reader=reader) if reader in BY_CLASS else read(reader, matrices, ignore, config, targets)
         for reader in readers
     }
     return {"compressed-tensors": base, **found}
@@ -104,14 +122,13 @@ def _asked(
         # It packs what ends so, and fused experts do not.
         yield from ((matrix.tensor,) if matrix.tensor.endswith(".weight") else () for matrix in matrices)
         return
-    if reader in _BY_CLASS:
+    if reader in BY_CLASS:
         yield from ((matrix.module,) for matrix in matrices)
         return
     packed_modules = FAMILIES[str(config.get("model_type"))].engine("sglang").packed_modules
     if reader == "vLLM 0.33":  # an entry that matches a fused layer's own name decides for its shards
         layers = sorted({matrix.vllm for matrix in matrices if matrix.vllm is not None})
-        check_lookups(list(ignore), len(layers))
-        ignore = set[str]().union(*(covered(reader, pattern, layers) for pattern in ignore))
+        ignore = set[str]().union(*map(covering(reader, list(ignore), layers), ignore))
     known: dict[str | None, tuple[str, ...]] = {None: ()}  # an engine asks once about all experts of a layer
     for matrix in matrices:
         layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm
@@ -124,15 +141,64 @@ def _asked(
         yield known[layer]
 
 
-def covered(reader: str, pattern: str, names: Sequence[str]) -> frozenset[str]:
-    """Those of `names` (sorted) that an entry covers: `RULES[reader]` for all of them at once."""
-    if pattern.startswith("re:"):
-        match = matcher(pattern, max(map(len, names), default=0))
-        return frozenset(name for name in names if match(name))
+def covering(reader: str, entries: Sequence[str], names: Sequence[str]) -> Callable[[str], frozenset[str]]:
+    """Says of an entry which of `names` (sorted) it covers: `RULES[reader]`, without a look at each name.
+
+    Raises CkptkitError where `entries`, those that it will be asked about, are too many for so many names.
+    """
+    searched = [entry for entry in entries if entry.startswith("re:") or RULES[reader] is sglang]
+    check_lookups(searched, len(names))
+    longest, plain = max(map(len, names), default=0), _plain(reader, names)
+
+    def covered(entry: str) -> frozenset[str]:
+        if entry.startswith("re:"):
+            return frozenset(filter(matcher(entry, longest), names))
+        return frozenset(plain(entry))
+
+    return covered
+
+
+def ignored(modules: Iterable[str], ignore: Sequence[str]) -> frozenset[str]:
+    """Those of these Linear modules that entries cover for compressed-tensors. Raises CkptkitError as `covering`."""
+    covers = covering("compressed-tensors", ignore, sorted(set(modules)))
+    return frozenset[str]().union(*map(covers, dict.fromkeys(ignore)))
+
+
+def _plain(reader: str, names: Sequence[str]) -> Callable[[str], Iterable[str]]:
+    """As `covering` for entries without `re:`."""
     if reader == "slime":
-        return frozenset(names[bisect_left(names, pattern) : bisect_left(names, pattern + _LAST)])
-    rule = RULES[reader]
-    return frozenset(name for name in names if rule(name, pattern))
+        return lambda entry: names[bisect_left(names, entry) : bisect_left(names, entry + _LAST)]
+    if RULES[reader] is sglang:
+        return _parts(names)
+    if RULES[reader] is sglang_suffix:
+        endings: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            parts = name.split(".")
+            for ending in {".".join(parts[begin:]) for begin in range(len(parts))}:
+                endings[ending].append(name)
+        return lambda entry: endings.get(entry, ())
+    every = frozenset(names)
+    classes = LINEAR_CLASSES if reader in BY_CLASS else ()
+    return lambda entry: every if entry in classes else every & {entry}
+
+
+def _parts(names: Sequence[str]) -> Callable[[str], Iterable[str]]:
+    """Says of a text which of `names` contain it in any case: one search through all of them."""
+    lowered = [name.lower() for name in names]
+    begins, text = [0, *accumulate(len(name) + 1 for name in lowered)], "\0".join(lowered)
+
+    def holding(entry: str) -> Iterator[str]:
+        part = entry.lower()
+        if "\0" in part:  # it could match across two names
+            yield from (name for name, lower in zip(names, lowered, strict=True) if part in lower)
+            return
+        at = text.find(part)
+        while at >= 0:
+            place = bisect_right(begins, at) - 1
+            yield names[place]
+            at = text.find(part, begins[place + 1])
+
+    return holding
 
 
 def _layer(reader: str, matrix: Matrix) -> str:
@@ -173,9 +239,10 @@ def _targeted(reader: str, names: Sequence[str], targets: Sequence[Target]) -> _
     if reader == "slime":
         return _Targeted(reader, {}, lambda _: "packs")
     by_name: dict[str, Answer] = {}
+    by_target = covering("vLLM 0.26", [target.pattern for target in targets], names)
     for target in targets:
         if target.pattern != "Linear":
-            by_name = dict.fromkeys(covered("vLLM 0.26", target.pattern, names), target.kind) | by_name
+            by_name = dict.fromkeys(by_target(target.pattern), target.kind) | by_name
     if reader in VLLM:
         return _Targeted(reader, by_name, lambda layer: named_by_class(class_in_vllm(layer), targets))
     linear = next((target.kind for target in targets if target.pattern == "Linear"), None)

@@ -10,7 +10,10 @@ from functools import cached_property
 from converters.family import Dense, Draft
 from converters.hf_names import layer_of, tail
 
-DRAFT_LAYER = "draft layer"  # why a module of one is never INT4
+DRAFT_LAYER = "draft layer"
+_OUTSIDE, _KEPT = "outside the language model", "no release quantizes it"
+# Why ckptkit leaves a module unquantized that some readers load quantized: theirs to judge, each by its own names.
+UNPACKED_BY_CHOICE = (DRAFT_LAYER, _OUTSIDE, _KEPT)
 
 
 def is_gate(blocks: Collection[str], linear: str, routers: tuple[str, ...]) -> bool:
@@ -74,9 +77,9 @@ class ClassTree:
         if self.draft_of(module):
             return DRAFT_LAYER
         if module.startswith(self.outside or ("\0",)):
-            return "outside the language model"
+            return _OUTSIDE
         if self.is_kept(module):
-            return "no release quantizes it"
+            return _KEPT
         return None if module in self.linears else "not a module of the model"
 
     def is_kept(self, module: str) -> bool:

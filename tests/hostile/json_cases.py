@@ -154,6 +154,23 @@ PATTERNS: dict[str, Any] = {
     "wide range": "re:(?i)[\u0000-\U0010ffff]",
     "empty": "",
 }
+_MANY = 3_000
+MANY: dict[str, str] = {
+    "modules": "model.layers.{}.mlp.gate_proj",
+    "parameters": "model.layers.{}.mlp.gate_proj.weight",
+    "experts": "model.layers.1.mlp.experts.{}.up_proj",
+    "prefixes": "model.layers.{}",
+    "short": "x{}",
+    "numbers": "{}",
+    "another case": "MODEL.LAYERS.{}.MLP",
+    "endings": "{}.mlp.gate_proj",
+    "dots": "....{}....",
+    "spaces": " {} ",
+    "long": "a" * 500 + "{}",
+    "NUL": "model\0{}",
+    "newlines": "model\n{}",
+    "beyond ASCII": "modèl.läyers.{}.\u0130",
+}
 ENTRIES: dict[str, Any] = {"a number": 7, "an object": {"a": 1}, "null": None, "a list": ["re:a"]}
 
 
@@ -235,6 +252,12 @@ def cases() -> Iterator[Case]:
             yield Case(f"{key} entry: {what}", "int4", make, said, verbs, ("fix",) if key == "ignore" else ())
         if value:
             yield Case(f"--ignore: {what}", "ignore", partial(_pattern, value), said)
+    for what, entry in MANY.items():
+        said = "ignore|entries|readers|READERS"
+        for key, first in (("ignore", "lm_head"), ("targets", "Linear")):
+            make = partial(_scheme, key, [first, *(entry.format(number) for number in range(_MANY))])
+            verbs = ("lint", "verify", "fix")
+            yield Case(f"{_MANY} {key}: {what}", "int4", make, f"{said}|targets", verbs, verbs)
     for what, value in ENTRIES.items():
         yield Case(
             f"ignore has {what}", "int4", partial(_scheme, "ignore", [value]), "ignore", ("lint", "verify", "fix")

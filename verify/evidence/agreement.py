@@ -15,10 +15,10 @@ from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, packed_in
 from quant.formats.scheme import listed
 from quant.selection.class_tree import class_tree
-from quant.selection.matrices import Matrix, matrices_named, matrices_of
+from quant.selection.matrices import Matrix, forbidden, matrices_named, matrices_of
 from quant.selection.portable import Divergence, Question, advice, described
 from quant.selection.published import severities
-from quant.selection.readers import RULES
+from quant.selection.readers import RL_READERS, RULES, readers_of
 from quant.selection.tree import ClassTree
 from verify.issue import Issue
 from verify.report import Severity
@@ -32,7 +32,7 @@ class Agreement:
     """The modules of an INT4 checkpoint that readers do not find as they expect them."""
 
     looked_at: int  # modules that are packed or should be
-    forbidden: Mapping[str, str]  # packed, though the model's classes rule it out; with the reason
+    forbidden: Mapping[str, str]  # packed, though no reader that counts has a quantized layer for it; with the reason
     unwanted: Sequence[str]  # packed, and no reader that knows classes expects that
     missing: Sequence[str]  # unquantized or absent, and every reader that knows classes expects it packed
     issues: Sequence[Issue]  # one for each reader that interprets the list otherwise than the files are
@@ -56,20 +56,22 @@ def agreement(
     question = Question(matrices, packed, config, tuple(RULES), targets_of(groups_of(config)), in_floats)
     found = question.divergences(ignore)
     everybody = _for_everybody(found)
-    forbidden = {
-        matrix.module: matrix.reason for matrix, packs in zip(matrices, packed, strict=True) if packs and matrix.reason
-    }
-    reported = everybody | {f"{module}.weight" for module in forbidden}
+    counting = readers_of(RL_READERS if asked is None else asked)
+    pairs = [
+        (matrix, forbidden(matrix, tree, counting)) for matrix, packs in zip(matrices, packed, strict=True) if packs
+    ]
+    ruled_out = {matrix.module: reason for matrix, reason in pairs if reason}
+    reported = everybody | {f"{module}.weight" for module in ruled_out}
     others = [one for one in found if one.tensor not in reported]
     missing = [
         matrix.module
         for matrix, packs in zip(matrices, packed, strict=True)
         if matrix.tensor in everybody and not packs
     ]
-    unwanted = [module for module in stored if f"{module}.weight" in everybody and module not in forbidden]
+    unwanted = [module for module in stored if f"{module}.weight" in everybody and module not in ruled_out]
     return Agreement(
         len(stored) + len(missing),
-        forbidden,
+        ruled_out,
         sorted(unwanted),
         sorted(missing),
         list(_issues(others, question, ignore, severities(config, ignore, tree, asked, updated=updated))),

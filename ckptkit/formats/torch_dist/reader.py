@@ -55,9 +55,14 @@ FOREIGN_HINT = (
 )
 _DAMAGED = f"no model has so many: {_COPY}"
 
+# The calibration of ModelOpt's simulated quantization, without which the weights are the same. Not so the factors of
+# its smoothing (`_pre_quant_scale`), nor the scales of packed weights (`_scale`).
+# Source: ModelOpt 0.47 `quantization/nn/modules/tensor_quantizer.py`.
+CALIBRATION = re.compile(r".*_quantizer(?:\.\d+)*\._(?:amax|global_amax|bias_value)")
 # What a trainer saves beside the weights. megatron-core numbers the state of chained optimizers (MoE) with a prefix.
 NOT_WEIGHTS = re.compile(
-    r"(?:chained_\d+\.)?optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*"
+    r"(?:chained_\d+\.)?optimizer\..*|.*\._extra_state(/.*)?|rng_state.*|rerun_state_machine.*|common_state.*|opt_param_scheduler.*|"
+    + CALIBRATION.pattern
 )
 _WRAPPED = re.compile(r"module\.(?:decoder|embedding|mtp|output_layer)\.")
 _WRAPPER = re.compile(r"^((?:chained_\d+\.)?optimizer\.state\.[a-z0-9_]+\.)?module\.")

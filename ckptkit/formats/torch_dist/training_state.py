@@ -12,12 +12,13 @@ from typing import Any
 
 from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.formats.torch_dist.optimizer import BUCKET, NUMBERED, NUMBERED_MASTER, OPTIMIZER, STATE, WHOLE
-from ckptkit.formats.torch_dist.reader import StoredMetadata
+from ckptkit.formats.torch_dist.reader import CALIBRATION, StoredMetadata
 
 _OTHERS = {"rng_state": "random states", "rerun_state_machine": "rerun state machine"}
 # Formats that name state by parameter look alike on disk; content_metadata tells them apart.
 _BY_PARAMETER, _BY_NUMBER = "by parameter", "by number"
 LEFT_OUT = "convert leaves it out"
+_CALIBRATION = "ModelOpt's calibration (_amax of its quantizers)"
 
 
 def training_state(metadata: StoredMetadata, common: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,6 +35,9 @@ def training_state(metadata: StoredMetadata, common: Mapping[str, Any]) -> dict[
         sizes = [blob.length for key, blob in metadata.objects.items() if key.startswith(prefix)]
         if sizes:
             found[name] = {"objects": len(sizes), "bytes": sum(sizes)}
+    if calibration := [stored for key, stored in metadata.tensors.items() if CALIBRATION.fullmatch(key)]:
+        nbytes = sum(math.prod(stored.shape) * ITEMSIZE[stored.dtype] for stored in calibration)
+        found[_CALIBRATION] = {"tensors": len(calibration), "bytes": nbytes}
     scheduler = common.get("opt_param_scheduler")
     if isinstance(scheduler, Mapping):
         found["scheduler"] = {key: value for key, value in scheduler.items() if isinstance(value, (int, float, str))}
@@ -88,6 +92,13 @@ def _kind(rest: str) -> tuple[str, str | None]:
     if WHOLE.fullmatch(rest):
         return "param_state", "dp_zero_gather_scatter"
     return "settings", None
+
+
+def calibration_note(state: Mapping[str, Any]) -> list[str]:
+    """What to say of a conversion that leaves ModelOpt's calibration out; empty where there is none."""
+    if (found := state.get(_CALIBRATION)) is None:
+        return []
+    return [f"leaves out {found['tensors']} tensors of {_CALIBRATION}: the weights themselves are not quantized"]
 
 
 def described(state: Mapping[str, Any]) -> str | None:

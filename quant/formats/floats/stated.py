@@ -5,6 +5,7 @@ compressed-tensors' is read by `quant.formats.compressed`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -26,6 +27,8 @@ from quant.formats.floats.table import (
 )
 from quant.formats.part_names import FP8_SCALE
 
+_WILD = re.compile(r"[*?\[]")
+_MAX_PATTERNS = 10_000
 _FMTS = (None, "e4m3", "float8_e4m3fn")
 _SCALE_FMTS = (None, "float", "ue8m0")
 _RESTORE = "restore config.json from the release"
@@ -183,9 +186,16 @@ def quark_format(content: Mapping[str, Any]) -> Floats:
     if not layouts:
         raise CkptkitError("config.json: quark quantizes no weights", _RESTORE)
 
+    places = {pattern: place for place, pattern in enumerate(of_pattern)}
+    globs = [pattern for pattern in of_pattern if _WILD.search(pattern)]
+    if len(globs) > _MAX_PATTERNS:
+        what = f"{len(globs)} patterns, and at most {_MAX_PATTERNS:,} are read"
+        raise CkptkitError(f"config.json: layer_quant_config has {what}", "name whole parts of the model with one each")
+
     def of_module(module: str) -> Layout | None:
-        other = None if of_class else usual
-        return next((layout for pattern, layout in of_pattern.items() if fnmatchcase(module, pattern)), other)
+        found = next((pattern for pattern in globs if fnmatchcase(module, pattern)), None)
+        first = min((one for one in (module, found) if one in places), key=places.__getitem__, default=None)
+        return (None if of_class else usual) if first is None else of_pattern[first]
 
     return Floats(layouts, of_module, content.get("kv_cache_quant_config") is not None)
 

@@ -323,10 +323,49 @@ def test_what_a_reader_takes_an_entry_for_goes_on_behind_its_name(tmp_path: Path
 
 
 def test_a_warning_exits_1_only_with_strict_as_in_verify(tmp_path: Path) -> None:
-    path = str(write(tmp_path, KIMI, KIMI_LIST, kimi_names()))
-    assert CliRunner().invoke(cli, ["lint", path]).exit_code == 0
+    path = str(write(tmp_path, QWEN, ["lm_head", "model.embed_tokens", ROUTER, "re:.*no_such.*"]))
+    plain = CliRunner().invoke(cli, ["lint", path])
+    assert (plain.exit_code, plain.output.splitlines()[-1]) == (0, f"PASSED with 1 warning  {path}")
     strict = CliRunner().invoke(cli, ["lint", path, "--strict"])
-    assert (strict.exit_code, strict.stderr) == (1, "--strict: warnings: 2\n")
+    assert (strict.exit_code, strict.stderr) == (1, "--strict: warnings: 1\n")
+
+
+def test_a_list_that_readers_take_differently_does_not_pass(tmp_path: Path) -> None:
+    """A published list, which slime alone reads otherwise: a warning, and not what was asked."""
+    path = str(write(tmp_path, KIMI, KIMI_LIST, kimi_names()))
+    shown = CliRunner().invoke(cli, ["lint", path])
+    assert (shown.exit_code, shown.output.splitlines()[-1]) == (1, f"READERS DISAGREE with 2 warnings  {path}")
+    engines = ["--reader", "sglang", "--reader", "vllm"]
+    passed = CliRunner().invoke(cli, ["lint", path, *engines])
+    agreed = "SGLang 0.5.16 and SGLang 0.5.23 agree"
+    assert (passed.exit_code, passed.output.endswith(f"{agreed}\n")) == (0, True)
+    assert "nothing" not in passed.output
+    assert len(passed.output.splitlines()) == 2
+
+
+@pytest.mark.parametrize("readers", [None, ["vllm"], ["transformers"], ["vllm", "transformers"]])
+def test_a_verdict_without_a_portable_list_is_an_error(tmp_path: Path, readers: list[str] | None) -> None:
+    """No list leaves q alone unpacked in vLLM; transformers takes it as it is."""
+    config = QWEN | {"num_hidden_layers": 1}
+    names = ["model.embed_tokens.weight", "model.layers.0.mlp.gate.weight", "lm_head.weight"]
+    names += ["model.layers.0.self_attn.q_proj.weight"]
+    for module in ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"):
+        names += packed(f"model.layers.0.{module}")
+    ignore = ["lm_head", "model.embed_tokens", ROUTER, "model.layers.0.self_attn.q_proj"]
+    path = str(write(tmp_path, config, ignore, names))
+    report = lint(path, readers=readers)
+    options = [word for reader in readers or [] for word in ("--reader", reader)]
+    shown = CliRunner().invoke(cli, ["lint", path, *options])
+    alone = readers == ["transformers"]
+    assert (report.portable is None, report.failed, shown.exit_code) == (not alone, not alone, int(not alone))
+    assert ("PASSED" in shown.output) is alone
+
+
+def test_of_many_entries_that_cover_nothing_one_stands_for_all(tmp_path: Path) -> None:
+    ignore = ["lm_head", "model.embed_tokens", ROUTER, *(f"no_such.{number}" for number in range(500))]
+    (finding,) = lint(write(tmp_path, QWEN, ignore)).findings
+    assert (finding.kind, finding.pattern) == ("unused", "no_such.0")
+    assert "499 more" in finding.message
 
 
 def test_a_report_that_has_no_portable_list(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,16 @@ from families import CASES, case
 from families.table import config_of
 from support import published
 
+from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import read_shard
 from converters.registry import FAMILIES
+from quant.lint import opening
 from quant.lint.lint import lint
 from quant.lint.opening import open_subject
 from quant.selection.class_tree import class_tree
-from quant.selection.readers import VLLM
+from quant.selection.readers import SGLANG, VLLM
+from verify.evidence.agreement import agreement
 
 # DeepSeek-R1 less its middle: layers 0 to 2 are dense, layer 61 is the draft.
 R1 = {
@@ -105,3 +109,96 @@ def test_names_of_mimos_draft_layer_are_vllms_numbers_too(tmp_path: Path) -> Non
     assert rf"model\.layers\.({layers})" in entry
     whole = published.write(tmp_path / "whole", config, ["lm_head", "model.embed_tokens", entry])
     assert [one for one in lint(whole).findings if one.severity != "note"] == []
+
+
+GLM_IGNORE = ["lm_head", "model.embed_tokens", r"re:.*\.mlp\.gate(\.weight)?$"]
+JOINT = "model.layers.4.eh_proj"
+
+
+def names_of(config: dict[str, Any], ignore: list[str], *unpacked: str, draft: bool = True) -> list[str]:
+    """Names of a release whose list leaves nothing else out, with its draft layers packed or not."""
+    tree = class_tree(config)
+    found: list[str] = []
+    for module in [*tree.others, *sorted(tree.linears), *opening._draft_modules(tree)]:
+        plain = module in unpacked or module in ignore or module in tree.others or module == tree.head
+        plain = plain or (tree.draft_of(module) is not None and not draft) or module.endswith((".mlp.gate", ".eh_proj"))
+        found += [f"{module}.weight"] if plain else published.packed(module)
+    return found
+
+
+def about_drafts(path: Path, readers: list[str] | None) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Severity, kind and readers of what `lint` finds of packed draft layers."""
+    found = [one for one in lint(path, readers=readers).findings if any(".layers.4." in name for name in one.tensors)]
+    return [(one.severity, one.kind, one.readers) for one in found if one.kind != "shared expert"]
+
+
+@pytest.mark.parametrize("readers", [["vllm"], ["sglang"], ["sglang", "vllm"], ["transformers"], None])
+def test_draft_layers_in_int4_are_for_whoever_builds_them(tmp_path: Path, readers: list[str] | None) -> None:
+    """Both engines build GLM's draft layer as the list says; transformers does not load it. Run in SGLang 0.5.16."""
+    ignore = [*GLM_IGNORE, "model.layers.4.mlp.gate", JOINT]
+    path = published.write(tmp_path, published.GLM, ignore, names_of(published.GLM, ignore))
+    assert about_drafts(path, readers) == []
+    assert "packed" not in {one.kind for one in lint(path, readers=readers).findings}
+
+
+@pytest.mark.parametrize(("readers", "who"), [(["vllm"], VLLM), (["sglang"], SGLANG)])
+def test_a_draft_layer_that_the_list_leaves_out_is_not_looked_for_packed(
+    tmp_path: Path, readers: list[str], who: tuple[str, ...]
+) -> None:
+    ignore = [*GLM_IGNORE, r"re:model\.(layers\.4|decoder)\..*"]
+    path = published.write(tmp_path, published.GLM, ignore, names_of(published.GLM, ignore))
+    assert {(one[0], one[2]) for one in about_drafts(path, readers)} == {("error", who)}
+    sound = published.write(tmp_path / "sound", published.GLM, ignore, names_of(published.GLM, ignore, draft=False))
+    assert about_drafts(sound, readers) == []
+
+
+@pytest.mark.parametrize("readers", [["vllm"], ["sglang"]])
+def test_what_joins_a_draft_layer_has_no_quantized_layer(tmp_path: Path, readers: list[str]) -> None:
+    ignore = [*GLM_IGNORE, "model.layers.4.mlp.gate"]
+    names = [name for name in names_of(published.GLM, ignore) if not name.startswith(JOINT)]
+    path = published.write(tmp_path, published.GLM, ignore, [*names, *published.packed(JOINT)])
+    (found,) = [one for one in lint(path, readers=readers).findings if f"{JOINT}.weight" in one.tensors]
+    assert (found.severity, found.kind) == ("error", "disagreement")
+    assert "no quantized layer for it" in found.message
+
+
+def test_draft_layers_that_sglang_cannot_tell_from_the_model_are_its_error_alone(tmp_path: Path) -> None:
+    """Qwen3-Next: it asks by the names of the model's own first layer."""
+    config = config_of(CASES["qwen3_next"])
+    tree = class_tree(config)
+    names = names_of(
+        config, [], *[one for one in tree.linears if ".linear_attn." in one or one.endswith("expert_gate")]
+    )
+    ignore = ["lm_head", "model.embed_tokens", r"re:.*\.mlp\.(gate|shared_expert_gate)(\.weight)?$", "mtp.fc"]
+    ignore.append(r"re:.*\.linear_attn\..*")
+    names = [name for name in names if "mtp.fc." not in name and ".shared_expert_gate." not in name]
+    names += ["mtp.fc.weight"]
+    path = published.write(tmp_path, config, ignore, names)
+    engines = {}
+    for reader in ("vllm", "sglang"):
+        found = [one for one in lint(path, readers=[reader]).findings if any("mtp." in name for name in one.tensors)]
+        engines[reader] = {one.severity for one in found if one.kind in ("disagreement", "packed", "exposed")}
+    assert engines == {"vllm": set(), "sglang": {"error"}}
+
+
+@pytest.mark.parametrize(
+    ("readers", "errors"),
+    [(None, True), (["sglang"], True), (["vllm"], False), (["transformers"], False), (["sglang", "vllm"], True)],
+)
+def test_what_sglang_alone_cannot_hold_is_an_error_for_it_alone(
+    tmp_path: Path, readers: list[str] | None, errors: bool
+) -> None:
+    """Latent attention in INT4: SGLang reads its dense weights."""
+    ignore = ["lm_head", "model.embed_tokens", r"re:.*\.mlp\.gate(\.weight)?$"]
+    config = {**published.KIMI, "model_type": "deepseek_v3"}
+    path = published.write(tmp_path, config, ignore, names_of(config, ignore))
+    found = [one for one in lint(path, readers=readers).findings if one.kind == "packed"]
+    assert bool(found) is errors
+    assert all(set(one.readers) <= {*SGLANG, *VLLM, "compressed-tensors", "transformers", "slime"} for one in found)
+    specs = {
+        name: TensorSpec(name, (128, 16), "int32" if name.endswith("_packed") else "bfloat16")
+        for name in names_of(config, ignore)
+    }
+    judged = agreement(specs, read_json(path / "config.json"), readers)
+    assert bool(judged.forbidden) is errors
+    assert not any(one.severity == "error" for one in judged.issues if not errors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.installed import before, release
 from support.processes import run_logged
 from support.published import GLM, KIMI, QWEN
@@ -211,3 +214,18 @@ def test_every_method_of_the_table_has_keys_and_every_key_is_one_of_them() -> No
     for row in LISTS:
         for method in row.methods:
             assert set(row.keys) <= set(KEYS[method]), (row.readers, method)
+
+
+_WORD = st.text("ab1._-", max_size=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(_WORD, st.lists(_WORD, max_size=6), st.sampled_from(["", ".", "a", ".b"]))
+def test_entries_of_words_and_dots_as_the_regular_expressions_that_they_are(
+    entry: str, names: list[str], more: str
+) -> None:
+    """transformers takes each for a regular expression; none is compiled for these."""
+    for name in [*names, entry + more, entry.replace(".", "x") + more, more + entry]:
+        start, dotted = re.match(entry, name), re.match(rf"(?:{entry.rstrip('.')})(?:\.|$)", name)
+        assert rules.regex_from_start(entry)(name) is (bool(start) or name.endswith(entry)), name
+        assert rules.regex_to_a_dot(entry)(name) is (bool(dotted) or name.endswith(entry)), name

@@ -1,6 +1,7 @@
 """How readers of one config differ, each case on a concrete entry: all readers' verdicts and ckptkit's output.
 
-The letters are those of `docs/lint.md`. Verdicts are written by hand: P packs, K keeps, R refuses the layer.
+The letters are those of `docs/lint.md`. Verdicts are written by hand: P packs, K keeps, R refuses the layer,
+E loads either.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ QWEN2 = {key: value for key, value in QWEN.items() if key not in ("num_experts",
     "model_type": "qwen2",
     "num_hidden_layers": 12,
 }
-LETTERS = {"packs": "P", "keeps": "K", "refuses": "R"}
+LETTERS = {"packs": "P", "keeps": "K", "refuses": "R", "either": "E"}
 L3 = "model.layers.3"
 
 
@@ -202,9 +203,9 @@ def test_draft_layers_are_packed_by_slime_and_engines_only() -> None:
     """compressed-tensors and transformers do not build them; slime packs them; SGLang says model.decoder."""
     ignore, draft = list(default_ignore(GLM)), "model.layers.4"
     more = (f"{draft}.eh_proj", f"{draft}.self_attn.o_proj")
-    assert verdicts(GLM, ignore[:-1], more[0], *more) == "KKKKKKP"
-    assert verdicts(GLM, ignore[:-1], more[1], *more) == "KKPPPPP"
-    assert verdicts(GLM, [*ignore[:-1], r"re:model\.layers\.4\..*"], more[1], *more) == "KKKKPPK"
+    assert verdicts(GLM, ignore[:-1], more[0], *more) == "EEKKKKP"
+    assert verdicts(GLM, ignore[:-1], more[1], *more) == "EEPPPPP"
+    assert verdicts(GLM, [*ignore[:-1], r"re:model\.layers\.4\..*"], more[1], *more) == "EEKKPPK"
     refused(
         GLM,
         ignore[:-1],

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.utils.match import is_match
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.installed import release
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme, quantization_config
 from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
 from quant.selection.readers import ALL_READERS, RULES, compressed_tensors, readers_of, sglang, sglang_suffix, slime
-from quant.selection.reading import covered
+from quant.selection.reading import covering
 
 L0 = "model.layers.0"
 
@@ -123,7 +125,7 @@ def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_many_names_at_once_as_one_by_one(reader: str, entry: str) -> None:
     names = sorted([*NAMES, *(f"{name}.weight" for name in NAMES)])
-    assert covered(reader, entry, names) == {name for name in names if RULES[reader](name, entry)}
+    assert covering(reader, [entry], names)(entry) == {name for name in names if RULES[reader](name, entry)}
 
 
 def test_readers_by_the_name_of_the_option() -> None:
@@ -243,3 +245,19 @@ def test_sglang_accepts_the_quantization_config(sglang_quantization: Any, group_
     # The predicates by which SGLang picks its W4A16 schemes for Linear and MoE layers.
     assert config._is_wNa16_group_channel(scheme["weights"], None)
     assert config._is_wint4abf16(scheme["weights"], None)
+
+
+_PARTS = st.lists(
+    st.sampled_from(["model", "layers", "1", "10", "mlp", "Gate", "gate_proj", "", "a\0b", "É", "İ"]), max_size=5
+)
+_NAME = _PARTS.map(".".join)
+
+
+@pytest.mark.parametrize("reader", list(RULES))
+@settings(max_examples=150, deadline=None)
+@given(st.lists(_NAME, max_size=6), _NAME, st.integers(0, 12), st.integers(0, 12))
+def test_any_names_at_once_as_one_by_one(reader: str, names: list[str], entry: str, begin: int, end: int) -> None:
+    """Entries that are names, and parts of them."""
+    for one in {entry, *(name[begin : len(name) - end] for name in names)} - {""}:
+        expected = {name for name in names if RULES[reader](name, one)}
+        assert covering(reader, [one], sorted(names))(one) == expected

@@ -14,6 +14,7 @@ from support import sglang_layers
 from support.installed import release
 
 from converters.registry import FAMILIES
+from quant.formats.groups import RUN_BY_TRANSFORMERS
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import matrices_named, names_in_sglang
 
@@ -36,7 +37,7 @@ DECLARED = {
     "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
 }
 # Models without a class of their own, which SGLang runs as transformers builds them.
-BY_TRANSFORMERS = {"seed_oss", "gemma4_unified_text"}
+BY_TRANSFORMERS = set(RUN_BY_TRANSFORMERS)
 WITHOUT_INT4 = {"bailing_moe", "bailing_moe_v2", "deepseek_v4", "gpt_oss"}
 WITHOUT_INT4 |= {"glm5_next", "kimi_k3", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
 # Models that it does not build from any config that transformers 5 takes (docs/mappings.md).
@@ -168,6 +169,24 @@ def test_entries_as_the_class_rewrites_them(model_type: str) -> None:
     assert [CLASSES[model_type].entry(entry) for entry in entries] == (
         mapper.apply_list(entries) if mapper else entries
     )
+
+
+def test_models_without_a_class_are_those_of_sglangs_registry() -> None:
+    """Of classes by another name than the release's, that of the release counts: SGLang has one for each but these."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.models.registry import ModelRegistry
+        from sglang.srt.models.transformers import TransformersBase
+
+    named = {model_type: FAMILIES[model_type].architectures for model_type in CLASSES.keys() - NOT_BUILT}
+    without = {key for key, several in named.items() if not ModelRegistry.models.keys() & set(several)}
+    assert without == BY_TRANSFORMERS
+    assert {key: FAMILIES[key].architectures for key in without} == {
+        key: (name,) for key, name in RUN_BY_TRANSFORMERS.items()
+    }
+    targets = ("Linear", "re:.*proj$", "model.layers.0.self_attn.q_proj")
+    rewritten = TransformersBase.hf_to_sglang_mapper.apply_dict(dict.fromkeys(targets, 1))
+    assert list(rewritten) == ["model.Linear", "model.re:.*proj$", "model.layers.0.self_attn.q_proj"]
 
 
 def test_every_model_that_is_converted_is_known() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
-from quant.selection.readers import compressed_tensors
+from quant.selection.reading import ignored
 from verify.issue import Issue
 from verify.launch.stacks.sizes import Cut
 from verify.report import Severity
@@ -83,16 +83,22 @@ class _Side:
 
     def plain(self, names: Sequence[object]) -> bool:
         """Whether a list of modules without FP8 may name all of these layers; a pattern may name any."""
-        paths = [f".model.layers.{layer}.{self.module}." for layer in self.layers]
+        paths = [f"model.layers.{layer}.{self.module}" for layer in self.layers]
         parts = [name.removeprefix("model.") for name in names if isinstance(name, str) and not name.startswith("re:")]
-        return len(parts) < len(names) or all(any(f".{part}." in path for part in parts) for path in paths)
+        return len(parts) < len(names) or not any(set(parts).isdisjoint(_runs(path)) for path in paths)
 
     def ignored(self, names: Sequence[object]) -> bool:
         """Whether `ignore` of compressed-tensors may name any of these layers."""
         ends = ("",) if not self.module.endswith(".experts") else (".0.gate_proj", ".0.up_proj", ".0.down_proj")
         modules = [f"model.layers.{layer}.{self.module}{end}" for layer in self.layers for end in ends]
         patterns = [name for name in names if isinstance(name, str)]
-        return len(patterns) < len(names) or any(compressed_tensors(one, name) for one in modules for name in patterns)
+        return len(patterns) < len(names) or bool(ignored(modules, patterns))
+
+
+def _runs(path: str) -> set[str]:
+    """Every run of whole dotted parts of a name."""
+    parts = path.split(".")
+    return {".".join(parts[begin:end]) for begin in range(len(parts)) for end in range(begin + 1, len(parts) + 1)}
 
 
 def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:

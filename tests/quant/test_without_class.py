@@ -1,0 +1,136 @@
+"""Models that SGLang has no class for: what its Transformers backend refuses is said before a server starts.
+
+Run once: `verify --against-sglang` of seed_oss in every scheme of `quantize`. Those of compressed-tensors end with
+"Unable to find matching target for model.layers.0.self_attn.q_proj"; FP8 in blocks, MXFP8 and ModelOpt's NVFP4 load.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from families import HF_CASES
+from families.case import save
+from families.table import config_of
+from support.published import quantization
+from torch import bfloat16
+
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from quant.formats.groups import refusals
+from quant.lint.lint import lint
+from quant.selection.readers import SGLANG
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+FP4 = {**FP8, "num_bits": 4, "strategy": "group", "group_size": 32}
+ALL = ["lm_head", "model.embed_tokens"]
+
+
+def floats(weights: dict[str, Any], form: str) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors in floats."""
+    content = quantization(ALL)
+    return {**content, "format": form, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "INT4": quantization(ALL),
+    "INT4 by pattern": quantization(ALL, targets=["re:.*proj$"]),
+    "INT4 in two groups": quantization(ALL, groups=2),
+    "INT4 with an own target": quantization(ALL, targets=["Linear", "model.layers.0.self_attn.q_proj"]),
+    "FP8 a row": floats({**FP8, "strategy": "channel"}, "float-quantized"),
+    "FP8 in blocks": floats({**FP8, "strategy": "block", "block_structure": [128, 128]}, "float-quantized"),
+    "MXFP4": floats(FP4, "mxfp4-pack-quantized"),
+    "NVFP4": floats({**FP4, "strategy": "tensor_group", "group_size": 16}, "nvfp4-pack-quantized"),
+}
+LOADED: dict[str, dict[str, Any]] = {
+    "FP8 of its own": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
+    "MXFP8": {"quant_method": "mxfp8", "modules_to_not_convert": ["lm_head"], "ignored_layers": ["lm_head"]},
+    "ModelOpt's NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+}
+MODELS = ("seed_oss", "gemma4_unified_text")
+
+
+def config(model_type: str, content: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    case = next(case for case in HF_CASES.values() if config_of(case)["model_type"] == model_type)
+    return {**config_of(case), **changes, "quantization_config": content}
+
+
+def refused(path: Path, readers: list[str] | None = None) -> list[tuple[str, tuple[str, ...]]]:
+    return [(one.severity, one.readers) for one in lint(path, readers=readers).findings if one.kind == "refused"]
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("form", REFUSED)
+def test_lists_of_compressed_tensors_are_refused(tmp_path: Path, model_type: str, form: str) -> None:
+    for changes in ({}, {"architectures": None}):
+        (tmp_path / "config.json").write_text(json.dumps(config(model_type, REFUSED[form], **changes)))
+        assert ("error", SGLANG) in refused(tmp_path)
+        assert refused(tmp_path, ["sglang"]) == [("error", SGLANG)]
+        assert refused(tmp_path, ["vllm"]) == refused(tmp_path, ["transformers"]) == []
+
+
+@pytest.mark.parametrize("form", LOADED)
+def test_formats_that_the_backend_loads_are_not(tmp_path: Path, form: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config("seed_oss", LOADED[form])))
+    assert refused(tmp_path, ["sglang"]) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+        {"model_type": "seed_oss", "architectures": ["Qwen2ForCausalLM", "SeedOssForCausalLM"]},
+        {"model_type": "seed_oss", "architectures": "SeedOssForCausalLM"},
+        {"model_type": "qwen3"},
+    ],
+)
+def test_models_with_a_class_are_not(changes: dict[str, Any]) -> None:
+    assert list(refusals({**changes, "quantization_config": REFUSED["INT4"]})) == []
+
+
+def test_targets_that_name_every_module_are_found() -> None:
+    targets = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
+    content = quantization(ALL, targets=targets)
+    assert list(refusals({"architectures": ["SeedOssForCausalLM"], "quantization_config": content})) == []
+
+
+@pytest.fixture(scope="module")
+def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("seed") / "hf"
+    save("seed_oss", HF_CASES["seed_oss"], path, bfloat16)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--group-size", "32"],
+        ["--group-size", "32", "--reader", "sglang"],
+        ["--group-size", "32", "--reader", "vllm", "--reader", "sglang"],
+        ["--scheme", "fp8-channel"],
+        ["--scheme", "mxfp4"],
+        ["--scheme", "nvfp4", "--rounding", "compressed-tensors"],
+    ],
+)
+def test_quantize_refuses_and_names_the_way(seed: Path, tmp_path: Path, options: list[str]) -> None:
+    result = CliRunner().invoke(cli, ["quantize", str(seed), str(tmp_path / "out"), *options])
+    assert isinstance(result.exception, CkptkitError)
+    assert result.exception.code == "unsupported"
+    assert "SGLang has no class for seed_oss" in result.exception.message
+    assert "--reader vllm" in (result.exception.hint or "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--group-size", "32", "--reader", "vllm"], ["--scheme", "mxfp8"], ["--scheme", "mxfp4", "--reader", "vllm"]],
+)
+def test_quantize_writes_what_some_reader_loads(seed: Path, tmp_path: Path, options: list[str]) -> None:
+    result = CliRunner().invoke(cli, ["quantize", str(seed), str(tmp_path / "out"), *options])
+    assert result.exit_code == 0, result.output
+    if "--reader" in options:
+        said = CliRunner().invoke(cli, ["preflight", "--hf-checkpoint", str(tmp_path / "out")])
+        assert (said.exit_code, "SGLang has no class for seed_oss" in said.output) == (1, True)
