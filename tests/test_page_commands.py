@@ -186,6 +186,7 @@ def test_lint_prints_the_transcript_of_its_page(shell: Shell, tmp_path: Path) ->
     quantization = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
+        "quantization_status": "compressed",
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],

@@ -161,7 +161,7 @@ class Report:
     def _unseen(self) -> str:
         """The first thing that could not be looked at, and how many more there are."""
         reason, codes = split_reason(self.reasons[0])
-        first = shorten(reason.partition("; ")[0], _LENGTH, placeholder=" ...").rstrip(".")
+        first = shorten(reason.partition("; ")[0].rstrip("."), _LENGTH, placeholder=" ...")
         more = f", and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
         return f"{codes} ({first}){more}" if codes else f"{first}{more}"
 

@@ -51,7 +51,7 @@ def files_below(root: Path, within: Path | None = None) -> list[Path]:
                 folders.append((relative, around))
             elif os.path.exists(entry) and not os.path.isfile(entry):
                 message = f"{entry.path} is not a regular file, but {kind_of(os.stat(entry.path))}"
-                raise ForeignFileError(message, "put the file of the release in its place, or remove it")
+                raise ForeignFileError(message, "put the file of the release in its place, or move it elsewhere")
             else:
                 found.append(relative)
             if len(relative.parts) > MAX_DEPTH or count > MAX_FILES:

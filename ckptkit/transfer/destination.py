@@ -195,7 +195,7 @@ def _keep_or_remove(partial: Path, journal: Journal, error: BaseException) -> st
         return f"{partial} keeps {count} finished file(s): give the same command with --resume to go on"
     shutil.rmtree(partial, ignore_errors=True)
     if partial.exists():
-        return f"{partial} could not be removed: remove it"
+        return f"{partial} could not be removed: move it elsewhere"
     return "nothing was left behind"
 
 

@@ -49,7 +49,7 @@ CARRIED: dict[str, File] = {
     "chat template": (
         "hf",
         "chat_template.jinja",
-        ("convert", "quantize", "manifest", "verify", "preflight", "card", "diff", "inspect"),
+        ("convert", "quantize", "manifest", "verify", "preflight", "diff", "inspect"),
         (),
     ),
     "code": ("hf", "modeling_x.py", ("convert", "verify", "inspect"), ()),

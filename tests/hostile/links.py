@@ -112,9 +112,6 @@ def cases() -> Iterator[Case]:
             said = f"{name} is a link to .*outside"
             passing = ("after_delta",)  # which is given the folder itself
             yield Case(f"{base}: {name}/ is a link out", base, partial(_folder, name), said, passing=passing)
-    for name, target in zip(("x.json", "LICENSE", "tokenizer.json"), _TARGETS.values(), strict=False):
-        made = partial(_linked, name, target)
-        yield Case(f"card of a link at {name}", "hf", made, f"{name} is a link to", verbs=("card",))
     for name in (".git/config", ".netrc", ".cache/token"):
         yield Case(f"link to the hidden {name}", "hf", partial(_hidden, name), "x.json is a link to .*hidden")
     for target in (".", "..", "../..", "../figures"):

@@ -19,7 +19,6 @@ VERBS = {
     "convert": "convert . {out}/made",
     "quantize": "quantize . {out}/made --group-size 32",
     "verify": "verify .",
-    "card": "card . --output {out}/card.md",
     "diff": "diff . {sound}",
     "lint": "lint .",
     "manifest": "manifest . --output {out}/manifest.json",
@@ -28,7 +27,7 @@ VERBS = {
     "triage": "triage log.txt",
     "inspect": "inspect .",
     "explain": "explain CK305",
-    "doctor": "doctor --vllm-python ./python",
+    "doctor": "doctor --vllm-python ../bin/python",
 }
 
 
@@ -37,7 +36,6 @@ def here(releases: PathOf, tmp_path: Path) -> Path:
     """A checkpoint with a module of every name, and of those of its own that a user may have."""
     path = Path(shutil.copytree(releases("qwen3_moe"), tmp_path / "here"))
     plant(path, tmp_path / "marks")
-    (path / "python").symlink_to(sys.executable)
     (path / "log.txt").write_text("iteration 1\n")
     (path / "run.sh").write_text("python3 train.py --hf-checkpoint .\n")
     return path
@@ -49,6 +47,7 @@ def ckptkit(words: str, here: Path, path: str = "") -> subprocess.CompletedProce
     for folder in (script.parent, out):
         folder.mkdir()
     script.write_text("from ckptkit.app.cli import main\nmain()\n")
+    (script.parent / "python").symlink_to(sys.executable)
     command = [sys.executable, str(script), *words.format(out=out, sound=here).split()]
     variables = environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     variables["PYTHONPATH"] += path

@@ -55,7 +55,7 @@ def test_what_is_missing_is_named_and_breaks_nothing_unless_it_is_asked_for() ->
     assert code == 0
     assert "no NVIDIA GPU" in text
     assert "pip install sglang" in text
-    assert run("sign")[0] == 0
+    assert run("remote")[0] == 0
     assert [run(part)[0] for part in ("sglang", "engine")] == [2, 2]
 
 
@@ -97,7 +97,7 @@ def test_gpus_are_those_that_the_driver_lists(tmp_path: Path, monkeypatch: pytes
 def test_an_unknown_part_is_bad_usage() -> None:
     code, text = run("cuda")
     assert code == 2
-    assert "parts: convert, megatron, sglang, vllm, engine, ray, remote, sign" in text
+    assert "parts: convert, megatron, sglang, vllm, engine, ray, remote" in text
 
 
 @pytest.mark.parametrize("verb", ["inspect", "convert"])

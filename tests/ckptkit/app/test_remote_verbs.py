@@ -50,7 +50,7 @@ def uploaded(bucket: Bucket, prefix: str) -> dict[str, Any]:
 
 def _bare(name: str, file: bytes) -> Any:
     if name.endswith(MANIFEST):
-        return {key: value for key, value in json.loads(file).items() if key != "command"}
+        return {key: value for key, value in json.loads(file).items() if key not in ("command", "source_fingerprint")}
     return json.loads(file)["weight_map"] if name.endswith(".index.json") else file
 
 

@@ -130,8 +130,6 @@ ONE_LINE = {
     "quant/patterns/entries.py": "re",
     "verify/evidence/expected.py": "int and float",
     "verify/launch/python/expressions.py": "Python's operators",
-    "verify/launch/python/launcher.py": "Python's parser",
-    "verify/launch/python/model_args.py": "Python's parser",
     "verify/launch/settings/config.py": "arithmetic",
     "verify/launch/settings/yaml_tree.py": "`formats/yaml_text.py`",
 }

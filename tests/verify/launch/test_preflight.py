@@ -449,6 +449,10 @@ def test_secrets_that_a_yaml_file_names_are_not_shown(secrets: None, value: str,
     ],
 )
 def test_secrets_that_a_python_launcher_names_are_not_shown(secrets: None, value: str, tmp_path: Path) -> None:
+    utils = tmp_path / "miles/utils/external_utils"
+    utils.mkdir(parents=True)
+    for name in ("command_utils.py", "model_args_utils.py"):
+        (utils / name).write_text("")
     (tmp_path / "run.py").write_text(
         "import os\nimport miles.utils.external_utils.command_utils as U\n\n\ndef main():\n"
         f"    secret = {value}\n"
