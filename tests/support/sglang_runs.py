@@ -205,6 +205,7 @@ def int4_config(ignore: Sequence[str], group: int) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
+        "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignore),
     }

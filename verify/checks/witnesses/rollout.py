@@ -218,7 +218,7 @@ def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Prompts through the checkpoint's tokenizer, messages through its chat template too; tokens must be equal."""
     path, home = subject.options.rollout_data, home_of(subject)
     files = SideFiles(home)
-    if not files.has_vocabulary and files.sentencepiece is None:
+    if not files.has_vocabulary and not files.sentencepiece:
         raise Unable(f"{home} has no tokenizer to render the recorded prompts with")
     renderings = run_templates(subject).found
     tally.compared(0, len(renderings))
