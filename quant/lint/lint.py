@@ -15,7 +15,7 @@ from ckptkit.core.specs import fold
 from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.lint.finding import LintFinding, finding
+from quant.lint.finding import ORDER, LintFinding, finding
 from quant.lint.low_precision import LowPrecisionList
 from quant.lint.opening import open_subject
 from quant.lint.rewrite import rewrite, write_list
@@ -51,7 +51,9 @@ class LintReport:
     @property
     def disagreed(self) -> bool:
         """Whether readers disagree about what is packed, or one of them refuses the config: more than a note."""
-        return any(one.kind in _DISAGREEMENTS and one.severity != "note" for one in self.findings)
+        return self.portable is None or any(
+            one.kind in _DISAGREEMENTS and one.severity != "note" for one in self.findings
+        )
 
     @property
     def warnings(self) -> int:
@@ -131,7 +133,7 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
     subject, names = open_subject(root, readers)
     portable = portable_list(subject)
     findings = examine(subject)
-    if portable is None and not any(one.severity == "error" for one in findings):
+    if portable is None and all(one.severity == "note" for one in findings):
         message = f"no `{subject.key}` list makes {' and '.join(subject.readers)} agree on what is packed"
         hint = "quantize again with `ckptkit quantize`, or name those who must agree with --reader"
         findings = (finding("disagreement", "error", message, hint, [], subject.readers), *findings)
@@ -151,7 +153,7 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
     if not fix or agreed:
         return report
     if portable is None:
-        why = next(one.message for one in findings if one.severity == "error")
+        why = min(findings, key=lambda one: ORDER.index(one.severity)).message
         raise CkptkitError(
             f"{root / 'config.json'}: no ignore list makes all readers agree on what is packed: {why}",
             "quantize again with `ckptkit quantize`",

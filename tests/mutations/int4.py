@@ -176,7 +176,7 @@ MUTATIONS = (
         "MTP projection packed",
         "a default list does not know eh_proj",
         packed(["model.layers.12.eh_proj"]),
-        {GLM: "model.layers.12.eh_proj.weight_packed"},
+        {GLM: "model.layers.12.eh_proj.weight"},
         ("F3",),
     ),
     of(

