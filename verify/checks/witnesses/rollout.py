@@ -220,7 +220,7 @@ def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     files = SideFiles(home)
     if not files.has_vocabulary and not files.sentencepiece:
         raise Unable(f"{home} has no tokenizer to render the recorded prompts with")
-    renderings = run_templates(subject).found
+    renderings = run_templates(subject)
     tally.compared(0, len(renderings))
     tally.tell("recorded prompts compared with transformers")
     assumed = {one.assumed: one.index for one in reversed(renderings) if one.assumed}
