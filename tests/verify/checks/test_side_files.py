@@ -319,6 +319,53 @@ def test_a_template_in_a_file_of_its_own_is_the_same(pair: tuple[Path, Path], al
     assert alone("CK708", here, source_path=source)[1] == []
 
 
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+@pytest.mark.parametrize("processor", [False, True])
+def test_a_template_where_tokenizers_do_not_look_is_lost(
+    file: str, processor: bool, pair: tuple[Path, Path], alone: RunAlone
+) -> None:
+    """transformers' AutoTokenizer answers the same: chat_template is None."""
+    here, source = pair
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    template = config.pop("chat_template")
+    write(here, "tokenizer_config.json", config)
+    for place in (here, source) if processor else ():
+        write(place, "preprocessor_config.json", {"size": 2})
+    write(here, file, {"chat_template": template})
+    _, (finding,) = alone("CK708", here, source_path=source)
+    assert (finding.severity, finding.file) == ("error", str(here / file))
+    write(source, file, {"chat_template": template})  # a processor's copy, with the tokenizer's own
+    write(here, "tokenizer_config.json", config | {"chat_template": template})
+    assert alone("CK708", here, source_path=source)[1] == []
+
+
+def test_a_template_where_processors_do_not_look_is_lost(pair: tuple[Path, Path], alone: RunAlone) -> None:
+    here, source = pair
+    template = json.loads((here / "tokenizer_config.json").read_text())["chat_template"]
+    write(source, "chat_template.json", {"chat_template": template})
+    assert alone("CK708", here, source_path=source)[1] == []  # a text model has no processor
+    for place in pair:
+        write(place, "preprocessor_config.json", {"size": 2})
+    _, (finding,) = alone("CK708", here, source_path=source)
+    assert (finding.severity, finding.file) == ("error", str(here / "tokenizer_config.json"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("temperature", 0.0), ("temperature", 0), ("top_k", 0), ("top_p", 0.0), ("use_cache", False)]
+)
+def test_zero_is_not_the_default_of_a_sampling_setting(
+    key: str, value: float, pair: tuple[Path, Path], alone: RunAlone
+) -> None:
+    here, source = pair
+    write(source, "generation_config.json", {"eos_token_id": 2})
+    for harmless in ({"min_length": 0}, {"do_sample": False}, {"temperature": None}, {"top_k": 50}):
+        write(here, "generation_config.json", {"eos_token_id": 2, **harmless})
+        assert alone("CK708", here, source_path=source)[1] == []
+    write(here, "generation_config.json", {"eos_token_id": 2, key: value})
+    _, (finding,) = alone("CK708", here, source_path=source)
+    assert (finding.severity, finding.count) == ("warning" if key == "use_cache" else "error", 1)
+
+
 @pytest.mark.parametrize(("template", "actual"), [(None, "missing"), ("{{ other }}", "different")])
 def test_a_template_that_was_lost_or_replaced(
     template: str | None, actual: str, pair: tuple[Path, Path], alone: RunAlone

@@ -76,9 +76,10 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
             {text: file for file, other, text in reversed(side.template_places) if other == name}
             for side in (here, there)
         )
-        if mine.keys() == its.keys():
-            continue
         what = f"chat template {name!r}"
+        if mine.keys() == its.keys():
+            yield from _unread_template(here, there, name)
+            continue
         if not mine:
             yield Difference(next(iter(its.values())), what, "missing", is_presentation=True)
             continue
@@ -88,6 +89,19 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
         its_words = f"but {len(other)} {place}" if other is not None else f"and there is none {place}"
         where = f", {_apart(odd[-1], other)}" if other is not None else ""
         yield Difference(mine[odd[-1]], what, f"{words} {its_words}{where}", is_presentation=True)
+
+
+def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[Difference]:
+    """A template that was moved to where the tokenizer or the processor does not look."""
+    mine, its = ({file for file, other, _ in side.template_places if other == name} for side in (here, there))
+    readers = {"tokenizers": {"chat_template.json", _PROCESSOR}}
+    if here.json(_PROCESSOR) or here.json(_PREPROCESSOR):
+        readers["processors"] = {TOKENIZER_CONFIG}
+    for reader, unread in readers.items():
+        if mine <= unread and not its <= unread:
+            file = min(mine)
+            words = f"it is only in {file}, which {reader} do not read"
+            yield Difference(file, f"chat template {name!r}", words, is_presentation=True)
 
 
 def _apart(text: str, other: str) -> str:
@@ -123,7 +137,7 @@ def _generates(side: SideFiles, key: str) -> Any:
         inner = text.get(key) if isinstance(text, Mapping) else None
         value = side.config.get(key, inner) if value is None else value
         return sorted(map(repr, value if isinstance(value, list) else [value]))
-    return value if value not in (None, False, 0, _DEFAULTS.get(key)) else None
+    return value if value not in ((None, _DEFAULTS[key]) if key in _DEFAULTS else (None, False, 0)) else None
 
 
 def _shown(value: Any) -> str:
