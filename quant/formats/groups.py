@@ -155,6 +155,7 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
         )
     yield from _not_compressed(content, groups)
     yield from _ignored(content)
+    yield from rounded(content)
     if packed and isinstance(form, str) and form != FORMAT:
         yield Refusal(
             SGLANG,
@@ -239,6 +240,21 @@ def _ignored(content: Mapping[str, Any]) -> Iterator[Refusal]:
             "transformers 5.12 and SGLang 0.5.16 ignore or refuse",
             "quantize again without sparsity; if the weights are not stored so, remove sparsity_config",
         )
+
+
+def rounded(content: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Activations and cached keys and values of integers below 8 bits, to which transformers rounds them."""
+    groups = [group for group in content["config_groups"].values() if group.get("weights")]
+    schemes = [("kv_cache_scheme", content.get("kv_cache_scheme"))]
+    schemes += [(key, group.get(key)) for key in ("input_activations", "output_activations") for group in groups]
+    for key, scheme in schemes:
+        bits = scheme.get("num_bits") if isinstance(scheme, Mapping) and scheme.get("type", "int") == "int" else None
+        if isinstance(bits, int) and bits < 8:
+            yield Refusal(
+                ("transformers",),
+                f"{key} has integers of {bits} bits: transformers rounds to them, and answers as another model",
+                f"set {key} to null, unless that is meant",
+            )
 
 
 def _applied(transforms: Any) -> Iterator[str]:

@@ -50,6 +50,15 @@ def unpack(*modules: str) -> Callable[[dict[str, torch.Tensor]], None]:
     return change
 
 
+def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path: Path, alone: RunAlone) -> None:
+    """Phi-3 has qkv_proj and gate_up_proj."""
+    models.save("phi3", tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "int4", QuantScheme(32, "qmax7"))
+    result, found = alone("CK306", tmp_path / "int4")
+    assert result is not None
+    assert (result.status, found) == ("passed", [])
+
+
 @pytest.mark.parametrize("code", ["CK306", "CK308"])
 def test_packed_checkpoint_without_defect_is_silent(code: str, int4: Path, alone: RunAlone) -> None:
     result, found = alone(code, int4)

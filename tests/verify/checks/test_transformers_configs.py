@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from mutations.edits import edit_config, replace
 from support.fixture_types import CopyOf, RunAlone
 from tokenizers import Tokenizer
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from ckptkit.app.api import quantize
+from ckptkit.app.cli import cli
 from quant.formats.scheme import QuantScheme
 from quant.lint.lint import lint
 from verify.run import verify
@@ -276,3 +278,84 @@ def test_a_cache_alone_needs_its_scales_too(int4: Path, copy_of: CopyOf, alone: 
     assert [one.severity for one in alone("CK303", path)[1]] == ["error"]
     replace(path, scales({K: (1,), V: (1,)}))
     assert alone("CK303", path)[1] == []
+
+
+FLOATS: dict[str, tuple[str, ...]] = {
+    "mxfp4": ("--scheme", "mxfp4"),
+    "nvfp4": ("--scheme", "nvfp4", "--rounding", "compressed-tensors"),
+    "fp8": ("--scheme", "fp8-channel", "--rounding", "compressed-tensors"),
+}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+INT4_TOKENS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+FIRST = {"targets": ["re:.*down_proj"], "weights": None}
+
+
+@pytest.fixture(scope="module", params=FLOATS)
+def in_floats(request: pytest.FixtureRequest, int4: Path) -> Path:
+    """The same Llama in a format of floats of compressed-tensors. Read only."""
+    path = int4.parent / str(request.param)
+    command = ["quantize", str(int4.parent / "plain"), str(path), *FLOATS[request.param]]
+    assert CliRunner().invoke(cli, command).exit_code == 0
+    return path
+
+
+def group_first(path: Path, group: Mapping[str, Any]) -> Path:
+    content = json.loads((path / "config.json").read_text())["quantization_config"]
+    groups = {"first": group, **content["config_groups"]}
+    edit_config(path, quantization_config=content | {"config_groups": groups})
+    return path
+
+
+@pytest.mark.parametrize("what", ["static activations", "dynamic weights", "no format", "a group without weights"])
+def test_floats_that_transformers_answers_otherwise_are_an_error(what: str, in_floats: Path, copy_of: CopyOf) -> None:
+    changes: dict[str, Change] = {
+        "static activations": ((*GROUP, "input_activations"), INT8),
+        "dynamic weights": ((*WEIGHTS, "dynamic"), True),
+        "no format": (("format",), None),
+    }
+    path = copy_of(in_floats)
+    path = changed(path, changes[what]) if what in changes else group_first(path, FIRST)
+    with torch.no_grad():
+        sound = AutoModelForCausalLM.from_pretrained(in_floats, dtype="auto")(torch.arange(24)[None]).logits
+        try:
+            found = AutoModelForCausalLM.from_pretrained(path, dtype="auto")(torch.arange(24)[None]).logits
+            assert not (found - sound).abs().max() <= 0.5  # or they are no numbers
+        except (ValueError, KeyError, AttributeError, RuntimeError):
+            pass  # it does not load
+    for readers in (None, ("transformers",)):
+        report = verify(path, readers=readers)
+        assert "CK302" in {one.code for one in report.findings if one.severity == "error"}
+    assert {one.code for one in verify(path, readers=("vllm",)).findings} >= {"CK302"}
+
+
+@pytest.mark.parametrize("target", [None, "re:.*self_attn$", "LlamaAttention"])
+def test_floats_that_are_sound_have_no_finding(target: str | None, in_floats: Path, copy_of: CopyOf) -> None:
+    outputs = {"targets": [target], "weights": None, "output_activations": CACHE | {"dynamic": True}}
+    path = group_first(copy_of(in_floats), outputs) if target else in_floats
+    assert [str(one) for one in verify(path).findings] == []
+
+
+@pytest.mark.parametrize("key", ["input_activations", "output_activations", "kv_cache_scheme"])
+def test_integers_below_8_bits_to_which_answers_are_rounded_are_named(
+    key: str, in_floats: Path, copy_of: CopyOf
+) -> None:
+    place = (key,) if key == "kv_cache_scheme" else (*GROUP, key)
+    path = changed(copy_of(in_floats), (place, INT4_TOKENS))
+    (found,) = verify(path).findings
+    assert (found.code, found.severity) == ("CK302", "warning")
+    assert found.actual.startswith(f"{key} has integers of 4 bits")
+
+
+def test_a_cache_of_4_bits_is_named_for_integers_too(int4: Path, copy_of: CopyOf) -> None:
+    (found,) = verify(changed(copy_of(int4), (("kv_cache_scheme",), INT4_TOKENS))).findings
+    assert (found.code, found.severity) == ("CK302", "warning")
+
+
+def test_a_method_that_transformers_does_not_know_is_an_error_for_it_alone(int4: Path, tmp_path: Path) -> None:
+    path = tmp_path / "modelopt"
+    command = ["quantize", str(int4.parent / "plain"), str(path), "--scheme", "nvfp4"]
+    assert CliRunner().invoke(cli, command).exit_code == 0
+    assert verify(path).findings == []
+    (found,) = verify(path, readers=("transformers",)).findings
+    assert (found.code, found.severity) == ("CK302", "error")
+    assert "modelopt" in found.actual

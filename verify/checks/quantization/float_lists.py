@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold
 from quant.selection.readers import refuses_own_format
 from verify.check import Skip, Tally, Unable
+from verify.checks.quantization.quantization_config import misread_floats
+from verify.evidence.expected import usable_config
 from verify.evidence.floats.stored import stored_floats_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -20,6 +23,11 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Raises Skip for a model whose modules are not known, and Unable where the lists cannot be read.
     """
+    where, config = subject.path / "config.json", usable_config(subject)
+    misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
+    yield from (replace(issue, file=where) for issue in misread)
+    if any(issue.severity == "error" for issue in misread):
+        return
     # Imported here because they bring transformers with them, which takes seconds.
     from quant.lint.opening import open_subject
     from quant.selection.portable import described
@@ -35,7 +43,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not found.matrices:
         raise Skip("which modules of this model are Linear layers is not known here")
     tally.compared(0, len(found.matrices))
-    where, expected = subject.path / "config.json", "lists that every reader takes as the weights are stored"
+    expected = "lists that every reader takes as the weights are stored"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]
     if (announced := subject.once(stored_floats_of)) is not None and not announced[1]:

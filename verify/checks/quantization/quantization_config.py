@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
 from ckptkit.formats.hf.side_files import is_quantized, quantization_of
 from quant.formats.compressed import stated_scheme
-from quant.formats.groups import PACKED_BITS, Group, groups_of, refusals
+from quant.formats.groups import PACKED_BITS, Group, group_of, groups_of, refusals, rounded
 from quant.formats.modelopt import TWO_CONFIGS, differing_configs
 from quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
 from quant.patterns.entries import check_entries
@@ -65,6 +66,69 @@ def refused_parts(config: Mapping[str, Any], asked: Sequence[str] | None = None)
             severity = "error"
         actual = f"{' and '.join(refusal.readers)}: {refusal.what}"
         yield Issue(_EXPECTED, actual, refusal.hint, severity=severity)
+
+
+def misread_floats(
+    config: Mapping[str, Any], specs: Collection[str], asked: Sequence[str] | None = None
+) -> Iterator[Issue]:
+    """Why compressed-tensors and transformers do not read weights in floats by a `quantization_config`.
+
+    `specs`: the names of the tensors. Asked of compressed-tensors' own class for its config, and of transformers.
+    """
+    content, hint = quantization_of(config), "restore the quantization_config of the release, or quantize again"
+    expected, method = "a quantization_config that describes the stored weights", content.get("quant_method")
+    if "transformers" in (asked or ()) and method is not None:
+        # Imported here because it takes seconds.
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+        if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+            actual = f"quant_method is {shortened(method)}, of which transformers loads no weights"
+            yield Issue(expected, actual, "serve it with SGLang or vLLM, or dequantize it with `ckptkit convert`")
+    if method != "compressed-tensors":
+        return
+    readers = ("compressed-tensors", "transformers")
+    severity = "error" if refuses_own_format(readers, asked) else worst(severity_of(one, asked) for one in readers)
+    try:
+        parse(content)
+    except CkptkitError as error:
+        yield Issue(expected, error.message, hint, severity=severity)
+        return
+    groups = groups_of(config)
+    modules = [name.removesuffix(".weight_scale") for name in specs if name.endswith(".weight_scale")]
+    for group, stated in zip(groups, content["config_groups"].values(), strict=True):
+        own = [module for module in modules if group_of(groups, module) is group]
+        for actual, names in _misread_group(group, stated, own, specs):
+            yield Issue(expected, actual, hint, names, severity=severity)
+    for one in rounded(content):
+        yield Issue(expected, one.what, one.hint, severity=worst(severity_of(reader, asked) for reader in one.readers))
+
+
+def _misread_group(
+    group: Group, stated: Mapping[str, Any], modules: Sequence[str], specs: Collection[str]
+) -> Iterator[tuple[str, list[str] | None]]:
+    """What compressed-tensors reads otherwise of modules that have scales, and of which tensors."""
+    where = f"their config group (targets {shortened(list(group.targets))})"
+    if modules and not group.weights:
+        names = [f"{module}.weight_scale" for module in modules]
+        yield f"{where} has no weights: compressed-tensors leaves the codes as they are stored", names
+    elif modules and group.weights.get("dynamic"):
+        yield f"weights of {where} are dynamic, and compressed-tensors has no scales for them", None
+    elif modules:
+        for part in _scales_of_activations(stated):
+            if names := [name for module in modules if (name := f"{module}.{part}") not in specs]:
+                yield f"missing, but {where} has static activations: readers take 1.0 or memory nobody wrote", names
+
+
+def _scales_of_activations(stated: Mapping[str, Any]) -> list[str]:
+    """The tensors that compressed-tensors makes for the activations of a Linear module."""
+    # Imported here because they bring transformers with them, which takes seconds.
+    import torch
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+
+    made = torch.nn.Linear(256, 256, bias=False, device="meta")
+    initialize_module_for_quantization(made, QuantizationScheme.model_validate(stated), force_zero_point=False)
+    return [name for name, _ in made.named_parameters() if name.endswith(("put_scale", "put_global_scale"))]
 
 
 def _unreadable(config: Mapping[str, Any], expected: str, hint: str) -> Issue | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
+from converters.hf_names import FUSED
 from converters.planner import expected_hf
 from quant.formats.groups import groups_of
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
@@ -79,6 +80,7 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not any(packed_in(specs)):
         raise Skip("nothing is packed (CK302)")
     parameters: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    tally.compared(0, sum(module.rpartition(".")[2] in FUSED for module in packed_in(specs)))  # in one piece as stored
     for module, scheme in _stored_schemes(subject):
         for key, part in _parameters(module, scheme):
             tally.compared(0)
