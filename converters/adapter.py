@@ -7,7 +7,6 @@ Source: peft 0.21, `Linear.get_delta_weight`, `ParamWrapper.get_delta_weight` (a
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from ckptkit.formats.hf.shard import Fault
 from converters.config.tie import KEY as TIE
 from converters.family import Release
 from converters.hf_names import GATE_UP, GATE_UP_DOWN
-from converters.lora_settings import BY_HAND, ROOT, LoraSettings, PairName, idle_reason, pairs_in
+from converters.lora_settings import BY_HAND, ROOT, LoraSettings, PairName, dropped, idle_reason, pairs_in
 from converters.planner import tied_head
 from converters.registry import family_of
 
@@ -125,6 +124,7 @@ class Adapter:
         self.family = family_of(base.config)
         self.settings = LoraSettings(files, where)
         self.repeated: str | None = None
+        self.base = base
         self.base = self._parted(base)
         self.faults: list[Fault] = []
         self.pairs: list[Pair] = []
@@ -187,6 +187,11 @@ class Adapter:
     def _add_saved(self, spec: TensorSpec) -> None:
         """A whole tensor (`modules_to_save`)."""
         own = _SAVED.sub("", spec.name.removeprefix(ROOT)).replace(".base_layer.", ".")
+        if _SAVED.search(spec.name):
+            expected = _SAVED.sub("", spec.name)
+            self._fault(
+                spec.name, f"the name {expected}, where PEFT looks for it", "another name, for which PEFT stops"
+            )
         target = next((self.base.specs[one] for one in self._names(own) if one in self.base.specs), None)
         if target is None:
             self._lost(spec.name, own)
@@ -224,6 +229,11 @@ class Adapter:
         stated, scale = self.settings.scale_of(whole)
         if stated != rank:
             self._fault(a.name, f"rank {stated}, as {ADAPTER_CONFIG} says", f"rank {rank}")
+        for spec in parts.values():
+            if (wanted := dropped(spec.name)) is not None:
+                self._fault(
+                    spec.name, f"the name {wanted}, under which PEFT loads it", "another name, which PEFT drops"
+                )
         for fault in self.settings.faults(name, parts, targets.leaf):
             self._fault((a if magnitude is None else magnitude).name, fault.expected, fault.actual)
         self.pairs.append(Pair(module, a, b, magnitude, targets, rank, scale, embedding))
@@ -231,9 +241,15 @@ class Adapter:
 
     def _names(self, own: str) -> Iterator[str]:
         """What the base may call a module or tensor of transformers' class."""
-        yield from (own, own.removeprefix("model."))
-        if release := self.family.release:
-            yield release.name(own.removeprefix("model.").removeprefix("language_model."))
+        yield own
+        inner = own.removeprefix("model.")
+        if inner.startswith("model."):
+            return  # a level more than any class has
+        yield inner
+        if (release := self.family.release) and inner != own:
+            has_towers = "text_config" in self.base.config
+            yield release.name(inner.removeprefix("language_model.") if has_towers else inner)
+        if release:
             yield own.replace("lm_head", release.head, 1)
 
     def _targets(self, module: str) -> list[Targets]:
@@ -407,7 +423,7 @@ def _fit(a: TensorSpec, b: TensorSpec, magnitude: TensorSpec | None, targets: Ta
     """Whether factors of these shapes change such a weight."""
     rows, columns, experts = targets.rows, targets.columns, targets.experts
     lengths = columns if embedding else rows
-    if magnitude is not None and (experts or targets.part is not None or math.prod(magnitude.shape) != lengths):
+    if magnitude is not None and (experts or targets.part is not None or magnitude.shape != (lengths,)):
         return False
     if len(a.shape) == len(b.shape) == 3 and experts:
         outer = {a.shape[0], b.shape[0]} <= {1, experts}

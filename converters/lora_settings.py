@@ -22,6 +22,12 @@ from quant.patterns.entries import REGEX, Match, matcher
 ROOT = "base_model.model."  # which PEFT writes before every name
 BY_HAND = "merge it with the program that made it"
 FACTOR = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(embedding_)?(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?")
+# The names of these that PEFT itself loads; only blocks of experts are wrapped twice. Older releases have no `.weight`
+# on magnitudes. Source: `_remap_adapter_state_dict_for_load`, run.
+_LOADED = re.compile(
+    r"(?:.+\.experts(?:\.base_layer)*|(?:(?!\.base_layer).)+)"
+    r"\.lora_(?:[AB](?:\.default)?\.weight|embedding_[AB]|magnitude_vector(?:\.weight)?)"
+)
 HARMLESS, APPLIED = "harmless", "applied"
 # A field of LoraConfig, and what becomes of it here: HARMLESS (a merge is the same without it), APPLIED (as PEFT does),
 # or why an adapter that sets it is refused.
@@ -170,7 +176,7 @@ class LoraSettings:
         return frozenset(layers) if layers else None
 
     def _patterns(self, key: str) -> list[tuple[Match, Any]]:
-        given = self._config.get(key) or {}
+        given = self._config.get(key, {})
         if not isinstance(given, dict):
             raise self._damaged(f"{key} is not an object")
         return [(self._matcher(key, rf"(.*\.)?({name})$"), value) for name, value in given.items()]
@@ -248,6 +254,15 @@ class LoraSettings:
 
     def _shown(self, key: str) -> str:
         return f"{key} {shortened(self._config.get(key))}"
+
+
+def dropped(name: str) -> str | None:
+    """What PEFT would load in place of a factor of this name, which it drops; None where it loads it."""
+    match = FACTOR.fullmatch(name)
+    if match is None or _LOADED.fullmatch(name):
+        return None
+    ending = "" if match[2] else ".weight"
+    return f"{match[1]}.lora_{match[2] or ''}{match[3]}{ending}"
 
 
 def pairs_in(names: Iterable[str]) -> dict[PairName, dict[str, str]]:

@@ -338,6 +338,77 @@ def plus(name: str, *shape: int) -> Change:
     return lambda tensors: tensors | {f"base_model.model.{name}": torch.ones(shape)}
 
 
+def named(old: str, new: str, *parts: str) -> Change:
+    return lambda tensors: {
+        name.replace(old, new) if all(part in name for part in parts) else name: one for name, one in tensors.items()
+    }
+
+
+def reshaped(part: str, *shape: int) -> Change:
+    return lambda tensors: {name: one.reshape(shape) if part in name else one for name, one in tensors.items()}
+
+
+MODEL = "base_model.model.model."
+# Names and shapes with which PEFT drops a tensor or stops: of which adapter, and what is changed.
+MISNAMED: dict[str, tuple[dict[str, Any], Change]] = {
+    "a level less": ({}, named(MODEL, "base_model.model.")),
+    "a level more": ({}, named(MODEL, f"{MODEL}model.")),
+    "a level of a model with towers": ({}, named(MODEL, f"{MODEL}language_model.")),
+    "a wrapped layer": ({}, named("q_proj.lora", "q_proj.base_layer.lora")),
+    "no .weight": ({}, named(".weight", "")),
+    "an embedding's with .weight": (
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        lambda tensors: {f"{name}.weight" if "lora_embedding" in name else name: one for name, one in tensors.items()},
+    ),
+    "magnitudes of two axes": ({"use_dora": True, "target_modules": ["q_proj"]}, reshaped("magnitude", 1, -1)),
+    "magnitudes as a column": ({"use_dora": True, "target_modules": ["q_proj"]}, reshaped("magnitude", -1, 1)),
+    "a whole module under the wrapper's name": (
+        {"modules_to_save": ["lm_head"]},
+        named("lm_head.weight", "lm_head.modules_to_save.default.weight"),
+    ),
+    "a whole module by part of it": (
+        {"modules_to_save": ["lm_head"]},
+        named("lm_head.weight", "lm_head.modules_to_save.weight"),
+    ),
+    "a whole norm a level less": (
+        {"modules_to_save": ["norm"], "target_modules": ["q_proj"]},
+        named(f"{MODEL}norm", "base_model.model.norm"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "change"), MISNAMED.values(), ids=MISNAMED)
+def test_names_and_shapes_that_peft_does_not_load_are_refused(
+    options: dict[str, Any], change: Change, root: Path, tmp_path: Path
+) -> None:
+    sound = made(root, **options)
+    adapter = edited(sound, tmp_path / "adapter", change)
+    meant, found = by_peft(root, sound), by_peft(root, adapter)
+    assert meant is not None
+    assert found is None or not same(meant, found)
+    over(root, sound).merged()
+    with pytest.raises(CkptkitError):
+        over(root, adapter).merged()
+    assert "error" in {one.severity for one in verify(adapter, source=root / "base").findings}
+
+
+def test_the_name_of_the_adapter_in_that_of_a_factor_is_read_as_by_peft(root: Path, tmp_path: Path) -> None:
+    sound = made(root)
+    adapter = edited(sound, tmp_path / "adapter", named("_A.weight", "_A.default.weight"))
+    meant, found = by_peft(root, sound), by_peft(root, adapter)
+    assert meant is not None
+    assert found is not None
+    assert same(meant, found)
+    assert over(root, adapter).merged().specs.keys() == over(root, sound).merged().specs.keys()
+
+
+def test_a_null_for_patterns_is_refused_as_by_peft(root: Path, tmp_path: Path) -> None:
+    adapter = edited(made(root), tmp_path / "adapter", rank_pattern=None)
+    assert by_peft(root, adapter) is None
+    with pytest.raises(CkptkitError, match="rank_pattern"):
+        over(root, adapter)
+
+
 # Tensors that contradict the fields: of which adapter, what is changed, and what the error names.
 TENSORS: dict[str, tuple[dict[str, Any], Change, dict[str, Any], str]] = {
     "DoRA without magnitudes": ({}, dict, {"use_dora": True}, "use_dora is true"),
