@@ -87,20 +87,6 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class OwnCheck:
-    """What the stack's own check of its arguments refuses, and how many of them it looks at.
-
-    skip_reason: why it has nothing to look at.
-    unknown: why it is not known what it refuses.
-    """
-
-    issues: tuple[Issue, ...] = ()
-    arguments: int = 1
-    skip_reason: str | None = None
-    unknown: str | None = None
-
-
-@dataclass(frozen=True)
 class Job:
     """A training job, as its launch says it.
 
@@ -115,6 +101,7 @@ class Job:
     scales: how training in 8 or 4-bit floats makes its scales, beside how those are made that the engine is sent.
     arguments: those that the launch gives as options of Megatron, slime and the engine.
     written: every option or setting that the launch writes, by its name.
+    combinations: options that do not go together; None where no such rule is known of the launch.
     unread: a line for everything that matters and is not read, or not known.
     notes: remarks on what is loaded; `replaced`: on words that preflight's own options contradict.
     """
@@ -134,7 +121,7 @@ class Job:
     scales: tuple[ScaleChoice, ...] = ()
     arguments: GivenArguments = field(default_factory=GivenArguments)
     written: Mapping[str, Word] = field(default_factory=dict)
-    own_check: OwnCheck = OwnCheck()
+    combinations: tuple[Issue, ...] | None = None
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()

@@ -1,1 +1,1 @@
-"""What trainers' own checks of their arguments refuse, and engines of a draft model: as tables and functions."""
+"""The settings of a job as a comparison of scales asks for them."""

@@ -21,14 +21,13 @@ from typing import Any
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, OwnCheck, Stack
+from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.releases import names
 from verify.launch.options.speculative import of_settings
-from verify.launch.rules import nemo_rl as rules
 from verify.launch.rules.settings import Values
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import LOAD, STEP, experts_in, hf_side, iterations_in, teacher_sides
+from verify.launch.stacks.directories import LOAD, STEP, hf_side, iterations_in, teacher_sides
 from verify.launch.stacks.nemo_rl_teachers import teacher_nodes
 from verify.launch.stacks.scales import scales_of_nemo_rl
 from verify.launch.stacks.settings import Settings
@@ -85,7 +84,6 @@ def read(launch: Launch) -> Job:
         ),
         speculation=of_settings(settings.quietly(), f"{_GENERATION}.vllm_kwargs") if engine.server == "vllm" else None,
         scales=scales_of_nemo_rl(Values(settings), launch.text, megatron=megatron),
-        own_check=OwnCheck(tuple(rules.refused(Values(settings), megatron=megatron, experts=experts_in(hf)))),
     )
 
 
@@ -307,12 +305,11 @@ def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgument
 def _packs_all(settings: Settings) -> bool:
     """Whether vLLM is sent all Linear layers and experts in FP8 blocks of 128 x 128, by `precision: fp8`."""
     prefix = f"{_GENERATION}.vllm_cfg"
-    values = Values(settings)
-    layers = [values.number(f"{prefix}.num_{end}_layers_in_bf16", 0) for end in ("first", "last")]
+    quiet = settings.quietly()
+    layers = [quiet.text(f"{prefix}.num_{end}_layers_in_bf16", "0") for end in ("first", "last")]
     left_out = any(True for _ in settings.config.names(f"{prefix}.quantization_ignored_layer_kws"))
-    if values.text(f"{prefix}.precision") != "fp8" or values.on(f"{prefix}.is_mx") is not False:
-        return False
-    return layers == [0, 0] and not left_out
+    plain = quiet.text(f"{prefix}.precision") == "fp8" and quiet.is_off(f"{prefix}.is_mx")
+    return plain and layers == ["0", "0"] and not left_out
 
 
 STACK = Stack(
