@@ -14,7 +14,6 @@ from verify.launch.options.speculative import Speculation
 from verify.launch.settings.config import Config
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.sides import Side
-from verify.launch.stacks.scales import ScaleChoice
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import Placement
 from verify.launch.words import LaunchText, Word
@@ -98,7 +97,6 @@ class Job:
     placement: what must divide the GPUs; None where the launch counts none.
     speculation: how the engine drafts.
     updates: whether a trainer sends weights to the engine, which are quantized by its `ignore` list.
-    scales: how training in 8 or 4-bit floats makes its scales, beside how those are made that the engine is sent.
     arguments: those that the launch gives as options of Megatron, slime and the engine.
     written: every option or setting that the launch writes, by its name.
     combinations: options that do not go together; None where no such rule is known of the launch.
@@ -118,7 +116,6 @@ class Job:
     placement: Placement | None = None
     speculation: Speculation | None = None
     updates: bool = False
-    scales: tuple[ScaleChoice, ...] = ()
     arguments: GivenArguments = field(default_factory=GivenArguments)
     written: Mapping[str, Word] = field(default_factory=dict)
     combinations: tuple[Issue, ...] | None = None

@@ -193,26 +193,3 @@ def test_a_launch_of_very_many_options_is_looked_through_in_part() -> None:
 def test_options_of_one_release_alone_are_known() -> None:
     """`--critic-num-nodes` is slime's up to 0.2.4, `--keep-old-actor` newer, `--seed` Megatron's."""
     assert findings("--critic-num-nodes 1 --keep-old-actor --seed 1 --sglang-dtype auto --vllm-config a", "CK721") == []
-
-
-def test_gpus_of_slurm_and_ray_are_held_against_what_is_placed(tmp_path: Path, configs: PathOf) -> None:
-    script = tmp_path / "run.sh"
-    slurm = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n"
-    job = f"python3 train.py --hf-checkpoint {configs('qwen3')} --actor-num-nodes 2 --actor-num-gpus-per-node 8"
-
-    def gpus(text: str) -> list[tuple[str, str]]:
-        script.write_text(text)
-        return [(one.severity, one.actual) for one in preflight(script=script).findings if one.code == "CK722"]
-
-    assert gpus(f"{slurm}{job} --colocate\n") == []
-    assert gpus(f"{slurm}{job} --rollout-num-gpus 16\n") == [("error", "2 nodes x 8 = 16 GPUs (#SBATCH)")]
-    assert gpus(f"{slurm}{job} --rollout-num-gpus 16\n".replace("--nodes=2", "-N 4")) == []
-    local = "ray start --head --node-ip-address 127.0.0.1 --num-gpus 4\n"
-    one = job.replace("--actor-num-nodes 2", "--actor-num-nodes 1")
-    said = "4 GPUs (ray start --head --num-gpus 4)"
-    assert gpus(f"{local}{one} --colocate\n") == [("error", said)]
-    assert gpus(f"{local}{one} --colocate\n".replace("num-gpus 4", "num-gpus 8")) == []
-    shared = local.replace("127.0.0.1", "${MASTER_ADDR}")
-    assert gpus(f"{shared}{one} --colocate\n") == [("warning", said)]
-    assert gpus(f"{shared}ssh w ray start --address=h --num-gpus 4\n{one} --colocate\n") == []
-    assert gpus(f"{shared}{job} --colocate\n") == []

@@ -23,10 +23,8 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.releases import names
 from verify.launch.options.speculative import Speculation, of_settings
-from verify.launch.rules.settings import Values
 from verify.launch.sides import ENGINE, Side, path_issue
 from verify.launch.stacks.directories import LOAD, REF, STEP, given, hf_side, teacher_sides, torch_dist_side
-from verify.launch.stacks.scales import scales_of_verl
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import (
     NAMES,
@@ -103,7 +101,6 @@ def read(launch: Launch) -> Job:
         sharing=tuple(sharing),
         placement=Placement((*groups, asked), tuple(_unlike(settings, roles)) if megatron else (), (*shared, *served)),
         speculation=_speculation(settings.quietly()),
-        scales=scales_of_verl(Values(settings), launch.text, megatron=megatron),
         combinations=_combinations(launch, settings.quietly(), megatron),
     )
 

@@ -20,7 +20,6 @@ from verify.launch.options.speculative import of_options
 from verify.launch.options.tables import OPTIONS
 from verify.launch.sides import Side, is_trained
 from verify.launch.stacks.directories import config_in
-from verify.launch.stacks.scales import scales_of_options
 from verify.launch.stacks.slime.combinations import Run, combination_issues
 from verify.launch.stacks.slime.files import role_files
 from verify.launch.stacks.slime.gpus import placement_of
@@ -67,7 +66,6 @@ def read(launch: Launch) -> Job:
         placement=placement_of(given, text.words, text.ranks),
         speculation=of_options(given, text.words),
         updates=updates,
-        scales=scales_of_options(text, launch.environment, config_in(paths.hf)) if updates else (),
         arguments=given,
         written=_written(text),
         combinations=_combinations(text, paths, _resumed(paths, sides)),

@@ -1,1 +1,0 @@
-"""The settings of a job as a comparison of scales asks for them."""
