@@ -57,8 +57,8 @@ class Stack:
     """A program that trains, and how its launches are read: the whole of what is particular to it.
 
     read: makes a job of a launch. Raises CkptkitError for values that the stack itself refuses to parse.
-    names: every option or setting that a release of it has.
-    unknown: what becomes of another one.
+    names: every option or setting, and the release that has it; empty for a stack that stops at another one.
+    unknown: what the stack does with an option that it does not know.
     fits: whether the settings of a launch are for this stack; never, where it takes options.
     models: the keys for whose model --hf-checkpoint stands.
     own: names of the stack's own files of settings, whose values are its defaults.
@@ -70,8 +70,8 @@ class Stack:
 
     name: str
     read: Callable[[Launch], Job]
-    names: Callable[[], frozenset[str]]
-    unknown: str
+    names: Callable[[], Mapping[str, str]] = dict
+    unknown: str = ""
     fits: Callable[[Mapping[str, Tree]], bool] = lambda tree: False
     models: frozenset[str] = frozenset()
     own: re.Pattern[str] | None = None

@@ -12,6 +12,7 @@ from support.launch_scripts import write_config
 from verify.check import all_checks, choose, run_checks
 from verify.evidence.subject import Subject
 from verify.launch.job import Launch
+from verify.launch.options.names import trainer_options
 from verify.launch.preflight import preflight
 from verify.launch.stacks.which import read_job
 from verify.launch.words import LaunchText, Word
@@ -172,7 +173,6 @@ def test_a_custom_config_is_read_after_slime_judged_its_options(tmp_path: Path) 
         ("--n-sample-per-prompt 8", "--n-samples-per-prompt"),
         ("--rollout-max-respone-len 100", "--rollout-max-response-len"),
         ("--sglang-mem-fraction-statik 0.7", "--sglang-mem-fraction-static"),
-        ("--vllm-gpu-memory-utilisation 0.7", "--vllm-gpu-memory-utilization"),
         ("--recompute-granularty full", "--recompute-granularity"),
         ("--router-polcy random", "--router-policy"),
     ],
@@ -180,6 +180,7 @@ def test_a_custom_config_is_read_after_slime_judged_its_options(tmp_path: Path) 
 def test_an_option_of_any_part_that_is_misspelt_is_named(words: str, meant: str) -> None:
     (found,) = findings(words, "CK721")
     assert (found.severity, found.expected) == ("warning", meant)
+    assert trainer_options()[meant] in found.hint
     right = f"{meant} {words.partition(' ')[2]}"
     assert findings(right, "CK721") == []
 
@@ -190,6 +191,7 @@ def test_a_launch_of_very_many_options_is_looked_through_in_part() -> None:
     assert findings(f"--n-sample-per-prompt 8 {words}", "CK721") != []
 
 
-def test_options_of_one_release_alone_are_known() -> None:
-    """`--critic-num-nodes` is slime's up to 0.2.4, `--keep-old-actor` newer, `--seed` Megatron's."""
+def test_options_that_are_far_from_every_name_are_not_judged() -> None:
+    """`--critic-num-nodes` is slime's up to 0.2.4, `--keep-old-actor` newer, `--seed` Megatron's; vLLM has no list."""
     assert findings("--critic-num-nodes 1 --keep-old-actor --seed 1 --sglang-dtype auto --vllm-config a", "CK721") == []
+    assert findings("--vllm-dpp 1 --vllm-sglang-ep-size 2", "CK721") == []

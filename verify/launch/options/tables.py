@@ -11,6 +11,7 @@ from typing import Any
 
 from converters.megatron.argument_table import ARGUMENTS
 from verify.launch.options.layout import READ
+from verify.launch.options.names import trainer_switches
 from verify.launch.options.patterns import frequency, sizes
 
 
@@ -66,14 +67,6 @@ RUN: Mapping[str, tuple[str, Kind]] = {
     "--sglang-speculative-draft-model": ("sglang_speculative_draft_model_path", str),
     "--vllm-sc": ("vllm_speculative_config", str),
 }
-# Other switches: a word behind one of these is not its value.
-_SWITCHES = (
-    *("use-kl-loss", "balance-by-flops", "enable-mtp-training", "get-mismatch-metrics", "use-rollout-logprobs"),
-    *("use-tis", "keep-old-actor", "normalize-advantages", "release-train", "recompute-logprobs-via-prefill"),
-    *("true-on-policy-mode", "optimizer-cpu-offload", "use-precision-aware-optimizer", "overlap-param-gather"),
-    *("overlap-grad-reduce", "moe-enable-deepep", "disable-rollout-global-dataset", "dumper-enable"),
-    *("sglang-enable-mixed-chunk", "sglang-enable-lora", "vllm-enable-lora"),
-)
 # GPUs of a job, as slime and miles count them.
 GPUS: Mapping[str, tuple[str, Kind]] = {
     **_named(
@@ -104,5 +97,6 @@ PATHS = frozenset(
 MODULES = frozenset({"--spec", "--custom-model-provider-path"})
 # Without a value for one of these a report is inconclusive. Of `RUN`, the rule that needs it is silent instead.
 OPTIONS = frozenset({*MODEL, *SWITCHES, *GPUS, *PATHS, *MODULES, *READ})
-_TABLED = (name for table in (MODEL, SWITCHES, RUN, GPUS) for name, one in table.items() if one[1] in (True, False))
-SWITCH_NAMES = frozenset({*_TABLED, *(f"--{name}" for name in _SWITCHES)})
+_SWITCHES = (name for table in (MODEL, SWITCHES, RUN, GPUS) for name, one in table.items() if one[1] in (True, False))
+# Options that take no value, so that a word behind one of them is another option, or several.
+SWITCH_NAMES = frozenset(_SWITCHES) | trainer_switches()

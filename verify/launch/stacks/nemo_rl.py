@@ -22,7 +22,7 @@ from typing import Any
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
-from verify.launch.options.releases import names
+from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
@@ -321,7 +321,7 @@ def _packs_all(settings: Settings) -> bool:
 STACK = Stack(
     "NeMo-RL",
     read,
-    partial(names, "nemo-rl"),
+    partial(settings, "nemo-rl"),
     "NeMo-RL passes over it in a file, and stops at it on the command line",
     fits=_fits,
     models=frozenset({_MODEL, f"{_GENERATION}.sglang_cfg.model_path"}),

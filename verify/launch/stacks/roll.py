@@ -21,7 +21,7 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
-from verify.launch.options.releases import names
+from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Config
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
@@ -278,7 +278,7 @@ def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | N
 STACK = Stack(
     "ROLL",
     read,
-    partial(names, "roll"),
+    partial(settings, "roll"),
     "ROLL passes over a setting that it does not know",
     fits=lambda tree: not tree.keys().isdisjoint({"actor_train", "actor_infer", "student_train"}),
     models=frozenset({"pretrain", *(f"{_ROLES[role]}.{_OWN}" for role in ("actor", "reference", ENGINE))}),

@@ -15,13 +15,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
-from verify.launch.options.releases import names
 from verify.launch.options.speculative import Speculation, of_settings
 from verify.launch.sides import ENGINE, Side, path_issue
 from verify.launch.stacks.directories import LOAD, REF, STEP, given, hf_side, teacher_sides, torch_dist_side
@@ -355,8 +353,6 @@ def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgumen
 STACK = Stack(
     "verl",
     read,
-    partial(names, "verl"),
-    "verl stops at a setting that it does not know, unless + stands before it",
     fits=lambda tree: _AR in tree,
     models=frozenset({_MODEL}),
     own=OWN,

@@ -154,7 +154,6 @@ BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
         "CK745",
         '"model" of the draft',
     ),
-    ("verl", DENSE, [], ["trainer.n_gpu_per_node=8"], "CK721", "n_gpus_per_node"),
     (
         "NeMo-RL",
         DENSE,

@@ -15,9 +15,8 @@ from verify.launch.arguments import LaunchArguments, launch_arguments
 from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments, given_arguments
-from verify.launch.options.releases import names, trainer_options
+from verify.launch.options.names import names, trainer_options
 from verify.launch.options.speculative import of_options
-from verify.launch.options.tables import OPTIONS
 from verify.launch.sides import Side, is_trained
 from verify.launch.stacks.directories import config_in
 from verify.launch.stacks.slime.combinations import Run, combination_issues
@@ -105,20 +104,20 @@ def _combinations(text: LaunchText, paths: Paths, resumed: int) -> tuple[Issue, 
     given = given_arguments(text.words)
     if _TRAINERS.isdisjoint(given.places):
         return None
-    return tuple(combination_issues(Run(given, text.program_name, _of_miles(text), config_in(paths.hf), resumed)))
+    return tuple(combination_issues(Run(given, text.program_name, _is_miles(text), config_in(paths.hf), resumed)))
 
 
-def _of_miles(text: LaunchText) -> bool:
+def _is_miles(text: LaunchText) -> bool:
     """Whether an option is given that of these trainers only miles has."""
-    others = names("slime") | names("megatron-lm") | names("sglang-router")
+    miles, *others = (names(one).every for one in ("miles", "slime", "megatron-lm", "sglang-router"))
     given = {one.name.removeprefix("--") for one in options_of(text.words)}
-    return not given.isdisjoint(names("miles") - others)
+    return not given.isdisjoint(miles.difference(*others))
 
 
 STACK = Stack(
     "slime",
     read,
-    lambda: trainer_options() | OPTIONS,
+    trainer_options,
     "slime passes over what it does not know, miles and Megatron-LM stop",
     where="among the launch arguments",
     one_model=True,
