@@ -81,8 +81,9 @@ def _batches(given: GivenArguments) -> Iterator[Issue]:
             yield given.issue(names[:3], expected, hint, "warning")
     over = given.known("over_sampling_batch_size")
     if over and prompts and over < prompts:
-        names, expected = ("over_sampling_batch_size", "rollout_batch_size"), "of at least rollout_batch_size"
-        yield given.issue(names, f"over_sampling_batch_size {expected}", "the trainer stops: change one of them")
+        expected = "over_sampling_batch_size of at least rollout_batch_size"
+        pair = ("over_sampling_batch_size", "rollout_batch_size")
+        yield given.issue(pair, expected, "the trainer stops: change one of them")
 
 
 def _micro_batches(given: GivenArguments) -> Iterator[Issue]:
@@ -108,12 +109,9 @@ def _advantages(given: GivenArguments) -> Iterator[Issue]:
         hint = "slime only warns: the lower bound stays active"
         expected = "--eps-clip 1.0 with cispo, which has no lower bound"
         yield given.issue(("advantage_estimator", "eps_clip"), expected, hint, "warning")
-    is_group_mean = estimator in ("grpo", "gspo", "cispo") and all(map(given.lacks, _OTHER_ADVANTAGES))
-    if (
-        given.known("n_samples_per_prompt") == 1
-        and is_group_mean
-        and given.known("loss_type", "policy_loss") == "policy_loss"
-    ):
+    is_grouped = estimator in ("grpo", "gspo", "cispo") and all(map(given.lacks, _OTHER_ADVANTAGES))
+    is_grouped = is_grouped and given.known("loss_type", "policy_loss") == "policy_loss"
+    if is_grouped and given.known("n_samples_per_prompt") == 1:
         expected = "--n-samples-per-prompt above 1 with advantages within a group"
         hint = "the trainer only logs it: the only sample of a group is its own mean, so every advantage is 0"
         yield given.issue(("n_samples_per_prompt",), expected, hint, "warning")
