@@ -16,6 +16,7 @@ from verify.check import Check, all_checks
 _SECTION = re.compile(r"^### (S\d+)\. (.+)\n((?:[- ] .+\n)+)", re.MULTILINE)
 # Checks that were taken out, and what to use instead. A code is not used again.
 RETIRED = {
+    "CK749": "`verify --engine --logits` compares log-probabilities of what the engine serves (CK601)",
     "CK605": "`verify --engine --logits` compares log-probabilities (CK601)",
     "CK604": "`verify --engine --logits` compares log-probabilities (CK601) and tells whether it predicts text (CK607)",
     "CK405": "`WeightSyncCheck` (docs/hooks.md) compares what the trainer really sent",

@@ -1,8 +1,7 @@
 """Every Megatron-LM argument that this program stores, prints, compares or reads: one row each.
 
 The order is that of `inspect --megatron-args`. Stored arguments, printed options, the comparison with config.json, the
-options that preflight reads and the settings of the Megatron witness all follow from it. Since which release an option
-exists is in `verify/launch/options/releases/`.
+options that preflight reads and the settings of the Megatron witness all follow from it.
 """
 
 from __future__ import annotations

@@ -206,11 +206,6 @@ EXAMPLES = {
         "expected a quant_method that slime or miles packs: compressed-tensors, fp8, mxfp8, nvfp4; actual 'modelopt': "
         "slime sends BF16 to it, miles stops",
     ),
-    "CK749": (
-        "miles trains in NVFP4 without NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1",
-        "expected NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1: miles packs weights in rows of 16, Transformer Engine else in "
-        "squares of 16 x 16; actual not set, which Transformer Engine takes for 0",
-    ),
     "CK748": (
         "a --ref-load with a HybridModel, in a launch without --hybrid-layer-pattern",
         "expected a GPTModel, as the launch builds; actual a HybridModel",

@@ -14,7 +14,6 @@ from verify.launch.options.speculative import Speculation
 from verify.launch.settings.config import Config
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.sides import Side
-from verify.launch.stacks.scales import ScaleChoice
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import Placement
 from verify.launch.words import LaunchText, Word
@@ -58,8 +57,8 @@ class Stack:
     """A program that trains, and how its launches are read: the whole of what is particular to it.
 
     read: makes a job of a launch. Raises CkptkitError for values that the stack itself refuses to parse.
-    names: every option or setting that a release of it has.
-    unknown: what becomes of another one.
+    names: every option or setting, and the release that has it; empty for a stack that stops at another one.
+    unknown: what the stack does with an option that it does not know.
     fits: whether the settings of a launch are for this stack; never, where it takes options.
     models: the keys for whose model --hf-checkpoint stands.
     own: names of the stack's own files of settings, whose values are its defaults.
@@ -71,8 +70,8 @@ class Stack:
 
     name: str
     read: Callable[[Launch], Job]
-    names: Callable[[], frozenset[str]]
-    unknown: str
+    names: Callable[[], Mapping[str, str]] = dict
+    unknown: str = ""
     fits: Callable[[Mapping[str, Tree]], bool] = lambda tree: False
     models: frozenset[str] = frozenset()
     own: re.Pattern[str] | None = None
@@ -87,20 +86,6 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class OwnCheck:
-    """What the stack's own check of its arguments refuses, and how many of them it looks at.
-
-    skip_reason: why it has nothing to look at.
-    unknown: why it is not known what it refuses.
-    """
-
-    issues: tuple[Issue, ...] = ()
-    arguments: int = 1
-    skip_reason: str | None = None
-    unknown: str | None = None
-
-
-@dataclass(frozen=True)
 class Job:
     """A training job, as its launch says it.
 
@@ -112,9 +97,9 @@ class Job:
     placement: what must divide the GPUs; None where the launch counts none.
     speculation: how the engine drafts.
     updates: whether a trainer sends weights to the engine, which are quantized by its `ignore` list.
-    scales: how training in 8 or 4-bit floats makes its scales, beside how those are made that the engine is sent.
     arguments: those that the launch gives as options of Megatron, slime and the engine.
     written: every option or setting that the launch writes, by its name.
+    combinations: options that do not go together; None where no such rule is known of the launch.
     unread: a line for everything that matters and is not read, or not known.
     notes: remarks on what is loaded; `replaced`: on words that preflight's own options contradict.
     """
@@ -131,10 +116,9 @@ class Job:
     placement: Placement | None = None
     speculation: Speculation | None = None
     updates: bool = False
-    scales: tuple[ScaleChoice, ...] = ()
     arguments: GivenArguments = field(default_factory=GivenArguments)
     written: Mapping[str, Word] = field(default_factory=dict)
-    own_check: OwnCheck = OwnCheck()
+    combinations: tuple[Issue, ...] | None = None
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()

@@ -11,9 +11,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, engine_dims, job_of, unless_skipped
 from verify.launch.checks.fit import dtensor_fit, engine_fit, sequence_fit
-from verify.launch.cluster import lent, short
-from verify.launch.job import Job
-from verify.launch.stacks.sizes import Cut, Gpus, Group, Placement
+from verify.launch.stacks.sizes import Cut, Placement
 from verify.launch.words import at_places, first_file
 
 
@@ -50,19 +48,10 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for group in groups:
         yield from group.issues()
     yield from placement.issues
-    yield from _cluster(groups, job)
     for cut, config in cuts:
         for issue in _shared_out(cut, config):
             file = first_file(cut.words) or issue.file or cut.file
             yield replace(issue, expected=f"{issue.expected}{at_places(cut.words)}", file=file)
-
-
-def _cluster(groups: list[Group], job: Job) -> Iterator[Issue]:
-    """What the files of a launch ask Slurm and Ray for, against the group that needs most."""
-    needed = max((group.gpus for group in groups), key=lambda gpus: gpus.count or 0, default=Gpus())
-    if needed.count:
-        found = (one for one in lent([*job.written.values(), *job.text.words]) if one.alone)
-        yield from short(found, needed.count, 0, f"for {needed.source}")
 
 
 def _shared_out(cut: Cut, config: Mapping[str, Any]) -> Iterator[Issue]:

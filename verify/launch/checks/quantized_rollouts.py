@@ -1,4 +1,4 @@
-"""CK709, CK715, CK747, CK749: how training rounds and packs weights, and whether the engine can take them so."""
+"""CK709, CK715, CK747: how training rounds and packs weights, and whether the engine can take them so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from verify.launch.checks.engine import engine_config, engine_of, job_of, unless
 from verify.launch.job import Job
 from verify.launch.options.argv import Option, last, options_of
 from verify.launch.sides import ENGINE
-from verify.launch.stacks.scales import ScaleChoice
 from verify.launch.words import Word, at_places, first_file
 from verify.report import Severity
 
@@ -247,36 +246,3 @@ def _engine_option(root: Path, content: Mapping[str, Any] | None, option: Option
         expected = f"{name} {method}, as {root}/config.json{at_places(places)}"
         actual = f"{value}: {'vLLM' if server == 'vllm' else 'SGLang'} stops at its start"
         yield Issue(expected, actual, f"leave {name} out", file=where)
-
-
-def _choices(subject: Subject) -> tuple[ScaleChoice, ...]:
-    """What the launch says of scales. Raises Skip where training or the engine computes in another format."""
-    if not (found := job_of(subject).scales):
-        raise Skip("training and rollout do not both compute in FP8 blocks, or in NVFP4, by variables of the launch")
-    return found
-
-
-@check(
-    "CK749",
-    "training rounds to the scales that the engine is sent",
-    stage="launch",
-    rationale=(
-        "Transformer Engine takes the kind of its scales from variables, the rollout its own from settings. Where they "
-        "differ, the same weights are other numbers in training and rollout, by up to a step of FP8 each."
-    ),
-    fix="Set the variable for the trainer to the value that the finding names.",
-    unless=unless_skipped(_choices),
-)
-def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The trainer's `NVTE_*` variables against what the stack packs for its engine."""
-    for choice in _choices(subject):
-        tally.compared(0)
-        word = choice.word
-        actual = f"{word.text} ({word.place})" if word else "not set, which Transformer Engine takes for 0"
-        if not choice.wanted:
-            tally.note(f"{choice.variable}={actual}: {choice.why}")
-        elif not choice.agrees:
-            wanted = " or ".join(choice.wanted)
-            expected = f"{choice.variable}={wanted}: {choice.why}"
-            hint = f"set {choice.variable}={choice.wanted[0]} for the trainer, in the launch or in its containers"
-            yield Issue(expected, actual, hint, file=word.file if word else None, severity="warning")

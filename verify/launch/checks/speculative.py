@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,13 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import read_config
-from converters.config.values import language_part
-from converters.draft import FUSION, sizes_of
+from converters.config.values import class_of, language_part
+from converters.draft import FUSION, is_draft, sizes_of, target_of
 from verify.check import Skip, Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, job_of, unless_skipped
 from verify.launch.options.speculative import Speculation
-from verify.launch.rules.drafts import class_issues, size_issues, token_issues
 from verify.launch.words import UnresolvedWord
 
 # What configs call the number of multi-token prediction layers.
@@ -33,6 +32,10 @@ _OTHER = frozenset({"EAGLE3", "STANDALONE", "DFLASH"})
 _TREES = frozenset({"EAGLE", "NEXTN", "EAGLE3", "STANDALONE", "FROZEN_KV_MTP"})
 _NEEDS_MODEL = frozenset({"draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "custom_class"})
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+# Methods whose draft is a model of a class of its own; vLLM makes the class's name of the stated one by a prefix.
+_OF_SGLANG, _OF_VLLM = frozenset({"EAGLE3", "EAGLE", "NEXTN"}), frozenset({"eagle3", "eagle", "dflash"})
+# What vLLM takes for a draft by its path, whatever the method is. Source: vLLM 0.26 `config/speculative.py`.
+_BY_PATH = re.compile("(?i)eagle-|eagle3|dflash|dspark")
 
 
 def _speculation(subject: Subject) -> Speculation:
@@ -72,7 +75,7 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if found.draft is not None:
         yield from _given(found, Path(found.draft), subject)
     elif found.known:
-        yield from token_issues(found, None)
+        yield from _tokens(found, None)
         yield from _without(found, subject)
 
 
@@ -149,11 +152,83 @@ def _model(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]
         yield Issue(expected, actual, "no draft token is accepted: name the method of the draft model", file=draft)
     else:
         layers = _stated(config) or bool(_stored(subject, draft, config))
-        yield from class_issues(found, draft, config, _names(subject, draft), layers)
-    yield from token_issues(found, config)
+        yield from _class(found, draft, config, _names(subject, draft), layers)
+    yield from _tokens(found, config)
     root = job_of(subject).hf
     if root is not None and root != draft:
-        yield from size_issues(found, draft, config, engine_config(root))
+        yield from _sizes(found, draft, config, engine_config(root))
+
+
+def _class(
+    found: Speculation, draft: Path, config: Mapping[str, Any], names: Collection[str], layers: bool
+) -> Iterator[Issue]:
+    """A draft of a class that does not go with the method.
+
+    `names`: of its tensors; empty where they cannot be told. `layers`: it has multi-token prediction layers. An error
+    for a language model, a warning where the engine may know more than is known here.
+    """
+    method, stated, sglang = found.method, class_of(config), found.server == "sglang"
+    nested, expected = config.get("speculators_model_type") is not None, f"a draft model for {method}"
+    if sglang and nested and config.get("model_type") is None and method in (*_OF_SGLANG, "DFLASH", "DSPARK"):
+        actual = "config.json of speculators, without model_type: SGLang, which reads it by transformers, stops"
+        yield Issue(expected, actual, "serve it with vLLM, or convert it for SGLang", file=draft, severity="warning")
+    if not stated or nested or method not in (_OF_SGLANG if sglang else _OF_VLLM) or (layers and method != "EAGLE3"):
+        return
+    other = next((one for one in ("dspark", "dflash") if one in stated.lower() and one != method.lower()), None)
+    is_language_model = not is_draft(config) and "assistant" not in stated.lower()
+    if is_language_model and names and {FUSION, f"model.{FUSION}"}.isdisjoint(names):
+        actual = f"{stated}, a language model, whose files hold no {FUSION}"
+        hint = f"give a model that was trained for it, or name {'STANDALONE' if sglang else 'draft_model'}"
+        yield Issue(expected, actual, hint, file=draft)
+    elif is_language_model and sglang and (names or method == "EAGLE3"):
+        actual = f"{stated}, the class of a language model, which SGLang loads in place of a draft class"
+        hint = (
+            f"name the draft class in architectures, as {stated}Eagle{'3' if method == 'EAGLE3' else ''} for {stated}"
+        )
+        yield Issue(expected, actual, hint, file=draft, severity="warning")
+    elif other:
+        actual, hint = f"{stated}, the class of a draft model for {other}", f"name {other} as the method"
+        yield Issue(expected, actual, hint, file=draft, severity="warning")
+
+
+def _sizes(found: Speculation, draft: Path, config: Mapping[str, Any], target: Mapping[str, Any]) -> Iterator[Issue]:
+    """Another width than the states of the target have; another vocabulary. Nothing for sizes that are not stated."""
+    try:
+        own, other = sizes_of(config), target_of(target)
+        wide = own.version and own.target_hidden != other.hidden
+    except CkptkitError:
+        return
+    if wide:
+        expected = f"a draft model for states of width {other.hidden}, as the served model has them"
+        yield Issue(expected, f"{own.target_hidden}", "give the draft that was trained for this model", file=draft)
+    vocabulary = (own.config if own.version else language_part(config)).get("vocab_size")
+    if type(vocabulary) is not int or vocabulary == other.vocabulary or found.mixed:
+        return
+    expected, actual = f"a draft model with vocab_size {other.vocabulary}, as the served model", f"{vocabulary}"
+    engine = {"STANDALONE": "SGLang", "draft_model": "vLLM"}.get(found.method)
+    if own.version:
+        hint = "tokens of another tokenizer are not accepted, or lie beyond the embedding: check the draft's target"
+        yield Issue(expected, actual, hint, file=draft, severity="warning")
+    elif engine and not is_draft(config) and not _BY_PATH.search(str(draft)):
+        yield Issue(expected, actual, f"{engine} stops: give a draft of the same tokenizer", file=draft)
+
+
+def _tokens(found: Speculation, config: Mapping[str, Any] | None) -> Iterator[Issue]:
+    """No number of tokens for vLLM, which takes it from `n_predict` of a draft model alone."""
+    if found.server != "vllm" or found.tokens or found.method == "suffix":
+        return
+    expected, actual = "num_speculative_tokens", f"{found.method}, at {found.place}, without it"
+    hint = "stops: say how many tokens to draft"
+    if found.draft is None:
+        yield Issue(expected, actual, f"vLLM {hint}")
+        return
+    if config is None or found.method not in (*_OF_VLLM, "draft_model", "mtp"):
+        return
+    by_itself = found.method == "draft_model" and (is_draft(config) or _BY_PATH.search(str(found.draft)))
+    if found.method == "mtp" or config.get("speculators_config") is not None:
+        yield Issue(expected, actual, f"vLLM 0.26 {hint}", severity="warning")  # a later one may look there
+    elif config.get("n_predict") is None and not by_itself:
+        yield Issue(expected, actual, f"vLLM {hint}")
 
 
 def _stated(config: Mapping[str, Any]) -> bool:

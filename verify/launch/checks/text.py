@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from verify.check import Skip, Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import job_of, unless_skipped
 from verify.launch.job import Job
+from verify.launch.options.names import engine_settings
 from verify.launch.options.nearest import nearest
-from verify.launch.options.releases import engine_settings
+from verify.launch.options.tables import OPTIONS
 from verify.launch.words import Word
 
 # Letters that may differ, in a short name and in a long one.
@@ -20,7 +21,7 @@ _MAX_NAMES = 2_000
 # Mappings whose names are those of another program, or the user's own.
 _FREE = re.compile(
     r"kwargs|env_vars|system_envs|^envs?$|override|runtime_env|^custom|^tools?$|domain|^rewards$|tags?$|^data$|"
-    r"^defaults$|^hydra$|plugin|^agent|^wandb|^swanlab|additional_configs|^nsight|interleave|^datasets?$"
+    r"^defaults$|^hydra$|plugin|^agent|^wandb|^swanlab|additional_configs?|^nsight|interleave|^datasets?$"
 )
 _NAME = re.compile(r"[A-Za-z]\w*")
 
@@ -38,7 +39,7 @@ def _job(subject: Subject) -> Job:
     stage="launch",
     rationale=(
         "Where a line lacks its backslash the options behind it are lost. slime passes over an option that it does not "
-        "know, as NeMo-RL and ROLL do over a setting of a file, and the default counts instead; miles and verl stop."
+        "know, as NeMo-RL and ROLL do over a setting of a file, and the default counts instead."
     ),
     fix="Correct the line, the option or the setting that the finding names.",
     unless=unless_skipped(_job),
@@ -46,28 +47,28 @@ def _job(subject: Subject) -> Job:
 def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Line continuations, arrays that are set nowhere, and names that differ in a letter or two from a known one.
 
-    A name that any release of the stack has is right (`verify/launch/options/releases`).
+    The finding names the release of which the known name is (`verify/launch/options/names`).
     """
     job = _job(subject)
     tally.compared(0, len(job.text.words) + 1 + sum(not name.startswith("-") for name in job.written))
     yield from job.text.issues
     own = job.stack.names()
-    known, seen = own | engine_settings(), set[str]()
+    known, seen = own.keys() | OPTIONS | engine_settings(), set[str]()
     for name, word in _bounded(job.written, tally):
         for part in _parts(name):
             if part in seen:
                 continue
             seen.add(part)
-            if (meant := _meant(part, own, known)) is not None:
+            if (meant := _meant(part, own.keys(), known)) is not None:
                 what = name if part == name else f"{part} in {name}"
-                hint = f"write {meant}: {job.stack.unknown}"
+                hint = f"write {meant}, as {own[meant]} has it: {job.stack.unknown}"
                 yield Issue(meant, f"{what} is not known, at {word.place}", hint, file=word.file, severity="warning")
 
 
 def _parts(name: str) -> Iterator[str]:
-    """An option, or the parts of a dotted key up to a mapping whose names are free."""
+    """An option other than vLLM's, which have no list, or the parts of a dotted key up to a mapping with free names."""
     if name.startswith("-"):
-        yield name
+        yield from () if name.startswith("--vllm-") else (name,)
         return
     for part in name.split("."):
         if _FREE.search(part):
@@ -83,7 +84,7 @@ def _bounded(named: Mapping[str, Word], tally: Tally) -> list[tuple[str, Word]]:
     return list(named.items())[:_MAX_NAMES]
 
 
-def _meant(name: str, own: frozenset[str], known: frozenset[str]) -> str | None:
+def _meant(name: str, own: Set[str], known: Set[str]) -> str | None:
     """The stack's own name that another one was meant to be; None for a known one, and for one that is near to none."""
     bare = name.strip("-")
     if name in known or len(bare) < _SHORTEST:

@@ -9,10 +9,12 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.config.bounds import MAX_LAYERS, MAX_SIZE
+from verify.issue import Issue
 from verify.launch.options.argv import Option, options_of
-from verify.launch.options.layout import LAYOUT, NUMBERS
+from verify.launch.options.layout import LAYOUT, NUMBERS, option_of
 from verify.launch.options.tables import GPUS, MODEL, RUN, SWITCHES, Kind
 from verify.launch.words import UnresolvedWord, Word
+from verify.report import Severity
 
 _TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **RUN, **GPUS, **LAYOUT}
 _CHOICES = {
@@ -67,6 +69,34 @@ class GivenArguments:
     def get(self, name: str, default: Any) -> Any:
         """An argument, or Megatron's default; None where it is given and not known."""
         return None if name in self.unknown else self.values.get(name, default)
+
+    def has(self, name: str) -> bool:
+        """Whether it is certain that an argument is given, and not turned off by a file of settings."""
+        return name in self.places and self.values.get(name) is not False
+
+    def lacks(self, name: str) -> bool:
+        """Whether it is certain that an argument is not given."""
+        return not self.has(name) and not self.anything
+
+    def known(self, name: str, default: Any = None) -> Any:
+        """An argument, `default` where it is certain that it is not given; None where its value is not known."""
+        if name in self.unknown or (name not in self.values and not self.lacks(name)):
+            return None
+        return self.values.get(name, default)
+
+    def issue(self, names: Sequence[str], expected: str, hint: str, severity: Severity = "error") -> Issue:
+        """What is wrong with these arguments, the first of which that is given names the file."""
+        word = next((self.places[name] for name in names if name in self.places), None)
+        actual = ", ".join(map(self._written, names))
+        return Issue(expected, actual, hint, file=word.file if word else None, severity=severity)
+
+    def _written(self, name: str) -> str:
+        """`--n-samples-per-prompt 8 (run.sh:12)`, or `no --n-samples-per-prompt`."""
+        if name not in self.places:
+            return f"no {option_of(name)}"
+        value = self.values.get(name)
+        shown = option_of(name) if value is None or isinstance(value, bool) else f"{option_of(name)} {value}"
+        return f"{shown} ({self.place(name)})"
 
     def place(self, name: str) -> str:
         """`run.sh:12`, or that the argument is not given."""

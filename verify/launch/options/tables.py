@@ -11,6 +11,7 @@ from typing import Any
 
 from converters.megatron.argument_table import ARGUMENTS
 from verify.launch.options.layout import READ
+from verify.launch.options.names import trainer_switches
 from verify.launch.options.patterns import frequency, sizes
 
 
@@ -40,42 +41,28 @@ SWITCHES: Mapping[str, tuple[str, Kind]] = {
     **_named(str, "attention-backend", "moe-token-dispatcher-type", "megatron-to-hf-mode"),
     **_named(True, "fp16", "bf16", "allgather-cp", "sequence-parallel"),
 }
-# Options that the trainers' own checks of arguments look at, and that say nothing of a model.
+# Options that a combination of options or the engine's draft is judged by, and that say nothing of a model.
 RUN: Mapping[str, tuple[str, Kind]] = {
     **_named(
         int,
         *("rollout-batch-size", "n-samples-per-prompt", "global-batch-size", "micro-batch-size", "num-rollout"),
-        *("num-steps-per-rollout", "over-sampling-batch-size", "num-epoch", "max-tokens-per-gpu", "save-interval"),
-        *("eval-interval", "rollout-max-context-len", "rollout-max-prompt-len", "lora-rank", "recompute-num-layers"),
-        *("start-rollout-id", "async-max-concurrent-samples", "prefill-num-servers", "multi-lora-n-adapters"),
-        "decoder-first-pipeline-num-layers",
-        *("decoder-last-pipeline-num-layers", "opd-log-prob-top-k", "eval-num-gpus", "eval-num-gpus-per-engine"),
+        *("num-steps-per-rollout", "over-sampling-batch-size", "num-epoch", "start-rollout-id", "lora-rank"),
+        *("multi-lora-n-adapters", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
         *("sglang-speculative-num-steps", "sglang-speculative-eagle-topk", "sglang-speculative-num-draft-tokens"),
     ),
-    **_named(float, "kl-coef", "kl-loss-coef", "rollout-temperature", "eps-clip"),
+    **_named(float, "eps-clip"),
     **_named(
         str,
-        *("ref-load", "advantage-estimator", "loss-type", "save", "opd-type", "opd-teacher-load", "opd-teacher-urls"),
-        *("eval-prompt-data", "eval-config", "custom-tis-function-path", "target-modules", "train-backend"),
-        *("update-weight-mode", "update-weight-transport", "update-weight-disk-dir", "update-weight-transfer-mode"),
-        *("update-weight-local-checkpoint-dir", "rollout-function-path", "custom-generate-function-path"),
+        *("advantage-estimator", "loss-type", "train-backend", "lora-adapter-path", "data-source-path"),
+        *("rollout-function-path", "custom-generate-function-path", "rollout-data-postprocess-path"),
         *("custom-advantage-function-path", "custom-reward-post-process-path"),
-        *("only-train-params-name-list", "freeze-params-name-list", "sglang-config", "vllm-config"),
-        *("rollout-external-engine-addrs", "qkv-format", "recompute-granularity", "recompute-method"),
-        *("save-trigger-sentinel", "custom-megatron-post-save-hook-path", "moe-flex-dispatcher-backend"),
-        *("data-source-path", "rollout-data-postprocess-path", "custom-convert-samples-to-train-data-path"),
-        *("lora-adapter-path", "sglang-lora-paths"),
+        *("custom-convert-samples-to-train-data-path", "sglang-config", "vllm-config", "rollout-external-engine-addrs"),
         *("sglang-speculative-algorithm", "sglang-speculative-draft-model-path", "vllm-speculative-config"),
     ),
     **_named(
         True,
-        *("use-kl-loss", "use-opd", "use-dynamic-batch-size", "use-dynamic-global-batch-size", "balance-by-flops"),
-        *("enable-mtp-training", "get-mismatch-metrics", "use-rollout-logprobs", "use-tis", "keep-old-actor"),
-        *("normalize-advantages", "release-train", "recompute-logprobs-via-prefill", "true-on-policy-mode"),
-        *("optimizer-cpu-offload", "use-precision-aware-optimizer", "overlap-param-gather", "overlap-grad-reduce"),
-        *("moe-enable-deepep", "disable-rollout-global-dataset", "dumper-enable"),
-        *("disable-rewards-normalization", "sglang-enable-mixed-chunk", "finetune"),
-        *("lora-train-only", "sglang-enable-lora", "vllm-enable-lora"),
+        *("use-opd", "use-dynamic-batch-size", "use-dynamic-global-batch-size", "disable-rewards-normalization"),
+        *("finetune", "lora-train-only"),
     ),
     "--sglang-speculative-draft-model": ("sglang_speculative_draft_model_path", str),
     "--vllm-sc": ("vllm_speculative_config", str),
@@ -110,6 +97,6 @@ PATHS = frozenset(
 MODULES = frozenset({"--spec", "--custom-model-provider-path"})
 # Without a value for one of these a report is inconclusive. Of `RUN`, the rule that needs it is silent instead.
 OPTIONS = frozenset({*MODEL, *SWITCHES, *GPUS, *PATHS, *MODULES, *READ})
-SWITCH_NAMES = frozenset(
-    name for table in (MODEL, SWITCHES, RUN, GPUS) for name, one in table.items() if one[1] in (True, False)
-)
+_SWITCHES = (name for table in (MODEL, SWITCHES, RUN, GPUS) for name, one in table.items() if one[1] in (True, False))
+# Options that take no value, so that a word behind one of them is another option, or several.
+SWITCH_NAMES = frozenset(_SWITCHES) | trainer_switches()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP
 from verify.launch.options.nearest import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
-from verify.launch.python.program import default_config
 from verify.launch.resource import OPTION, options_of_resource
 from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
@@ -24,7 +24,7 @@ from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, V
 from verify.launch.unread import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
-_MAX_BYTES = 1_000_000
+_MAX_BYTES, _MAX_PROGRAM = 1_000_000, 300_000
 # Options with paths: those of `_BESIDE` are relative to the program, the others to where it is started.
 _BESIDE = frozenset({"--config-path", "-cp", "--config_path"})
 _PLACED = frozenset({*PATHS, *_BESIDE, "--config", "--config-dir", "-cd"})
@@ -123,8 +123,27 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
 def _default(start: Start) -> Iterator[Word]:
     """The file of settings that the program itself names, where the launch names none."""
     named = any(value.text.partition("=")[0] == "--config" for value in start.words)
-    if start.program_file and not named and (path := default_config(start.program_file)):
+    if start.program_file and not named and (path := _default_config(start.program_file)):
         yield Word(f"--config={path}", start.file, start.line)
+
+
+def _default_config(program: Path) -> Path | None:
+    """The file that a program of NeMo-RL takes: `args.config = os.path.join(os.path.dirname(__file__), "a", "b.yaml")`.
+
+    None where its file is not there, or says nothing of the kind.
+    """
+    try:
+        tree = ast.parse(read_regular(program, _MAX_PROGRAM).decode(errors="replace"))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Attribute(attr="config")], value=ast.Call(args=[folder, *parts]) as call):
+                names = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+                known = ast.unparse(call.func) == "os.path.join" and ast.unparse(folder) == "os.path.dirname(__file__)"
+                if known and names and len(names) == len(parts):
+                    return program.parent.joinpath(*names)
+    return None
 
 
 def _word(value: Value) -> Word:

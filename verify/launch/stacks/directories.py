@@ -10,7 +10,6 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.links import absent, next_move
-from verify.launch.rules.megatron import experts_of
 from verify.launch.settings.yaml_tree import NULL
 from verify.launch.sides import Side, hf_config_of, path_issue
 from verify.launch.stacks.settings import Settings
@@ -91,8 +90,3 @@ def config_in(model: Path | None) -> Mapping[str, Any]:
         return read_json(model / "config.json") if model else {}
     except CkptkitError:
         return {}
-
-
-def experts_in(model: Path | None) -> int:
-    """How many experts the model of a directory has; 0 for a dense one, and where its config.json cannot be read."""
-    return experts_of(config_in(model))

@@ -21,16 +21,12 @@ from typing import Any
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, OwnCheck, Stack
-from verify.launch.options.releases import names
+from verify.launch.job import Job, Launch, Stack
+from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
-from verify.launch.rules import nemo_rl as rules
-from verify.launch.rules.settings import Values
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import LOAD, STEP, experts_in, hf_side, iterations_in, teacher_sides
-from verify.launch.stacks.nemo_rl_teachers import teacher_nodes
-from verify.launch.stacks.scales import scales_of_nemo_rl
+from verify.launch.stacks.directories import LOAD, STEP, hf_side, iterations_in, teacher_sides
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
 
@@ -84,8 +80,6 @@ def read(launch: Launch) -> Job:
             (*groups, *([asked] if asked else [])), cuts=(*(cut for cut in cuts if cut.ranks > 1), *served)
         ),
         speculation=of_settings(settings.quietly(), f"{_GENERATION}.vllm_kwargs") if engine.server == "vllm" else None,
-        scales=scales_of_nemo_rl(Values(settings), launch.text, megatron=megatron),
-        own_check=OwnCheck(tuple(rules.refused(Values(settings), megatron=megatron, experts=experts_in(hf)))),
     )
 
 
@@ -228,7 +222,9 @@ def _no_weights(settings: Settings, key: str, weights: Path) -> PathIssue:
 
 
 def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
-    """The GPUs of training and of generation, which share them or part them; teachers and a reward model have theirs.
+    """The GPUs of training and of generation, which share them or part them; a reward model has its own.
+
+    Nodes of teachers are not counted, so that with such teachers no GPUs are known.
 
     Source: NeMo-RL `algorithms/grpo.py` (setup), as of 2026-08.
     """
@@ -237,13 +233,12 @@ def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
         _missing(settings, "cluster.num_nodes", "cluster.gpus_per_node")
         return Gpus(), Gpus()
     where = f"{settings.place('cluster.num_nodes')} {nodes} x {settings.place('cluster.gpus_per_node')} {each}"
-    rewards, teachers = _reward_model(settings, alone=nodes == 1), teacher_nodes(settings)
-    if rewards is None or teachers is None:
+    rewards = _reward_model(settings, alone=nodes == 1)
+    if rewards is None or _has_teacher_nodes(settings):
         return Gpus(), Gpus()
     if rewards:
         where += f", less {rewards} {'GPUs' if nodes == 1 else 'nodes'} for the reward model"
-    where += f", less {teachers} nodes for teachers" if teachers else ""
-    each, nodes = (each - rewards, 1 - teachers) if nodes == 1 else (each, nodes - rewards - teachers)
+    each, nodes = (each - rewards, 1) if nodes == 1 else (each, nodes - rewards)
     all_of_them = Gpus(max(nodes, 0) * max(each, 0), where)
     if settings.switch(f"{_GENERATION}.colocated.enabled", True):
         return all_of_them, all_of_them
@@ -257,6 +252,15 @@ def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
         nodes * each - apart, f"{all_of_them.source}, less {apart} for generation by {settings.place(key)} {own}"
     )
     return left, Gpus(apart, f"{settings.place(key)} {own}")
+
+
+def _has_teacher_nodes(settings: Settings) -> bool:
+    """Whether teachers of on-policy distillation take nodes from the policy; a note says that GPUs are not judged."""
+    key = "on_policy_distillation.non_colocated_teachers.enabled"
+    if not (settings.switch("on_policy_distillation.enabled") and settings.switch(key)):
+        return False
+    settings.notes.append(f"{settings.place(key)}: nodes of teachers are not counted, so no number of GPUs is judged")
+    return True
 
 
 def _reward_model(settings: Settings, alone: bool) -> int | None:
@@ -307,18 +311,17 @@ def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgument
 def _packs_all(settings: Settings) -> bool:
     """Whether vLLM is sent all Linear layers and experts in FP8 blocks of 128 x 128, by `precision: fp8`."""
     prefix = f"{_GENERATION}.vllm_cfg"
-    values = Values(settings)
-    layers = [values.number(f"{prefix}.num_{end}_layers_in_bf16", 0) for end in ("first", "last")]
+    quiet = settings.quietly()
+    layers = [quiet.text(f"{prefix}.num_{end}_layers_in_bf16", "0") for end in ("first", "last")]
     left_out = any(True for _ in settings.config.names(f"{prefix}.quantization_ignored_layer_kws"))
-    if values.text(f"{prefix}.precision") != "fp8" or values.on(f"{prefix}.is_mx") is not False:
-        return False
-    return layers == [0, 0] and not left_out
+    plain = quiet.text(f"{prefix}.precision") == "fp8" and quiet.is_off(f"{prefix}.is_mx")
+    return plain and layers == ["0", "0"] and not left_out
 
 
 STACK = Stack(
     "NeMo-RL",
     read,
-    partial(names, "nemo-rl"),
+    partial(settings, "nemo-rl"),
     "NeMo-RL passes over it in a file, and stops at it on the command line",
     fits=_fits,
     models=frozenset({_MODEL, f"{_GENERATION}.sglang_cfg.model_path"}),

@@ -19,16 +19,13 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER
-from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, OwnCheck, Stack
-from verify.launch.options.releases import names
+from verify.launch.job import Job, Launch, Stack
+from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
-from verify.launch.rules import roll as rules
-from verify.launch.rules.settings import Values
 from verify.launch.settings.config import Config
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import LOAD, STEP, experts_in, given, hf_side, teacher_sides
+from verify.launch.stacks.directories import LOAD, STEP, given, hf_side, teacher_sides
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
 
@@ -98,14 +95,7 @@ def read(launch: Launch) -> Job:
         sharing=(("actor", "reference"),) if same else (),
         placement=Placement((*groups, *([asked] if asked else [])), cuts=(*shared, *served)),
         speculation=of_settings(settings.quietly(), _config(ENGINE, "")[:-1]) if engine.server == "vllm" else None,
-        own_check=OwnCheck(tuple(_refused(settings, hf))),
     )
-
-
-def _refused(settings: Settings, hf: Path | None) -> Iterator[Issue]:
-    """What ROLL's own check refuses."""
-    gpus, megatron = _devices(settings.quietly(), "actor").count, _megatron(settings, "actor")
-    return rules.refused(Values(settings), gpus=gpus, megatron=megatron, experts=experts_in(hf))
 
 
 def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
@@ -288,7 +278,7 @@ def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | N
 STACK = Stack(
     "ROLL",
     read,
-    partial(names, "roll"),
+    partial(settings, "roll"),
     "ROLL passes over a setting that it does not know",
     fits=lambda tree: not tree.keys().isdisjoint({"actor_train", "actor_infer", "student_train"}),
     models=frozenset({"pretrain", *(f"{_ROLES[role]}.{_OWN}" for role in ("actor", "reference", ENGINE))}),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.hub_cache import hub_model
+from verify.issue import Issue
 from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.words import Word, is_new_at_start
@@ -99,6 +100,14 @@ class Settings:
             raise CkptkitError(f"{key}={word.text} ({word.place}) is neither true nor false", "give one of them")
         return word.text.lower() in TRUE
 
+    def is_on(self, key: str) -> bool:
+        """Whether a key is true for certain."""
+        return self.text(key).lower() in TRUE
+
+    def is_off(self, key: str) -> bool:
+        """Whether a key is false, absent or null for certain."""
+        return self.resolved(key) and (self.word(key) is None or self.text(key).lower() in FALSE)
+
     def above_zero(self, key: str, default: float = 0.0) -> bool:
         """Whether a number is above zero. Raises CkptkitError for a value that is not a number."""
         if (word := self.word(key)) is None:
@@ -107,6 +116,12 @@ class Settings:
             return float(word.text) > 0
         except ValueError:
             raise CkptkitError(f"{key}={word.text} ({word.place}) is not a number", "give the number") from None
+
+    def issue(self, keys: Sequence[str], expected: str, hint: str) -> Issue:
+        """A warning about these keys, the first of which names the file."""
+        word = self.word(keys[0])
+        actual = ", ".join(f"{key} = {self.text(key)} ({one.place})" for key in keys if (one := self.word(key)))
+        return Issue(expected, actual, hint, file=word.file if word else None, severity="warning")
 
     def place(self, key: str) -> str:
         """`key (run.yaml:12)`, or the key alone where nothing says it."""

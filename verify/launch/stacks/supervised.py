@@ -63,7 +63,7 @@ def read_verl(launch: Launch) -> Job:
     ranks = launch.text.ranks
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
     groups = (sizes.group("actor", gpus),) if sizes else ()
-    return replace(job, own_check=verl.own_check(launch), placement=Placement(groups))
+    return replace(job, placement=Placement(groups))
 
 
 def _goes_on(settings: Settings) -> None:

@@ -15,19 +15,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, OwnCheck, Stack
-from verify.launch.options.releases import names
+from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.speculative import Speculation, of_settings
-from verify.launch.rules import verl as rules
-from verify.launch.rules.settings import Values
 from verify.launch.sides import ENGINE, Side, path_issue
-from verify.launch.stacks.directories import LOAD, REF, STEP, experts_in, given, hf_side, teacher_sides, torch_dist_side
-from verify.launch.stacks.scales import scales_of_verl
+from verify.launch.stacks.directories import LOAD, REF, STEP, given, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import (
     NAMES,
@@ -46,6 +41,7 @@ from verify.launch.stacks.verl_steps import Resumed, resumed_step
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
 _CRITIC_MODEL = "critic.model.path"
+_RANKS = (f"{_AR}.model.lora.rank", f"{_AR}.model.lora_rank")  # of an adapter, by the new and the old name
 # Keys of one role: where its weights come from, and where its Megatron settings stand.
 _ROLES = {
     "actor": (_MODEL, f"{_AR}.actor.megatron", LOAD),
@@ -63,7 +59,7 @@ _ELSEWHERE = re.compile(
 _TEACHERS = re.compile(r"^distillation\..*model_path$")
 # Folders of verl's own files, of which `folder=file` chooses one.
 GROUPS = frozenset({"actor", "critic", "data", "engine", "model", "optim", "ref", "reward", "rollout"})
-# The programs that check settings by `validate_config`, with trainer and engine on the same GPUs.
+# The program that these settings are known of, with trainer and engine on the same GPUs.
 _MAIN_PPO = re.compile(r"(?:verl\.trainer\.)?main_ppo(?:_v0)?(?:\.py)?")
 # Files of verl itself, whose settings are those that are taken where a launch says nothing.
 OWN = re.compile(
@@ -93,7 +89,6 @@ def read(launch: Launch) -> Job:
     _notes(settings, roles)
     sharing = [] if resumed.path else _sharing_weights(first)
     hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
-    refused = tuple(_refused(settings, gpus.count, megatron, roles, hf))
     return Job(
         STACK,
         sides=(*sides, *([rollout] if rollout else []), *teachers.values()),
@@ -104,18 +99,37 @@ def read(launch: Launch) -> Job:
         sharing=tuple(sharing),
         placement=Placement((*groups, asked), tuple(_unlike(settings, roles)) if megatron else (), (*shared, *served)),
         speculation=_speculation(settings.quietly()),
-        scales=scales_of_verl(Values(settings), launch.text, megatron=megatron),
-        own_check=own_check(launch, refused),
+        combinations=_combinations(launch, settings.quietly(), megatron),
     )
 
 
-def own_check(launch: Launch, refused: Sequence[Issue] = ()) -> OwnCheck:
-    """What verl's check of settings refuses; it is that of one of verl's programs."""
+def _combinations(launch: Launch, settings: Settings, megatron: bool) -> tuple[Issue, ...] | None:
+    """Settings of main_ppo that do not go together; None for another program, which may read them otherwise.
+
+    Source: verl 1dda039 `workers/rollout/`, where only vLLM has an adapter of its own; `trainer/ppo/ray_trainer.py`
+    (_save_checkpoint) and `utils/checkpoint/megatron_checkpoint_manager.py`, which alone writes the tracker of an
+    asynchronous save.
+    """
     program = launch.text.program_name
     if program and not _MAIN_PPO.fullmatch(program):
-        why = f"{program} checks other settings than verl.trainer.main_ppo, which are not known here"
-        return OwnCheck(unknown=why)
-    return OwnCheck(tuple(refused))
+        return None
+    return (*_adapter(settings), *(() if megatron else _tracker(settings)))
+
+
+def _adapter(settings: Settings) -> Iterator[Issue]:
+    key, merge = f"{_AR}.rollout.name", f"{_AR}.model.lora.merge"
+    rank = next((one for one in _RANKS if settings.text(one) not in ("", "0")), None)
+    if rank and settings.text(key) in ("sglang", "trtllm") and settings.is_off(merge):
+        expected = f"{key} = vllm, or {merge} = True, with {rank}"
+        hint = f"verl gives no adapter to {settings.text(key)}, which generates with the base model"
+        yield settings.issue((rank, key), expected, hint)
+
+
+def _tracker(settings: Settings) -> Iterator[Issue]:
+    key, mode = f"{_AR}.actor.checkpoint.async_save", "trainer.resume_mode"
+    if settings.is_on(key) and settings.resolved(mode) and settings.text(mode, "auto") == "auto":
+        hint = "leave it out: FSDP saves at once, nothing writes the tracker, and the next run starts from step 0"
+        yield settings.issue((key,), f"{key}=False without Megatron", hint)
 
 
 def _speculation(settings: Settings) -> Speculation | None:
@@ -130,14 +144,6 @@ def _speculation(settings: Settings) -> Speculation | None:
         method = settings.text(f"{mtp}.method", "mtp") if name == "vllm" else sglang
         return Speculation(name, method, settings.place(f"{mtp}.enable_rollout"))
     return of_settings(settings, f"{rollout}.engine_kwargs.vllm") if name == "vllm" else None
-
-
-def _refused(
-    settings: Settings, gpus: int | None, megatron: bool, roles: Sequence[str], hf: Path | None
-) -> Iterator[Issue]:
-    """What verl's own check refuses."""
-    reference = "reference" in roles
-    return rules.refused(Values(settings), gpus=gpus, megatron=megatron, reference=reference, experts=experts_in(hf))
 
 
 def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
@@ -173,9 +179,7 @@ def _is_megatron(settings: Settings) -> bool:
 
 def _lora(settings: Settings) -> bool:
     """Whether an adapter is trained; the reference is then the actor without it."""
-    model = f"{_AR}.model"
-    ranks = (f"{model}.lora.rank", f"{model}.lora_rank")
-    return any(settings.above_zero(key) for key in ranks) or given(settings.text(f"{model}.lora_adapter_path"))
+    return any(settings.above_zero(key) for key in _RANKS) or given(settings.text(f"{_AR}.model.lora_adapter_path"))
 
 
 def _reference(settings: Settings) -> bool:
@@ -349,8 +353,6 @@ def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgumen
 STACK = Stack(
     "verl",
     read,
-    partial(names, "verl"),
-    "verl stops at a setting that it does not know, unless + stands before it",
     fits=lambda tree: _AR in tree,
     models=frozenset({_MODEL}),
     own=OWN,

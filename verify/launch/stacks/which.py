@@ -72,17 +72,16 @@ def read_job(launch: Launch, config: Path | None = None) -> Job:
 
 def _finished(job: Job, text: LaunchText, settings: Settings, whole: bool) -> Job:
     """A job with what its settings say as such. Where not all of them are known, what is absent breaks no rule."""
-    written, check = settings.written(), job.own_check
     hf = job.hf if job.hf and (job.hf / "config.json").exists() else None
     return replace(
         job,
         text=text,
         root=hf or Path(),
         hf=hf,
-        written=written,
+        written=settings.written(),
         unread=(*settings.unread, *_unresolved_besides(text)),
         notes=tuple(settings.notes),
-        own_check=replace(check, issues=check.issues if whole else (), arguments=len(written) or 1),
+        combinations=() if job.combinations and not whole else job.combinations,
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from verify.issue import Issue
 from verify.launch.arguments import server_of
-from verify.launch.cluster import lent, short
 from verify.launch.options.given import GivenArguments
 from verify.launch.sides import ENGINE
 from verify.launch.stacks.sizes import Cut, Placement, across_nodes
@@ -44,7 +43,7 @@ def placement_of(given: GivenArguments, words: Sequence[Word], ranks: Word | Non
     job = list(_at(sizes.job(), given, (*_JOB, *_RANKS))) if counted else []
     engines = _at(sizes.engines(), given, ("rollout_num_gpus", *_JOB, *_ENGINE))
     nodes = _at(sizes.nodes(), given, ("num_gpus_per_node", "colocate", "rollout_num_gpus", *_JOB, _ENGINE[0]))
-    issues = (*job, *sizes.vocabulary(), *engines, *nodes, *sizes.cluster(words))
+    issues = (*job, *sizes.vocabulary(), *engines, *nodes)
     cut = sizes.cut()
     return Placement(issues=issues, cuts=(cut,) if cut else (), counted=True)
 
@@ -177,20 +176,6 @@ class _Sizes:
     def pp_name(self) -> str:
         """What the launch's engine calls its pipeline stages."""
         return "vllm_pipeline_parallel_size" if self.server == "vllm" else "sglang_pp_size"
-
-    def cluster(self, words: Sequence[Word]) -> Iterator[Issue]:
-        """What the script asks Slurm and Ray for."""
-        given, nodes = self.given, self.given.get("actor_num_nodes", 1)
-        rollout = given.get("rollout_num_gpus", None)
-        shared = ("colocate", "debug_train_only", "rollout_external_engine_addrs")
-        if self.world is None or nodes is None or given.anything or given.get("debug_rollout_only", False):
-            return
-        together = any(given.get(name, False) for name in shared)
-        if not together and rollout is None:
-            return
-        needed = max(self.world, rollout or 0) if together else self.world + rollout
-        what = "for the trainer" if together else f"for the trainer's {self.world} and the rollout's {rollout}"
-        yield from short(lent(words), needed, nodes, what)
 
     def _rollout(self) -> int | None:
         if self.given.get("debug_train_only", False) or self.given.anything:

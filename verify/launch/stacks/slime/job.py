@@ -10,19 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, launch_arguments
-from verify.launch.job import Job, Launch, OwnCheck, Stack
+from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments, given_arguments
-from verify.launch.options.layout import LAYOUT, option_of
-from verify.launch.options.releases import names, trainer_options
+from verify.launch.options.names import names, trainer_options
 from verify.launch.options.speculative import of_options
-from verify.launch.options.tables import OPTIONS
-from verify.launch.rules import megatron, slime
-from verify.launch.rules.options import Options
 from verify.launch.sides import Side, is_trained
-from verify.launch.stacks.directories import config_in, experts_in
-from verify.launch.stacks.scales import scales_of_options
+from verify.launch.stacks.directories import config_in
+from verify.launch.stacks.slime.combinations import Run, combination_issues
 from verify.launch.stacks.slime.files import role_files
 from verify.launch.stacks.slime.gpus import placement_of
 from verify.launch.stacks.slime.sides import Paths, notes_of, sharing_of, sides_of, unread_of
@@ -34,7 +31,7 @@ _SIZES = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
-# Of a launch that gives one of these, slime, miles or vime checks the arguments.
+# A launch that gives one of these is of slime, miles or vime.
 _TRAINERS = frozenset(
     {
         *("rollout_batch_size", "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine"),
@@ -68,10 +65,9 @@ def read(launch: Launch) -> Job:
         placement=placement_of(given, text.words, text.ranks),
         speculation=of_options(given, text.words),
         updates=updates,
-        scales=scales_of_options(text, launch.environment, config_in(paths.hf)) if updates else (),
         arguments=given,
         written=_written(text),
-        own_check=_own_check(text, given, paths, _resumed(paths, sides)),
+        combinations=_combinations(text, paths, _resumed(paths, sides)),
         unread=unread,
         notes=notes_of(paths, sides),
         replaced=paths.replaced,
@@ -103,37 +99,25 @@ def _resumed(paths: Paths, sides: Sequence[Side]) -> int:
     return int(actor.path.name[5:]) if actor and actor.path and actor.path.parent == paths.load else 0
 
 
-def _own_check(text: LaunchText, given: GivenArguments, paths: Paths, resumed: int) -> OwnCheck:
-    """slime judges the words before --custom-config-path sets anything, Megatron after it."""
-    ruled = {name for name in given.places if option_of(name) not in LAYOUT}
-    if not text.words:
-        return OwnCheck(skip_reason="no launch arguments were given")
-    if not ruled - {"megatron_to_hf_mode"}:
-        return OwnCheck(skip_reason="none of the arguments that a trainer's own check looks at is given")
-    first, known = given_arguments(text.words), {"ref_load": paths.ref_load, "load": paths.load}
-    known["opd_teacher_load"] = paths.teacher
-    own = frozenset(name for name, path in known.items() if path)
-    trainer = not _TRAINERS.isdisjoint(first.places)
-    options = Options(first, text.program_name, own, _of_miles(text), config_in(paths.hf), resumed)
-    issues = list(slime.refused(options)) if trainer else []
-    if first.get("train_backend", "megatron") == "megatron" and not first.get("debug_rollout_only", False):
-        # In mode bridge miles builds the model from config.json, and no argument says its experts.
-        experts = experts_in(paths.hf) if paths.bridge else 0
-        issues += megatron.refused(Options(given, text.program_name, own), trainer, experts)
-    return OwnCheck(tuple(issues), len(ruled))
+def _combinations(text: LaunchText, paths: Paths, resumed: int) -> tuple[Issue, ...] | None:
+    """Options that do not go together. slime judges the words before --custom-config-path sets anything."""
+    given = given_arguments(text.words)
+    if _TRAINERS.isdisjoint(given.places):
+        return None
+    return tuple(combination_issues(Run(given, text.program_name, _is_miles(text), config_in(paths.hf), resumed)))
 
 
-def _of_miles(text: LaunchText) -> bool:
+def _is_miles(text: LaunchText) -> bool:
     """Whether an option is given that of these trainers only miles has."""
-    others = names("slime") | names("megatron-lm") | names("sglang-router")
+    miles, *others = (names(one).every for one in ("miles", "slime", "megatron-lm", "sglang-router"))
     given = {one.name.removeprefix("--") for one in options_of(text.words)}
-    return not given.isdisjoint(names("miles") - others)
+    return not given.isdisjoint(miles.difference(*others))
 
 
 STACK = Stack(
     "slime",
     read,
-    lambda: trainer_options() | OPTIONS,
+    trainer_options,
     "slime passes over what it does not know, miles and Megatron-LM stop",
     where="among the launch arguments",
     one_model=True,
