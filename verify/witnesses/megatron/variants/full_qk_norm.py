@@ -1,7 +1,7 @@
 """Q and k norms over all heads at once (MiniMax-M2) instead of Megatron's, which are over one head.
 
 Not in megatron-core: trainers bring it. As in Megatron-Bridge (`models/minimax_m2/layer_specs.py`), a rank holds the
-weights of its own heads, and the mean square is over the heads of all ranks.
+weights of its own heads.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch import Tensor
 
 from converters.config.dims import ModelDims
-from verify.witnesses.megatron.variants.variant import Variant
+from verify.witnesses.megatron.variants.variant import Variant, not_computed
 
 
-class _NormOverHeads(torch.nn.Module):
-    """Root mean square norm of [sequence, batch, heads of this rank, head size] over the last two axes of all ranks."""
+class NormOverHeads(torch.nn.Module):
+    """The weight [heads of this rank x head size] of a norm over the heads of all ranks."""
+
+    forward = not_computed
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -28,13 +29,6 @@ class _NormOverHeads(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.ones(self.width // parallel_state.get_tensor_model_parallel_world_size())
         )
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """The norm, computed in float32 and given in the dtype of the weight."""
-        square = tensor.float().square().sum((-2, -1), keepdim=True)
-        torch.distributed.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
-        scaled = tensor.float() * torch.rsqrt(square / self.width + self.eps)
-        return self.weight.view(tensor.shape[-2:]) * scaled.to(self.weight.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """What Megatron asks a module for: the weight, cut along its only axis over tensor-parallel ranks."""
@@ -44,14 +38,14 @@ class _NormOverHeads(torch.nn.Module):
         return state
 
 
-class QueryNorm(_NormOverHeads):
+class QueryNorm(NormOverHeads):
     """The norm of the queries. Megatron gives the size of one head as `hidden_size`."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__(config.num_attention_heads, hidden_size, eps)
 
 
-class KeyNorm(_NormOverHeads):
+class KeyNorm(NormOverHeads):
     """The norm of the keys."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:

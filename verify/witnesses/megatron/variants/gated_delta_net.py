@@ -1,12 +1,11 @@
 """Linear attention: Megatron's own GatedDeltaNet in the layers that have it.
 
-Without the FLA package, whose kernels need a GPU, Megatron's recurrence in torch runs. Megatron builds the spec for
-Transformer Engine only; here it gets Megatron's linear layers, with the norm inside the input projection as there.
+Megatron builds it only where the FLA package is, and the spec for Transformer Engine only; here it gets Megatron's
+linear layers, with the norm inside the input projection as there.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,11 +19,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from converters.config.dims import ModelDims
-from verify.witnesses.megatron.variants.variant import Variant
-from verify.witnesses.megatron.variants.zero_centered_norm import rms_norm
+from verify.witnesses.megatron.variants.variant import Variant, not_computed
 
 # The module that asks whether FLA is there: that of the class, or (from megatron-core 0.19) that of its base.
 _MODULE = next(
@@ -34,17 +31,13 @@ _FLA = _MODULE.HAVE_FLA and torch.cuda.is_available()
 
 
 class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron's linear layer with a norm before it, zero-centred as the config says, named as Transformer Engine's."""
+    """Megatron's linear layer with the weight of a norm before it, named as Transformer Engine's."""
+
+    forward = not_computed
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **more: Any) -> None:
         super().__init__(input_size, output_size, config=config, **more)
         self.layer_norm_weight = torch.nn.Parameter(torch.zeros(input_size, dtype=config.params_dtype))
-        self._eps, self._offset = config.layernorm_epsilon, int(config.layernorm_zero_centered_gamma)
-
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Output and bias of [sequence, batch, hidden]."""
-        normed = rms_norm(input_, self._offset + self.layer_norm_weight.float(), self._eps)
-        return super().forward(normed, *args, **kwargs)
 
 
 class _Backend(LocalSpecProvider):  # type: ignore[misc]
@@ -53,17 +46,12 @@ class _Backend(LocalSpecProvider):  # type: ignore[misc]
         return NormedColumnParallelLinear
 
 
-def _l2norm(tensor: Tensor) -> Tensor:
-    """FLA's `l2norm`, by its formula."""
-    return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
-
-
 def _settings(dims: ModelDims) -> Mapping[str, Any]:
     if dims.linear is None:
         return {}
-    # "Deterministic" selects Megatron's recurrence. From 0.19 on, the function that makes the standard spec, in which
-    # layers are then replaced, refuses a config that names the variant.
-    return {"deterministic_mode": not _FLA, "experimental_attention_variant": None}
+    # From 0.19 on, the function that makes the standard spec, in which layers are then replaced, refuses a config that
+    # names the variant.
+    return {"experimental_attention_variant": None}
 
 
 def _adapt(
@@ -72,13 +60,10 @@ def _adapt(
     if dims.linear is None:
         return
     if not _FLA:
-        _MODULE.HAVE_FLA, _MODULE.l2norm = True, _l2norm  # type: ignore[attr-defined]
+        _MODULE.HAVE_FLA = True  # type: ignore[attr-defined]
     if transformer_engine:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-        if not _FLA:
-            # Then Transformer Engine's attention, in the other layers, must be what it calls deterministic, too.
-            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         attention = get_gated_delta_net_module_spec(config, TESpecProvider())
     else:
         attention = get_gated_delta_net_module_spec(config, _Backend())

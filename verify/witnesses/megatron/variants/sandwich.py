@@ -15,10 +15,9 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
 
 from converters.config.dims import ModelDims
-from verify.witnesses.megatron.variants.variant import Variant
+from verify.witnesses.megatron.variants.variant import Variant, not_computed
 
 Norm = Callable[..., torch.nn.Module]
 
@@ -26,8 +25,7 @@ Norm = Callable[..., torch.nn.Module]
 class SandwichLayer(TransformerLayer):  # type: ignore[misc]
     """Megatron's layer with slime's two norms, named as slime names them."""
 
-    self_attn_bda: Any
-    mlp_bda: Any
+    forward = not_computed
 
     def __init__(self, config: TransformerConfig, *args: Any, norm: Norm, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -35,35 +33,17 @@ class SandwichLayer(TransformerLayer):  # type: ignore[misc]
             config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
         self.post_mlp_layernorm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-        self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
-
-
-def _after(
-    norm: torch.nn.Module, add: Callable[[bool, bool], Callable[..., Tensor]]
-) -> Callable[[bool, bool], Callable[..., Tensor]]:
-    """Megatron's addition to the residual stream, of what the norm makes of an output (which has no bias)."""
-
-    def build(training: bool, fused: bool) -> Callable[..., Tensor]:
-        def run(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            return add(training, fused)((norm(output[0]), output[1]), residual, dropout)
-
-        return run
-
-    return build
 
 
 def _normed_linear(base: type, norm: Norm) -> type:
     """A row parallel linear layer of Megatron's with a norm of its output, named as Megatron-Bridge names it."""
 
     class NormedLinear(base):  # type: ignore[misc]
+        forward = not_computed
+
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.post_layernorm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
-
-        def forward(self, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-            output, bias = super().forward(tensor)
-            return self.post_layernorm(output), bias
 
     return NormedLinear
 

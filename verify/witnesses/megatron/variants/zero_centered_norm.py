@@ -1,6 +1,6 @@
 """Norms whose weight is stored minus one (`--apply-layernorm-1p`), for Megatron's own layer spec.
 
-Only Transformer Engine's norm does that; Megatron's wrapper of torch's refuses.
+Only Transformer Engine's norm computes that; Megatron's wrapper of torch's refuses to be built.
 """
 
 from __future__ import annotations
@@ -11,33 +11,19 @@ import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from converters.config.dims import ModelDims
-from verify.witnesses.megatron.variants.variant import Variant
-
-
-def zero_centered_rms_norm(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last axis times (1 + weight), computed in float32, in the dtype of the tensor."""
-    return rms_norm(tensor, 1 + weight.float(), eps)
-
-
-def rms_norm(tensor: Tensor, factor: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last axis times a factor, computed in float32, in the dtype of the tensor."""
-    wide = tensor.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * factor).type_as(tensor)
+from verify.witnesses.megatron.variants.variant import Variant, not_computed
 
 
 class ZeroCenteredNorm(torch.nn.Module):
-    """That norm as a module, built as Megatron builds its own."""
+    """The weight of that norm, built as Megatron builds its own."""
+
+    forward = not_computed
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = torch.nn.Parameter(torch.zeros(hidden_size)), eps
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Any shape whose last axis is `hidden_size`."""
-        return zero_centered_rms_norm(tensor, self.weight, self.eps)
 
 
 _TORCH_NORM = WrappedTorchNorm.__new__
