@@ -111,7 +111,7 @@ def test_zero_points_are_what_the_engine_computes_with(name: str, group: int | N
 def test_zero_points_of_experts_in_small_groups_are_misread(tmp_path: Path) -> None:
     """SGLang's kernel takes those of all but one group in a tile from memory that nobody wrote."""
     report = with_zero_points("moe", 32, tmp_path)
-    assert failed(report) >= {"CK309", "CK601"}, report.findings
+    assert failed(report) >= {"CK601"}, report.findings
 
 
 @pytest.mark.parametrize("name", SYNCED)

@@ -211,8 +211,7 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(
             f"the same answers to the same prompts, but for {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})",
             f"{between.mean / unit:.1f} times: mean {between.mean:.4f}, largest {between.largest:.3f}",
-            f"{label}'s kernels for this format do not repeat themselves: try another format or group size; CK309 "
-            "names one known cause",
+            f"{label}'s kernels for this format do not repeat themselves: try another format or group size",
             file=subject.path,
         )
     if best_tokens(passes[FIRST]) == 1 < best_tokens(exact):
