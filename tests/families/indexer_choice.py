@@ -24,7 +24,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
 
 from converters.megatron.parallel import ParallelSizes
 from verify.witnesses.megatron.model import connect
-from verify.witnesses.megatron.variants.dsa import ROTARY_FIRST, LocalBackend
+from verify.witnesses.megatron.variants.attention import ROTARY_FIRST, LocalBackend
 
 HIDDEN, RANK, HEADS, HEAD_DIM, ROPE, TOP, LENGTH = 96, 48, 6, 32, 8, 8, 64
 NAMES = {

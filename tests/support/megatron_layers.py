@@ -24,8 +24,8 @@ from torch.nn import functional
 
 from converters.config.dims import ModelDims
 from verify.witnesses.megatron import model as megatron_model
-from verify.witnesses.megatron.variants import full_qk_norm, gated_delta_net, mamba, sandwich, zero_centered_norm
-from verify.witnesses.megatron.variants.dsa import ROTARY_FIRST
+from verify.witnesses.megatron.variants import attention, norms, recurrent
+from verify.witnesses.megatron.variants.attention import ROTARY_FIRST
 from verify.witnesses.megatron.variants.variant import Variant, WholeLinear
 
 
@@ -98,7 +98,7 @@ def _l2norm(tensor: Tensor) -> Tensor:
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 
-class _ComputedSandwichLayer(sandwich.SandwichLayer):
+class _ComputedSandwichLayer(norms.SandwichLayer):
     """Adds to the residual stream what a norm makes of each output (which has no bias)."""
 
     forward = TransformerLayer.forward
@@ -120,7 +120,7 @@ def _after(norm: torch.nn.Module, add: Any) -> Any:
     return build
 
 
-def _computed_linear(base: type, norm: Any, build: Any = sandwich._normed_linear) -> type:
+def _computed_linear(base: type, norm: Any, build: Any = norms._normed_linear) -> type:
     class Computed(build(base, norm)):  # type: ignore[misc]
         def forward(self, tensor: Tensor) -> Any:
             output, bias = base.forward(self, tensor)  # type: ignore[attr-defined]
@@ -197,15 +197,15 @@ def compute_layers() -> None:
     """For the process: models that `build_chunks` makes compute."""
     dsa.rotate_activation = hadamard
     vars(sys.modules[MambaMixer.__module__])["mamba_chunk_scan_combined"] = scan
-    gated_delta_net._MODULE.l2norm = _l2norm  # type: ignore[attr-defined]
+    recurrent._DELTA_NET.l2norm = _l2norm  # type: ignore[attr-defined]
     forward: dict[Any, Any] = {
-        full_qk_norm.NormOverHeads: _norm_over_heads,
-        gated_delta_net.NormedColumnParallelLinear: _normed_column,
-        mamba.GatedNorm: _gated_norm,
+        attention.NormOverHeads: _norm_over_heads,
+        recurrent.NormedColumnParallelLinear: _normed_column,
+        recurrent.GatedNorm: _gated_norm,
         WholeLinear: lambda self, tensor: (functional.linear(tensor, self.weight), None),
-        zero_centered_norm.ZeroCenteredNorm: lambda self, tensor: rms_norm(tensor, 1 + self.weight.float(), self.eps),
+        norms.ZeroCenteredNorm: lambda self, tensor: rms_norm(tensor, 1 + self.weight.float(), self.eps),
     }
     for module, function in forward.items():
         module.forward = function
-    sandwich.SandwichLayer, sandwich._normed_linear = _ComputedSandwichLayer, _computed_linear  # type: ignore[misc]
+    norms.SandwichLayer, norms._normed_linear = _ComputedSandwichLayer, _computed_linear  # type: ignore[misc]
     megatron_model.VARIANTS = (*megatron_model.VARIANTS, Variant(_settings, _adapt, _finish))
