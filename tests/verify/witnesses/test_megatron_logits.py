@@ -155,8 +155,10 @@ NOT_COMPUTED = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text-tied"), "Megatron's gated delta net"),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), "Megatron's gated delta net"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "glm_moe_dsa-shared"), "Megatron's sparse attention"),
-    **dict.fromkeys(("gemma3_text", "gemma3_text-v4", "gemma3"), "Megatron's norm for --apply-layernorm-1p"),
-    **dict.fromkeys(("glm4", "glm4-tied"), "megatron-core has no norms after attention and MLP"),
+    **dict.fromkeys(
+        ("gemma3_text", "gemma3_text-v4", "gemma3", "glm4", "glm4-tied"),
+        "megatron-core has no norms after attention and MLP",
+    ),
     "minimax_m2": "megatron-core has no query and key norms over all heads at once",
 }
 

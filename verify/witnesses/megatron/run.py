@@ -277,14 +277,12 @@ def _not_computed(dims: ModelDims) -> str | None:
         "Mamba layer needs CUDA kernels (mamba_ssm)": dims.mamba is not None,
         "gated delta net needs CUDA kernels (flash-linear-attention)": dims.linear is not None,
         "sparse attention needs a CUDA kernel (fast_hadamard_transform)": dims.indexer is not None,
-        "norm for --apply-layernorm-1p needs Transformer Engine": dims.norm_offset,
     }
     if reason := next((words for words, needed in kernels.items() if needed), None):
         return f"Megatron's {reason}"
     missing = {
         "norms after attention and MLP": bool(dims.sandwich),
         "query and key norms over all heads at once": dims.qk_norm_full,
-        "another rotary base in layers with a window": dims.local_rope_theta is not None,
     }
     if reason := next((words for words, needed in missing.items() if needed), None):
         return f"megatron-core has no {reason}: trainers bring their own layers"
