@@ -17,13 +17,14 @@ from unittest import mock
 import torch
 from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from support.megatron_layers import compute_layers
 from torch import Tensor
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
 
 from converters.megatron.parallel import ParallelSizes
 from verify.witnesses.megatron.model import connect
-from verify.witnesses.megatron.variants.dsa import ROTARY_FIRST, LocalBackend, hadamard
+from verify.witnesses.megatron.variants.attention import ROTARY_FIRST, LocalBackend
 
 HIDDEN, RANK, HEADS, HEAD_DIM, ROPE, TOP, LENGTH = 96, 48, 6, 32, 8, 8, 64
 NAMES = {
@@ -125,7 +126,7 @@ def arranged(tensors: Mapping[str, Tensor], *, paired: bool, last: bool) -> dict
 def main() -> None:
     """Counts queries with another choice, for every release, arrangement and option."""
     connect(ParallelSizes(), 0, str(Path(tempfile.mkdtemp()) / "store"))
-    dsa.rotate_activation = hadamard
+    compute_layers()
     torch.manual_seed(0)
     tensors, inputs = release(), (torch.randn(2, LENGTH, HIDDEN), torch.randn(2, LENGTH, RANK))
     words, counts = ("halves", "pairs"), {}

@@ -87,11 +87,14 @@ def main() -> None:
     """Reads names of question files from stdin and says on stdout when each is answered."""
     import traceback
 
+    from support.megatron_layers import compute_layers
+
     from converters.megatron.parallel import ParallelSizes
     from verify.witnesses.megatron.model import connect
 
     os.unlink(sys.argv[1]) if os.path.exists(sys.argv[1]) else None
     connect(ParallelSizes(), 0, sys.argv[1])
+    compute_layers()
     for line in sys.stdin:
         question = torch.load(line.strip(), weights_only=False)
         try:

@@ -6,7 +6,6 @@ Thresholds are multiples of the noise that transformers has in the same dtype in
 from __future__ import annotations
 
 from importlib.util import find_spec
-from statistics import median
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import Computed, run_megatron_logits
-from verify.witnesses.reference.distance import distance, mean_gap
+from verify.witnesses.reference.distance import distance
 from verify.witnesses.reference.run import prompts_of
 
 pytestmark = [
@@ -39,22 +38,14 @@ def computed(subject: Subject, dtype: str) -> Computed:
     exact = run.reference.exact.judged
     for rank, answers in run.answers.items():
         print(f"{subject.path.name} {run.sizes}, {run.device}, {dtype}, rank {rank}: {distance(answers, exact)}")
-    print(f"noise of {dtype}: {distance(run.reference.rounded.judged, exact)}")
-    for stage in sorted(run.reference.stages, key=lambda stage: -max(stage.apart) / max(stage.noise))[:2]:
-        print(f"  farthest: {stage}")
+    print(f"noise of {run.reference.dtype}: {distance(run.reference.rounded.judged, exact)}")
     return run
 
 
 def agrees(run: Computed, subject: Subject) -> None:
-    """Every rank's answers and every part of the model are within the noise."""
+    """Every rank's answers are within the noise."""
     assert run.reference is not None
-    assert [stage.name for stage in run.reference.stages if stage.differs] == []
     assert list(judge(run, subject, Tally())) == []
-    for stage in run.reference.stages:
-        assert median(stage.apart) < 3 * median(stage.noise), stage
-    noise = distance(run.reference.rounded.judged, run.reference.exact.judged)
-    for answers in run.answers.values():
-        assert mean_gap(answers, run.reference.exact.judged) < 3 * noise.mean
 
 
 @ENGINE

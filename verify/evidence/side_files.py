@@ -176,10 +176,6 @@ class SideFiles:
         ]
         return [*own, *named, *(place for file, content in inline for place in _inline(file, content))]
 
-    def file_of_template(self, name: str) -> str:
-        """The file that holds the chat template `name`."""
-        return next(file for file, other, text in self.template_places if (other, text) == (name, self.templates[name]))
-
     def file_of_token(self, token: str) -> str:
         """The file that gives a token its id."""
         return next(file for file, ids in self.vocabularies.items() if token in ids)

@@ -95,15 +95,6 @@ RULES: Mapping[str, Sequence[Rule]] = {
     "triage": _GLOBAL,
 }
 
-# Options whose effect hangs on what lies at the paths: the run refuses them once it has looked.
-OF_CONTENT: Mapping[str, frozenset[str]] = {
-    "convert": frozenset({"hf", "dialect", "quantization", "merge", "dtype"}),
-    "diff": frozenset({"hf"}),
-    "inspect": frozenset({"hf"}),
-    "manifest": frozenset({"hf"}),
-    "verify": frozenset({"hf"}),
-}
-
 
 def refusal(rules: Sequence[Rule], given: Collection[str], spelled: Mapping[str, str]) -> str | None:
     """Why the options with these names are refused, `spelled` as on the command line; None where each has an effect."""

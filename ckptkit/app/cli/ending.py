@@ -7,7 +7,7 @@ Without a next command it is only for runs of a second and longer (`ckptkit.app.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,23 +17,6 @@ if TYPE_CHECKING:
     from quant.lint.lint import LintReport
     from verify.report import Report
 
-# A verb is in one of the two. Here with its next command, or why it names none.
-CLOSED: Mapping[str, str] = {
-    "convert": "`verify` with the source",
-    "quantize": "`verify` with the source",
-    "verify": "under --json `explain` of the first finding, which the text has itself",
-    "preflight": "under --json `explain` of the first finding, which the text has itself",
-    "lint": "`lint --fix` where that changes the list; after it `verify`",
-    "manifest": "`verify` of a copy",
-    "diff": "none: it does not know which side is right",
-    "triage": "none: each symptom has its own, also under --json",
-    "inspect": "none: any verb may follow",
-}
-# Here with the reason why it needs no line.
-UNCLOSED: Mapping[str, str] = {
-    "explain": "answers at once, and names the next command itself",
-    "doctor": "answers at once, and says itself what to install",
-}
 _DONE = "done"
 
 

@@ -82,7 +82,6 @@ MUTATIONS = (
     Mutation(9, faults.zero_block_as_miles_writes_it, "fp8", "CK204", "NaN"),
     Mutation(10, faults.nan_scale, "nvfp4-modelopt", "CK304", "NaN or infinity: 1 of"),
     Mutation(11, faults.label_of_powers, "fp8", "CK304", "powers of two, as scale_fmt ue8m0"),
-    Mutation(12, faults.codes_of_the_unrounded_scale, "fp8-ue8m0", "CK304", "448 in every block", severity="warning"),
     Mutation(12, faults.codes_of_the_unrounded_scale, "fp8-ue8m0", "CK305", "further off", source=True),
     Mutation(13, faults.router_in_fp8, "fp8", "CK301", "stored in FP8"),
     Mutation(14, faults.gate_alone, "fp8", "CK306", "unquantized"),

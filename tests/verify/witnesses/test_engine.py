@@ -127,7 +127,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_reference_is_what_transformers_computes(release: Path, tmp_path: Path) -> None:
     prompts, ids = [[5, 9, 2, 40]], [[[1, 2], [3, 4], [5, 6]]]
     found = reference(release, tmp_path, prompts, ids)
-    assert (found.dtype, found.exact_dtype) == ("bfloat16", "float32")
+    assert found.dtype == "bfloat16"
     model = AutoModelForCausalLM.from_pretrained(release, dtype=torch.float32)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor(prompts)).logits[0]
@@ -468,11 +468,6 @@ NO_TILE = (
     "RuntimeError: Invalid thread config: thread_m_blocks = 1, thread_k = -1, thread_n = -1, num_threads = -1 for MKN "
     "= [48, 576, 960] and num_bits = 4\n\n[12:00:01] SIGQUIT received.\n"
 )
-OTHER_NAME = (
-    "Traceback (most recent call last):\n"
-    '  File "/site/sglang/srt/models/qwen3_moe.py", line 1250, in load_weights\n    param = params_dict[name]\n'
-    "KeyError: 'model.layers.0.mlp.experts.w2_weight'\n"
-)
 NO_MEMORY = (
     "Traceback (most recent call last):\n"
     '  File "/site/sglang/srt/models/qwen3_moe.py", line 1250, in load_weights\n    copy()\n'
@@ -489,26 +484,13 @@ def served(monkeypatch: pytest.MonkeyPatch, path: Path, log: str, *asked: str) -
     return run_checks(Subject(path, options=VerifyOptions(against=frozenset(asked))), checks), ended
 
 
-@pytest.mark.parametrize(("log", "words"), [(NO_TILE, "[48, 576, 960]"), (OTHER_NAME, "experts.w2_weight")])
-def test_an_engine_that_ends_by_the_checkpoints_own_tensors_is_a_finding(
+@pytest.mark.parametrize(("log", "words"), [(NO_TILE, "[48, 576, 960]"), (NO_MEMORY, "CUDA out of memory")])
+def test_an_engine_that_ends_is_no_verdict(
     monkeypatch: pytest.MonkeyPatch, release: Path, log: str, words: str
 ) -> None:
     outcome, _ = served(monkeypatch, release, log, "engine", "update")
-    (finding,) = outcome.findings
-    assert (finding.code, finding.severity) == ("CK511", "error")
-    assert words in finding.actual
-    assert "says nothing" not in finding.actual
-    assert [one.reason for one in outcome.checks[1:]] == [
-        "not run because the engine cannot serve the checkpoint (CK511)"
-    ]
-
-
-def test_an_engine_that_ends_by_the_machine_says_nothing_of_the_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, release: Path
-) -> None:
-    outcome, _ = served(monkeypatch, release, NO_MEMORY, "engine")
-    assert outcome.findings == []
-    assert "which says nothing about the checkpoint" in outcome.reasons[0]
+    assert (outcome.findings, {one.status for one in outcome.checks}) == ([], {"skipped"})
+    assert words in outcome.reasons[0]
 
 
 def test_an_update_that_sglang_cannot_take_is_not_tried(

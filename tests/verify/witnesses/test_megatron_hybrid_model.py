@@ -136,7 +136,7 @@ def test_source_may_be_a_gptmodel_and_logits_are_those_of_transformers(made: Mad
     assert {check.code: check.reason for check in report.checks if check.status != "passed"} == {}
     assert report.facts["pipeline stages"] == ["pp rank 0: layers 0..11", "pp rank 1: layers 12..23"]
     (found, _) = report.facts["log-probabilities in Megatron"]
-    assert "from transformers in float64: mean 0.0000" in found
+    assert "from transformers in float32: mean 0.0000" in found
 
 
 def test_pipeline_options_that_megatron_refuses_are_refused(made: Made) -> None:

@@ -107,7 +107,7 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_job_of_the_reference_is_read_as_written(tmp_path: Path) -> None:
-    job = ReferenceJob("model", "report", [[1, 2]], [[[3]]], streams=["a"])
+    job = ReferenceJob("model", "report", [[1, 2]], [[[3]]])
     save(job, tmp_path / "job")
     assert load(ReferenceJob, tmp_path / "job") == job
 

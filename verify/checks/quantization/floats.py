@@ -17,7 +17,7 @@ from verify.check import Tally
 from verify.checks.headers.files import names_of
 from verify.evidence.expected import usable_config
 from verify.evidence.extremes import same_bytes
-from verify.evidence.floats.stored import FloatScales, always_full, float_scales_of, stored_floats_of
+from verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -197,16 +197,6 @@ def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
             wrong[expected, actual].append(name)
     for (expected, actual), names in wrong.items():
         yield Issue(expected, actual, "quantize again from the release", names=names, file=subject.path)
-    if names := always_full(subject):
-        yield Issue(
-            "largest codes of blocks that spread over 224 to 448, as powers of two leave them",
-            "448 in every block: codes were made with another scale than the one stored, as transformers 5.12 does, "
-            "and weights are up to twice too large",
-            "compare with the release (--source), and quantize again with another program",
-            names=names,
-            file=subject.path,
-            severity="warning",
-        )
     yield from _odd_inputs(subject)
     yield from _repeated(subject)
 

@@ -15,7 +15,7 @@ from converters.planner import expected_hf
 from quant.formats.groups import groups_of
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.scheme import BITS
-from quant.formats.zero_points import LARGE_TILE, SMALL_TILE, is_expert
+from quant.formats.zero_points import is_expert
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.floats import float_pairs, has_floats
@@ -151,59 +151,33 @@ def _not_for_sglang(subject: Subject) -> str | None:
 
 @check(
     "CK309",
-    "SGLang's kernels read every zero point of the experts",
+    "SGLang reads the zero points of the experts as they are stored",
     stage="quantization",
     preflight=True,
-    rationale="SGLang's kernel for packed experts reads the zero points of one group in each tile of 64 or 128 inputs. "
-    "Those of further groups are whatever shared memory held, and answers change from one request to the next. It "
-    "takes them in a layout of its own, so that those of compressed-tensors belong to other rows and groups.",
-    fix="Quantize the experts again symmetrically, or with `--reader sglang` in groups of 128 or with a scale a row.",
+    rationale="SGLang takes the zero points of packed experts in a layout of its own, so that those of "
+    "compressed-tensors belong to other rows and groups.",
+    fix="Quantize the experts again symmetrically, or with `--reader sglang`.",
     unless=_not_for_sglang,
 )
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Group sizes and layout of routed experts' zero points, where SGLang is to load them.
-
-    The layout is what config.json says (CK303 holds the files against it).
-    """
+    """The layout of routed experts' zero points by config.json, where SGLang is to load them (files: CK303)."""
     config = usable_config(subject)
     form = int4_format_of(config) if config else None
     schemes = list(_schemes(names_of(subject), lambda _: form.bits if form else BITS))
     if not schemes:
         raise Skip("no tensor is the weight of a layer (CK104)")
     tally.compared(0, len(schemes))
-    experts = [
-        (module + ZERO_POINT, scheme.group)
-        for module, scheme in schemes
-        if scheme and scheme.zero_points and is_expert(module)
-    ]
-    small = [(name, group) for name, group in experts if 0 < group < LARGE_TILE]
     if form is not None and not form.sglang_experts:
         yield Issue(
             "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order",
             "as compressed-tensors stores them, [rows / 8, groups], which SGLang 0.5.16 and 0.5.23 take for others",
             "quantize the experts again symmetrically, or with --reader sglang; or serve with vLLM, and give "
             "--reader vllm",
-            names=[name for name, group in experts if not 0 < group < SMALL_TILE],
+            names=[
+                module + ZERO_POINT for module, scheme in schemes if scheme and scheme.zero_points and is_expert(module)
+            ],
             file=subject.path,
         )
-        small = [(name, group) for name, group in small if group < SMALL_TILE]
-    hint = f"quantize the experts again: symmetrically, or with --group-size {LARGE_TILE} or channel"
-    yield Issue(
-        f"groups of at least {SMALL_TILE} inputs, or one a row",
-        "smaller groups, of whose zero points SGLang's kernel reads one in each tile",
-        hint,
-        names=[name for name, group in small if group < SMALL_TILE],
-        file=subject.path,
-    )
-    yield Issue(
-        f"groups of at least {LARGE_TILE} inputs, or one a row",
-        f"groups of {SMALL_TILE}, which SGLang's kernel reads in tiles of {SMALL_TILE} (as on an H100), but not in "
-        f"tiles of {LARGE_TILE}",
-        f"{hint}; or `verify --engine --logits` on the GPU that serves it",
-        names=[name for name, group in small if group >= SMALL_TILE],
-        file=subject.path,
-        severity="warning",
-    )
 
 
 @check(

@@ -19,18 +19,19 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from pathlib import Path
 
 from ckptkit.core.specs import ranges
+from ckptkit.formats import yaml_text
+from ckptkit.storage.regular import read_regular
 from converters.planner import dims_of
 from quant.formats.floats.table import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from verify.check import Skip, Tally, check
-from verify.checks.values.merged import FILE as MERGED
-from verify.checks.values.merged import are_copies, layer_origins
 from verify.evidence.expected import Expected, expected_of, is_cache_scale, usable_config
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import scales_in_floats
-from verify.evidence.folding import layers_of, pattern_of
+from verify.evidence.folding import layer_of, layers_of, pattern_of
 from verify.evidence.moved.repeated import repeated_experts, repeated_layers
 from verify.evidence.moved.stages import stages_of
 from verify.evidence.reading import read_values
@@ -247,10 +248,10 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if pattern_of(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(PARTS):
             groups[pattern_of(name), stats.digest].append(name)
     equal = [found for found in groups.values() if len(found) > 1]
-    origins = layer_origins(subject.config_root)
-    if merged := layers_of(name for found in equal if are_copies(found, origins) for name in found):
-        tally.note(f"layers {ranges(merged)} repeat one another, as {MERGED} says of the merge that made them")
-        equal = [found for found in equal if not are_copies(found, origins)]
+    origins = _layer_origins(subject.config_root)
+    if merged := layers_of(name for found in equal if _are_copies(found, origins) for name in found):
+        tally.note(f"layers {ranges(merged)} repeat one another, as {_MERGED} says of the merge that made them")
+        equal = [found for found in equal if not _are_copies(found, origins)]
     layers = repeated_layers(equal, subject.once(stages_of))
     experts = repeated_experts(found for found in equal if len(layers_of(found)) < len(found))
     for one in (*layers, *experts):
@@ -259,3 +260,31 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if severity == "warning":
             text, hint = f"as in the source, {text}", "ask whoever made the source whether that is meant"
         yield Issue(expected, text, hint, names=one.names, together=True, file=subject.path, severity=severity)
+
+
+# Of mergekit, which writes it beside the weights. Source: mergekit `config.py`, `plan.py` and `merge.py`.
+_MERGED, _MAX_LAYERS = "mergekit_config.yml", 10_000
+
+
+def _layer_origins(root: Path) -> Sequence[tuple[str, int]]:
+    """Model and layer that each layer was copied from; none where no passthrough merge is written down."""
+    origins: list[tuple[str, int]] = []
+    try:
+        content = yaml_text.values(yaml_text.parse(read_regular(root / _MERGED, yaml_text.MAX_BYTES).decode()))
+        for one in content["slices"] if content["merge_method"] == "passthrough" else ():
+            (source,) = one["sources"]
+            first, end = source["layer_range"]
+            if first < 0 or end > _MAX_LAYERS or len(origins) > _MAX_LAYERS:
+                return ()
+            origins += [(str(source["model"]), layer) for layer in range(first, end)]
+    except (OSError, ValueError, TypeError, LookupError):
+        return ()
+    return origins
+
+
+def _are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> bool:
+    """Whether these are one tensor of several layers, all copied from the same layer."""
+    layers = layers_of(names)
+    same = {name.replace(f".{layer_of(name)}.", ".#.", 1) for name in names}
+    known = len(layers) == len(names) and len(same) == 1 and layers[-1] < len(origins)
+    return known and len({origins[layer] for layer in layers}) == 1

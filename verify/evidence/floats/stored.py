@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from quant.formats.dequantize import floats_of
-from quant.formats.floats.layout import E4M3
 from quant.formats.floats.release import Floats, StoredWeight, wrong_scale
 from verify.evidence.extremes import digest_of
-from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _MANY, _SAMPLE = 12, 4096  # different scales, and of how many
-_BLOCK = 1024  # weights of a block whose largest code is looked at
-_FEW_BLOCKS = 12  # by chance all of so many are full once in 10^9 times
 
 
 @dataclass(frozen=True)
@@ -130,14 +125,6 @@ def _one(tensor: Tensor) -> float:
 
 def _silenced(checkpoint: Checkpoint, stored: StoredWeight, zero: Tensor) -> int:
     """Blocks whose codes are not all zero while their scale is, `zero` in the order of the scales."""
-    layout, shape = stored.layout, stored.shape
-    assert shape is not None  # its scale fits
-    largest = _largest_codes(checkpoint, stored)
-    return int(((largest > 0) & zero.reshape(layout.grid(shape))).sum())
-
-
-def _largest_codes(checkpoint: Checkpoint, stored: StoredWeight) -> Tensor:
-    """The largest number without its sign of each block, NaN above all; float32 [..., blocks down, blocks across]."""
     import torch
 
     from quant.formats.floats.decode import values
@@ -149,36 +136,5 @@ def _largest_codes(checkpoint: Checkpoint, stored: StoredWeight) -> Tensor:
     height, width = layout.block[0] or shape[-2], layout.block[1] or shape[-1]
     grid = layout.grid(shape)
     padded = torch.nn.functional.pad(numbers, (0, grid[-1] * width - shape[-1], 0, grid[-2] * height - shape[-2]))
-    return padded.reshape(*grid[:-1], height, grid[-1], width).amax((-3, -1))
-
-
-def always_full(subject: Subject) -> list[str]:
-    """Weights in FP8 with powers of two as scales, in each of whose blocks the largest code is 448.
-
-    By such scales the largest codes spread over 224 to 448. A few weights of each kind are read; an empty list where
-    one of their blocks has another, or they have too few blocks to tell.
-    """
-    wanted = {
-        one.stored.name: one.stored
-        for one in subject.once(float_scales_of)
-        if one.stored.layout.number == E4M3 and not one.unrounded and not one.not_finite and _is_block(one.stored)
-    }
-    chosen = [name for names in group_by_pattern(wanted) for name in _spread(names)]
-    blocks = 0
-    for name in chosen:
-        largest = _largest_codes(subject.checkpoint, wanted[name])
-        used = largest[largest > 0]
-        if bool((used != wanted[name].layout.largest).any()):
-            return []
-        blocks += used.numel()
-    return sorted(wanted) if blocks >= _FEW_BLOCKS else []
-
-
-def _is_block(stored: StoredWeight) -> bool:
-    height, width = stored.layout.block
-    return height is not None and width is not None and height * width >= _BLOCK
-
-
-def _spread(names: Sequence[str]) -> Iterator[str]:
-    """The first, the last and the middle one."""
-    yield from dict.fromkeys((names[0], names[len(names) // 2], names[-1]))
+    largest = padded.reshape(*grid[:-1], height, grid[-1], width).amax((-3, -1))
+    return int(((largest > 0) & zero.reshape(grid)).sum())

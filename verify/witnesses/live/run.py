@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -11,7 +10,7 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
-from verify.skip import Skip, Unable
+from verify.skip import Unable
 from verify.witnesses.live.job import FIRST, EngineJob, EngineReport
 from verify.witnesses.loading.engine import EngineFacts, Names
 from verify.witnesses.loading.job import EngineSizes
@@ -25,11 +24,6 @@ from verify.witnesses.reference.run import check_reference, prompts_of, run_refe
 from verify.witnesses.registry import live_engine
 
 _WITNESS = "verify.witnesses.live.process"
-# What engines say of layers that their kernels or ranks cannot cut, and where they look for tensors of other names.
-_BY_SHAPE = re.compile(
-    r"Invalid thread config|(?:not|must be) divisible by|not evenly divisible|Unsupported shapes"
-    r"|KeyError\b.*in load_weights\b"
-)
 _START_S = 1200  # importing an engine and compiling its kernels on a cold machine
 _PASSES = 8  # over the weights, at most
 
@@ -41,12 +35,9 @@ class EngineRun:
     report: EngineReport | None  # as far as it came
     prompts: Ids = ()
     failed: str | None = None  # why the report is missing or not complete
-    refused: bool = False  # there is no report because of the sizes or names of the checkpoint's own tensors
 
     def require_report(self) -> EngineReport:
-        """The report. Raises Unable where there is none, Skip where that is a finding of CK511."""
-        if self.refused:
-            raise Skip("not run because the engine cannot serve the checkpoint (CK511)")
+        """The report. Raises Unable where there is none."""
         if self.report is None:
             raise Unable(self.failed or "the engine gave no report")
         return self.report
@@ -100,9 +91,10 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
     report, failed = ask(job, _WITNESS, EngineReport, limit_s, interpreter_of(engine, subject))
     if report is not None:
         return EngineRun(report, prompts, failed)
-    if _BY_SHAPE.search(failed):
-        return EngineRun(None, failed=failed, refused=True)
-    return EngineRun(None, failed=f"the engine failed, which says nothing about the checkpoint: {failed}")
+    check = f"`ckptkit verify` --against-{engine.name} loads the weights without serving them"
+    return EngineRun(
+        None, failed=f"the engine ended without an answer, for a reason that is not judged: {failed}; {check}"
+    )
 
 
 def no_second_load(subject: Subject) -> str | None:

@@ -19,7 +19,6 @@ from converters.registry import family_of
 from converters.stored import unused_names
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
 from verify.witnesses.loading.bits import difference, poisoned
-from verify.witnesses.loading.computed import computed_of, is_computed
 from verify.witnesses.loading.engine import Engine
 from verify.witnesses.loading.job import Observation
 from verify.witnesses.loading.names import of_draft, padded, promised_names, routers
@@ -345,3 +344,17 @@ def _rounded(piece: Piece, tensor: Tensor) -> Observation | None:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def computed_of(name: str, tensor: Tensor) -> Tensor | None:
+    """What an engine holds for a tensor, in float32; None for one that it copies.
+
+    Of a Mamba mixer's `A_log` that is A = -exp(A_log). Source: SGLang `layers/attention/mamba/mamba.py` and vLLM
+    `layers/mamba/mamba_mixer2.py`, `composed_weight_loader`.
+    """
+    return -torch.exp(tensor.float()) if name.endswith((".mixer.A_log", ".mamba.A_log")) else None
+
+
+def is_computed(held: Tensor, expected: Tensor) -> bool:
+    """Whether a parameter holds these values, within what one exponential of another device may be off."""
+    return torch.allclose(held.float(), expected.to(held.device), rtol=1e-6, atol=0)

@@ -1,23 +1,17 @@
-"""Runs a model that is laid out over ranks, pipeline stage by pipeline stage, and keeps what each part computes."""
+"""Runs a model that is laid out over ranks, pipeline stage by pipeline stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from converters.megatron.hybrid_model import PATTERNS, own_layers
 from converters.megatron.parallel import ParallelSizes
 from verify.witnesses.megatron.imports import importing_megatron
-from verify.witnesses.reference import residuals as stages
 
 with importing_megatron():
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.moe import moe_utils
 
     from verify.witnesses.megatron.model import Chunk, inputs_of, logits
@@ -60,61 +54,3 @@ def _hidden(chunk: Chunk, given: Tensor | None, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         hidden: Tensor = chunk(tokens, *inputs_of(tokens))
     return hidden.contiguous()
-
-
-def recorded(chunks: Sequence[Chunk], run: Callable[[], Tensor | None]) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """What `run` gives, and what this rank computes meanwhile: by stage, [tokens, hidden size or vocabulary]."""
-    found: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        for chunk in chunks:
-            for hook in _hooks(chunk, partial(_keep, found)):
-                stack.callback(hook.remove)
-        logits = run()
-    return logits, found | ({} if logits is None else {stages.OUTPUT: logits})
-
-
-def _keep(found: dict[str, Tensor], stage: str, hidden: Tensor) -> None:
-    found[stage] = hidden[:, 0].clone()
-
-
-def _has_layers_of_one_block(chunk: Chunk) -> bool:
-    """Whether the layers of a HybridModel are the model's own, and no halves of a GPTModel's."""
-    return own_layers({name: getattr(chunk, name, None) for name in PATTERNS}) is not None
-
-
-def _hooks(chunk: Chunk, keep: Callable[[str, Tensor], None]) -> list[Any]:
-    hooks = []
-    hybrid, single = not isinstance(chunk, GPTModel), _has_layers_of_one_block(chunk)
-    for layer in chunk.decoder.layers:
-        number = int(layer.layer_number) - 1
-        if number == 0:
-            hooks.append(layer.register_forward_pre_hook(_on_input(keep, stages.EMBEDDING), with_kwargs=True))
-        if hybrid:
-            stage = stages.mlp(number) if single else (stages.attention, stages.mlp)[number % 2](number // 2)
-            hooks.append(layer.register_forward_hook(_on_output(keep, stage)))
-            continue
-        # Also where the norm is part of the next linear layer: then this module gives back what it is given.
-        hooks.append(
-            layer.pre_mlp_layernorm.register_forward_pre_hook(
-                _on_input(keep, stages.attention(number)), with_kwargs=True
-            )
-        )
-        hooks.append(layer.register_forward_hook(_on_output(keep, stages.mlp(number))))
-    if chunk.post_process:
-        # Multi-token prediction layers use the output layer too, before the model itself does.
-        hooks.append(chunk.output_layer.register_forward_pre_hook(_on_input(keep, stages.FINAL_NORM), with_kwargs=True))
-    return hooks
-
-
-def _on_input(keep: Callable[[str, Tensor], None], stage: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Sequence[Any], named: dict[str, Any]) -> None:
-        keep(stage, args[0] if args else named["hidden_states"])
-
-    return hook
-
-
-def _on_output(keep: Callable[[str, Tensor], None], stage: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Sequence[Any], output: Any) -> None:
-        keep(stage, output if isinstance(output, Tensor) else output[0])  # Mamba layers give hidden states alone
-
-    return hook

@@ -36,7 +36,6 @@ class RankJob:
     transformer_engine: bool = False
     hybrid: bool = False  # the checkpoint holds a HybridModel, not a GPTModel
     prompts: Sequence[Sequence[int]] = ()  # token ids; with them nothing is compared
-    stream: str | None = None  # the file for what this rank computes for the prompts
     at_once: int = 0  # how many run at a time, each without a process group; 0: all, in one group
     trainer: str | None = None  # the root from which Megatron-LM's own `load_checkpoint` is to load
 
@@ -75,5 +74,4 @@ class RankReport:
     judged: tuple[Judged, ...] = ()  # of each prompt, on ranks of the last pipeline stage
     mtp: tuple[int, ...] = ()  # how many multi-token prediction layers each chunk has
     asked: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # what it read of each key on disk
-    stream: str | None = None  # the job's, on the first of the ranks that compute the same
     renamed: tuple[str, ...] = ()  # keys of norms that it asked for by another name, that of Megatron's local spec

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -39,15 +38,13 @@ from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.process.sandbox import end_with_parent
 from verify.witnesses.reference.job import Judged
 from verify.witnesses.reference.logprobs import judged
-from verify.witnesses.reference.residuals import OUTPUT
-from verify.witnesses.reference.teacher_forced import saved
 
 with importing_megatron():
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.package_info import __version__
 
-    from verify.witnesses.megatron.forward import forward, multiply_plainly, recorded
+    from verify.witnesses.megatron.forward import forward, multiply_plainly
     from verify.witnesses.megatron.model import Build, Chunk, build_chunks, connect, has_mtp
     from verify.witnesses.megatron.recording_loader import WatchedLoad
     from verify.witnesses.megatron.single_rank import connect_alone
@@ -178,8 +175,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     rules = {rule.megatron: rule for rule in rules_of(config, dialect)}
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
     enter(COMPUTE)
-    stream = job.stream if at.tp_rank == 0 and (not dims.experts or at.experts.start == 0) else None
-    answers = _answers(chunks, job, dims.vocab, stream)
+    answers = _answers(chunks, job, dims.vocab)
     enter(COMPARE)
     return RankReport(
         rank=job.rank,
@@ -194,7 +190,6 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         refused=tuple(refused),
         tensors=() if job.prompts else tuple(seen(chunks, rules, reference, at)),
         judged=answers,
-        stream=stream,
         mtp=tuple(len(chunk.mtp.layers) if has_mtp(chunk) else 0 for chunk in chunks),
         asked={key: tuple(boxes) for key, boxes in reader.asked.items()},
         renamed=tuple(sorted(reader.renamed.values())),
@@ -217,20 +212,15 @@ def _load_as_trainer(
     return len(reader.asked), set(), set(), refused
 
 
-def _answers(chunks: list[Chunk], job: RankJob, vocabulary: int, stream: str | None) -> tuple[Judged, ...]:
-    """What the ranks together make of the prompts; each stage of this one is written to the file `stream`."""
+def _answers(chunks: list[Chunk], job: RankJob, vocabulary: int) -> tuple[Judged, ...]:
+    """What the ranks together make of the prompts; empty on a rank without the output layer."""
     if not job.transformer_engine:
         multiply_plainly()
     answers: list[Judged] = []
-    values: list[dict[str, Tensor]] = []
     for prompt in job.prompts:
-        logits, found = recorded(chunks, partial(forward, chunks, job.sizes, prompt))
+        logits = forward(chunks, job.sizes, prompt)
         if logits is not None:
-            found[OUTPUT] = logits[:, :vocabulary]
-            answers.append(judged(found[OUTPUT], prompt))
-        values.append({stage: tensor.cpu().contiguous() for stage, tensor in found.items()} if stream else {})
-    if stream:
-        save_file(saved(values), stream)
+            answers.append(judged(logits[:, :vocabulary], prompt))
     return tuple(answers)
 
 

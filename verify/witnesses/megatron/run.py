@@ -257,24 +257,40 @@ class Computed:
     version: str
     sizes: ParallelSizes
     device: str
+    dtype: str  # in which Megatron computed
     answers: Mapping[int, Sequence[Judged]]  # by rank of the last pipeline stage
     reference: Reference | None  # None: some of the answers are not numbers
 
 
-def computes_in(subject: Subject, prompts: Ids) -> Sequence[str]:
-    """The dtypes in which Megatron is asked for prompts: float32, and on GPUs also the checkpoint's own.
+def computes_in(subject: Subject) -> Sequence[str]:
+    """The dtypes in which Megatron is asked for prompts: float32, and on GPUs also the checkpoint's own."""
+    stored = main_dtype(subject.checkpoint.specs) or "bfloat16"
+    return ["float32", stored] if stored != "float32" and _on_gpus(sizes_of(subject)) else ["float32"]
 
-    Not where sparse attention chooses among the tokens: Megatron does that in its own dtype and transformers in
-    float32, so that near ties fall otherwise, and no noise tells how often.
+
+def _not_computed(dims: ModelDims) -> str | None:
+    """Why Megatron is not asked to compute a model: its layers here only hold the weights; else None.
+
+    They need a CUDA kernel, or are a trainer's own. What takes their place in `variants` is ours, and no witness.
     """
-    own, indexer = main_dtype(subject.checkpoint.specs) or "bfloat16", dims_of(config_of(subject)).indexer
-    chooses = indexer is not None and indexer.top_k < max(map(len, prompts))
-    more = own != "float32" and not chooses and _on_gpus(sizes_of(subject))
-    return ["float32", own] if more else ["float32"]
+    kernels = {
+        "Mamba layer needs CUDA kernels (mamba_ssm)": dims.mamba is not None,
+        "gated delta net needs CUDA kernels (flash-linear-attention)": dims.linear is not None,
+        "sparse attention needs a CUDA kernel (fast_hadamard_transform)": dims.indexer is not None,
+    }
+    if reason := next((words for words, needed in kernels.items() if needed), None):
+        return f"Megatron's {reason}"
+    missing = {
+        "norms after attention and MLP": bool(dims.sandwich),
+        "query and key norms over all heads at once": dims.qk_norm_full,
+    }
+    if reason := next((words for words, needed in missing.items() if needed), None):
+        return f"megatron-core has no {reason}: trainers bring their own layers"
+    return None
 
 
 def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
-    """What Megatron makes of prompts (token ids) in the sizes asked for, computing in `dtype`, beside transformers.
+    """What Megatron makes of prompts (token ids) in the sizes asked for, computing in `dtype`, and transformers.
 
     Its layers are those of Megatron's own spec in float32, else Transformer Engine's where that is installed. Raises
     Unable where either cannot say, which is not a verdict on the checkpoint, and as `run_megatron`.
@@ -282,6 +298,8 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     from verify.witnesses.reference.distance import not_finite
 
     sizes = sizes_of(subject)
+    if reason := _not_computed(dims_of(config_of(subject))):
+        raise Unable(f"{reason}; `verify --logits` without --against-megatron asks transformers alone (CK607)")
     _check_release(subject)
     check_reference(subject, prompts)
     refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
@@ -294,12 +312,11 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
             raise Unable(_unable(failures))
         reports = [load(RankReport, Path(job.report)) for job in jobs]
         answers = {report.rank: report.judged for report in reports if report.judged}
-        streams = {report.pp: report.stream for report in reversed(reports) if report.stream}
         reference = None
         if not any(not_finite(judged)[0] for judged in answers.values()):
             top_ids = [answer.top_ids for answer in min(answers.items())[1]]
-            reference = judged_by_transformers(subject, prompts, top_ids, dtype, list(streams.values()))
-    return Computed(reports[0].version, sizes, _device(gpu, jobs[0]), answers, reference)
+            reference = judged_by_transformers(subject, prompts, top_ids)
+    return Computed(reports[0].version, sizes, _device(gpu, jobs[0]), dtype, answers, reference)
 
 
 def _logits_job(
@@ -307,8 +324,7 @@ def _logits_job(
 ) -> RankJob:
     job = _job(subject, sizes, rank, scratch, gpu)
     engine = job.transformer_engine and dtype != "float32"
-    stream = str(scratch / f"stream-{rank}.safetensors")
-    return replace(job, dtype=dtype, prompts=prompts, stream=stream, transformer_engine=engine)
+    return replace(job, dtype=dtype, prompts=prompts, transformer_engine=engine)
 
 
 def _on_gpus(sizes: ParallelSizes) -> bool:

@@ -53,12 +53,6 @@ def mean_gap(one: Sequence[Judged], other: Sequence[Judged]) -> float:
     return float(_gaps(one, other).mean())
 
 
-def spacing(answers: Sequence[Judged]) -> float:
-    """Half the mean spacing of float32, in which log-probabilities are given, at those of the prompts' tokens."""
-    values = np.concatenate([np.abs(np.asarray(answer.tokens, np.float32)) for answer in answers])
-    return float(np.spacing(values).mean()) / 2
-
-
 def _gaps(one: Sequence[Judged], other: Sequence[Judged]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return np.concatenate([np.abs(np.subtract(a.tokens, b.tokens)) for a, b in zip(one, other, strict=True)])
 

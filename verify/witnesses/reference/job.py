@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verify.witnesses.reference.residuals import Stage
-
 Ids = Sequence[Sequence[int]]  # of tokens, a sequence a prompt
 TOP = 20  # tokens a position whose log-probabilities are compared, besides the prompt's own
 
@@ -29,8 +27,7 @@ class ReferenceJob:
     prompts: Ids = ()
     top_ids: Sequence[Ids] = ()  # for each prompt and position but the first: tokens whose log-probability is wanted
     hf: str | None = None  # gives the config of a Megatron checkpoint that carries none
-    dtype: str | None = None  # of the witness; None: the one in which an engine computes
-    streams: Sequence[str] = ()  # files with what Megatron computed for the prompts
+    dtype: str | None = None  # of the rounded pass; None: the one in which an engine computes
     texts: Ids | None = None  # to be predicted
     activations: int | None = None  # `activations.group_of` what the engine rounds; None: nothing
 
@@ -54,14 +51,7 @@ class Answers:
 class Reference:
     """What transformers makes of a job."""
 
-    dtype: str  # of the witness, and what else it rounds
-    exact: Answers  # in `exact_dtype`
-    rounded: Answers  # in `dtype`
-    stages: Sequence[Stage] = ()  # where Megatron wrote down what it computed, that against transformers
-    unseen: str | None = None  # why there are none
+    dtype: str  # of `rounded`, and what else is rounded there
+    exact: Answers  # in float32
+    rounded: Answers
     predicted: Predicted | None = None  # of the job's texts
-
-    @property
-    def exact_dtype(self) -> str:
-        """The dtype of `exact`."""
-        return "float64" if self.dtype == "float32" else "float32"

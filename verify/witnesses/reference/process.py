@@ -1,8 +1,7 @@
 """transformers' log-probabilities for a witness's: `python -m verify.witnesses.reference.process JOB.json`.
 
-Runs the checkpoint, dequantized where it is quantized, in the witness's own dtype and in one that is more exact:
-float32, or float64 for a witness that computes in float32. What the first differs from the second is the noise of the
-format, against which the witness's answers are judged.
+Runs the checkpoint, dequantized where it is quantized, in the dtype in which an engine computes and in float32. The
+difference of these two is the noise of the dtype, against which the answers of a witness are judged.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import dtype_name
@@ -30,11 +29,9 @@ from verify.evidence.plain import plain
 from verify.witnesses.process.entry import run_job
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.reference.activations import rounded_inputs
-from verify.witnesses.reference.float64 import in_float64
 from verify.witnesses.reference.job import Answers, Ids, Judged, Reference, ReferenceJob
 from verify.witnesses.reference.logprobs import judged
 from verify.witnesses.reference.prediction import predicted
-from verify.witnesses.reference.teacher_forced import Decoder, Unseen, Values, compare, decoder_of, given_by, guided
 
 LOAD = Phase("loading the checkpoint into transformers")
 COMPUTE = Phase("computing log-probabilities in transformers")
@@ -51,41 +48,19 @@ def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
         phases.enter(COMPUTE)
         nothing = Answers([])
         return Reference(dtype_name(dtype), nothing, nothing, predicted=predicted(model, job.texts))
-    given = given_by(job.streams, len(job.prompts))
     phases.enter(LOAD)
     model = model_of(checkpoint, home, torch.float32)
-    decoder, unseen = _decoder(model) if job.streams else (None, None)
     phases.enter(COMPUTE)
-    with in_float64(model, decoder.layers if decoder else ()) if dtype == torch.float32 else nullcontext():
-        exact, sharp = _asked(model, job), _guided(model, decoder, job, given)
+    exact = _asked(model, job)
     texts = predicted(model, job.texts) if job.texts else None
-    if dtype != torch.float32:
-        del model, decoder
-        phases.enter(LOAD)
-        model = model_of(checkpoint, home, dtype)
-        decoder, _ = _decoder(model) if job.streams else (None, None)
-        phases.enter(COMPUTE)
+    del model
+    phases.enter(LOAD)
+    model = model_of(checkpoint, home, dtype)
+    phases.enter(COMPUTE)
     with nullcontext() if job.activations is None else rounded_inputs(model, in_fp8(home), job.activations):
-        rounded, rough = _asked(model, job), _guided(model, decoder, job, given)
-    seen = compare(given, sharp, rough, dtype) if sharp else []
+        rounded = _asked(model, job)
     rounding = dtype_name(dtype) + (", inputs of layers in FP8" if job.activations is not None else "")
-    return Reference(rounding, exact, rounded, seen, unseen, texts)
-
-
-def _decoder(model: nn.Module) -> tuple[Decoder | None, str | None]:
-    """The model's parts, or why they are not seen."""
-    try:
-        return decoder_of(model), None
-    except Unseen as unseen:
-        return None, str(unseen)
-
-
-def _guided(
-    model: nn.Module, decoder: Decoder | None, job: ReferenceJob, given: Sequence[Values]
-) -> list[dict[str, Tensor]]:
-    if decoder is None:
-        return []
-    return [guided(model, decoder, prompt, values) for prompt, values in zip(job.prompts, given, strict=True)]
+    return Reference(rounding, exact, rounded, texts)
 
 
 def _asked(model: nn.Module, job: ReferenceJob) -> Answers:

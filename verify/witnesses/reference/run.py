@@ -69,17 +69,14 @@ def check_reference(subject: Subject, prompts: Ids) -> None:
         raise Unable(f"transformers is not a reference for this model: {why}")
 
 
-def judged_by_transformers(
-    subject: Subject, prompts: Ids, top_ids: Sequence[Ids], dtype: str, streams: Sequence[str]
-) -> Reference:
+def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids]) -> Reference:
     """What transformers makes of prompts with the source's weights, or without an HF source with the subject's own.
 
-    `dtype` and `streams` as in `ReferenceJob`. Raises Unable.
+    Raises Unable.
     """
     path = subject.source_path if subject.source_path and subject.source_is_hf else subject.path
     hf = str(subject.hf_path.absolute()) if subject.hf_path else None
-    job = ReferenceJob(str(path.absolute()), prompts=prompts, top_ids=top_ids, hf=hf, dtype=dtype, streams=streams)
-    return run_reference(subject, job)
+    return run_reference(subject, ReferenceJob(str(path.absolute()), prompts=prompts, top_ids=top_ids, hf=hf))
 
 
 def prompts_of(config: Mapping[str, Any], with_long: bool) -> list[list[int]]:

@@ -21,7 +21,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from converters.config.dims import ModelDims
 from converters.config.pattern import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, MIXER, SPARSE
 from converters.megatron.hybrid_model import hybrid_pattern
-from verify.witnesses.megatron.variants.mamba import mixer_layer
+from verify.witnesses.megatron.variants.recurrent import mixer_layer
 
 # Before megatron-core 0.18 the class is MambaModel, in another place.
 if find_spec("megatron.core.models.hybrid") is not None:

@@ -1,6 +1,7 @@
-"""GPT-OSS: what Megatron-LM itself makes of `--quick-geglu` and YaRN before it calls megatron-core.
+"""What Megatron-LM itself makes of arguments before it calls megatron-core, and a gate for which it has no argument.
 
-Everything else of GPT-OSS is megatron-core's own: sinks, windows, clamps, and biases of experts and router.
+GPT-OSS: `--quick-geglu` and YaRN; everything else is megatron-core's own. Gemma 3: a gated MLP; what Megatron-Bridge's
+provider adds besides (`models/gemma/gemma3_provider.py`) has no parameters.
 """
 
 from __future__ import annotations
@@ -49,3 +50,6 @@ def _adapt(
 
 
 GPT_OSS = Variant(settings=_settings, adapt=_adapt)
+
+
+GEMMA3 = Variant(settings=lambda dims: {"gated_linear_unit": True} if dims.activation == "gelu_pytorch_tanh" else {})

@@ -1,7 +1,10 @@
-"""Norms also after attention and MLP, before their outputs are added to the residual stream.
+"""Norms that Megatron's local spec does not build.
 
-Not in megatron-core. GLM-4 has them as modules of the layer, as in slime's patch of Megatron-LM; Gemma 3 inside the
-linear layer whose output they take, as in Megatron-Bridge (`models/common/te_layers.py`).
+Their weight is stored minus one (`--apply-layernorm-1p`), which only Transformer Engine's norm computes; Megatron's
+wrapper of torch's refuses to be built. Or they are after attention and MLP too, before the outputs are added to the
+residual stream, which is not in megatron-core: GLM-4 has them as modules of the layer, as in slime's patch of
+Megatron-LM; Gemma 3 inside the linear layer whose output they take, as in Megatron-Bridge
+(`models/common/te_layers.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +15,44 @@ from typing import Any
 
 import torch
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
 
 from converters.config.dims import ModelDims
-from verify.witnesses.megatron.variants.variant import Variant
+from verify.witnesses.megatron.variants.variant import Variant, not_computed
+
+
+class ZeroCenteredNorm(torch.nn.Module):
+    """The weight of that norm, built as Megatron builds its own."""
+
+    forward = not_computed
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.zeros(hidden_size)), eps
+
+
+_TORCH_NORM = WrappedTorchNorm.__new__
+
+
+def _norm(cls: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **more: Any) -> Any:
+    if config.layernorm_zero_centered_gamma:
+        return ZeroCenteredNorm(hidden_size, eps)
+    return _TORCH_NORM(cls, config, hidden_size, eps, **more)
+
+
+def _adapt_zero_centered(
+    dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
+) -> None:
+    # For the process, since the specs of other places (final norm, multi-token prediction) name that wrapper too.
+    if dims.norm_offset and not transformer_engine:
+        WrappedTorchNorm.__new__ = _norm
+
+
+ZERO_CENTERED_NORM = Variant(adapt=_adapt_zero_centered)
+
 
 Norm = Callable[..., torch.nn.Module]
 
@@ -26,8 +60,7 @@ Norm = Callable[..., torch.nn.Module]
 class SandwichLayer(TransformerLayer):  # type: ignore[misc]
     """Megatron's layer with slime's two norms, named as slime names them."""
 
-    self_attn_bda: Any
-    mlp_bda: Any
+    forward = not_computed
 
     def __init__(self, config: TransformerConfig, *args: Any, norm: Norm, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -35,35 +68,17 @@ class SandwichLayer(TransformerLayer):  # type: ignore[misc]
             config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
         self.post_mlp_layernorm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-        self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
-
-
-def _after(
-    norm: torch.nn.Module, add: Callable[[bool, bool], Callable[..., Tensor]]
-) -> Callable[[bool, bool], Callable[..., Tensor]]:
-    """Megatron's addition to the residual stream, of what the norm makes of an output (which has no bias)."""
-
-    def build(training: bool, fused: bool) -> Callable[..., Tensor]:
-        def run(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            return add(training, fused)((norm(output[0]), output[1]), residual, dropout)
-
-        return run
-
-    return build
 
 
 def _normed_linear(base: type, norm: Norm) -> type:
     """A row parallel linear layer of Megatron's with a norm of its output, named as Megatron-Bridge names it."""
 
     class NormedLinear(base):  # type: ignore[misc]
+        forward = not_computed
+
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.post_layernorm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
-
-        def forward(self, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-            output, bias = super().forward(tensor)
-            return self.post_layernorm(output), bias
 
     return NormedLinear
 
@@ -74,7 +89,7 @@ def mlp_submodules(layer: Any) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
-def _adapt(
+def _adapt_sandwich(
     dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
 ) -> None:
     for layer in spec.layer_specs if dims.sandwich else ():
@@ -93,4 +108,4 @@ def _row_parallel(transformer_engine: bool) -> type:
     return LocalSpecProvider().row_parallel_linear()  # type: ignore[no-any-return]
 
 
-SANDWICH = Variant(adapt=_adapt)
+SANDWICH = Variant(adapt=_adapt_sandwich)

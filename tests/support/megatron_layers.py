@@ -1,0 +1,211 @@
+"""Computes, by their formulas, what Megatron leaves to CUDA kernels and to trainers' own layers.
+
+For tests of mappings through Megatron's forward pass, in processes that import Megatron: `compute_layers` gives the
+modules of `verify.witnesses.megatron.variants` that only hold parameters a forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.experimental_attention_variant import dsa
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.nn import functional
+
+from converters.config.dims import ModelDims
+from verify.witnesses.megatron import model as megatron_model
+from verify.witnesses.megatron.variants import attention, norms, recurrent
+from verify.witnesses.megatron.variants.attention import ROTARY_FIRST
+from verify.witnesses.megatron.variants.variant import Variant, WholeLinear
+
+
+def rms_norm(tensor: Tensor, factor: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last axis times a factor, computed in float32, in the dtype of the tensor."""
+    wide = tensor.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * factor).type_as(tensor)
+
+
+def hadamard(tensor: Tensor) -> Tensor:
+    """The normalized Walsh-Hadamard transform of the last axis (a power of two), as `rotate_activation` computes it."""
+    size, step = tensor.shape[-1], 1
+    result = tensor
+    while step < size:
+        first, second = result.reshape(*tensor.shape[:-1], -1, 2, step).unbind(-2)
+        result = torch.stack([first + second, first - second], dim=-2)
+        step *= 2
+    return result.reshape(tensor.shape) / math.sqrt(size)
+
+
+def scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, chunk_size: int, **more: Any) -> Tensor:
+    """`mamba_chunk_scan_combined` of mamba_ssm as the recurrence that it stands for, token by token, in float32.
+
+    x [batch, sequence, heads, head_dim], dt [batch, sequence, heads], rates (A) [heads], b and c [batch, sequence,
+    groups, state], D [heads]: state = state exp(dt A) + dt x b, y = state c + D x. Raises TypeError for what Megatron
+    asks of the kernel and this does not do.
+    """
+    skip, bias, softplus = (more.pop(name) for name in ("D", "dt_bias", "dt_softplus"))
+    asked = {name: value for name, value in more.items() if value is not None and value is not False}
+    asked.pop("state_dtype", None)
+    if asked or not softplus:
+        raise TypeError(f"the recurrence of Mamba in torch does not know {asked or 'dt without softplus'}")
+    heads = x.shape[2]
+    step = functional.softplus(dt.float() + bias.float())
+    inputs, outputs = (part.float().repeat_interleave(heads // part.shape[2], dim=2) for part in (b, c))
+    state = torch.zeros(x.shape[0], heads, x.shape[3], b.shape[3], device=x.device)
+    found: list[Tensor] = []
+    for place in range(x.shape[1]):
+        now = step[:, place]
+        taken = (now[..., None] * x[:, place].float())[..., None] * inputs[:, place, :, None]
+        state = state * torch.exp(now * rates)[..., None, None] + taken
+        found.append((state * outputs[:, place, :, None]).sum(-1))
+    result: Tensor = torch.stack(found, dim=1) + skip.float()[:, None] * x.float()
+    return result.type_as(x)
+
+
+def _norm_over_heads(self: Any, tensor: Tensor) -> Tensor:
+    """Of [sequence, batch, heads of this rank, head size], over the last two axes of all ranks."""
+    square = tensor.float().square().sum((-2, -1), keepdim=True)
+    torch.distributed.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
+    scaled = tensor.float() * torch.rsqrt(square / self.width + self.eps)
+    return self.weight.view(tensor.shape[-2:]) * scaled.to(self.weight.dtype)
+
+
+def _gated_norm(self: Any, tensor: Tensor, gate: Tensor) -> Tensor:
+    """Root mean square norm of x silu(z), over each group of features, times its weight."""
+    gated = tensor.float() * functional.silu(gate.float())
+    grouped = gated.reshape(*gated.shape[:-1], -1, self.group_size)
+    normed = rms_norm(grouped, self.weight.float().reshape(-1, self.group_size), self.eps)
+    return normed.flatten(-2).type_as(tensor)
+
+
+def _normed_column(self: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    offset = int(self.config.layernorm_zero_centered_gamma)
+    normed = rms_norm(tensor, offset + self.layer_norm_weight.float(), self.config.layernorm_epsilon)
+    return ColumnParallelLinear.forward(self, normed, *args, **kwargs)
+
+
+def _l2norm(tensor: Tensor) -> Tensor:
+    return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class _ComputedSandwichLayer(norms.SandwichLayer):
+    """Adds to the residual stream what a norm makes of each output (which has no bias)."""
+
+    forward = TransformerLayer.forward
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
+
+
+def _after(norm: torch.nn.Module, add: Any) -> Any:
+    def build(training: bool, fused: bool) -> Any:
+        def run(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            result: Tensor = add(training, fused)((norm(output[0]), output[1]), residual, dropout)
+            return result
+
+        return run
+
+    return build
+
+
+def _computed_linear(base: type, norm: Any, build: Any = norms._normed_linear) -> type:
+    class Computed(build(base, norm)):  # type: ignore[misc]
+        def forward(self, tensor: Tensor) -> Any:
+            output, bias = base.forward(self, tensor)  # type: ignore[attr-defined]
+            return self.post_layernorm(output), bias
+
+    return Computed
+
+
+class _TwoRopeAttention(SelfAttention):  # type: ignore[misc]
+    """Megatron's attention, with the rotary embedding of its layer in the place of the model's."""
+
+    def __init__(self, config: Any, submodules: Any, layer_number: int, *args: Any, dims: ModelDims, **more: Any):
+        super().__init__(config, submodules, layer_number, *args, **more)
+        local = layer_number - 1 in dims.window_layers
+        self.rope = RotaryEmbedding(
+            kv_channels=dims.head_dim,
+            rotary_percent=dims.rotary_fraction,
+            rotary_base=dims.local_rope_theta if local else dims.rope_theta,
+            seq_len_interpolation_factor=None if local or dims.rope_scaling is None else dims.rope_scaling["factor"],
+            use_cpu_initialization=config.use_cpu_initialization,
+        )
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
+        return super().forward(*args, rotary_pos_emb=self.rope(rotary_pos_emb.shape[0]), **kwargs)
+
+
+def _settings(dims: ModelDims) -> dict[str, Any]:
+    # "Deterministic" selects Megatron's own recurrence of a gated delta net.
+    found: dict[str, Any] = {"deterministic_mode": True} if dims.linear is not None else {}
+    if dims.activation == "gelu_pytorch_tanh":
+        found |= {
+            "activation_func": lambda tensor: functional.gelu(tensor, approximate="tanh"),
+            "softmax_scale": dims.attention_scale,
+        }
+    return found
+
+
+def _adapt(dims: ModelDims, config: Any, spec: Any, transformer_engine: bool) -> None:
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention
+        if dims.local_rope_theta is not None:
+            attention.module, attention.params = _TwoRopeAttention, {**attention.params, "dims": dims}
+        if dims.indexer is not None and not ROTARY_FIRST:
+            indexer = attention.submodules.core_attention.submodules.indexer
+            indexer.module, indexer.params = RotaryFirstIndexer, {"interleaved": dims.indexer.rope_interleaved}
+
+
+def _finish(dims: ModelDims, chunk: Any) -> None:
+    if dims.embedding_scale is None or not chunk.pre_process:
+        return
+    scale = torch.tensor(dims.embedding_scale)
+    # transformers rounds the scale to the model's dtype first.
+    chunk.embedding.register_forward_hook(lambda module, inputs, output: output * scale.to(output.dtype))
+
+
+class RotaryFirstIndexer(dsa.DSAIndexer):  # type: ignore[misc]
+    """Megatron's indexer before 0.19, rotating the dimensions that the release means, which the unchanged one does not.
+
+    So `verify` does not ask it (docs/mappings.md).
+    """
+
+    def __init__(self, *args: Any, interleaved: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._interleaved = interleaved
+
+    def _apply_rope(self, x: Tensor, rotary_pos_emb: Tensor, mscale: float, **ignored: Any) -> Tensor:
+        turned, rest = x[..., : self.qk_pos_emb_head_dim], x[..., self.qk_pos_emb_head_dim :]
+        # The order of the last three arguments is (halves or pairs within, pairs first, scale).
+        turned = rope_utils._apply_rotary_pos_emb_bshd(turned, rotary_pos_emb, False, self._interleaved, mscale)
+        return torch.cat([turned, rest], dim=-1)
+
+
+def compute_layers() -> None:
+    """For the process: models that `build_chunks` makes compute."""
+    dsa.rotate_activation = hadamard
+    vars(sys.modules[MambaMixer.__module__])["mamba_chunk_scan_combined"] = scan
+    recurrent._DELTA_NET.l2norm = _l2norm  # type: ignore[attr-defined]
+    forward: dict[Any, Any] = {
+        attention.NormOverHeads: _norm_over_heads,
+        recurrent.NormedColumnParallelLinear: _normed_column,
+        recurrent.GatedNorm: _gated_norm,
+        WholeLinear: lambda self, tensor: (functional.linear(tensor, self.weight), None),
+        norms.ZeroCenteredNorm: lambda self, tensor: rms_norm(tensor, 1 + self.weight.float(), self.eps),
+    }
+    for module, function in forward.items():
+        module.forward = function
+    norms.SandwichLayer, norms._normed_linear = _ComputedSandwichLayer, _computed_linear  # type: ignore[misc]
+    megatron_model.VARIANTS = (*megatron_model.VARIANTS, Variant(_settings, _adapt, _finish))
