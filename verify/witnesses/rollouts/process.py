@@ -49,7 +49,8 @@ def _recompute(job: RolloutJob, phases: PhaseLog) -> Recomputed:
         phases.enter(Phase("computing log-probabilities in transformers"))
         found.append([log_probs(model, part) for part in job.parts])
         del model
-    return Recomputed(dtype_name(dtype_of(checkpoint)), *found)
+    exact, rounded = found
+    return Recomputed(dtype_name(dtype_of(checkpoint)), exact, rounded)
 
 
 def log_probs(model: nn.Module, part: Part) -> list[float]:
