@@ -105,10 +105,7 @@ def test_each_spelling_of_a_config_means_the_same_model() -> None:
         ({"index_topk_freq": 4}, "index_topk_freq 4"),
         ({"index_topk_pattern": "FSSF"}, "index_topk_pattern 'FSSF'"),
         ({"indexer_types": ["full", "shared"] * 6}, "indexer_types"),
-        (
-            {"layer_types": ["linear_attention"] * 11},
-            "not a list of .* or deepseek_sparse_attention for 12",
-        ),
+        ({"layer_types": ["linear_attention"] * 11}, "not a list of .* or deepseek_sparse_attention for 12"),
         ({"layer_types": ["sliding_attention"] * 12}, "not a list of linear_attention"),
         ({"layer_types": ...}, "layer_types is None"),
         ({"linear_attn_config": LINEAR | {"kda_layers": [1, 2, 3]}}, "but kda_layers is"),

@@ -38,11 +38,7 @@ def without(config: Config, *keys: str) -> Config:
         ("llama", {"attention_bias": True}, "llama with attention_bias but without mlp_bias is not supported"),
         ("llama", {"mlp_bias": True}, "llama with mlp_bias but without attention_bias is not supported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        (
-            "mistral",
-            {"layer_types": ["sliding_attention", "full_attention"] * 6},
-            "mistral with layer_types is not supported",
-        ),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 6}, "mistral with layer_types is not"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0, not a positive whole number"),
         ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096', not a positive whole number"),
         ("mixtral", {"sliding_window": 4.5}, "sliding_window is 4.5, not a positive whole number"),
@@ -65,19 +61,11 @@ def without(config: Config, *keys: str) -> Config:
         ("minimax_m2", {"qk_norm_type": "per_head"}, "minimax_m2 with qk_norm_type 'per_head' is not supported"),
         ("minimax_m2", {"scoring_func": "softmax"}, "minimax_m2 with scoring_func 'softmax' is not supported"),
         ("minimax_m2", {"use_routing_bias": False}, "minimax_m2 with use_routing_bias False is not supported"),
-        (
-            "minimax_m2",
-            {"shared_intermediate_size": 64},
-            "minimax_m2 with shared_intermediate_size 64 is not supported",
-        ),
+        ("minimax_m2", {"shared_intermediate_size": 64}, "minimax_m2 with shared_intermediate_size 64 is not"),
         ("minimax_m2", {"sliding_window": 128}, "minimax_m2 with sliding_window 128 is not supported"),
         ("minimax_m2", {"attn_type_list": [1] * 11 + [0]}, "attn_type_list is .*, 0]"),
         ("minimax_m2", {"attn_type_list": 1}, "attn_type_list is 1"),
-        (
-            "minimax_m2",
-            {"partial_rotary_factor": 1.0},
-            r"rotary_dim is 16 of 32 but partial_rotary_factor says otherwise: \[0.5, 1.0\]",
-        ),
+        ("minimax_m2", {"partial_rotary_factor": 1.0}, r"rotary_dim is 16 of 32 but partial_rotary_factor says"),
     ],
 )
 def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:

@@ -52,21 +52,12 @@ EVERY_FIFTH = [("full" if number % 5 == 4 else "linear") + "_attention" for numb
         ({"decoder_sparse_step": 2}, "mlp_only_layers or decoder_sparse_step != 1 is not supported"),
         ({"full_attention_interval": 0}, "full_attention_interval is 0"),
         ({"full_attention_interval": 3}, "layer_types is not what full_attention_interval 3 makes of 12 layers"),
-        (
-            {"layer_types": KINDS[:11]},
-            "layer_types must name one of linear_attention, full_attention for each of 12 layers",
-        ),
-        (
-            {"layer_types": [*KINDS[:11], "sliding_attention"]},
-            "layer_types must name one of linear_attention, full_attention",
-        ),
+        ({"layer_types": KINDS[:11]}, "layer_types must name one of linear_attention, full_attention for each of 12"),
+        ({"layer_types": [*KINDS[:11], "sliding_attention"]}, "layer_types must name one of linear_attention,"),
         ({"linear_num_value_heads": 6}, "6 value heads do not divide into 4 key heads"),
         ({"linear_key_head_dim": 0}, "key_dim must be positive, not 0"),
         ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2 is not supported"),
-        (
-            {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 0},
-            "mtp_num_hidden_layers is 1 but num_nextn_predict_layers is 0",
-        ),
+        ({"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 0}, "mtp_num_hidden_layers is 1 but"),
         (
             {"mtp_num_hidden_layers": 1, "full_attention_interval": 5, "layer_types": EVERY_FIFTH},
             "a multi-token prediction layer, but decoder layer 11, the last, has linear attention",

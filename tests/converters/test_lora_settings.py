@@ -31,7 +31,6 @@ from verify.run import verify
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-ROOT = "base_model.model.model.layers"
 Q_AND_V = ["q_proj", "v_proj"]
 Tensors = dict[str, Tensor]
 Change = Callable[[Tensors], Tensors]
@@ -484,13 +483,7 @@ IDLE: dict[str, tuple[dict[str, Any], Change, dict[str, Any], str, str]] = {
     ),
     "alpha is 0": ({}, dict, {"lora_alpha": 0}, "CK133", "CK133"),
     "too little for float32": ({}, times(1e-30), {}, "", ""),
-    "whole tensors alone": (
-        {"modules_to_save": ["lm_head"]},
-        without("lora_"),
-        {},
-        "CK131",
-        "CK131",
-    ),
+    "whole tensors alone": ({"modules_to_save": ["lm_head"]}, without("lora_"), {}, "CK131", "CK131"),
 }
 
 
@@ -541,10 +534,17 @@ def test_an_adapter_that_changes_something_is_merged(change: Change, root: Path,
     assert "changes" not in inspect(adapter)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["plain", "dora"])
-def test_a_bfloat16_base_is_rounded_as_peft_rounds_it(options: dict[str, Any], root: Path, tmp_path: Path) -> None:
-    """With factors in float32, as `PeftModel.from_pretrained` has them."""
-    adapter = made(root, **options)
+def test_a_bfloat16_base_is_rounded_as_peft_rounds_it(
+    options: dict[str, Any], stored: torch.dtype, root: Path, tmp_path: Path
+) -> None:
+    """With factors in float32, as `PeftModel.from_pretrained` has them however they are stored."""
+
+    def cast(factors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: factor.to(stored) for name, factor in factors.items()}
+
+    adapter = edited(made(root, **options), tmp_path / "adapter", cast)
     model(root, torch.bfloat16).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
     expected = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload().state_dict()

@@ -13,11 +13,11 @@ import torch
 from families import CASES
 from families.case import save
 from families.mtp import promising, small, with_tensors
+from releases.record import load
 from support import models
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of
 
 EMBED, HEAD = "model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"
@@ -131,30 +131,7 @@ def test_a_layer_that_is_half_there_is_named_tensor_by_tensor(tmp_path: Path) ->
         convert(tmp_path / "half", tmp_path / "megatron")
 
 
-MIMO_7B_RL = {
-    "model_type": "mimo", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 32768, "max_window_layers": 32,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05,
-    "rope_theta": 640000,
-    "sliding_window": 32768, "tie_word_embeddings": False, "use_mrope": False, "use_sliding_window": False,
-    "vocab_size": 151680,
-}  # fmt: skip
-
-
-def test_mimos_megatron_arguments_are_those_of_its_launch_script() -> None:
-    args = megatron_args(dims_of(MIMO_7B_RL))
-    for key, value in {
-        "num_layers": 36, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32,
-        "num_query_groups": 8, "vocab_size": 151680,
-        "rotary_base": 640000, "rotary_percent": 1.0, "norm_epsilon": 1e-05, "add_qkv_bias": True,
-        "qk_layernorm": False,
-        "untie_embeddings_and_output_weights": True, "max_position_embeddings": 32768, "mtp_num_layers": 1,
-    }.items():  # fmt: skip
-        assert args[key] == value, key
-    # Megatron-LM's own value without --mtp-num-layers.
-    assert megatron_args(dims_of(MIMO_7B_RL | {"num_nextn_predict_layers": 0}))["mtp_num_layers"] is None
+MIMO = load("XiaomiMiMo/MiMo-7B-Base").config
 
 
 @pytest.mark.parametrize(
@@ -169,4 +146,4 @@ def test_mimos_megatron_arguments_are_those_of_its_launch_script() -> None:
 )
 def test_mimo_config_that_is_unsupported_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
-        dims_of(MIMO_7B_RL | change)
+        dims_of(MIMO | change)

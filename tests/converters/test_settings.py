@@ -48,10 +48,22 @@ MODELS["mixtral-window"] = long(
     )
 )
 MODELS |= {"glm4-tied": long(CASES["glm4-tied"])} | {
-    name: CASES[name] for name in ("gemma3_text-v4", "gpt_oss", "gpt_oss-v4")
+    name: CASES[name] for name in ("gemma3_text-v4", "gpt_oss", "gpt_oss-v4", "qwen2-tied", "qwen3_moe", "glm4_moe")
 }
 # Label -> model and what config.json then says wrong.
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "rotary dimensions": (
+        "glm4_moe",
+        {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+    ),
+    "rotary base of a dense model": (
+        "qwen2-tied",
+        {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
+    ),
+    "router scale": ("glm4_moe", {"routed_scaling_factor": 1.0}),
+    "top k": ("qwen3_moe", {"num_experts_per_tok": 2}),
+    "router weights not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
+    "norm epsilon": ("qwen2-tied", {"rms_norm_eps": 1e-3}),
     "rope scaling factor": ("llama", {"rope_scaling": {**CASES["llama"].config().rope_parameters, "factor": 32.0}}),
     "rope scaling left out": ("llama", {"rope_scaling": None}),
     "Megatron's default factor": ("llama-tied", {"rope_parameters": CASES["llama"].config().rope_parameters}),

@@ -18,10 +18,7 @@ from support import sglang_mtp
 from support.installed import before
 from torch import Tensor, nn
 
-pytestmark = [
-    pytest.mark.sglang,
-    before("sglang", (0, 5, 23), "its layers are called with other arguments"),
-]
+pytestmark = [pytest.mark.sglang, before("sglang", (0, 5, 23), "its layers are called with other arguments")]
 
 # Each test model, and the name of SGLang's class in sglang_mtp.
 MODELS = {"glm4_moe-mtp": "glm4_moe", "mimo": "mimo", "qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5"}

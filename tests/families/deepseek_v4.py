@@ -146,6 +146,4 @@ def config() -> DeepseekV4Config:
     )
 
 
-CASES = {
-    "deepseek_v4": Case(config, added=draft_layer, edit=as_released, value=value, whole=under_release_names),
-}
+CASES = {"deepseek_v4": Case(config, added=draft_layer, edit=as_released, value=value, whole=under_release_names)}

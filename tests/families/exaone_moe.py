@@ -50,12 +50,7 @@ def draft(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
 
 
 CASES = {
-    "exaone_moe": Case(
-        config,
-        added=draft,
-        edit=as_released,
-        auto=Fp32RouterBias,
-    ),
+    "exaone_moe": Case(config, added=draft, edit=as_released, auto=Fp32RouterBias),
     "exaone_moe-groups-tied": Case(
         lambda: config(n_group=4, topk_group=1, num_experts_per_tok=2, tie_word_embeddings=True, sliding_window=600),
         edit=as_released,

@@ -98,5 +98,5 @@ def config() -> MiniMaxM3VLConfig:
 CASES = {
     "minimax_m3_vl": Case(
         config, edit=as_released, value=value, stored=biases_in_float32, auto=AutoModelForImageTextToText, fused=True
-    ),
+    )
 }

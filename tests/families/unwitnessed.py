@@ -116,7 +116,7 @@ CASES = {
         witness="transformers, YaRN in full layers alone",
     ),
     "olmo3-tied-window-everywhere": Case(
-        lambda: Olmo3Config(**WITHOUT_HEAD_DIM, tie_word_embeddings=True, layer_types=["sliding_attention"] * 12),
+        lambda: Olmo3Config(**WITHOUT_HEAD_DIM, tie_word_embeddings=True, layer_types=["sliding_attention"] * 12)
     ),
     "ernie4_5_moe": Case(
         lambda: Ernie4_5_MoeConfig(

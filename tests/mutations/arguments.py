@@ -30,7 +30,7 @@ def _of(
     *references: str,
 ) -> Mutation:
     damage, on = argument(argument_name, value), dict.fromkeys(models, argument_name)
-    return Mutation(name, imitates, modes, "configuration", "CK701", damage, on, references)
+    return Mutation(name, imitates, modes, "CK701", damage, on, references)
 
 
 def hf_config(**values: Any) -> Damage:
@@ -42,7 +42,6 @@ def hf_config(**values: Any) -> Damage:
     return damage
 
 
-MORE_EXPERTS = "experts.{12..15}.linear_fc1.weight"
 _SCRIPT = "a launch script of a sibling"
 _OPTION = "an option was left out of the launch script"
 
@@ -55,7 +54,6 @@ MUTATIONS = (
         "training without grouped attention",
         _OPTION,
         ("F5", "F25"),
-        "configuration",
         "CK701",
         argument("group_query_attention", False),
         {GLM: "num_query_groups"},
@@ -106,7 +104,6 @@ MUTATIONS = (
         "training with a layer less",
         _SCRIPT,
         ("F5",),
-        "headers",
         "CK114",
         argument("num_layers", 11),
         {QWEN: "decoder.layers.11.*", GLM: "decoder.layers.11.*"},
@@ -116,7 +113,6 @@ MUTATIONS = (
         "training without the MTP layer",
         "mtp_num_layers was overwritten",
         ("F6",),
-        "headers",
         "CK114",
         argument("mtp_num_layers", None),
         {GLM: "mtp.layers.0.*", DEEPSEEK: "mtp.layers.0.*"},
@@ -126,7 +122,6 @@ MUTATIONS = (
         "training with more experts",
         _SCRIPT,
         ("F5", "F8"),
-        "headers",
         "CK114",
         argument("num_experts", 16),
         {QWEN3: "experts.{12..15}.linear_fc1.weight", GLM: "experts.{12..15}.linear_fc1.weight"},
@@ -135,17 +130,23 @@ MUTATIONS = (
         "training with tied embeddings",
         _OPTION,
         ("F19",),
-        "headers",
         "CK114",
         argument("untie_embeddings_and_output_weights", False),
         {GLM: "output_layer.weight"},
         ("Megatron-Bridge#4883",),
     ),
     Mutation(
+        "training with a larger vocabulary",
+        "tokens were added after the save",
+        ("F23",),
+        "CK114",
+        argument("vocab_size", 353),
+        {QWEN: "embedding.word_embeddings.weight", GLM: "output_layer.weight"},
+    ),
+    Mutation(
         "training with untied embeddings",
         "an option of a sibling",
         ("F19",),
-        "headers",
         "CK114",
         argument("untie_embeddings_and_output_weights", True),
         {QWEN: "output_layer.weight"},
@@ -154,7 +155,6 @@ MUTATIONS = (
         "config.json beside Megatron of a sibling",
         "the wrong --hf-checkpoint",
         ("F5",),
-        "configuration",
         "CK701",
         hf_config(rms_norm_eps=1e-3),
         {QWEN: "norm_epsilon", GLM: "norm_epsilon"},
@@ -164,7 +164,6 @@ MUTATIONS = (
         "config.json beside Megatron with more layers",
         "the wrong --hf-checkpoint",
         ("F5",),
-        "headers",
         "CK104",
         hf_config(num_hidden_layers=14, layer_types=None),
         {QWEN: "decoder.layers.{12..13}.mlp.linear_fc1.weight"},
@@ -173,7 +172,6 @@ MUTATIONS = (
         "config.json beside Megatron without MTP",
         "num_nextn_predict_layers was overwritten",
         ("F6",),
-        "headers",
         "CK104",
         hf_config(num_nextn_predict_layers=0),
         {GLM: "mtp.layers.0.eh_proj.weight", DEEPSEEK: "mtp.layers.0.eh_proj.weight"},

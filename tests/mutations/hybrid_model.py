@@ -40,8 +40,7 @@ def numbered(number: Callable[[int], int]) -> Damage:
 
 
 def _of(code: str, name: str, imitates: str, damage: Damage, place: str, mode: str) -> Mutation:
-    level = "configuration" if code == "CK701" else "headers"
-    return Mutation(name, imitates, (mode,), level, code, damage, {GLM: place})
+    return Mutation(name, imitates, (mode,), code, damage, {GLM: place})
 
 
 MUTATIONS = (

@@ -26,7 +26,6 @@ CONFIG = {QWEN: "config.json", GLM: "config.json"}
 
 def of(
     code: str,
-    level: Any,
     name: str,
     imitates: str,
     damage: Damage,
@@ -35,7 +34,7 @@ def of(
     *references: str,
     **more: Any,
 ) -> Mutation:
-    return Mutation(name, imitates, modes, level, code, damage, on, references, **more)
+    return Mutation(name, imitates, modes, code, damage, on, references, **more)
 
 
 def packed(modules: Sequence[str]) -> Damage:
@@ -104,7 +103,6 @@ MUTATIONS = (
     # What is packed
     of(
         "CK301",
-        "headers",
         "routers packed",
         "an ignore rule that means modules was matched against parameters",
         packed([ROUTER.format(layer) for layer in range(3, 12)]),
@@ -114,7 +112,6 @@ MUTATIONS = (
     ),
     of(
         "CK301",
-        "headers",
         "one router packed",
         "a rule for layers 1 does not cover layer 4",
         packed([ROUTER.format(4)]),
@@ -123,7 +120,6 @@ MUTATIONS = (
     ),
     of(
         "CK301",
-        "headers",
         "embedding packed",
         "a published list leaves it out",
         packed(["model.embed_tokens"]),
@@ -132,7 +128,6 @@ MUTATIONS = (
     ),
     of(
         "CK301",
-        "headers",
         "output layer packed",
         "a published list leaves it out",
         packed(["lm_head"]),
@@ -141,7 +136,6 @@ MUTATIONS = (
     ),
     of(
         "CK302",
-        "headers",
         "expert not packed",
         "one expert was never routed to while calibrating",
         unpacked(DOWN),
@@ -151,7 +145,6 @@ MUTATIONS = (
     ),
     of(
         "CK302",
-        "headers",
         "query packed, key not",
         "fused siblings with different schemes",
         unpacked("model.layers.3.self_attn.k_proj"),
@@ -162,7 +155,6 @@ MUTATIONS = (
     ),
     of(
         "CK306",
-        "headers",
         "gate packed, up not",
         "fused siblings with different schemes",
         unpacked("model.layers.3.mlp.up_proj"),
@@ -172,7 +164,6 @@ MUTATIONS = (
     ),
     of(
         "CK302",
-        "headers",
         "MTP projection packed",
         "a default list does not know eh_proj",
         packed(["model.layers.12.eh_proj"]),
@@ -181,7 +172,6 @@ MUTATIONS = (
     ),
     of(
         "CK302",
-        "headers",
         "everything plain under an INT4 config",
         "a BF16 directory was registered where INT4 is pushed",
         all_plain,
@@ -189,19 +179,10 @@ MUTATIONS = (
         ("F3", "F4"),
         "Relax low-precision",
     ),
-    of(
-        "CK104",
-        "headers",
-        "INT4 config lost",
-        "config.json was taken from the BF16 release",
-        not_quantized,
-        WORDS,
-        ("F3", "F4"),
-    ),
+    of("CK104", "INT4 config lost", "config.json was taken from the BF16 release", not_quantized, WORDS, ("F3", "F4")),
     # ignore
     of(
         "CK302",
-        "headers",
         "ignore covers what is packed",
         "a list of another recipe",
         ignore(r"re:.*layers\.7\.self_attn\.o_proj(\.weight)?$"),
@@ -211,7 +192,6 @@ MUTATIONS = (
     ),
     of(
         "CK302",
-        "headers",
         "ignore entry that readers take differently",
         "a plain entry is a part of a name for one reader and the whole for another",
         ignore("o_proj"),
@@ -221,7 +201,6 @@ MUTATIONS = (
     ),
     of(
         "CK302",
-        "headers",
         "ignore by prefix",
         "layers.1 also covers layers 10 to 19 for a reader of prefixes",
         ignore("model.layers.1"),
@@ -230,7 +209,6 @@ MUTATIONS = (
     ),
     of(
         "CK302",
-        "headers",
         "ignore spelled for modules only",
         "a rule that ends at the module does not protect the parameter",
         settings(lambda c: c.update(ignore=["lm_head", "re:.*mlp.gate$"])),
@@ -241,7 +219,6 @@ MUTATIONS = (
     # What config.json says
     of(
         "CK303",
-        "headers",
         "another group size",
         "the converter's default is 32, the recipe's 128",
         weights(group_size=64),
@@ -250,17 +227,15 @@ MUTATIONS = (
     ),
     of(
         "CK104",
-        "headers",
         "asymmetric by config, symmetric on disk",
         "a converter whose default is asymmetric",
         weights(symmetric=False),
         {GLM: "weight_zero_point"},
         ("F12", "F13"),
     ),
-    of("CK303", "headers", "another number of bits", "a config for 8 bits", weights(num_bits=8), WORDS, ("F12",)),
+    of("CK303", "another number of bits", "a config for 8 bits", weights(num_bits=8), WORDS, ("F12",)),
     of(
         "CK302",
-        "headers",
         "another format",
         "a config of float8 beside packed words",
         settings(lambda c: c.update(format="float-quantized")),
@@ -269,7 +244,6 @@ MUTATIONS = (
     ),
     of(
         "CK302",
-        "headers",
         "another quantization method",
         "a config of GPTQ beside packed words",
         settings(lambda c: c.update(quant_method="gptq")),
@@ -278,7 +252,6 @@ MUTATIONS = (
     ),
     of(
         "CK303",
-        "headers",
         "one scale a row by config",
         "a strategy that was not used",
         weights(strategy="channel", group_size=None),

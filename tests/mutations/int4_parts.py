@@ -98,7 +98,6 @@ MUTATIONS = (
     # Parts
     of(
         "CK104",
-        "headers",
         "scale missing",
         "a triplet was cut by a shard's border",
         without,
@@ -107,7 +106,6 @@ MUTATIONS = (
     ),
     of(
         "CK104",
-        "headers",
         "shape missing",
         "a triplet was cut by a shard's border",
         without,
@@ -116,7 +114,6 @@ MUTATIONS = (
     ),
     of(
         "CK104",
-        "headers",
         "words missing",
         "a loader kept the scale and dropped the words",
         words_lost,
@@ -125,7 +122,6 @@ MUTATIONS = (
     ),
     of(
         "CK104",
-        "headers",
         "scale without a weight",
         "a router was packed once and unpacked again",
         scale_without_weight,
@@ -134,7 +130,6 @@ MUTATIONS = (
     ),
     of(
         "CK303",
-        "headers",
         "scale of another group size",
         "groups of 96 instead of 32",
         part(lambda t: t[:, :1]),
@@ -143,7 +138,6 @@ MUTATIONS = (
     ),
     of(
         "CK303",
-        "headers",
         "scale turned",
         "groups along the other axis",
         part(lambda t: t.T),
@@ -152,45 +146,33 @@ MUTATIONS = (
     ),
     of(
         "CK303",
-        "headers",
         "a word too few",
         "rows were not filled up to whole words",
         part(lambda t: t[:, :-1]),
         {QWEN3: PACKED},
         ("F13",),
     ),
-    of("CK303", "headers", "words of 64 bits", "a cast to int64", part(lambda t: t.long()), {GLM: PACKED}, ("F14",)),
+    of("CK303", "words of 64 bits", "a cast to int64", part(lambda t: t.long()), {GLM: PACKED}, ("F14",)),
     of(
         "CK304",
-        "values",
         "scale of zero",
         "a group of zeros was divided by its scale",
         part(element(0.0)),
         {GLM: SCALE, QWEN: "model.layers.3.mlp.up_proj.weight_scale"},
         ("F13",),
     ),
-    of("CK304", "values", "scale negative", "an asymmetric scale", part(element(-0.01)), {QWEN3: SCALE}, ("F13",)),
+    of("CK304", "scale negative", "an asymmetric scale", part(element(-0.01)), {QWEN3: SCALE}, ("F13",)),
     of(
         "CK304",
-        "values",
         "scale not a number",
         "a scale of an empty group",
         part(element(math.nan)),
         {GLM: SCALE, DEEPSEEK: SCALE},
         ("F13",),
     ),
+    of("CK304", "scale infinite", "a scale that overflowed float16", part(element(math.inf)), {QWEN3: SCALE}, ("F13",)),
     of(
         "CK304",
-        "values",
-        "scale infinite",
-        "a scale that overflowed float16",
-        part(element(math.inf)),
-        {QWEN3: SCALE},
-        ("F13",),
-    ),
-    of(
-        "CK304",
-        "values",
         "shape that lies",
         "the shape of one rank's part",
         part(lambda t: t // 2),
@@ -199,7 +181,6 @@ MUTATIONS = (
     ),
     of(
         "CK308",
-        "values",
         "scales 200 times too large",
         "a scale was applied twice",
         part(lambda t: t * 200),
@@ -208,7 +189,6 @@ MUTATIONS = (
     ),
     of(
         "CK308",
-        "values",
         "scales 200 times too small",
         "a scale was inverted",
         part(lambda t: t / 200),
@@ -218,7 +198,6 @@ MUTATIONS = (
     ),
     of(
         "CK206",
-        "values",
         "words of an expert copied over another",
         "an expert was read by its local number",
         words_copied,
@@ -229,7 +208,6 @@ MUTATIONS = (
     # Against the source
     of(
         "CK305",
-        "source",
         "scale a quarter too large",
         "a scale for another grid",
         part_of("_scale", lambda t: t * 1.25),
@@ -238,7 +216,6 @@ MUTATIONS = (
     ),
     of(
         "CK305",
-        "source",
         "one nibble changed",
         "a bit flipped in a copy",
         part_of("_packed", one_nibble),
@@ -247,7 +224,6 @@ MUTATIONS = (
     ),
     of(
         "CK305",
-        "source",
         "nibbles in AWQ's order",
         "the words of another format",
         part_of("_packed", codes(awq)),
@@ -256,7 +232,6 @@ MUTATIONS = (
     ),
     of(
         "CK305",
-        "source",
         "codes without their offset",
         "signed codes taken for unsigned ones",
         part_of("_packed", lambda words: words ^ -2004318072),
@@ -265,7 +240,6 @@ MUTATIONS = (
     ),
     of(
         "CK305",
-        "source",
         "scales of two experts swapped",
         "experts off by one in the scales alone",
         swapped("weight_scale"),
@@ -274,7 +248,6 @@ MUTATIONS = (
     ),
     of(
         "CK305",
-        "source",
         "words of two experts swapped",
         "experts off by one in the words alone",
         swapped("weight_packed"),

@@ -35,15 +35,15 @@ class Mutation:
 
     `imitates` says what happened, in a sentence; `modes` are rows of lab/failure-modes.md, `references` threads.
     `on` gives for each checkpoint (`starts.LABELS`) the place that `damage` breaks. `code` must be found there with at
-    least this `severity`, and `level` is the cheapest of all codes found. It is run with `--source`, the clean release,
-    where the level or `with_source` says so, and with the clean checkpoint's manifest where `with_manifest` says so.
+    least this `severity`, and no cheaper level may find anything, unless `cheapest` says which does. It is run with
+    `--source`, the clean release, where the level or `with_source` says so, and with the clean checkpoint's manifest
+    where `with_manifest` says so.
     `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk.
     """
 
     name: str
     imitates: str
     modes: tuple[str, ...]
-    level: Level
     code: str
     damage: Damage
     on: Mapping[str, str]
@@ -52,6 +52,12 @@ class Mutation:
     with_source: bool = False
     with_manifest: bool = False
     arguments: Mapping[str, int] = field(default_factory=dict)
+    cheapest: Level | None = None
+
+    @property
+    def level(self) -> Level:
+        """The cheapest at which something is found: that of its code, where no other is given."""
+        return self.cheapest or level_of(self.code)
 
     @property
     def source(self) -> bool:

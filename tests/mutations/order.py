@@ -21,7 +21,7 @@ BIASES = "model.layers.{2..12}.mlp.gate.e_score_correction_bias"
 def of(
     name: str, imitates: str, damage: Damage, on: dict[str, str], modes: tuple[str, ...], *references: str
 ) -> Mutation:
-    return Mutation(name, imitates, modes, "source", "CK202", damage, on, references)
+    return Mutation(name, imitates, modes, "CK202", damage, on, references)
 
 
 def swapped(old: str, new: str) -> Damage:
@@ -261,7 +261,6 @@ MUTATIONS = (
         "output layer equal to the embedding",
         "a tied export of an untied model",
         ("F19",),
-        "source",
         "CK202",
         as_embedding,
         {UNTIED: "lm_head.weight", GLM: "lm_head.weight"},
@@ -271,23 +270,23 @@ MUTATIONS = (
         "router biases rounded",
         "the whole model was cast",
         ("F9",),
-        "headers",
         "CK203",
         to_bfloat16,
         {GLM: BIASES},
         ("sglang#31213", "NeMo-Automodel#2553", "miles#524"),
         with_source=True,
+        cheapest="headers",
     ),
     Mutation(
         "whole model in float16",
         "a conversion with a fixed dtype",
         ("F9",),
-        "headers",
         "CK203",
         everything_in(torch.float16),
         {QWEN: "model.layers.{0..11}.mlp.up_proj.weight"},
         severity="warning",
         with_source=True,
+        cheapest="headers",
     ),
     of(
         "latent norm of another layer",

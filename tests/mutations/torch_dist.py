@@ -56,7 +56,7 @@ def _of(
     *references: str,
     **more: Any,
 ) -> Mutation:
-    return Mutation(name, imitates, modes, "headers", code, damage, on, references, **more)
+    return Mutation(name, imitates, modes, code, damage, on, references, **more)
 
 
 MUTATIONS = (
@@ -251,7 +251,7 @@ MUTATIONS = (
         "CK115",
         "one layer stacked, the others not",
         "two saves were mixed",
-        metadata_of(stacked, "decoder.layers.mlp.linear_fc1.weight"),
+        metadata_of(stacked, "all layers stacked, or one key each"),
         {QWEN: FC1},
         ("F20",),
     ),
@@ -280,7 +280,6 @@ MUTATIONS = (
         "stored bytes damaged",
         "a block of a disk reads as zeros",
         ("F2",),
-        "values",
         "CK201",
         bytes_damaged,
         WEIGHT,
@@ -290,7 +289,6 @@ MUTATIONS = (
         "padding rows that are not zero",
         "rows beyond the vocabulary were trained or never written",
         ("F23",),
-        "values",
         "CK209",
         padded(lambda rows: rows),
         {QWEN: EMBEDDING, GLM: EMBEDDING},

@@ -16,9 +16,9 @@ from reports import (
     megatron,
     merges,
     names,
+    other_formats,
     precision,
     quantized,
-    unreachable,
 )
 from reports.report import Report
 
@@ -38,5 +38,5 @@ REPORTS: tuple[Report, ...] = (
     *merges.REPORTS,
     *drafts.REPORTS,
     *launches.REPORTS,
-    *unreachable.REPORTS,
+    *other_formats.REPORTS,
 )

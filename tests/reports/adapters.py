@@ -17,7 +17,6 @@ from torch import Tensor
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
 from reports.report import SOURCE, Change, Report
-from reports.unreachable import TRAINER, UPDATE
 
 VERIFY, OVER_BASE = "ckptkit verify CKPT", "ckptkit verify CKPT --source RELEASE"
 MERGED = "ckptkit verify CKPT --source RELEASE --adapter ADAPTER"
@@ -360,31 +359,5 @@ REPORTS = (
         (),
         _pruned,
         _chain,
-    ),
-    *(
-        Report(thread, month, what, verdict="beyond", reason=reason)
-        for thread, month, what, reason in (
-            (
-                "Megatron-Bridge#6075",
-                "2026-09",
-                "A factor that all experts share is exported once, or once an expert.",
-                "a choice of layout: both mean the same, and `verify` reads both",
-            ),
-            ("verl#7453", "2026-08", "A sync of LoRA weights takes them in another order than they were sent.", UPDATE),
-            ("verl#7327", "2026-08", "vLLM renames weights under LoRA, and the trainer's names match none.", UPDATE),
-            ("verl#7376", "2026-08", "The tied output layer is sent under a `.base_layer` name.", UPDATE),
-            ("miles#1727", "2026-07", "A sync of adapters needs its own comparison with the engine.", UPDATE),
-            ("miles#1722", "2026-07", "Which ranks write an adapter is decided wrongly.", TRAINER),
-            ("miles#1593", "2026-07", "Arguments about LoRA do not reach the bridge.", TRAINER),
-            ("slime#2119", "2026-06", "An engine that failed to apply a delta stays in the pool.", UPDATE),
-            ("trl#5937", "2026-07", "The version counts up without a transfer.", UPDATE),
-            ("vllm#53751", "2026-08", "A sparse patch in place that fails leaves a worker half patched.", UPDATE),
-            (
-                "vllm#55605",
-                "2026-09",
-                "Draft tokens of GLM-5.3 are hardly accepted under one quantization.",
-                "rounding of one scheme, which is right in the files: `verify --source` says how far each is off",
-            ),
-        )
     ),
 )

@@ -18,9 +18,9 @@ from quant.formats.dequantize import dequantized
 from quant.formats.scheme import QuantScheme
 from reports.files import number_files, on_checkpoint
 from reports.lists import exclude
+from reports.other_formats import GPTQ
 from reports.quantized import VERIFY, quantization
 from reports.report import SOURCE, Change, Report
-from reports.unreachable import GPTQ
 
 _FP8 = re.compile(
     r"(.*language_model|mtp)\.layers\..*((self_attn|mlp)\.\w+_proj|linear_attn\.(in_proj_(qkv|z)|out_proj))\.weight"

@@ -11,9 +11,9 @@ from typing import Literal
 Change = Callable[[Path], object]
 
 # found: by the command, with the code and the words. named: ckptkit does not judge the format or model, and names it.
-# sound: the checkpoint is right and one reader was wrong; nothing may be found in it. beyond: nothing of it is in
-# files, so that there is no case. missed: it should be found and is not.
-Verdict = Literal["found", "named", "sound", "beyond", "missed"]
+# sound: the checkpoint is right and one reader was wrong; nothing may be found in it. missed: it should be found and is
+# not.
+Verdict = Literal["found", "named", "sound", "missed"]
 
 SOURCE = "RELEASE"  # what a case calls the release that its checkpoint was made from
 
@@ -22,7 +22,6 @@ _REPOSITORIES = {
     "AReaL": "areal-project/AReaL",
     "Automodel": "NVIDIA-NeMo/Automodel",
     "ISEEKYAN/Megatron-LM": "ISEEKYAN/Megatron-LM",
-    "KDFlow": "songmzhang/KDFlow",
     "LlamaFactory": "hiyouga/LlamaFactory",
     "MarinFold": "Open-Athena/MarinFold",
     "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
@@ -49,7 +48,6 @@ _REPOSITORIES = {
     "ms-swift": "modelscope/ms-swift",
     "omlx": "jundot/omlx",
     "prime-rl": "PrimeIntellect-ai/prime-rl",
-    "radixark/Megatron-LM": "radixark/Megatron-LM",
     "sglang": "sgl-project/sglang",
     "slime": "THUDM/slime",
     "spark-vllm-docker": "eugr/spark-vllm-docker",
@@ -59,11 +57,9 @@ _REPOSITORIES = {
     "tinker-cookbook": "thinking-machines-lab/tinker-cookbook",
     "training-gym": "modal-projects/training-gym",
     "transformers": "huggingface/transformers",
-    "trl": "huggingface/trl",
     "unsloth": "unslothai/unsloth",
     "unsloth-zoo": "unslothai/unsloth-zoo",
     "verl": "verl-project/verl",
-    "verl-SpeCo": "verl-project/verl-SpeCo",
     "vime": "vllm-project/vime",
     "vllm": "vllm-project/vllm",
     "vllm-omni": "vllm-project/vllm-omni",

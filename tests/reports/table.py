@@ -23,7 +23,6 @@ sound cases, `make test-nightly` for all. This page is made of the same table.
 | missed | {missed} |
 | a format, model or launch that the command names, and does not judge | {named} |
 | the checkpoint is right and a reader was wrong, so that nothing may be found | {sound} |
-| not rebuilt, since nothing of it is in a file | {beyond} |
 | false alarms on the {twins} sound twins | 0 |
 
 What was missed or failed wrongly was mended, so the table does not say how many of other reports would be found. Of 70
@@ -32,6 +31,8 @@ them were failed at first.
 
 No report was found only by a check that is retired (CK119, CK212, CK405, CK604, CK605), by the parts of CK309 and CK606
 that are (tiles of a kernel, parts of a model), or by the rule of CK304 for one release of transformers.
+
+Threads of which nothing is in a file are in [reports-not-rebuilt.md](reports-not-rebuilt.md).
 
 Threads are cited as `repository#number`, as in [failure-modes.md](failure-modes.md). `CKPT` is the checkpoint,
 `RELEASE` what it was made from. A check is given by its code (`ckptkit explain CODE`); of `lint`, by the kind of its
@@ -42,7 +43,6 @@ _PARTS: tuple[tuple[Verdict, str, str], ...] = (
     ("missed", "Missed", "why"),
     ("named", "Named, and not judged", "why"),
     ("sound", "Sound", "why"),
-    ("beyond", "Beyond it", "why"),
 )
 
 
@@ -71,14 +71,11 @@ def _of(verdict: Verdict) -> list[Report]:
 
 
 def _table(reports: Sequence[Report], last: str) -> Iterator[str]:
-    has_commands = any(report.command for report in reports)
-    yield _row("report", "month", "what it was", *["command"] * has_commands, last)
-    yield _row(*["---"] * (4 + has_commands))
+    yield _row("report", "month", "what it was", "command", last)
+    yield _row(*["---"] * 5)
     for report in reports:
-        command = [f"`{report.command}`"] * has_commands
-        yield _row(
-            f"[{report.thread}]({report.url})", report.month, report.what, *command, report.reason or report.code
-        )
+        link, command = f"[{report.thread}]({report.url})", f"`{report.command}`"
+        yield _row(link, report.month, report.what, command, report.reason or report.code)
 
 
 def _row(*cells: str) -> str:

@@ -95,9 +95,7 @@ MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
     "narrow": (
         "qwen3-untied",
         partial(
-            Qwen3Config,
-            **SIZES | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
-            head_dim=64,
+            Qwen3Config, **SIZES | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}, head_dim=64
         ),
     ),
     "window": ("mistral", partial(MistralConfig, **SIZES, head_dim=64, sliding_window=5)),

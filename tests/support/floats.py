@@ -205,11 +205,7 @@ def channel(module: str, weight: Tensor) -> Mapping[str, Tensor]:
 def modelopt_fp8(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     scale = weight.float().abs().max() / 448
     codes = (weight.float() / scale).to(torch.float8_e4m3fn)
-    return {
-        f"{module}.weight": codes,
-        f"{module}.weight_scale": scale,
-        f"{module}.input_scale": torch.tensor(0.02),
-    }
+    return {f"{module}.weight": codes, f"{module}.weight_scale": scale, f"{module}.input_scale": torch.tensor(0.02)}
 
 
 def _quantization(**content: Any) -> dict[str, Any]:

@@ -19,15 +19,14 @@ from support.forking import run_module
 
 @dataclass(frozen=True)
 class Case:
-    """A model for Megatron to run: its HF config, and its weights as global tensors or as a torch_dist directory."""
+    """A model for Megatron to run: its HF config, and its weights as global tensors."""
 
     config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor] | None = None
-    checkpoint: Path | None = None
+    tensors: Mapping[str, Tensor]
 
 
 def in_megatron(path: Path) -> dict[str, Tensor]:
-    """Every tensor of an HF directory as the rules, mutated or not, map it."""
+    """Every tensor of an HF directory as the rules map it."""
     view = to_megatron(HfCheckpoint(path), str(path))
     return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
 
@@ -48,7 +47,6 @@ def _run_logits(scratch: Path) -> None:
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
     from verify.witnesses.megatron.model import Build, build_chunks, connect, logits
-    from verify.witnesses.megatron.process import load
 
     content = torch.load(scratch / "in.pt", weights_only=False)
     connect(ParallelSizes(), 0, str(scratch / "store"))
@@ -57,12 +55,7 @@ def _run_logits(scratch: Path) -> None:
         case = Case(**values)
         dims = dims_of(case.config)
         (model,) = build_chunks(dims, Build(ParallelSizes(), torch.float32))
-        if case.checkpoint:
-            _, _, unexpected, refused = load([model], str(case.checkpoint))
-            if unexpected or refused:
-                raise RuntimeError(f"{name}: {unexpected} {refused}")
-        else:
-            _assign(model, case, dims.experts)
+        _assign(model, case, dims.experts)
         found[name] = logits(model, content["tokens"])[..., : dims.vocab]
     torch.save(found, scratch / "out.pt")
 
@@ -72,10 +65,9 @@ def _assign(model: Any, case: Case, experts: int) -> None:
     from converters.planner import rules_of
     from verify.witnesses.megatron.process import held_by, layers_of
 
-    tensors = case.tensors or {}
     rules = {rule.megatron: rule for rule in rules_of(case.config)}
     for local, held in held_by(model).items():
-        whole = tensors[global_name(local, layers_of(model), range(experts), rules)]
+        whole = case.tensors[global_name(local, layers_of(model), range(experts), rules)]
         # The vocabulary of the model is padded, that of the tensors is not.
         held[: whole.shape[0]].copy_(whole)
 

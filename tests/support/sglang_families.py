@@ -72,10 +72,7 @@ DRAFTS = {
     "deepseek_v4": "DeepseekV4ForCausalLMNextN",
 }
 if release("sglang") >= (0, 5, 23):
-    DRAFTS |= {
-        "qwen3_5_moe_text": "Qwen3_5ForCausalLMMTP",
-        "glm5_next": "Glm5NextForConditionalGenerationNextN",
-    }
+    DRAFTS |= {"qwen3_5_moe_text": "Qwen3_5ForCausalLMMTP", "glm5_next": "Glm5NextForConditionalGenerationNextN"}
 # What is said where no draft model is built.
 NO_DRAFT = dict.fromkeys(("step3p5", "step3p7"), "SGLang builds a Step3p5MTP for each such layer")
 OF_DRAFT = re.compile(r"model\.(language_model\.)?layers\.12\..*|mtp\..*")

@@ -100,10 +100,7 @@ def chunk(router: torch.Tensor, weight: torch.Tensor) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
-    ("name", "before"),
-    [("before_log_prob", ("ref_",)), ("before_train_step", None)],
-)
+@pytest.mark.parametrize(("name", "before"), [("before_log_prob", ("ref_",)), ("before_train_step", None)])
 def test_parameters_are_looked_at_before_each_use(name: str, before: tuple[str, ...] | None) -> None:
     run = hook(f"ckptkit.hooks.{name}")
 

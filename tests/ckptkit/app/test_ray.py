@@ -366,20 +366,6 @@ def test_a_node_that_sees_another_checkpoint_is_named(releases: PathOf) -> None:
         values_on_ray.look_at(task, ["model.norm.weight"])
 
 
-def test_files_that_did_not_arrive_are_missed(
-    cluster: Any, to_megatron: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        on_ray,
-        "outcomes",
-        lambda ray, call, run, pieces, *others, **more: ((index, None) for index in range(len(pieces))),
-    )
-    with pytest.raises(
-        CkptkitError, match=r"out.partial/release/__0_0.distcp has 0 bytes instead of \d+, or no record"
-    ):
-        to_megatron(tmp_path / "out", ray=cluster.address)
-
-
 def test_a_file_that_arrived_in_part_is_missed(task: TaskInput) -> None:
     plan = make_plan(task.options)
     write_batch(task, list(plan.files()))

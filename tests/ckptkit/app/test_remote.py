@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -227,14 +226,6 @@ def test_a_key_that_is_no_file_name_is_refused(two: Path, bucket: Bucket, key: s
     bucket.put(key, b"{}")
     with pytest.raises(CkptkitError, match="is not a file of this directory"), opened(bucket.url("two")):
         pass
-
-
-def test_the_store_of_fsspec_in_memory_does_too(two: Path) -> None:
-    memory = fsspec.filesystem("memory")
-    memory.put(f"{two}/", "/stored/two/", recursive=True)
-    with opened("memory://stored/two") as here:
-        assert torch.equal(HfCheckpoint(here).read(["big"])["big"], BIG)
-    memory.rm("/stored", recursive=True)
 
 
 def test_a_single_file_needs_no_index(two: Path, bucket: Bucket) -> None:

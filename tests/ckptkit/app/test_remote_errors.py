@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -181,15 +180,6 @@ def test_what_takes_only_paths_says_so(path: str | Path) -> None:
     with pytest.raises(CkptkitError, match=r"^(s3://bucket|hf://org)/model is a URL, which is not read here") as error:
         locate(path)
     assert "copy it to a local disk" in str(error.value.hint)
-
-
-def test_verify_refuses_a_url_with_exit_code_2() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptkit", "verify", "s3://bucket/model"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: s3://bucket/model is a URL, which is not read here")
-    assert "Traceback" not in done.stderr
 
 
 CHAIN, UNKNOWN = "is a chain of URLs, which is not read", "is no store that is read here"

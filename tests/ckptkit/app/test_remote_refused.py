@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.remote_servers import KEYS, Bucket, Request, breaking, refusing, serving, use_s3
+from support.remote_servers import Bucket, Request, breaking, refusing, serving, use_s3
 
 from ckptkit.app.api import convert, make_manifest, quantize
 from ckptkit.core.errors import CkptkitError
@@ -78,49 +77,9 @@ def test_a_destination_in_the_source(stored: str, bucket: Bucket) -> None:
     assert bucket.listed() == before
 
 
-Use = Callable[[str, Path, Path], object]
-
-
-def reading(url: str, release: Path, out: Path) -> None:
-    """Converts from a URL."""
-    convert(url, out)
-
-
 def writing(url: str, release: Path, out: Path) -> None:
     """Quantizes to a URL."""
     quantize(release, url, int4_scheme(group_size=32))
-
-
-BOTH = pytest.mark.parametrize("use", [reading, writing])
-
-
-@BOTH
-def test_write_to_a_missing_bucket_is_refused(use: Use, small_release: Path, bucket: Bucket, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="s3://not-there/model: The specified bucket does not exist"):
-        use("s3://not-there/model", small_release, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-@BOTH
-def test_no_credentials(
-    use: Use, small_release: Path, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in KEYS:
-        monkeypatch.delenv(name)
-    with pytest.raises(CkptkitError, match="Unable to locate credentials"):
-        use(bucket.url("model"), small_release, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-@BOTH
-def test_a_library_that_is_not_installed(
-    use: Use, small_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "gs", raising=False)
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(CkptkitError, match="gs://bucket/model: .*gcsfs") as error:
-        use("gs://bucket/model", small_release, tmp_path / "out")
-    assert error.value.hint == "pip install gcsfs"
 
 
 @pytest.mark.parametrize("to", ["disk", "s3"])

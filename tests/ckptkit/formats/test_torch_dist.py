@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import sys
-import types
 from collections.abc import Callable
-from dataclasses import field, make_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +14,11 @@ import pytest
 import torch
 from support import models
 from support.fixture_types import PathOf
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint, tiling_problem
 from ckptkit.formats.torch_save.machine import Machine
-
-
-def load_with_torch(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """These bf16 keys by torch's own reader."""
-    state = {key: torch.full(shape, float("nan"), dtype=torch.bfloat16) for key, shape in shapes.items()}
-    _load_state_dict(state, storage_reader=FileSystemReader(path), planner=DefaultLoadPlanner(), no_dist=True)
-    return state
-
-
-def test_torch_reads_the_tensors_that_megatron_will_ask_for(releases: Callable[[str], Path], converted: PathOf) -> None:
-    hf = models.tensors(releases("glm4_moe"))
-    found = load_with_torch(
-        converted("glm4_moe") / "release",
-        {
-            "decoder.layers.11.mlp.experts.experts.linear_fc1.weight": (12, 192, 128),
-            "decoder.layers.11.mlp.experts.experts.linear_fc2.weight": (12, 128, 96),
-            "decoder.layers.10.pre_mlp_layernorm.weight": (128,),
-            "decoder.layers.10.mlp.linear_fc1.layer_norm_weight": (128,),
-            "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": (128,),
-            "decoder.layers.0.self_attention.linear_qkv.bias": (14 * 32,),
-        },
-    )
-    fc1 = found["decoder.layers.11.mlp.experts.experts.linear_fc1.weight"]
-    for expert in (0, 2, 10, 11):
-        prefix = f"model.layers.11.mlp.experts.{expert}."
-        assert torch.equal(fc1[expert, :96], hf[prefix + "gate_proj.weight"])
-        assert torch.equal(fc1[expert, 96:], hf[prefix + "up_proj.weight"])
-        assert torch.equal(
-            found["decoder.layers.11.mlp.experts.experts.linear_fc2.weight"][expert], hf[prefix + "down_proj.weight"]
-        )
-    norm = hf["model.layers.10.post_attention_layernorm.weight"]
-    assert torch.equal(found["decoder.layers.10.pre_mlp_layernorm.weight"], norm)
-    assert torch.equal(found["decoder.layers.10.mlp.linear_fc1.layer_norm_weight"], norm)
-    bias = found["decoder.layers.0.self_attention.linear_qkv.bias"]
-    query, key = hf["model.layers.0.self_attn.q_proj.bias"], hf["model.layers.0.self_attn.k_proj.bias"]
-    # 10 heads in 2 groups of head_dim 32: five query heads, a key and a value for each group
-    assert torch.equal(bias[:160], query[:160])
-    assert torch.equal(bias[160:192], key[:32])
-    assert torch.equal(bias[224:384], query[160:])
-    assert torch.equal(bias[384:416], key[32:])
 
 
 def test_what_megatron_expects_beside_the_tensors(converted: PathOf) -> None:
@@ -97,14 +50,6 @@ def test_objects_of_norms_that_go_by_two_names(converted: PathOf) -> None:
     for layer in ("decoder.layers.0", "decoder.layers.11", "mtp.layers.0.transformer_layer"):
         for module in ("linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"):
             assert f"{layer}.self_attention.{module}._extra_state/shard_0_1" in keys
-
-
-def test_fp32_router_bias_stays_fp32(releases: Callable[[str], Path], converted: PathOf) -> None:
-    name = "decoder.layers.7.mlp.router.expert_bias"
-    found = TorchDistCheckpoint(converted("glm4_moe") / "release").read([name])[name]
-    assert found.dtype == torch.float32
-    assert torch.equal(found, models.tensors(releases("glm4_moe"))["model.layers.7.mlp.gate.e_score_correction_bias"])
-    assert found.unique().numel() == 12
 
 
 def drop_chunk(metadata: Metadata) -> None:
@@ -174,40 +119,6 @@ def test_optimizer_state_is_left_out(converted: PathOf, tmp_path: Path, prefix: 
     before = TorchDistCheckpoint(path).specs
     models.edit_metadata(path, add)
     assert TorchDistCheckpoint(path).specs == before
-
-
-def test_metadata_in_the_classes_of_older_megatron(
-    converted: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """megatron-core 0.13 to 0.15 has its own Metadata, and with older torch all ranks' plans. Neither is built."""
-    path = Path(shutil.copytree(converted("qwen2-tied") / "release", tmp_path / "release"))
-    before = TorchDistCheckpoint(path)
-    module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
-    for name, base in (("MCoreMetadata", Metadata), ("MCoreSavePlan", SavePlan)):
-        fields = [("mcore_data", dict[str, Any], field(default_factory=dict))]
-        made = make_dataclass(name, fields, bases=(base,), frozen=base is SavePlan)
-        made.__module__ = module.__name__
-        setattr(module, name, made)
-
-    def rebuild(metadata: Metadata) -> None:
-        name = "optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc2.weight"
-        mcore_data = {name: {"nd_reformulated_orig_global_shape": (128, 288)}}
-        item = _create_write_items("decoder.final_layernorm.weight", torch.ones(128))[0]
-        metadata.__class__ = module.MCoreMetadata
-        metadata.mcore_data = mcore_data  # type: ignore[attr-defined]
-        metadata.all_local_plans = [module.MCoreSavePlan([item], planner_data={"x": item.index}, mcore_data=mcore_data)]  # type: ignore[attr-defined]
-
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, module.__name__, module)
-        models.edit_metadata(path, rebuild)
-    content = (path / ".metadata").read_bytes()
-    assert b"MCoreMetadata" in content
-    assert b"MCoreSavePlan" in content
-    assert b"WriteItem" in content
-    after = TorchDistCheckpoint(path)
-    assert after.specs == before.specs
-    name = "decoder.layers.3.mlp.linear_fc2.weight"
-    assert torch.equal(after.read([name])[name], before.read([name])[name])
 
 
 @pytest.mark.parametrize(

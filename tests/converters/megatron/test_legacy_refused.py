@@ -39,18 +39,8 @@ def copy_of_the_embedding(state: State) -> None:
             "mp_rank_01_000_001",
             "mp_rank_01_000_001/{FILE}: decoder.layers.3.self_attention.q_layernorm.weight differs from",
         ),
-        (
-            "legacy, experts cut",
-            router,
-            "mp_rank_01_001",
-            "mp_rank_01_001/{FILE}: decoder.layers.6.mlp.router.expert_bias differs from",
-        ),
-        (
-            "legacy, two chunks a stage",
-            copy_of_the_embedding,
-            "mp_rank_01_001",
-            "mp_rank_01_001/{FILE}: output_layer.weight differs from",
-        ),
+        ("legacy, experts cut", router, "mp_rank_01_001", "decoder.layers.6.mlp.router.expert_bias differs from"),
+        ("legacy, two chunks a stage", copy_of_the_embedding, "mp_rank_01_001", "output_layer.weight differs from"),
     ],
 )
 def test_copies_that_disagree(
@@ -107,11 +97,7 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
             f"{LAST}/{FILE} was saved with parallel sizes TP4 PP2 EP2 ETP1, mp_rank_00_000_000 with TP2 PP2 EP2 ETP1",
         ),
         (argument("num_layers", 24), [LAST], "num_layers 24"),
-        (
-            argument("num_layers", 24),
-            [],
-            "was saved with num_layers 24, expert_model_parallel_size 2; config.json has 12 layers and 12 experts",
-        ),
+        (argument("num_layers", 24), [], "24, expert_model_parallel_size 2; config.json has 12 layers and 12 experts"),
         (argument("tensor_model_parallel_size", 1), [], "mp_rank_01_000_001 is not a rank of TP1 PP2 EP2 ETP1"),
         (argument("tensor_model_parallel_size", 4), [], "lacks mp_rank_02_000_EEE, mp_rank_03_000_EEE"),
         (argument("expert_tensor_parallel_size", 2), [], "lacks mp_rank_TT_000_000, mp_rank_TT_000_001"),
@@ -127,23 +113,11 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
         (entry("args", None), [], "holds no training arguments"),
         (entry("model1", {}), [LAST], "holds model, model1"),
         (entry("model", None), [LAST], "holds model"),
-        (
-            entry("model", {"language_model": {"encoder": {}}}),
-            [],
-            "language_model is a dict of its own: a model from before megatron-core",
-        ),
+        (entry("model", {"language_model": {"encoder": {}}}), [], "language_model is a dict of its own: a model from"),
         (tensor("decoder.layers.3.mlp.experts.weight1", torch.ones(2)), [], "holds all experts of a rank (GroupedMLP)"),
         (tensor(PROJ, None), [LAST], f"{PROJ} is NoneType, no plain tensor"),
-        (
-            tensor(PROJ, torch.ones(128, 161, dtype=torch.bfloat16)),
-            [LAST],
-            "[128, 161] bfloat16; config.json and the training arguments say [128, 160]",
-        ),
-        (
-            tensor(PROJ, torch.ones(128, 160)),
-            [LAST],
-            "[128, 160] float32; config.json and the training arguments say [128, 160] bfloat16",
-        ),
+        (tensor(PROJ, torch.ones(128, 161, dtype=torch.bfloat16)), [LAST], "and the training arguments say [128, 160]"),
+        (tensor(PROJ, torch.ones(128, 160)), [LAST], "config.json and the training arguments say [128, 160] bfloat16"),
         (tensor("decoder.adapter.weight", torch.ones(2)), [LAST], "decoder.adapter.weight"),
         (tensor(NEXT_LAYER, torch.ones(128, 160, dtype=torch.bfloat16)), [LAST], "does not hold the 7 layers"),
         (
@@ -151,16 +125,8 @@ NEXT_LAYER = "decoder.layers.7.self_attention.linear_proj.weight"
             [LAST],
             "the rank has only 6 experts",
         ),
-        (
-            without(PROJ),
-            [LAST],
-            "decoder.layers.9.self_attention.linear_proj.weight lacks the part of tensor parallel rank 1",
-        ),
-        (
-            without("decoder.final_layernorm.weight"),
-            LAST_STAGE,
-            "lacks 1 tensor(s) that its config promises: decoder.final_layernorm.weight",
-        ),
+        (without(PROJ), [LAST], "lacks the part of tensor parallel rank 1"),
+        (without("decoder.final_layernorm.weight"), LAST_STAGE, "its config promises: decoder.final_layernorm.weight"),
     ],
 )
 def test_legacy_save_with_a_defect_is_refused_by_name(

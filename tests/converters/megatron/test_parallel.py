@@ -12,14 +12,7 @@ from support import models
 from support.megatron_sizes import refused_by_megatron
 
 from ckptkit.core.errors import CkptkitError
-from converters.megatron.parallel import (
-    ParallelSizes,
-    check_sizes,
-    default_etp,
-    padded_vocab,
-    refusals,
-    with_remainder,
-)
+from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, padded_vocab, refusals, with_remainder
 from converters.planner import dims_of
 from verify.witnesses.megatron import run as megatron_run
 

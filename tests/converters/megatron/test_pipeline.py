@@ -47,14 +47,8 @@ def test_layers_of_each_stage_and_chunk(pipeline: Pipeline, stages: Stages) -> N
         (Pipeline(7, 3, first=1, loss=True), "embedding or loss count as layers"),
         (Pipeline(4, 2, layout="Ett|ttL", first=2), "together with other pipeline arguments"),
         (Pipeline(4, 2, layout="Ett|tt"), "does not begin with its only E and end with its only L"),
-        (
-            Pipeline(5, 2, layout="Ett|ttL"),
-            "the layout has 4 layers and 0 for multi-token prediction, the model 5 and 0",
-        ),
-        (
-            Pipeline(4, 2, layout="Ett|ttmL"),
-            "the layout has 4 layers and 1 for multi-token prediction, the model 4 and 0",
-        ),
+        (Pipeline(5, 2, layout="Ett|ttL"), "layout has 4 layers and 0 for multi-token prediction, the model 5 and 0"),
+        (Pipeline(4, 2, layout="Ett|ttmL"), "layout has 4 layers and 1 for multi-token prediction, the model 4 and 0"),
         (Pipeline(4, 2, layout="Ett|t|tL"), "the layout has 3 stages"),
         (Pipeline(4, 2, layout="Etm|tttL", mtp=1), "not together behind all others"),
         (Pipeline(4, 2, layout="Etx|tttL"), "is not a layout"),

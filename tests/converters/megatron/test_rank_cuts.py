@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from releases.record import load
 from support import models
 from support.fixture_types import PathOf
 from support.nightly import daily
@@ -214,24 +215,7 @@ def test_files_that_are_read_again_to_go_on_after_a_crash(in_chunks: PathOf, rel
         assert torch.equal(tensor, reader.read([name])[name])
 
 
-# Qwen3-8B as published, without weights.
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "attention_bias": False,
-}
+QWEN3_8B = load("Qwen/Qwen3-8B").config
 
 
 def qwen3_8b_boxes(key: str, size: tuple[int, ...], rank: int, ranks: int) -> list[Box]:

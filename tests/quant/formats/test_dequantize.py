@@ -67,28 +67,6 @@ def spread(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     return torch.stack(matrices).reshape(shape)
 
 
-def test_fp8_by_hand() -> None:
-    # 1, 2, 1.125, -1.5, 448; the smallest, 2^-9, and its sevenfold; zero of both signs; -448.
-    weight = fp8([0x38, 0x40, 0x39, 0xBC, 0x7E], [0x01, 0x07, 0x00, 0x80, 0xFE], [0x38, 0x38, 0x38, 0x38, 0x7E])
-    scales = torch.tensor([[2.0, 0.5, 3.0], [0.25, 1.0078125, 1.005]])
-    expected = [
-        [2.0, 4.0, 0.5625, -0.75, 1344.0],
-        [2**-8, 7 * 2**-8, 0.0, -0.0, -1344.0],
-        [
-            0.25,
-            0.25,
-            1.0078125,
-            1.0078125,
-            450.0,
-        ],  # 450.24 to the nearest even; with the scale rounded first it were 452
-    ]
-    tensors = {"x.weight": weight, "x.weight_scale_inv": scales, "norm.weight": torch.ones(3)}
-    found = read(FP8 | {"weight_block_size": [2, 2]}, tensors)
-    assert list(found) == ["x.weight", "norm.weight"]
-    assert same(found["x.weight"], torch.tensor(expected, dtype=torch.bfloat16))
-    assert found["norm.weight"] is tensors["norm.weight"]
-
-
 def decoded(byte: int) -> float:
     """What a byte of float8_e4m3fn means, by the OCP 8-bit floating point specification."""
     sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 0xF, byte & 7
@@ -207,30 +185,6 @@ def int4_words(*words: int) -> list[int]:
     return [word - (1 << 32) if word >> 31 else word for word in words]
 
 
-def test_int4_by_hand() -> None:
-    # Codes -8..-1, 0..7, and eight times 0; then their opposites, as far as there are.
-    packed = torch.tensor(
-        [int4_words(0x76543210, 0xFEDCBA98, 0x88888888), int4_words(0x9ABCDEFF, 0x12345678, 0x11111111)],
-        dtype=torch.int32,
-    )
-    scales = torch.tensor([[0.5], [0.25]], dtype=torch.bfloat16)
-    tensors = {
-        "x.weight_packed": packed,
-        "x.weight_scale": scales,
-        "x.weight_shape": torch.tensor([2, 24], dtype=torch.int32),
-    }
-    first = [-4, -3.5, -3, -2.5, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, *[0] * 8]
-    second = [1.75, 1.75, 1.5, 1.25, 1, 0.75, 0.5, 0.25, 0, -0.25, -0.5, -0.75, -1, -1.25, -1.5, -1.75, *[-1.75] * 8]
-    found = read(compressed({"strategy": "group", "group_size": 24}), tensors)
-    assert torch.equal(found["x.weight"], torch.tensor([first, second], dtype=torch.bfloat16))
-
-    # Zero points 1 and -8 of two rows are the first two nibbles of their column's word; then (code - zero) x scale.
-    tensors["x.weight_zero_point"] = torch.tensor([int4_words(0x00000009)], dtype=torch.int32)
-    found = read(compressed({"strategy": "channel", "symmetric": False}), tensors)
-    expected = torch.tensor([[value - 0.5 for value in first], [value + 2 for value in second]], dtype=torch.bfloat16)
-    assert torch.equal(found["x.weight"], expected)
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     "arguments",
@@ -280,18 +234,6 @@ def test_zero_points_of_a_few_rows() -> None:
     ]
     found = read(compressed({"strategy": "group", "group_size": 32, "symmetric": False}), tensors)
     assert torch.equal(found["x.weight"], torch.tensor(expected))
-
-
-def test_mxfp4_by_hand() -> None:
-    # One expert, two rows of one group. 0x21 is 0.5 then 1; 0xF7 is 6 then -6; 0x80 is 0 then -0.
-    blocks = torch.tensor([[[[0x21, 0xF7, *[0x80] * 14]], [[0x53, 0xA9, *[0] * 14]]]], dtype=torch.uint8)
-    scales = torch.tensor([[[128], [124]]], dtype=torch.uint8)  # times 2, times 1/8
-    found = read(
-        MXFP4, {"mlp.experts.down_proj_blocks": blocks, "mlp.experts.down_proj_scales": scales, "b": torch.ones(2)}
-    )
-    assert list(found) == ["mlp.experts.down_proj", "b"]
-    columns = [[1.0, 2.0, 12.0, -12.0, *[0.0, -0.0] * 14], [1.5 / 8, 3.0 / 8, -0.5 / 8, -1.0 / 8, *[0.0] * 28]]
-    assert same(found["mlp.experts.down_proj"], torch.tensor([columns], dtype=torch.bfloat16).transpose(1, 2))
 
 
 def test_mxfp4_is_what_transformers_makes_of_it() -> None:

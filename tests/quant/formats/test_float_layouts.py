@@ -124,15 +124,6 @@ def test_quarks_nvfp4_is_modelopts_with_another_name_of_the_inputs_scale() -> No
     assert same(read(content, {**tensors, "x.input_scale_2": torch.ones(())})["x.weight"], meant["x.weight"])
 
 
-def test_modelopts_nvfp4_by_hand() -> None:
-    # The first byte is 0.5 (low bits) and -6; the scale 0x38 is 1.0, 0x41 is 2.25.
-    codes = torch.tensor([[0xF1, *[0x22] * 15]], dtype=torch.uint8)
-    scales = torch.tensor([[0x38, 0x41]], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    tensors = {"x.weight": codes, "x.weight_scale": scales, "x.weight_scale_2": torch.tensor(0.125)}
-    expected = torch.tensor([[0.0625, -0.75, *[0.125] * 14, *[0.28125] * 16]], dtype=torch.bfloat16)
-    assert same(read(modelopt("NVFP4"), tensors)["x.weight"], expected)
-
-
 @pytest.mark.parametrize("bias", [0, 90, 127, 252 - 31])
 def test_mxfp4_is_what_compressed_tensors_and_transformers_make_of_it(bias: int) -> None:
     codes, scales = bytes_of(ROWS, COLUMNS // 2), bytes_of(ROWS, COLUMNS // 32, high=32) + bias
@@ -196,11 +187,7 @@ def test_mxfp8_is_what_compressed_tensors_makes_of_it() -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "shape", "block"),
-    [
-        ("FP8", (), (256, 384)),
-        ("FP8_PER_CHANNEL_PER_TOKEN", (256,), (1, 384)),
-        ("fp8_pb_wo", (2, 1, 3, 1), (128, 128)),
-    ],
+    [("FP8", (), (256, 384)), ("FP8_PER_CHANNEL_PER_TOKEN", (256,), (1, 384)), ("fp8_pb_wo", (2, 1, 3, 1), (128, 128))],
 )
 def test_modelopts_fp8(algorithm: str, shape: tuple[int, ...], block: tuple[int, int]) -> None:
     weight = torch.randn(256, 384, generator=seeded()).to(torch.float8_e4m3fn)

@@ -4,105 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from releases.record import load
 from support import published
 from torch import nn
-from transformers import (
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma3TextConfig,
-    PretrainedConfig,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5MoeVisionConfig,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeTextConfig,
-    Qwen3VLMoeVisionConfig,
-    SiglipVisionConfig,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 
 from quant.lint.lint import LintReport, lint
 
-# Vision towers as released, beside language models cut to a few layers.
-VL_VISION = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "num_position_embeddings": 2304,
-    "out_hidden_size": 2048,
-}
-VL_TEXT: dict[str, Any] = {
-    "num_hidden_layers": 3,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-}
-HYBRID_TEXT: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "hidden_size": 2048,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "vocab_size": 248320,
-}
-GEMMA_TEXT: dict[str, Any] = {
-    "num_hidden_layers": 6,
-    "hidden_size": 5376,
-    "intermediate_size": 21504,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "vocab_size": 262208,
-}
-SIGLIP = {
-    "num_hidden_layers": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_attention_heads": 16,
-    "image_size": 896,
-    "patch_size": 14,
+# Language models cut to a few layers beside their towers as released: the release, layers, Linear layers of the tower.
+MODELS = {
+    "Qwen3-VL-30B-A3B": ("Qwen/Qwen3-VL-30B-A3B-Instruct", 3, 116),
+    "Qwen3.5-35B-A3B": ("Qwen/Qwen3.5-35B-A3B", 4, 110),
+    "medgemma-27b": ("google/medgemma-27b-it", 6, 162),
 }
 
 
-def qwen3_vl() -> PretrainedConfig:
-    """Qwen3-VL-30B-A3B."""
-    vision = Qwen3VLMoeVisionConfig(**VL_VISION, deepstack_visual_indexes=[8, 16, 24])
-    return Qwen3VLMoeConfig(text_config=Qwen3VLMoeTextConfig(**VL_TEXT).to_dict(), vision_config=vision.to_dict())
-
-
-def qwen3_5() -> PretrainedConfig:
-    """Qwen3.5-35B-A3B."""
-    return Qwen3_5MoeConfig(
-        text_config=Qwen3_5MoeTextConfig(**HYBRID_TEXT).to_dict(),
-        vision_config=Qwen3_5MoeVisionConfig(**VL_VISION).to_dict(),
-    )
-
-
-def gemma3() -> PretrainedConfig:
-    """medgemma-27b-it, and Gemma 3 27B."""
-    return Gemma3Config(
-        text_config=Gemma3TextConfig(**GEMMA_TEXT),
-        vision_config=SiglipVisionConfig(**SIGLIP, vision_use_head=False),
-        mm_tokens_per_image=256,
-    )
-
-
-MODELS = {"Qwen3-VL-30B-A3B": (qwen3_vl, 116), "Qwen3.5-35B-A3B": (qwen3_5, 110), "medgemma-27b": (gemma3, 162)}
+def config_of(name: str) -> PretrainedConfig:
+    """config.json of a release as transformers reads it, with fewer layers."""
+    release, layers, _ = MODELS[name]
+    content = json.loads(json.dumps(load(release).config))
+    text = content["text_config"]
+    text |= {"num_hidden_layers": layers} | {key: text[key][:layers] for key in ("layer_types",) if key in text}
+    config: PretrainedConfig = AutoConfig.for_model(content.pop("model_type"), **content)
+    return config
 
 
 def whole(config: PretrainedConfig) -> nn.Module:
@@ -134,7 +62,7 @@ def fixed(path: Path, config: PretrainedConfig, ignore: list[str]) -> tuple[Lint
 @pytest.mark.parametrize("name", MODELS)
 def test_fix_of_a_list_with_every_vision_module_written_out_packs_the_same(tmp_path: Path, name: str) -> None:
     """As llm-compressor saves lists: one entry for every Linear that stays, and the head."""
-    config, count = MODELS[name][0](), MODELS[name][1]
+    config, count = config_of(name), MODELS[name][2]
     vision = linears_of_vision(config)
     assert len(vision) == count
     gates = ["re:.*mlp.gate$", "re:.*mlp.shared_expert_gate$", "re:.*linear_attn.*"]
@@ -166,7 +94,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fix_of_a_recipe_packs_the_same(tmp_path: Path, name: str) -> None:
-    config, ignore = MODELS[name][0](), PATTERNS[name]
+    config, ignore = config_of(name), PATTERNS[name]
     _, written = fixed(tmp_path, config, ignore)
     before = packed(config, ignore)
     assert before
@@ -176,7 +104,7 @@ def test_fix_of_a_recipe_packs_the_same(tmp_path: Path, name: str) -> None:
 
 def test_entry_read_differently_is_not_replaced_by_what_leaves_the_vision_tower_out(tmp_path: Path) -> None:
     """slime reads it otherwise, so it goes; what it covers in the vision tower goes by name instead."""
-    config = qwen3_vl()
+    config = config_of("Qwen3-VL-30B-A3B")
     ignore = ["re:.*lm_head", "re:model.visual.*fc.$", "re:model.visual.*qkv$", r"re:.*(mlp\.gate|attn\.proj)$"]
     _, written = fixed(tmp_path, config, ignore)
     assert r"re:.*(mlp\.gate|attn\.proj)$" not in written
@@ -188,7 +116,7 @@ def test_names_of_older_versions_of_transformers_stay(tmp_path: Path) -> None:
     """transformers up to 4.57, and lists it saved, use `model.vision_tower.vision_model.encoder…` for Gemma."""
     names = [f"model.vision_tower.vision_model.encoder.layers.{layer}.mlp.fc1" for layer in range(27)]
     report, written = fixed(
-        tmp_path, gemma3(), ["lm_head", *names, "vision_tower.vision_model.encoder.layers.0.mlp.fc2"]
+        tmp_path, config_of("medgemma-27b"), ["lm_head", *names, "vision_tower.vision_model.encoder.layers.0.mlp.fc2"]
     )
     assert set(names) <= set(written)
     assert "vision_tower.vision_model.encoder.layers.0.mlp.fc2" in written

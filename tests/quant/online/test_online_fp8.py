@@ -22,11 +22,7 @@ NAME = "model.layers.0.self_attn.o_proj.weight"
 
 @pytest.mark.parametrize(
     ("model", "scheme"),
-    [
-        ("mla", FloatScheme("fp8-block")),
-        ("dense", FloatScheme("fp8-block", "deepgemm")),
-        ("moe", FloatScheme("mxfp8")),
-    ],
+    [("mla", FloatScheme("fp8-block")), ("dense", FloatScheme("fp8-block", "deepgemm")), ("moe", FloatScheme("mxfp8"))],
     ids=lambda value: value if isinstance(value, str) else f"{value.name} {value.formula}",
 )
 def test_an_update_has_the_bytes_of_the_file(model: str, scheme: FloatScheme, tmp_path: Path) -> None:

@@ -108,11 +108,7 @@ def test_unknown_names_are_refused() -> None:
         (64, 128),
         r"layers\.2\.mlp\.experts\.0\.up_proj\.weight \[64, 128\] is not a tensor",
     )
-    unsent(
-        "model.layers.0.mlp.experts.gate_up_proj",
-        (3, 128, 128),
-        r"experts\.gate_up_proj \[3, 128, 128\] is not",
-    )
+    unsent("model.layers.0.mlp.experts.gate_up_proj", (3, 128, 128), r"experts\.gate_up_proj \[3, 128, 128\] is not")
     unsent("vision.layers.0.mlp.gate.weight", (3, 128), r"vision\.layers\.0\.mlp\.gate\.weight")
 
 

@@ -201,10 +201,7 @@ def test_pattern_that_takes_long_for_many_names_is_refused() -> None:
         ([["lm_head"]], r"\['lm_head'\] is not text"),
         ([f"re:a{number}" for number in range(1_001)], "1001 regular expressions, and at most 1,000 are read"),
         (["lm_head"] * 100_001, "100001 entries, and at most 100,000 are read"),
-        (
-            [f"re:.*.*.*{number}" for number in range(MAX_COSTLY + 1)],
-            "51 regular expressions with several repetitions, at most 50",
-        ),
+        ([f"re:.*.*.*{number}" for number in range(MAX_COSTLY + 1)], "with several repetitions, at most 50"),
     ],
     ids=lambda value: str(value)[:40],
 )

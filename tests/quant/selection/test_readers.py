@@ -87,21 +87,7 @@ def test_entry_matches_a_module_for_each_reader_as_listed(row: tuple[str, str, b
     assert read == expected
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]} {row[1]}")
-def test_compressed_tensors_itself_agrees(row: tuple[str, str, bool, bool, bool, bool]) -> None:
-    linear = torch.nn.Linear(1, 1, device="meta")
-    assert compressed_tensors(row[1], row[0]) == is_match(row[1], linear, row[0])
-
-
 INSTALLED = sglang_suffix if release("sglang") >= (0, 5, 23) else sglang
-
-
-@pytest.mark.sglang
-def test_sglang_itself_agrees(sglang_quantization: Any) -> None:
-    differ = [
-        row for row in TABLE if INSTALLED(row[1], row[0]) != sglang_quantization.should_ignore_layer(row[1], [row[0]])
-    ]
-    assert differ == []
 
 
 NAMES = sorted(

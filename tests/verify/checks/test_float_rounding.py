@@ -86,11 +86,7 @@ def fp8(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """qwen3_moe in FP8, in blocks of 16 x 16."""
     path = tmp_path_factory.mktemp("fp8") / "blocks"
     quantized.write(
-        releases("qwen3_moe"),
-        path,
-        linear,
-        quantized.fp8_blocks(16, 16),
-        says(FP8 | {"weight_block_size": [16, 16]}),
+        releases("qwen3_moe"), path, linear, quantized.fp8_blocks(16, 16), says(FP8 | {"weight_block_size": [16, 16]})
     )
     return path
 

@@ -21,7 +21,6 @@ from verify.evidence.extremes import extremes, same_bytes
 from verify.run import verify
 
 UP = "model.layers.3.mlp.up_proj.weight"
-EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 
 
@@ -59,28 +58,8 @@ def test_bytes_are_compared_and_not_numbers() -> None:
     assert same_bytes(torch.zeros(0), torch.zeros(0))
 
 
-def test_numbers_that_are_all_denormal(releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(releases("qwen2-tied"))
-    models.edit(path, UP, (torch.sign(models.tensors(path)[UP].float()) * 1e-39).bfloat16())
-    _, (finding,) = alone("CK207", path)
-    assert (finding.tensor, finding.severity) == (UP, "error")
-    assert alone("CK208", path)[1] == []
-
-
 def grown(factor: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: (tensor.float() * factor).to(tensor.dtype)
-
-
-@pytest.mark.parametrize(("model", "name"), [("qwen2-tied", UP), ("glm4_moe", EXPERT)])
-@pytest.mark.parametrize(("factor", "way"), [(200, "large"), (1 / 200, "small"), (1e-25, "small")])
-def test_a_matrix_of_another_size(
-    model: str, name: str, factor: float, way: str, releases: PathOf, copy_of: CopyOf, alone: RunAlone
-) -> None:
-    path = copy_of(releases(model))
-    models.edit(path, name, grown(factor)(models.tensors(path)[name]))
-    _, (finding,) = alone("CK208", path)
-    assert (finding.tensor, finding.count, finding.severity) == (name, 1, "error")
-    assert f" times too {way}" in finding.actual
 
 
 @pytest.mark.parametrize("factor", [16, 1 / 16])

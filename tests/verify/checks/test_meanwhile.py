@@ -72,8 +72,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]],
 
 
 @pytest.mark.parametrize(
-    ("kind", "change"),
-    [("hf", log), ("hf", another_checkpoint), ("megatron", log), ("megatron", another_iteration)],
+    ("kind", "change"), [("hf", log), ("hf", another_checkpoint), ("megatron", log), ("megatron", another_iteration)]
 )
 def test_what_belongs_to_another_program_changes_no_verdict(
     kind: str,

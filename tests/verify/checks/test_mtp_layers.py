@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from families import CASES
 from families.case import save
-from families.mtp import mimo, promising, small, with_tensors
-from support import models
-from support.fixture_types import OnlyFinding
+from families.mtp import mimo, small, with_tensors
 
 from ckptkit.app.api import convert
 from converters.planner import rules_of
@@ -58,30 +55,6 @@ def test_a_release_that_lost_all_but_one_tensor_of_its_layer(tmp_path: Path) -> 
     assert {finding.code for finding in findings} == {"CK104"}
     assert sum(finding.count for finding in findings) == 55
     assert "model.layers.3.eh_proj.weight" in {finding.tensor for finding in findings}
-
-
-def test_a_config_that_is_silent_about_the_layer(glm: Path, tmp_path: Path) -> None:
-    shutil.copytree(glm / "hf", tmp_path / "hf")
-    report = verify(promising(tmp_path / "hf", 0))
-    assert {finding.code for finding in report.findings} == {"CK104"}
-    assert all("num_nextn_predict_layers" in finding.hint for finding in report.findings)
-    assert report.facts["tensors per layer"][-1] == "layers beyond the config 3: 58 tensors each"
-
-
-def test_two_equal_experts_of_the_layer_are_found(glm: Path, tmp_path: Path, only: OnlyFinding) -> None:
-    shutil.copytree(glm / "hf", tmp_path / "hf")
-    experts = "model.layers.3.mlp.experts"
-    models.edit(
-        tmp_path / "hf",
-        f"{experts}.4.down_proj.weight",
-        models.tensors(tmp_path / "hf")[f"{experts}.3.down_proj.weight"],
-    )
-    convert(tmp_path / "hf", tmp_path / "megatron")
-    finding = only(verify(tmp_path / "megatron"))
-    assert (finding.code, finding.tensor) == (
-        "CK206",
-        "mtp.layers.0.transformer_layer.mlp.experts.experts.{3..4}.linear_fc2.weight",
-    )
 
 
 def judge(subject: Subject) -> list[Finding]:

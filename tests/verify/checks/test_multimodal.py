@@ -22,7 +22,6 @@ from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight
 from verify.run import verify
 
-Rename = Callable[[str], str]
 # Test models with a vision tower, and how the names of what is beside their language model begin.
 TOWERS = {
     "qwen2_5_vl": ["visual.*"],
@@ -238,10 +237,7 @@ def test_what_is_wrong_beside_the_spelling_is_still_said(release: Callable[[str]
         if "layers.3.mlp.up_proj" not in key
     }
     report = verify(stored(source, tmp_path / "model", tensors, config_of(source)))
-    assert {finding.tensor for finding in report.findings} == {
-        None,
-        "model.language_model.layers.3.mlp.up_proj.weight",
-    }
+    assert {finding.tensor for finding in report.findings} == {None, "model.language_model.layers.3.mlp.up_proj.weight"}
 
 
 def test_tensors_are_those_of_safetensors(release: Callable[[str], Path], tmp_path: Path) -> None:

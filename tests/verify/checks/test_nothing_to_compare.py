@@ -158,12 +158,7 @@ def of_an_optimizer(metadata: Metadata) -> None:
 )
 @pytest.mark.parametrize("config", [True, False])
 def test_megatron_checkpoint_without_weights(
-    change: Callable[[Metadata], None],
-    actual: str,
-    config: bool,
-    converted: PathOf,
-    copy_of: CopyOf,
-    only: OnlyFinding,
+    change: Callable[[Metadata], None], actual: str, config: bool, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
 ) -> None:
     path = copy_of(converted("qwen2-tied"))
     models.edit_metadata(path / "release", change)

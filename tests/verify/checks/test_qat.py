@@ -17,7 +17,6 @@ from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from verify.launch.preflight import preflight
 from verify.report import Finding, Report
-from verify.run import verify
 
 FLAG, GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 
@@ -63,22 +62,6 @@ def test_launch_that_quantizes_by_a_list_without_the_router_fails(without_router
     (finding,) = found(report, "CK302")
     assert "because of how it reads 're:.*mlp.gate$'" in finding.actual
     assert finding.hint == r"instead of 're:.*mlp.gate$' pass 're:.*mlp.gate(\.weight)?$'"
-
-
-def test_verify_of_a_list_without_the_router_fails(without_router: Path) -> None:
-    report = verify(without_router)
-    assert report.status == "failed"
-    assert routers(report) == {("slime", "error")}
-
-
-def test_verify_for_an_engine_alone_warns_of_what_trainers_read(without_router: Path) -> None:
-    report = verify(without_router, readers=("sglang",))
-    assert report.status == "passed"
-    assert routers(report) == {("slime", "warning")}
-
-
-def test_miles_reads_as_slime_does(without_router: Path) -> None:
-    assert verify(without_router, readers=("miles",)).status == "failed"
 
 
 def test_verify_reader_on_the_command_line_decides(without_router: Path) -> None:

@@ -108,17 +108,6 @@ def test_shard_numbering_without_shards_is_not_checked(tmp_path: Path, alone: Ru
     assert (result.status, result.reason) == ("skipped", "there are no shards (CK103)")
 
 
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
-def test_the_files_of_an_adapter(file: str, releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(releases("qwen2-tied"))
-    if file.endswith(".safetensors"):
-        save_file({"base_model.model.x.lora_A.weight": torch.ones(2)}, path / file)
-    else:
-        (path / file).write_text("{}")
-    _, (finding,) = alone("CK110", path)
-    assert (finding.file, finding.actual) == (str(path / file), f"{file} lies beside them")
-
-
 def test_an_adapter_that_verls_merger_left_below_is_a_note(releases: PathOf, copy_of: CopyOf) -> None:
     path = copy_of(releases("qwen2-tied"))
     assert "lora_adapter" not in str(verify(path).facts)

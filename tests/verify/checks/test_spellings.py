@@ -183,12 +183,7 @@ def test_the_tie_flag_is_read_where_transformers_reads_it(model_type: str, tmp_p
         ("qwen2_5_vl", None, True, "text_config.tie_word_embeddings = True, so that they take False"),
         ("qwen3_vl_moe", None, True, "text_config.tie_word_embeddings = True, so that they take False"),
         ("kimi_k25", True, None, "tie_word_embeddings = True, so that they take False"),
-        (
-            "qwen3_5",
-            None,
-            True,
-            "text_config.tie_word_embeddings = True: true to vLLM, false to transformers, SGLang",
-        ),
+        ("qwen3_5", None, True, "text_config.tie_word_embeddings = True: true to vLLM, false to transformers, SGLang"),
         ("qwen3_5", True, None, "tie_word_embeddings = True: true to transformers, SGLang, false to vLLM"),
         (
             "gemma3",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import filecmp
 import shutil
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from support.tied import NAMES, add, one_bit_off, with_head
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import INDEX
-from converters.planner import expected_hf, tied_head
 from quant.formats.scheme import QuantScheme
 from verify.launch.preflight import preflight
 from verify.report import Report
@@ -175,33 +173,3 @@ def test_a_single_file_may_hold_the_head(releases: PathOf, tmp_path: Path) -> No
     add(tmp_path / "single", HEAD, models.tensors(tmp_path / "single")[EMBEDDING].clone())
     assert not (tmp_path / "single" / INDEX).exists()
     passes(verify(tmp_path / "single"))
-
-
-QWEN3 = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-QWEN3 |= {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-    "architectures": ["Qwen3ForCausalLM"],
-}
-
-
-@pytest.mark.parametrize(
-    ("hidden", "ffn", "size"), [(1024, 3072, 1503264768), (2048, 6144, 4063479808)], ids=["Qwen3-0.6B", "Qwen3-1.7B"]
-)
-def test_published_sizes_count_the_head_that_is_shipped(hidden: int, ffn: int, size: int) -> None:
-    """What the published files hold: 311 tensors, of as many bytes as the header or the index says."""
-    config = QWEN3 | {"hidden_size": hidden, "intermediate_size": ffn}
-    tied = tied_head(config)
-    assert tied == (HEAD, EMBEDDING)
-    shapes = expected_hf(config)
-    shapes[HEAD] = shapes[EMBEDDING]
-    assert (len(shapes), sum(2 * prod(shape) for shape in shapes.values())) == (311, size)

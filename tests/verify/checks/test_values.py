@@ -118,11 +118,7 @@ def swap(path: Path, first: str, second: str) -> None:
             "model.layers.10.self_attn.v_proj.weight",
             "k_proj and v_proj are exchanged",
         ),
-        (
-            "model.layers.1.mlp.down_proj.weight",
-            "model.layers.0.mlp.down_proj.weight",
-            "layers 0 and 1 are exchanged",
-        ),
+        ("model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight", "layers 0 and 1 are exchanged"),
     ],
 )
 def test_swapped_tensors_are_one_finding_that_says_so(
@@ -197,22 +193,6 @@ def test_a_layer_stored_twice_is_one_error(releases: PathOf, copy_of: CopyOf) ->
         ("CK206", "layers 3 and 4 hold the same bytes", "CK202-1"),
     ]
     assert headline(report) == "Layer 4 holds the values of layer 3."
-
-
-def test_experts_shifted_by_one_are_found(releases: PathOf, copy_of: CopyOf, codes: CodesOf) -> None:
-    path = copy_of(releases("glm4_moe"))
-    found = models.tensors(path)
-    for expert in range(12):
-        models.edit(
-            path,
-            f"model.layers.2.mlp.experts.{expert}.down_proj.weight",
-            found[f"model.layers.2.mlp.experts.{(expert + 1) % 12}.down_proj.weight"],
-        )
-    report = verify(path, source=releases("glm4_moe"))
-    assert codes(report) == ["CK202"]
-    assert [(finding.tensor, finding.count) for finding in report.findings] == [
-        ("model.layers.2.mlp.experts.{0..11}.down_proj.weight", 12)
-    ]
 
 
 def test_two_exchanged_layers_are_one_finding_that_blames_no_pipeline_stage(
@@ -299,16 +279,6 @@ def test_fp32_state_rounded_to_bf16_is_an_error_with_the_values_lost(releases: P
     # Around 6.9 neighbouring bfloat16 values are 1/32 apart.
     kept = {round(value * 32) for value in first.tolist()}
     assert found[0].actual == f"bfloat16, 12 distinct values became {len(kept)} in {BIAS.format(2)}"
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_value_that_is_not_finite(value: float, releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path, name = copy_of(releases("qwen2-tied")), "model.layers.6.self_attn.v_proj.weight"
-    tensor = models.tensors(path)[name]
-    tensor[63, 127] = value
-    models.edit(path, name, tensor)
-    finding = only(verify(path))
-    assert (finding.code, finding.tensor) == ("CK204", name)
 
 
 @pytest.mark.parametrize(
@@ -431,22 +401,12 @@ def test_zeros_among_other_values_are_normal(releases: PathOf, copy_of: CopyOf) 
     assert verify(path).findings == []
 
 
-@pytest.mark.parametrize(
-    ("here", "there"),
-    [
-        ("model.layers.4.mlp.experts.2.up_proj.weight", "model.layers.4.mlp.experts.10.up_proj.weight"),
-        ("model.layers.4.self_attn.o_proj.weight", "model.layers.5.self_attn.o_proj.weight"),
-        ("model.layers.2.mlp.experts.2.up_proj.weight", "model.layers.11.mlp.experts.5.up_proj.weight"),
-    ],
-)
-def test_experts_and_layers_that_are_equal(
-    here: str, there: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
+def test_experts_of_different_layers_that_are_equal(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
     path = copy_of(releases("glm4_moe"))
+    here, there = (f"model.layers.{one}.up_proj.weight" for one in ("2.mlp.experts.2", "11.mlp.experts.5"))
     models.edit(path, here, models.tensors(path)[there])
     finding = only(verify(path))
     assert (finding.code, finding.count) == ("CK206", 2)
-    assert (finding.tensor or "").startswith("model.layers.")
 
 
 MERGE = """
@@ -491,27 +451,6 @@ def test_layers_that_the_source_repeats_too_are_a_warning(releases: PathOf, copy
     assert (finding.code, finding.severity) == ("CK206", "warning")
     assert finding.actual.startswith("as in the source, layers 4 and 5 hold the same bytes")
     assert {one.severity for one in verify(path, source=releases("glm4_moe")).findings} == {"error"}
-
-
-def test_bytes_that_cannot_be_read_are_a_finding(converted: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(converted("qwen2-tied"))
-    file = path / "release" / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    # The end of every zip names its entries; one that is damaged cannot be opened.
-    at = content.index(b"PK\x05\x06")
-    content[at : at + 4] = b"XXXX"
-    file.write_bytes(content)
-    report = verify(path)
-    assert [(finding.code, finding.count) for finding in report.findings] == [("CK201", 1)]
-    assert "__0_0.distcp" in report.findings[0].actual
-
-
-def test_megatron_alone_is_judged_too(releases: PathOf, copy_of: CopyOf, tmp_path: Path, only: OnlyFinding) -> None:
-    path = copy_of(releases("glm4_moe"))
-    models.edit(path, "model.layers.9.mlp.gate.weight", torch.zeros(12, 128, dtype=torch.bfloat16))
-    convert(path, tmp_path / "megatron")
-    finding = only(verify(tmp_path / "megatron"))
-    assert (finding.code, finding.tensor) == ("CK205", "decoder.layers.9.mlp.router.weight")
 
 
 def test_constant_tensor_says_whether_the_source_has_it_too(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import filecmp
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,48 +85,6 @@ def test_megatron_arguments_do_not_ask_for_a_layer_that_nothing_is_stored_of(tmp
     (tmp_path / "lone").mkdir()
     shutil.copy(pruned / "config.json", tmp_path / "lone")
     assert model_arguments(tmp_path / "lone")["mtp_num_layers"] == 1
-
-
-def test_a_release_with_its_mtp_layer_has_no_note(releases: Callable[[str], Path], tmp_path: Path) -> None:
-    save("mtp", CASES["glm4_moe-mtp"], tmp_path / "whole", torch.bfloat16)
-    report = verify(tmp_path / "whole")
-    passes(report)
-    assert not noted(report)
-
-
-def test_an_mtp_layer_that_is_there_in_part_is_an_error(tmp_path: Path) -> None:
-    save(
-        "part",
-        with_tensors(CASES["glm4_moe-mtp"], lambda key: not key.endswith("eh_proj.weight")),
-        tmp_path / "part",
-        torch.bfloat16,
-    )
-    report = verify(tmp_path / "part")
-    assert [(finding.code, finding.tensor) for finding in report.findings] == [
-        ("CK104", "model.layers.12.eh_proj.weight")
-    ]
-    assert not noted(report)
-
-
-def test_an_mtp_layer_in_a_shard_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "missing"
-    save("missing", CASES["glm4_moe-mtp"], path, torch.bfloat16)
-    index = json.loads((path / INDEX).read_text())["weight_map"]
-    for file in {file for name, file in index.items() if name.startswith("model.layers.12.")}:
-        (path / file).unlink()
-    report = verify(path)
-    assert {finding.code for finding in report.findings} == {"CK102"}
-    assert not noted(report)
-
-
-def test_a_checkpoint_that_lost_the_mtp_layer_of_its_source_fails(tmp_path: Path) -> None:
-    save("whole", CASES["glm4_moe-mtp"], tmp_path / "whole", torch.bfloat16)
-    pruned = without_mtp("glm4_moe-mtp", tmp_path / "pruned")
-    convert(pruned, tmp_path / "megatron")
-    for lost in (pruned, tmp_path / "megatron"):
-        report = verify(lost, source=tmp_path / "whole")
-        assert {finding.code for finding in report.findings if finding.severity == "error"} >= {"CK202"}
-        assert any("layers.12." in (finding.tensor or "") for finding in report.findings)
 
 
 def test_a_launch_that_trains_mtp_layers_needs_them(tmp_path: Path) -> None:

@@ -61,10 +61,7 @@ def test_weights_are_compared_before_the_first_use_alone(layout: str, found: Fou
 )
 def test_what_cannot_be_compared_is_said_and_stops_nothing(case: str, said: str, layout: str, found: Found) -> None:
     first, second = found[layout][case]
-    assert first == {
-        "said": f"ckptkit: before the first actor log-probabilities: not compared: {said}\n",
-        "raised": "",
-    }
+    assert first == {"said": f"ckptkit: before the first actor log-probabilities: not compared: {said}\n", "raised": ""}
     assert second == {"said": "", "raised": ""}
 
 

@@ -74,18 +74,6 @@ def test_engine_that_is_no_server_is_asked_by_its_collective_rpc() -> None:
     assert engine.asked == ["ckptkit_setup", "ckptkit_weights"]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_dropped_bucket_is_named_as_it_was_before(tp: int) -> None:
-    engine = FakeVllm(tp)
-    with checked(engine) as check:
-        send(check, engine, 1, weights(1))
-        sent = weights(2)
-        with pytest.raises(CkptkitError, match="weight update 2 did not arrive as sent") as raised:
-            send(check, engine, 2, sent, without(sent, ".layers.1."))
-    assert len(raised.value.details) == tp
-    assert all("layers.1." in line and "layers.2." not in line and line.endswith(OLD) for line in raised.value.details)
-
-
 @pytest.mark.parametrize(
     ("lost", "param", "part"),
     [
@@ -127,9 +115,7 @@ def test_chosen_tensors_alone_are_no_fault() -> None:
     assert (result.by_value, result.not_sent) == (LAYERS, [])
 
 
-def test_tied_head_under_one_name_stays_old_on_the_last_stage(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_tied_head_under_one_name_stays_old_on_the_last_stage(capsys: pytest.CaptureFixture[str]) -> None:
     """vllm#56689: the trainer's named_parameters() has one of both names."""
     engine = FakeVllm(2, 2)
 

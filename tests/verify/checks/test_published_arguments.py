@@ -1,0 +1,317 @@
+"""CK701: launch arguments as people publish them, against the config.json of the releases that they are for.
+
+slime's scripts/models, and examples/post_training/modelopt/conf/openai/gpt-oss-20b.sh of Megatron-LM 0.19 with what its
+--enable-gpt-oss sets; values that Megatron-LM stores of flags that are not given are with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from releases.record import load
+
+from converters.megatron.arguments import megatron_args
+from converters.megatron.flags import launch_flags
+from converters.planner import dims_of
+from verify.checks.config.arguments import hint_of, mismatches
+
+Config = dict[str, Any]
+_WORDS = {word: word for word in ["RMSNorm", "rope", "yarn", "softmax", "sigmoid", "learnable"]}
+PUBLISHED = {
+    "Qwen/Qwen2.5-7B-Instruct": """
+        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
+        group_query_attention=True num_layers=28 hidden_size=3584 ffn_hidden_size=18944 num_attention_heads=28
+        num_query_groups=4 kv_channels=None add_qkv_bias=True rotary_base=1000000 norm_epsilon=1e-06
+        untie_embeddings_and_output_weights=True padded_vocab_size=152064""",
+    "Qwen/Qwen2.5-1.5B": """
+        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
+        group_query_attention=True num_layers=28 hidden_size=1536 ffn_hidden_size=8960 num_attention_heads=12
+        num_query_groups=2 kv_channels=None add_qkv_bias=True rotary_base=10000 norm_epsilon=1e-06
+        untie_embeddings_and_output_weights=False padded_vocab_size=152064 vocab_size=151936""",
+    "Qwen/Qwen3-30B-A3B": """
+        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
+        group_query_attention=True num_layers=48 hidden_size=2048 ffn_hidden_size=6144 num_attention_heads=32
+        num_query_groups=4 kv_channels=128 qk_layernorm=True rotary_base=1000000 norm_epsilon=1e-06
+        untie_embeddings_and_output_weights=True vocab_size=151936 num_experts=128 moe_router_topk=8
+        moe_ffn_hidden_size=768 moe_layer_freq=[1]*48 moe_router_score_function=softmax""",
+    "zai-org/GLM-4.5": """
+        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
+        group_query_attention=True num_layers=92 hidden_size=5120 ffn_hidden_size=12288 num_attention_heads=96
+        num_query_groups=8 kv_channels=128 qk_layernorm=True add_qkv_bias=True rotary_base=1000000
+        rotary_percent=0.5 untie_embeddings_and_output_weights=True vocab_size=151552 num_experts=160
+        moe_router_topk=8 moe_ffn_hidden_size=1536 moe_shared_expert_intermediate_size=1536
+        moe_layer_freq=[0]*3+[1]*89 moe_router_pre_softmax=True moe_router_score_function=sigmoid
+        moe_router_enable_expert_bias=True moe_router_topk_scaling_factor=2.5""",
+    "deepseek-ai/DeepSeek-V3": """
+        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
+        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
+        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
+        group_query_attention=False num_query_groups=1 rope_type=None rotary_scaling_factor=40 mscale=1.0
+        mscale_all_dim=1.0 num_layers=61 hidden_size=7168 ffn_hidden_size=18432 num_attention_heads=128
+        kv_channels=128 norm_epsilon=1e-06 vocab_size=129280 q_lora_rank=1536 kv_lora_rank=512 qk_head_dim=128
+        qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=10000 num_experts=256 moe_layer_freq=[0]*3+[1]*58
+        moe_ffn_hidden_size=2048 moe_router_topk=8 moe_shared_expert_intermediate_size=2048
+        moe_router_group_topk=4 moe_router_num_groups=8 moe_router_topk_scaling_factor=2.5""",
+    "moonshotai/Kimi-K2-Instruct": """
+        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
+        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
+        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
+        group_query_attention=False num_query_groups=1 rope_type=None rotary_scaling_factor=32.0 mscale=1.0
+        mscale_all_dim=1.0 num_layers=61 hidden_size=7168 ffn_hidden_size=18432 num_attention_heads=64
+        kv_channels=64 norm_epsilon=1e-06 vocab_size=163840 q_lora_rank=1536 kv_lora_rank=512 qk_head_dim=128
+        qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=50000 num_experts=384 moe_layer_freq=[0]*1+[1]*60
+        moe_ffn_hidden_size=2048 moe_router_topk=8 moe_shared_expert_intermediate_size=2048
+        moe_router_group_topk=1 moe_router_num_groups=1 moe_router_topk_scaling_factor=2.827""",
+    "moonshotai/Moonlight-16B-A3B-Instruct": """
+        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
+        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
+        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
+        group_query_attention=False num_query_groups=1 rope_type=None rotary_scaling_factor=1 mscale=1.0
+        mscale_all_dim=1.0 num_layers=27 hidden_size=2048 ffn_hidden_size=11264 num_attention_heads=16
+        kv_channels=128 norm_epsilon=1e-05 vocab_size=163840 q_lora_rank=None kv_lora_rank=512 qk_head_dim=128
+        qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=50000 num_experts=64 moe_layer_freq=[0]*1+[1]*26
+        moe_ffn_hidden_size=1408 moe_router_topk=6 moe_shared_expert_intermediate_size=2816
+        moe_router_group_topk=1 moe_router_num_groups=1 moe_router_topk_scaling_factor=2.446""",
+    "zai-org/GLM-4.7-Flash": """
+        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
+        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
+        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
+        group_query_attention=False num_query_groups=1 rope_type=None rotary_scaling_factor=1.0 mscale=1.0
+        mscale_all_dim=0.0 num_layers=47 hidden_size=2048 ffn_hidden_size=10240 num_attention_heads=20
+        kv_channels=192 add_qkv_bias=True vocab_size=154880 q_lora_rank=768 kv_lora_rank=512 qk_head_dim=192
+        qk_pos_emb_head_dim=64 v_head_dim=256 rotary_base=1000000 num_experts=64 moe_layer_freq=[0]*1+[1]*46
+        moe_ffn_hidden_size=1536 moe_router_topk=4 moe_shared_expert_intermediate_size=1536
+        moe_router_topk_scaling_factor=1.8""",
+    "THUDM/GLM-4-9B-0414": """
+        swiglu=True num_layers=40 hidden_size=4096 ffn_hidden_size=13696 num_attention_heads=32
+        group_query_attention=True num_query_groups=2 use_rotary_position_embeddings=True add_bias_linear=False
+        add_qkv_bias=True normalization=RMSNorm norm_epsilon=1e-05 rotary_base=10000 vocab_size=151552
+        post_self_attn_layernorm=True post_mlp_layernorm=True rotary_interleaved=True rotary_percent=0.5
+        untie_embeddings_and_output_weights=True""",
+    "openai/gpt-oss-20b": """
+        untie_embeddings_and_output_weights=True normalization=RMSNorm num_layers=24 hidden_size=2880
+        ffn_hidden_size=2880 num_attention_heads=64 group_query_attention=True num_query_groups=8 kv_channels=64
+        num_experts=32 moe_ffn_hidden_size=2880 moe_router_topk=4 moe_router_score_function=softmax
+        rotary_percent=1.0 rotary_base=150000 padded_vocab_size=201088 quick_geglu=True glu_linear_offset=1.0
+        softmax_type=learnable window_attn_skip_freq=2 activation_func_clamp_value=7.0 window_size=(128,0)
+        position_embedding_type=yarn rotary_scaling_factor=32.0 yarn_original_max_position_embeddings=131072
+        yarn_beta_fast=32.0 yarn_beta_slow=1.0 yarn_correction_range_round_to_int=False""",
+}
+QWEN25_7B, QWEN25_15B, QWEN3, GLM45, DEEPSEEK, KIMI, MOONLIGHT, FLASH, GLM4, GPT_OSS = PUBLISHED
+
+
+def args_of(model: str, **changes: Any) -> Config:
+    """The arguments of the launch, with changes; those of GPT-OSS as they must be."""
+    pairs = (pair.partition("=") for pair in PUBLISHED[model].split())
+    right = {"window_size": [127, 0], "yarn_original_max_position_embeddings": 4096} if model == GPT_OSS else {}
+    return {name: eval(value, dict(_WORDS)) for name, _, value in pairs} | right | changes  # noqa: S307 - as above
+
+
+def config_of(model: str, **changes: Any) -> Config:
+    """The published config. None of the launches trains the layer for multi-token prediction."""
+    stated = {key: value for key, value in load(model).config.items() if key != "quantization_config"}
+    return stated | {"num_nextn_predict_layers": 0} | changes
+
+
+def wrong(config: Config, args: Config) -> list[tuple[str, str, str]]:
+    return list(mismatches(dims_of(config), args))
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_launch_arguments_agree_with_published_configs(model: str) -> None:
+    """All but one: Qwen2.5-1.5B's script has another base."""
+    expected = [("rotary_base", "1000000", "10000")] if model == QWEN25_15B else []
+    # Kimi K2's release says beta_fast 1, Megatron's latent attention takes 32, and no flag of Megatron-LM says it.
+    expected += [("beta_fast", "1.0", "32.0")] if model == KIMI else []
+    assert wrong(config_of(model), args_of(model)) == expected
+    assert wrong(config_of(model), megatron_args(dims_of(config_of(model)))) == []
+
+
+def test_published_launch_script_of_gpt_oss_contradicts_the_release() -> None:
+    """One token too many in every window, and the rotation of a model trained with contexts 32 times as long."""
+    stated = {"window_size": (128, 0), "yarn_original_max_position_embeddings": 131072}
+    assert wrong(config_of(GPT_OSS), args_of(GPT_OSS, **stated)) == [
+        ("yarn_original_max_position_embeddings", "4096", "131072"),
+        ("window_size", "(127, 0)", "(128, 0)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "argument", "value", "expected", "actual"),
+    [
+        (GLM45, "num_layers", 91, "92", "91"),
+        (GLM45, "hidden_size", 4096, "5120", "4096"),
+        (GLM45, "ffn_hidden_size", 10944, "12288", "10944"),
+        (GLM45, "num_attention_heads", 64, "96", "64"),
+        (GLM45, "num_query_groups", 4, "8", "4"),
+        (GLM45, "group_query_attention", False, "8", "96"),
+        (GLM45, "kv_channels", 64, "128", "64"),
+        (GLM45, "kv_channels", None, "128", "53"),
+        (GLM45, "rotary_base", 500000, "1000000", "500000"),
+        (GLM45, "rotary_base", None, "1000000", "10000"),
+        (GLM45, "rotary_percent", 1.0, "0.5", "1.0"),
+        (GLM45, "norm_epsilon", 1e-6, "1e-05", "1e-06"),
+        (GLM45, "qk_layernorm", False, "True", "False"),
+        (GLM45, "add_qkv_bias", None, "True", "False"),
+        (GLM45, "add_bias_linear", True, "False", "True"),
+        (GLM45, "swiglu", False, "True", "False"),
+        (GLM45, "normalization", "LayerNorm", "RMSNorm", "LayerNorm"),
+        (GLM45, "position_embedding_type", "none", "rope", "none"),
+        (GLM45, "untie_embeddings_and_output_weights", False, "True", "False"),
+        (GLM45, "num_experts", 128, "160", "128"),
+        (
+            GLM45,
+            "moe_layer_freq",
+            [0] + [1] * 91,
+            "3 dense layers, then 89 MoE layers",
+            "1 dense layers, then 91 MoE layers",
+        ),
+        (GLM45, "moe_layer_freq", 1, "3 dense layers, then 89 MoE layers", "0 dense layers, then 92 MoE layers"),
+        (GLM45, "moe_ffn_hidden_size", None, "1536", "12288"),
+        (GLM45, "moe_shared_expert_intermediate_size", None, "1536", "0"),
+        (GLM45, "moe_router_topk", 4, "8", "4"),
+        (GLM45, "moe_router_score_function", "softmax", "sigmoid", "softmax"),
+        (GLM45, "moe_router_enable_expert_bias", False, "True", "False"),
+        (GLM45, "moe_router_topk_scaling_factor", None, "2.5", "1.0"),
+        (GLM45, "moe_router_num_groups", 8, "1", "8"),
+        (GLM45, "moe_router_group_topk", 4, "1", "4"),
+        (GLM45, "mtp_num_layers", 1, "0", "1"),
+        (GLM45, "vocab_size", 151329, "151552", "151329"),
+        (GLM45, "padded_vocab_size", 151329, "at least 151552", "151329"),
+        (DEEPSEEK, "multi_latent_attention", False, "True", "False"),
+        (DEEPSEEK, "q_lora_rank", None, "1536", "nothing"),
+        (DEEPSEEK, "kv_lora_rank", None, "512", "32"),
+        (DEEPSEEK, "qk_head_dim", 192, "128", "192"),
+        (DEEPSEEK, "qk_pos_emb_head_dim", 32, "64", "32"),
+        (DEEPSEEK, "v_head_dim", 256, "128", "256"),
+        (DEEPSEEK, "qk_layernorm", False, "True", "False"),
+        (DEEPSEEK, "rope_type", "rope", "yarn", "rope"),
+        (DEEPSEEK, "rotary_scaling_factor", 32, "40.0", "32"),
+        (DEEPSEEK, "rotary_interleaved", True, "False", "True"),
+        (DEEPSEEK, "mscale", 0.707, "1.0", "0.707"),
+        (DEEPSEEK, "mscale_all_dim", None, "1.0", "0.0"),
+        (DEEPSEEK, "original_max_position_embeddings", 8192, "4096", "8192"),
+        (DEEPSEEK, "beta_fast", 1, "32.0", "1"),
+        (DEEPSEEK, "beta_slow", 2, "1.0", "2"),
+        (DEEPSEEK, "moe_router_group_topk", None, "4", "1"),
+        (GLM4, "rotary_interleaved", False, "True", "False"),
+        (GLM4, "post_self_attn_layernorm", False, "True", "False"),
+        (GLM4, "post_mlp_layernorm", None, "True", "False"),
+        (GLM4, "apply_layernorm_1p", True, "False", "True"),
+        (GPT_OSS, "quick_geglu", False, "True", "False"),
+        (GPT_OSS, "glu_linear_offset", None, "1.0", "0.0"),
+        (GPT_OSS, "activation_func_clamp_value", None, "7.0", "nothing"),
+        (GPT_OSS, "softmax_type", "vanilla", "learnable", "vanilla"),
+        (GPT_OSS, "window_attn_skip_freq", None, str((1, 0) * 12), str((1,) * 24)),
+        (GPT_OSS, "window_attn_skip_freq", [0, 1] * 12, str((1, 0) * 12), str((0, 1) * 12)),
+        (GPT_OSS, "rotary_scaling_factor", 4.0, "32.0", "4.0"),
+        (GPT_OSS, "yarn_beta_fast", 16.0, "32.0", "16.0"),
+        (GPT_OSS, "yarn_beta_slow", 2.0, "1.0", "2.0"),
+        (GPT_OSS, "yarn_correction_range_round_to_int", True, "False", "True"),
+        (GPT_OSS, "mscale_all_dim", 1.0, "0.0", "1.0"),
+    ],
+)
+def test_megatron_argument_that_differs_is_the_only_finding(
+    model: str, argument: str, value: Any, expected: str, actual: str
+) -> None:
+    shown = "num_query_groups" if argument == "group_query_attention" else argument
+    assert wrong(config_of(model), args_of(model, **{argument: value})) == [(shown, expected, actual)]
+
+
+def test_megatron_arguments_without_the_promised_mtp_layer_are_found() -> None:
+    promised = config_of(GLM45, num_nextn_predict_layers=1)
+    assert wrong(promised, args_of(GLM45)) == [("mtp_num_layers", "1", "0")]
+    assert wrong(promised, args_of(GLM45, mtp_num_layers=1)) == []
+
+
+def test_softmax_before_topk_matters_for_a_softmax_router_only() -> None:
+    found = wrong(config_of(QWEN3), args_of(QWEN3, moe_router_pre_softmax=True))
+    assert found == [("moe_router_pre_softmax", "False", "True")]
+    assert wrong(config_of(GLM45), args_of(GLM45, moe_router_pre_softmax=False)) == []
+
+
+def test_megatron_arguments_in_equivalent_spellings_have_no_finding() -> None:
+    assert wrong(config_of(QWEN3), args_of(QWEN3, moe_layer_freq=1, ffn_hidden_size=1, norm_epsilon=0.000001)) == []
+    assert wrong(config_of(GLM45), args_of(GLM45, mtp_num_layers=None)) == []
+    older = {key: value for key, value in args_of(QWEN25_7B).items() if key != "position_embedding_type"}
+    assert wrong(config_of(QWEN25_7B), older | {"use_rotary_position_embeddings": True}) == []
+
+
+def test_what_no_flag_says_is_named_as_an_attribute() -> None:
+    assert hint_of("beta_fast").startswith("Megatron-LM has no flag for it: set the attribute")
+    assert wrong(config_of(KIMI), args_of(KIMI, beta_fast=1.0)) == []
+
+
+def test_rotary_scaling_factor_of_one_means_no_yarn() -> None:
+    assert wrong(config_of(DEEPSEEK), args_of(DEEPSEEK, rotary_scaling_factor=1)) == [
+        ("rope_type", "yarn", "rope"),
+        ("rotary_scaling_factor", "40.0", "1"),
+    ]
+    assert wrong(config_of(MOONLIGHT), args_of(MOONLIGHT, rotary_scaling_factor=40)) == [
+        ("rope_type", "rope", "yarn"),
+        ("rotary_scaling_factor", "1.0", "40"),
+    ]
+
+
+# Flags that a launch script must have, and how none of its flags may begin.
+FLAGS = {
+    QWEN3: (
+        "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention"
+        " --num-query-groups 4 --kv-channels 128 --vocab-size 151936 --rotary-base 1000000 --norm-epsilon 1e-06"
+        " --normalization RMSNorm --position-embedding-type rope --swiglu --qk-layernorm --num-experts 128"
+        " --moe-ffn-hidden-size 768 --moe-router-score-function softmax --moe-layer-freq '([1]*48)'"
+        " --moe-router-dtype fp32 --moe-grouped-gemm --moe-router-topk 8 --untie-embeddings-and-output-weights"
+        " --disable-bias-linear",
+        "--add-qkv-bias --moe-router-pre-softmax --moe-shared --rotary-interleaved --mtp #",
+    ),
+    GLM45: (
+        "--num-layers 92 --rotary-percent 0.5 --add-qkv-bias --qk-layernorm --num-experts 160"
+        " --moe-ffn-hidden-size 1536 --moe-shared-expert-intermediate-size 1536 --moe-router-score-function sigmoid"
+        " --moe-router-enable-expert-bias --moe-router-pre-softmax --moe-router-topk-scaling-factor 2.5"
+        " --moe-layer-freq '([0]*3+[1]*89)' --moe-router-topk 8",
+        "#",
+    ),
+    DEEPSEEK: (
+        "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64"
+        " --v-head-dim 128 --qk-layernorm --rope-type yarn --rotary-scaling-factor 40.0 --mscale 1.0"
+        " --mscale-all-dim 1.0",
+        "# --group-query-attention --beta --original",
+    ),
+    MOONLIGHT: ("--multi-latent-attention --kv-lora-rank 512", "--q-lora-rank"),
+    GPT_OSS: (
+        "--window-size 127,0 --window-attn-skip-freq '(([1]*1+[0]*1)*12)' --quick-geglu --glu-linear-offset 1.0"
+        " --activation-func-clamp-value 7.0 --softmax-type learnable --position-embedding-type yarn"
+        " --rotary-scaling-factor 32.0 --yarn-original-max-position-embeddings 4096"
+        " --no-yarn-correction-range-round-to-int",
+        "--swiglu --disable-bias-linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("model", FLAGS)
+def test_flags_of_a_launch_script(model: str) -> None:
+    flags, (wanted, none) = launch_flags(megatron_args(dims_of(config_of(model)))), FLAGS[model]
+    expected = {f"--{flag.strip()}" for flag in wanted.removeprefix("--").split(" --")}
+    assert expected - set(flags) == set()
+    assert [flag for flag in flags if flag.startswith(tuple(none.split()))] == []
+
+
+def test_what_no_flag_says_is_a_comment() -> None:
+    comments = [flag for flag in launch_flags(megatron_args(dims_of(config_of(KIMI)))) if flag.startswith("#")]
+    assert comments == ["# no flag says this: set args.beta_fast = 1.0 (else 32.0) before the model is built"]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, []),
+        # As a published script passes it: that factor is latent attention's, and Megatron would scale by 8.
+        ({"use_rope_scaling": True, "rotary_scaling_factor": 32.0}, [("rope_scaling_factor", "32.0", "8.0")]),
+        ({}, [("use_rope_scaling", "True", "False"), ("rope_scaling_factor", "32.0", "nothing")]),
+    ],
+)
+def test_rope_scaling_of_llama_3(scaling: Config, said: list[tuple[str, str, str]]) -> None:
+    llama = config_of("meta-llama/Llama-3.2-3B-Instruct")
+    args = {name: value for name, value in megatron_args(dims_of(llama)).items() if "scaling" not in name} | scaling
+    assert wrong(llama, args) == said
