@@ -11,6 +11,7 @@ from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.torch_dist.foreign_names import foreign_name
 from ckptkit.formats.torch_dist.reader import OF_FSDP, tiling_problem
 from ckptkit.formats.torch_dist.training_state import described, training_state
 from verify.check import Skip, Tally, check, only
@@ -46,7 +47,10 @@ only_megatron = only("megatron", "an HF directory has no torch_dist files")
     unless=only_megatron,
 )
 def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The tracker names a directory, in which `.metadata`, `metadata.json` and the common state can be read."""
+    """The tracker names a directory, in which `.metadata`, `metadata.json` and the common state can be read.
+
+    Their pickles name nothing that Megatron and torch do not write, since Megatron runs what they name.
+    """
     files = subject.megatron_files
     try:
         weights = files.weights
@@ -76,6 +80,9 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = damage.hint or "convert or copy it again"
         yield Issue("readable .metadata and common state", damage.message, hint, file=weights)
         return
+    if (foreign := foreign_name(weights, files.metadata)) is not None:
+        hint = foreign.hint or ""
+        yield Issue("pickles that name what Megatron and torch write", foreign.message, hint, file=weights)
     if not files.opened.specs:
         inside = summarize(files.metadata.keys)
         hint = "give the directory that holds the model, or save it again"
