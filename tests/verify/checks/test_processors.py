@@ -308,3 +308,84 @@ def test_a_processor_that_transformers_saves_again_is_no_difference(
     assert (copy / PROCESSOR).exists()
     assert not (copy / PRE).exists()
     assert compare({}, files, model) == []
+
+
+def nested(model: str, **values: Any) -> Files:
+    """A release in the layout of transformers 5, with other settings of its part, or less those that are None."""
+    files = RELEASES[model][1]
+    parts = {PRE: "feature_extractor" if model == "whisper" else "image_processor", VIDEO: "video_processor"}
+    made: dict[str, Any] = {parts[file]: dict(content) for file, content in files.items() if file in parts}
+    part = made["video_processor" if VIDEO in files else parts[PRE]]
+    part.update(values)
+    for key in [key for key, value in values.items() if value is None]:
+        del part[key]
+    return {PROCESSOR: {**files.get(PROCESSOR, {}), **made}}
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "key"),
+    [
+        ("whisper", {"hop_length": 80}, "hop_length"),
+        ("whisper", {"feature_size": None}, "feature_size"),
+        ("whisper", {"sampling_rate": None, "padding_value": None}, ""),
+        ("qwen3_vl", {"do_sample_frames": False}, "do_sample_frames"),
+        ("qwen3_vl", {"size": None}, "size"),
+        ("qwen3_vl", {"fps": 2, "do_sample_frames": True}, ""),
+        ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ("gemma3", {"do_pan_and_scan": None}, ""),
+        ("gemma3", {"resample": None, "do_rescale": None}, ""),
+        ("mistral3", {"patch_size": None}, "patch_size"),
+        ("mistral3", {"size": "large"}, "settings that transformers accepts"),
+        ("llava", {"do_center_crop": False}, "do_center_crop"),
+        ("llava", {"_valid_processor_keys": None}, ""),
+    ],
+)
+def test_sound_and_video_are_compared_in_the_same_way(
+    model: str, values: Mapping[str, Any], key: str, compare: Callable[..., list[Difference]]
+) -> None:
+    errors = [one for one in compare(nested(model, **values), RELEASES[model][1], model) if one.severity == "error"]
+    assert [key in one.what for one in errors] == ([True] if key else [])
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "severities"),
+    [
+        ("gemma3", {"image_seq_length": 512}, ["error"]),
+        ("gemma3", {}, []),
+        ("mistral3", {"patch_size": 16}, ["error"]),
+        ("llava", {"image_token": "<image>"}, ["error"]),
+    ],
+)
+def test_settings_that_join_the_parts_have_the_defaults_of_the_class(
+    model: str, values: Mapping[str, Any], severities: list[str], compare: Callable[..., list[Difference]]
+) -> None:
+    files = RELEASES[model][1]
+    own = {"processor_class": files[PROCESSOR]["processor_class"], **values}
+    assert [one.severity for one in compare({**files, PROCESSOR: own}, files, model)] == severities
+
+
+def test_videos_are_read_from_the_settings_of_images_where_no_others_are(
+    compare: Callable[..., list[Difference]],
+) -> None:
+    video = {**QWEN2, "video_processor_type": "Qwen2VLVideoProcessor"}
+    del video["image_processor_type"]
+    assert compare({**OF_4, VIDEO: video}, OF_4) == []
+    (found,) = compare({**OF_4, VIDEO: {**video, "do_rescale": False}}, OF_4)
+    assert (found.file, found.severity) == (VIDEO, "error")
+    (found,) = compare({**OF_4, VIDEO: {"do_rescale": False}}, OF_4)
+    assert (found.file, found.severity) == (VIDEO, "error")
+
+
+@pytest.mark.parametrize("layout", [4, 5])
+def test_a_key_of_a_class_that_transformers_does_not_have_is_a_warning(
+    layout: int, compare: Callable[..., list[Difference]]
+) -> None:
+    settings = {"image_processor_type": "OurImageProcessor", "limit": 4096}
+    source, copy = (
+        {PRE: one} if layout == 4 else {PROCESSOR: {"image_processor": one}}
+        for one in (settings, {**settings, "do_rescale": False})
+    )
+    assert [one.severity for one in compare(copy, source, "kimi_vl")] == ["warning"]
+    assert compare(source, {PRE: settings}, "kimi_vl") == []
+    changed_limit = {PRE: {**settings, "limit": 1}}
+    assert [one.severity for one in compare(changed_limit, source, "kimi_vl")] == ["error"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ _CLASSES = {
     VIDEO_PART: "AutoVideoProcessor",
 }
 _BUILDING_HERE = "building the processor"
+_SCRATCH = re.compile(r"\S*ckptkit-processor-\w+")
 _LIMIT_S = 180
 
 
@@ -72,7 +74,7 @@ def ask_transformers(job: SettingsJob) -> Built | None:
         return None
     answer, failed = ask(job, __name__, Built, _LIMIT_S)
     if failed.startswith(f"while {_BUILDING_HERE}: ") and "install" not in failed:
-        return Built(refused=failed.partition(": ")[2].partition(" (at ")[0])
+        return Built(refused=_SCRATCH.sub("this directory", failed.partition(": ")[2].partition(" (at ")[0]))
     return answer
 
 

@@ -59,9 +59,9 @@ def processor_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
         yield from _compare(here, there, one, other, place)
     for other in its:
         found = _counterpart(other, mine)
-        if found is None:
+        if found is None and other.read:
             yield Difference(other.file, "settings of a processor", "missing")
-        elif (found.file, other.file, other.part) not in done:
+        elif found is not None and (found.file, other.file, other.part) not in done:
             yield from _compare(here, there, found, other, place)
 
 
@@ -74,7 +74,7 @@ def _stored(side: SideFiles) -> list[_Settings]:
             is_sound = "feature_extractor_type" in content and "image_processor_type" not in content
             found.append(_Settings("feature_extractor" if is_sound else part, file, content))
     rest = {key: value for key, value in own.items() if key not in _NESTED}
-    return [one for one in [*found, _Settings(PROCESSOR, PROCESSOR_CONFIG, rest)] if one.read]
+    return [one for one in found if one.read] + ([_Settings(PROCESSOR, PROCESSOR_CONFIG, rest)] if own else [])
 
 
 def _counterpart(one: _Settings, others: Sequence[_Settings]) -> _Settings | None:
