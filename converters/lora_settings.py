@@ -189,7 +189,7 @@ class LoraSettings:
         alpha = self._read(number, "alpha_pattern", alphas[0]) if alphas else self._read(number, "lora_alpha", 8)
         if rank < 1:
             raise self._damaged(f"rank {rank}")
-        return int(rank), alpha / (math.sqrt(rank) if self._read(flag, "use_rslora", False) else rank)
+        return int(rank), alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _read(self, read: Callable[[Mapping[str, Any], str, Any], Any], key: str, value: Any) -> Any:
         """A value of a pattern, or of a field with this default."""

@@ -13,6 +13,7 @@ MAX_KEYS = 2_000  # of one part; those of transformers have about a hundred
 MAX_LAYERS = 1_000  # the deepest released models have 126
 MAX_EXPERTS = 128_000  # of all layers together: Kimi K2 has 23,424
 MAX_SIZE = 1 << 31  # of any size
+MAX_RANKS = 1_000_000  # of nodes, GPUs and parallel sizes
 _LAYERS = ("num_hidden_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers", "depth")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _PARTS = ("text_config", "vision_config")

@@ -15,7 +15,7 @@ from quant.lint.finding import ORDER, LintFinding, finding
 from quant.lint.subject import IgnoreList, Severity
 from quant.patterns.entries import matcher
 from quant.selection.matrices import forbidden
-from quant.selection.portable import OTHER_FORMAT, Divergence, kind_of, reason_of, without_numbers
+from quant.selection.portable import NOTHING_PACKED, OTHER_FORMAT, Divergence, kind_of, reason_of, without_numbers
 from quant.selection.readers import SGLANG, TRAINERS, VLLM, refuses_own_format
 from quant.selection.tree import UNPACKED_BY_CHOICE
 
@@ -24,6 +24,7 @@ def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
     """Returns everything that is wrong, worst first."""
     found = [
         *_refused(subject),
+        *_nothing_packed(subject),
         *_differences(subject),
         *_partly(subject),
         *_mixed(subject),
@@ -49,6 +50,13 @@ def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
             if refuses_own_format(who, subject.asked):
                 severity = "error"
             yield finding("refused", severity, refusal.what, refusal.hint, [], who)
+
+
+def _nothing_packed(subject: IgnoreList) -> Iterator[LintFinding]:
+    """Finds a config that declares INT4 weights where no matrix is packed or, by the list, would be. As CK302."""
+    if subject.is_int4 and subject.matrices and not any(subject.packed):
+        message = f"config.json declares INT4 weights but leaves all {len(subject.matrices)} matrices out"
+        yield finding("nothing packed", "error", message, NOTHING_PACKED, [])
 
 
 _WORDS = {

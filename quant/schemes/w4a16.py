@@ -19,10 +19,11 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.remote import config_at
+from ckptkit.formats.hf.side_files import describe_quantization
 from converters.registry import family_of
 from converters.stored import as_stored
 from quant.formats.packing import CODES_PER_WORD, Packed
-from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT
+from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
 from quant.formats.scheme import Grid, QuantScheme, Search, quantization_config
 from quant.formats.squared_error import SquaredError
 from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
@@ -149,7 +150,7 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     """Decides what becomes INT4. `source` has one tensor an expert; the model's own list is added to `scheme.ignore`.
 
     Raises CkptkitError, before anything is read, as `resolve` does, and when a Linear of the model is missing or
-    transformers was chosen as a reader and cannot load the packed experts.
+    transformers was chosen as a reader and cannot load the packed experts, and when nothing is left to quantize.
     """
     reference, like = _reference(source, scheme, request)
     config = as_stored(source.config, source.specs)
@@ -157,6 +158,9 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     verdicts = resolve(source.specs, config, whole, like=like, tp=request.tp, readers=request.readers)
     chosen = [spec for name, spec in source.specs.items() if verdicts[name].quantize]
     names = frozenset(spec.name for spec in chosen)
+    if not names:
+        hint = "leave out the --ignore that covers all of them" if scheme.ignore else None
+        raise CkptkitError("no weight is left to quantize", hint)
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     experts = any(map(is_expert, names))
     if experts:
@@ -195,6 +199,9 @@ def _reference(
     if request.preset:
         return reference, _names_for_rl(source)
     if request.like is not None:
+        if stored_scheme(request.like.config) is None or not any(packed_in(request.like.specs)):
+            declared = describe_quantization(request.like.config)
+            raise CkptkitError(f"--like has no INT4 weights: {declared}", "give an INT4 checkpoint of the same model")
         return reference, request.like.specs
     return reference, None if stored is None else _packed_less(stored.specs, scheme.ignore)
 

@@ -78,6 +78,8 @@ def select_eight_bit(
         f"stay as they are, since {fault}: {summarize(name for name in ragged if ragged[name] == fault)}"
         for fault in dict.fromkeys(ragged.values())
     )
+    if like is not None and not any(_has_scale(matrix.module, like) for matrix in matrices):
+        raise CkptkitError("--like has no scale of any weight", "give a checkpoint of the same model in this scheme")
     if not names:
         raise CkptkitError("no weight is left to quantize" + "".join(f"; {note}" for note in notes))
     _check_dtypes([specs[name] for name in names])

@@ -19,6 +19,7 @@ from quant.selection.tree import DRAFT_LAYER
 OTHER_FORMAT = (
     "no entry of `ignore` tells layers of another format: do not quantize updates of this model with slime or miles"
 )
+NOTHING_PACKED = "remove quantization_config, or quantize again with `ckptkit quantize`"
 _SHOWN = 4  # entries in a sentence
 _MAX_ADVICE = 3  # each try looks at every tensor again
 _TOGETHER = "SGLang packs the routed experts of a layer together or not at all, and so q, k, v and gate, up"

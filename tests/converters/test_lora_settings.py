@@ -170,6 +170,7 @@ UNCHANGED: dict[str, dict[str, Any]] = {
     "alpha by an expression": {"alpha_pattern": {"[qk]_proj": 16}},
     "alpha twice, the first counts": {"alpha_pattern": {"v_proj": 16, "self_attn.v_proj": 4}},
     "a module that the base lacks": {"modules_to_save": ["score"]},
+    "scaled by the root, as a number": {"use_rslora": 1},
     "no initialization": {"init_lora_weights": None},
     "weights tied": {"ensure_weight_tying": True},
     "dropout": {"lora_dropout": 0.1},

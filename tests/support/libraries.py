@@ -1,4 +1,4 @@
-"""Asks tokenizers and transformers in this process, as `verify.evidence.side.texts` does in one of its own."""
+"""Asks tokenizers and transformers in this process, as `verify.evidence.side` does in one of its own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from verify.evidence.side.texts import Answer, TextJob, run
+from verify.evidence.side import processor_classes, texts
 from verify.witnesses.process.exit_report import PhaseLog, exit_report_of
 
 
-def ask_here(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> list[TextJob]:
+def ask_here(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> list[Any]:
     """Saves the seconds that a process takes to import transformers. Returns the jobs that are asked."""
-    jobs: list[TextJob] = []
+    jobs: list[Any] = []
 
-    def ask(job: TextJob, *_: Any) -> tuple[Answer | None, str]:
+    def ask(job: Any, module: str, *_: Any) -> tuple[Any, str]:
         jobs.append(job)
         report = scratch / "report.json"
+        run: Any = {one.__name__: one for one in (texts, processor_classes)}[module].run
         try:
             with PhaseLog(report) as phases:
                 return run(job, phases), ""
@@ -26,5 +27,6 @@ def ask_here(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> list[TextJob]:
             return None, f"while {ending.phase}: {ending.message or error}"
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("verify.evidence.side.texts.ask", ask)
+    for one in (texts, processor_classes):
+        monkeypatch.setattr(one, "ask", ask)
     return jobs

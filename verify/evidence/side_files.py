@@ -25,7 +25,8 @@ _TIKTOKEN, _SENTENCEPIECE = "tiktoken.model", "tokenizer.model"
 _VOCABULARY_FILES = (TOKENIZER, "tokenizer.*", "vocab*", "tekken.json", "*.model", "*.tiktoken", "*.spm")
 _FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 _TOKENIZER_CODE = "tokenization_*.py"
-_TEMPLATE, _TEMPLATE_JSON, _PROCESSOR = "chat_template.jinja", "chat_template.json", "processor_config.json"
+PROCESSOR_CONFIG = "processor_config.json"
+_TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ class SideFiles:
         named = [(f"{ADDITIONAL_TEMPLATES}/{path.name}", path.stem, _text(path)) for path in files]
         own = [(_TEMPLATE, "default", _text(self.root / _TEMPLATE))] if lexists(self.root / _TEMPLATE) else []
         inline = [
-            (file, self.json(file).get("chat_template")) for file in (_TEMPLATE_JSON, TOKENIZER_CONFIG, _PROCESSOR)
+            (file, self.json(file).get("chat_template"))
+            for file in (_TEMPLATE_JSON, TOKENIZER_CONFIG, PROCESSOR_CONFIG)
         ]
         return [*own, *named, *(place for file, content in inline for place in _inline(file, content))]
 

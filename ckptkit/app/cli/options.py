@@ -11,9 +11,8 @@ import click
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.url import place
+from converters.config.bounds import MAX_RANKS
 from quant.selection.readers import ALL_READERS
-
-_MAX_RANKS = 1_000_000
 
 
 class PathOrUrl(click.Path):
@@ -45,7 +44,7 @@ def _ranks(context: click.Context, parameter: click.Parameter, text: str | None)
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) > _MAX_RANKS:
+        if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) > MAX_RANKS:
             raise click.BadParameter(f"{part!r} is not a rank and no range of ranks: give numbers such as 0,5,56-63")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
@@ -74,6 +73,7 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 PATH = click.Path(path_type=Path)
+PARALLEL = click.IntRange(1, MAX_RANKS)  # a parallel size
 PATH_OR_URL = PathOrUrl(path_type=Path)
 _HF_HELP = "HF directory with the config of a Megatron checkpoint that does not carry it."
 hf = click.option("--hf", type=PATH_OR_URL, help=_HF_HELP)
@@ -157,26 +157,22 @@ parallel = together(
             f"--{name}",
             default=1,
             show_default=True,
-            type=click.IntRange(1),
+            type=PARALLEL,
             help=f"{what} parallel size to verify with.",
         )
         for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
     )
 )
 megatron = together(
-    click.option("--cp", default=1, show_default=True, type=click.IntRange(1), help="Megatron: context parallel size."),
+    click.option("--cp", default=1, show_default=True, type=PARALLEL, help="Megatron: context parallel size."),
     click.option(
         "--pipeline-layout",
         "--pipeline-model-parallel-layout",
         metavar="LAYOUT",
         help="Megatron: what each pipeline stage holds, such as 'Et*3|(tt|)*29m|L'. It implies --vpp.",
     ),
-    click.option(
-        "--decoder-first-pipeline-num-layers", type=click.IntRange(1), help="Megatron: layers of the first stage."
-    ),
-    click.option(
-        "--decoder-last-pipeline-num-layers", type=click.IntRange(1), help="Megatron: layers of the last stage."
-    ),
+    click.option("--decoder-first-pipeline-num-layers", type=PARALLEL, help="Megatron: layers of the first stage."),
+    click.option("--decoder-last-pipeline-num-layers", type=PARALLEL, help="Megatron: layers of the last stage."),
     click.option(
         "--account-for-embedding-in-pipeline-split", is_flag=True, help="Megatron: the embedding counts as a layer."
     ),
@@ -248,9 +244,7 @@ quantizing = together(
         "slime's training rounds them; SGLang takes no other INT4 layers again, vLLM takes all. fp8-block, mxfp8: the "
         "rounding of trainers' updates.",
     ),
-    click.option(
-        "--tp", type=click.IntRange(1), help="Tensor parallel size that SGLang's INT4 kernels must be able to load."
-    ),
+    click.option("--tp", type=PARALLEL, help="Tensor parallel size that SGLang's INT4 kernels must be able to load."),
     click.option(
         "--reader",
         "readers",

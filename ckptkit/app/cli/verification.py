@@ -71,10 +71,10 @@ _asking = common.together(
     ),
     common.parallel,
     click.option(
-        "--etp", type=click.IntRange(1), help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"
+        "--etp", type=common.PARALLEL, help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"
     ),
     click.option("--dp-attention", is_flag=True, help="With --tp: SGLang keeps attention whole on every rank."),
-    click.option("--vpp", default=1, show_default=True, type=click.IntRange(1), help="Virtual pipeline stages a rank."),
+    click.option("--vpp", default=1, show_default=True, type=common.PARALLEL, help="Virtual pipeline stages a rank."),
     common.megatron,
     click.option(
         "--reader",

@@ -7,12 +7,12 @@ run. Before one of them opens a checkpoint it is read here, where nothing is run
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS
-from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.reader import FOREIGN_HINT, StoredMetadata, read_metadata
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.records import Record
@@ -71,18 +71,51 @@ def refuse_foreign_names(path: Path, metadata: StoredMetadata | None = None) -> 
     Of an `_extra_state`, which Transformer Engine unpickles once more, the bytes inside are looked at too.
     """
     metadata = read_metadata(path) if metadata is None else metadata
-    if foreign := sorted(name for name in metadata.names - _METADATA if not _is_member(name, _METADATA_ENUMS)):
-        raise UnsupportedError(f"{path / '.metadata'} names {foreign[0]}, which torch does not write", FOREIGN_HINT)
-    blobs = dict(metadata.objects)
-    common = path / "common.pt"
-    if common.exists():
-        blobs[common.name] = Blob(common, 0, common.stat().st_size)
-    for key, blob in blobs.items():
+    _refuse_names(path, metadata)
+    for key, blob in _pickles(path, metadata).items():
         found = blob.object(_is_object)
         if _EXTRA_STATE in key and not _is_empty(found):
             raise UnsupportedError(
                 f"{blob}: {key} holds bytes that Transformer Engine would unpickle", "save it without FP8 state"
             )
+
+
+def foreign_name(path: Path, metadata: StoredMetadata) -> tuple[str, UnsupportedError] | None:
+    """The first name that `refuse_foreign_names` refuses, and what it raises. Damaged pickles are not judged."""
+    try:
+        _refuse_names(path, metadata)
+    except UnsupportedError as error:
+        return min(_foreign(metadata)), error
+    for blob in _pickles(path, metadata).values():
+        names: list[str] = []
+
+        def is_object(name: str, names: list[str] = names) -> bool:
+            names.append(name)
+            return _is_object(name)
+
+        try:
+            blob.object(is_object)
+        except UnsupportedError as error:
+            return names[-1], error
+        except CkptkitError:  # its file is missing, cut off or damaged, which has checks of its own
+            continue
+    return None
+
+
+def _foreign(metadata: StoredMetadata) -> list[str]:
+    return [name for name in metadata.names - _METADATA if not _is_member(name, _METADATA_ENUMS)]
+
+
+def _refuse_names(path: Path, metadata: StoredMetadata) -> None:
+    if foreign := sorted(_foreign(metadata)):
+        raise UnsupportedError(f"{path / '.metadata'} names {foreign[0]}, which torch does not write", FOREIGN_HINT)
+
+
+def _pickles(path: Path, metadata: StoredMetadata) -> Mapping[str, Blob]:
+    """Every object that is stored as a pickle, by key, and common.pt by its name."""
+    common = path / "common.pt"
+    file = {common.name: Blob(common, 0, common.stat().st_size)} if common.exists() else {}
+    return {**metadata.objects, **file}
 
 
 def _is_object(name: str) -> bool:

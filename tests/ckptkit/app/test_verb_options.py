@@ -162,3 +162,15 @@ def test_unknown_words_name_the_nearest(words: list[str], said: str) -> None:
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 2
     assert said in done.output
+
+
+SIZES = ("tp", "pp", "ep", "etp", "vpp", "cp", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+
+
+@pytest.mark.parametrize("verb", ["verify", "preflight", "quantize"])
+@pytest.mark.parametrize("size", [10**6 + 1, 10**30])
+def test_a_size_that_no_machine_has_is_bad_usage(verb: str, size: int) -> None:
+    given = [option for name, option in options_of(verb).items() if name in SIZES]
+    assert given
+    for option in given:
+        assert f"{size} is not in the range" in parse(verb, option.opts[0], str(size))

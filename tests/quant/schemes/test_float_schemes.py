@@ -268,6 +268,9 @@ def test_a_part_of_a_fused_layer_cannot_be_left_out(plain: Callable[[str], Path]
 def test_nothing_to_quantize_is_an_error(plain: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="no weight is left to quantize"):
         quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", ignore=("re:.*",)))
+    with pytest.raises(CkptkitError, match="--like has no scale of any weight"):
+        quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block"), like=plain("dense"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_like_quantizes_what_the_release_has_in_fp8(plain: Callable[[str], Path], tmp_path: Path) -> None:

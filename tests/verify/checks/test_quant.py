@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from support import models
-from support.fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize
+from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from quant.formats.zero_points import for_sglang_experts
+from quant.lint.lint import lint
 from verify.evidence.packed import Int4Format
 from verify.evidence.rounding import bound_in_steps, in_runs, worst_steps
 from verify.run import verify
@@ -73,6 +76,40 @@ def test_a_plain_checkpoint_is_not_checked_for_packing(releases: PathOf) -> None
     report = verify(releases("qwen2-tied"))
     assert not [check for check in report.checks if check.code.startswith("CK3")]
     assert any("CK301" in line and "no quantization_config" in line for line in report.facts["not applicable"])
+
+
+def test_a_config_that_declares_int4_and_leaves_every_layer_out(
+    int4: Path, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+) -> None:
+    path = copy_of(releases("glm4_moe"))
+    config = json.loads((int4 / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["re:.*"]
+    (path / "config.json").write_text(json.dumps(config))
+    finding = only(verify(path))
+    assert (finding.code, finding.severity, finding.file) == ("CK302", "error", str(path / "config.json"))
+    report = lint(path)
+    assert (report.failed, report.packed) == (True, 0)
+    assert [one.kind for one in report.findings if one.severity == "error"] == ["nothing packed"]
+
+
+@pytest.mark.parametrize("like", ["release", "no list", "fp8", "ignored"])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_quantizing_nothing_to_int4_is_refused(
+    like: str, dry_run: bool, int4: Path, releases: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
+    reference = copy_of(releases("glm4_moe"))
+    if like == "no list":
+        (reference / "config.json").write_text((int4 / "config.json").read_text())
+    elif like == "fp8":
+        config = json.loads((reference / "config.json").read_text())
+        declared = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+        (reference / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
+    scheme = QuantScheme(32, "qmax7", ignore=("re:.*",) if like == "ignored" else ())
+    message = "no weight is left to quantize" if like == "ignored" else "--like has no INT4 weights"
+    options: dict[str, Any] = {} if like == "ignored" else {"like": reference}
+    with pytest.raises(CkptkitError, match=message):
+        quantize(releases("glm4_moe"), tmp_path / "out", scheme, dry_run=dry_run, **options)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.torch_dist.foreign_names import foreign_name
 from ckptkit.formats.torch_dist.reader import OF_FSDP, tiling_problem
 from ckptkit.formats.torch_dist.training_state import described, training_state
 from verify.check import Skip, Tally, check, only
@@ -18,7 +21,10 @@ from verify.checks.headers.files import names_of, require_metadata
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.report import Severity
 
+# Libraries with functions that run what a pickle gives them; Python 2's names stand for those of Python 3.
+_RUN = {*sys.stdlib_module_names, *IMPORT_MAPPING, "torch", "numpy"}
 # What metadata.json says; what it says of common.pt is left out from megatron-core 0.19 on.
 _BACKEND: Mapping[str, str | int] = {
     "sharded_backend": "torch_dist",
@@ -46,7 +52,10 @@ only_megatron = only("megatron", "an HF directory has no torch_dist files")
     unless=only_megatron,
 )
 def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The tracker names a directory, in which `.metadata`, `metadata.json` and the common state can be read."""
+    """The tracker names a directory, in which `.metadata`, `metadata.json` and the common state can be read.
+
+    Their pickles name nothing that Megatron and torch do not write, since Megatron runs what they name.
+    """
     files = subject.megatron_files
     try:
         weights = files.weights
@@ -76,6 +85,11 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = damage.hint or "convert or copy it again"
         yield Issue("readable .metadata and common state", damage.message, hint, file=weights)
         return
+    if (foreign := foreign_name(weights, files.metadata)) is not None:
+        name, error = foreign
+        severity: Severity = "error" if name.partition(".")[0] in _RUN else "warning"  # which may be a trainer's class
+        expected = "pickles that name what Megatron and torch write"
+        yield Issue(expected, error.message, error.hint or "", file=weights, severity=severity)
     if not files.opened.specs:
         inside = summarize(files.metadata.keys)
         hint = "give the directory that holds the model, or save it again"

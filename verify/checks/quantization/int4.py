@@ -14,6 +14,7 @@ from converters.planner import dims_of, expected_hf, rules_of
 from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
 from quant.formats.zero_points import is_expert
+from quant.selection.portable import NOTHING_PACKED
 from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.renamed import renamed_of
@@ -179,6 +180,9 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, found.looked_at - len(packed))
     for issue in found.issues:
         yield replace(issue, file=subject.path / "config.json")
+    if not packed and not found.missing:
+        actual = "nothing is packed, and no reader expects that anything is"
+        yield Issue("INT4 weights, as config.json declares", actual, NOTHING_PACKED, file=subject.path / "config.json")
     by_ck301 = {module for module in subject.once(never_packed) if not _targeted(module, config)}
     for names in group_by_pattern(sorted(found.forbidden.keys() - by_ck301)):
         expected, hint = f"unquantized: {found.forbidden[names[0]]}", "quantize again with `ckptkit quantize`"

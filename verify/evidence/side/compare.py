@@ -10,9 +10,11 @@ from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import is_loaded
 from ckptkit.formats.hf.side_files import is_weight
-from verify.evidence.side.difference import Difference
+from verify.evidence.side.difference import Difference, show
+from verify.evidence.side.processor_classes import PREPROCESSOR, VIDEO
+from verify.evidence.side.processors import processor_differences
 from verify.evidence.side.tokenizers import tokenizer_differences
-from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
+from verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, SideFiles
 from verify.report import Severity
 
 # Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
@@ -20,15 +22,8 @@ _COMPARED_ELSEWHERE = frozenset(
     {"config.json", "adapter_config.json", "metadata.json", "model.safetensors.index.json"}
     | {"quant_config.json", "quantize_config.json", "quantization_config.json", "hf_quant_config.json"}
 )
-_PREPROCESSOR, _VIDEO, _PROCESSOR = (
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
-# Where transformers 5 puts the settings of each of them in processor_config.json.
-_NESTED = {"image_processor": _PREPROCESSOR, "feature_extractor": _PREPROCESSOR, "video_processor": _VIDEO}
 _CODE = "auto_map"
-_WITH_CODE = ("config.json", TOKENIZER_CONFIG, _PROCESSOR, _PREPROCESSOR, _VIDEO)
+_WITH_CODE = ("config.json", TOKENIZER_CONFIG, PROCESSOR_CONFIG, PREPROCESSOR, VIDEO)
 # What transformers takes for a key that generation_config.json lacks. Source: `GenerationConfig` of 4.57, and
 # `_get_default_generation_params` of 5.12. Of other keys absent means null, false or zero.
 _DEFAULTS = {
@@ -52,7 +47,6 @@ _DEFAULTS = {
     "assistant_lookbehind": 10,
 }
 _NOT_OF_GENERATION = ("transformers_version", "_from_model_config", "_commit_hash")
-_UNREAD_OF_PROCESSOR = ("transformers_version", "processor_class", "chat_template", _CODE, "_processor_class")
 
 
 def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
@@ -63,7 +57,7 @@ def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
     yield from template_differences(here, there, place)
     yield from _generation(here, there, place)
     yield from code_differences(here, there, place)
-    yield from _processors(here, there, place)
+    yield from processor_differences(here, there, place)
     yield from _others(here, there, place)
     yield from tokenizer_differences(here, there, place)
 
@@ -94,8 +88,8 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
 def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[Difference]:
     """A template that was moved to where the tokenizer or the processor does not look."""
     mine, its = ({file for file, other, _ in side.template_places if other == name} for side in (here, there))
-    readers = {"tokenizers": {"chat_template.json", _PROCESSOR}}
-    if here.json(_PROCESSOR) or here.json(_PREPROCESSOR):
+    readers = {"tokenizers": {"chat_template.json", PROCESSOR_CONFIG}}
+    if here.json(PROCESSOR_CONFIG) or here.json(PREPROCESSOR):
         readers["processors"] = {TOKENIZER_CONFIG}
     for reader, unread in readers.items():
         if mine <= unread and not its <= unread:
@@ -122,7 +116,7 @@ def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[Diffe
     for keys in ([key for key in odd if key not in harmless], harmless):
         severity: Severity = "warning" if keys == harmless else "error"
         if keys:
-            described = [f"{key} is {_shown(mine.get(key))} but {_shown(its.get(key))} {place}" for key in keys[:5]]
+            described = [f"{key} is {show(mine.get(key))} but {show(its.get(key))} {place}" for key in keys[:5]]
             more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
             gone = "" if mine else "the file is missing: "
             words = f"{gone}{'; '.join(described)}{more}"
@@ -138,10 +132,6 @@ def _generates(side: SideFiles, key: str) -> Any:
         value = side.config.get(key, inner) if value is None else value
         return sorted(map(repr, value if isinstance(value, list) else [value]))
     return value if value not in ((None, _DEFAULTS[key]) if key in _DEFAULTS else (None, False, 0)) else None
-
-
-def _shown(value: Any) -> str:
-    return "missing" if value is None else shortened(value)
 
 
 def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
@@ -178,56 +168,9 @@ def _leaves(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else [text for one in inner for text in _leaves(one)]
 
 
-def _processors(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
-    """Settings of the processors of images, videos and sound, which transformers 5 saves in one file."""
-    mine, its = _processor_settings(here), _processor_settings(there)
-    for file in dict.fromkeys([*its, *mine]):
-        if file not in mine:
-            yield Difference(file, "settings of a processor", "missing")
-            continue
-        if file not in its:
-            words = f"there is no such file {place}, and loaders read it"
-            yield Difference(file, "no settings of a processor", words)
-            continue
-        one, other = mine[file], its[file]
-        odd = [key for key in other if key in one and one[key] != other[key]]
-        # A newer release writes out more defaults.
-        only = [key for key in {**other, **one} if (key in one) != (key in other)]
-        only = [key for key in only if one.get(key, other.get(key)) is not None] if (here.root / file).exists() else []
-        for keys in (odd, only):
-            severity: Severity = "warning" if keys is only else "error"
-            if keys:
-                listed = [f"{key} is {_shown(one.get(key))} but {_shown(other.get(key))} {place}" for key in keys[:5]]
-                more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-                yield Difference(file, ", ".join(keys[:5]), "; ".join(listed) + more, severity, count=len(keys))
-
-
-def _processor_settings(side: SideFiles) -> Mapping[str, Mapping[str, Any]]:
-    """The settings by the file that transformers 4 saves them in."""
-    found: dict[str, dict[str, Any]] = {}
-    own = side.json(_PROCESSOR)
-    for file in (_PREPROCESSOR, _VIDEO):
-        if content := side.json(file):
-            found[file] = dict(content)
-    for key, file in _NESTED.items():
-        if isinstance(nested := own.get(key), Mapping):
-            found[file] = {**found.get(file, {}), **nested}
-    if rest := {key: value for key, value in own.items() if key not in _NESTED}:
-        found[_PROCESSOR] = rest
-    plain = {
-        file: {
-            key: value.removesuffix("Fast") if isinstance(value, str) else value
-            for key, value in content.items()
-            if key not in _UNREAD_OF_PROCESSOR
-        }
-        for file, content in found.items()
-    }
-    return {file: content for file, content in plain.items() if content}
-
-
 def _others(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
     """Other files that loaders read, by their content. One that is lost is a warning."""
-    done = {*here.tokenizer_files, *there.tokenizer_files, GENERATION, _PREPROCESSOR, _VIDEO, _PROCESSOR}
+    done = {*here.tokenizer_files, *there.tokenizer_files, GENERATION, PREPROCESSOR, VIDEO, PROCESSOR_CONFIG}
     done |= {file for side in (here, there) for file, _, _ in side.template_places} | _COMPARED_ELSEWHERE
     mine, its = (
         {name for name in loaded_names(side.root) if not name.endswith(".py")} - done for side in (here, there)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from ckptkit.core.printable import shortened
 from verify.report import Severity
 
 
@@ -17,3 +19,8 @@ class Difference:
     severity: Severity = "error"
     count: int = 1
     is_presentation: bool = False  # of how a text is put together or shown: no text has other ids
+
+
+def show(value: Any) -> str:
+    """A JSON value in the words of a difference."""
+    return "missing" if value is None else shortened(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.config.bounds import MAX_LAYERS, MAX_SIZE
+from converters.config.bounds import MAX_LAYERS, MAX_RANKS, MAX_SIZE
 from verify.issue import Issue
 from verify.launch.options.argv import Option, options_of
 from verify.launch.options.layout import LAYOUT, NUMBERS, option_of
@@ -27,7 +27,6 @@ _CHOICES = {
 _OF_CLUSTER = frozenset({*NUMBERS, *(name for name, _ in GPUS.values())})
 # Either of them, and a launch is one that describes its model.
 _SIZES = frozenset({"num_layers", "hidden_size"})
-_MAX_RANKS = 1_000_000  # of nodes, GPUs and parallel sizes
 # What they set says nothing of a model by itself.
 _OF_A_RUN = frozenset({"seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_num_layers"})
 
@@ -150,7 +149,7 @@ def given_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
 
 def _check_size(option: str, name: str, value: Any, word: Word) -> None:
     """Raises CkptkitError for a size that no model or cluster has, before lists of that length are made."""
-    most = MAX_LAYERS if "num_layers" in name else _MAX_RANKS if name in _OF_CLUSTER else MAX_SIZE
+    most = MAX_LAYERS if "num_layers" in name else MAX_RANKS if name in _OF_CLUSTER else MAX_SIZE
     for one in value if isinstance(value, tuple | list) else (value,):
         if isinstance(one, int) and abs(one) > most:
             message = f"{word.place}: {option} {shortened(str(one))} is larger than {most:,}, the most that is read"

@@ -1,0 +1,391 @@
+"""Settings of processors next to the weights, compared as the real classes of transformers read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from support.libraries import ask_here
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from verify.evidence.side.difference import Difference
+from verify.evidence.side.processors import processor_differences
+from verify.evidence.side_files import SideFiles
+
+Files = Mapping[str, Any]
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+QWEN2 = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2VLProcessor",
+    "do_resize": True,
+    "size": {"shortest_edge": 3136, "longest_edge": 12845056},
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48, 0.45, 0.40],
+    "image_std": [0.26, 0.26, 0.27],
+}
+PRE, VIDEO, PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
+OF_4 = {PRE: QWEN2}
+OF_5 = {PROCESSOR: {"image_processor": {**QWEN2, "processor_class": None}, "processor_class": "Qwen2VLProcessor"}}
+# preprocessor_config.json as releases have it, and the class that joins the parts.
+RELEASES: Mapping[str, tuple[str, Files]] = {
+    "qwen2_vl": (
+        "Qwen2VLProcessor",
+        {
+            PRE: {
+                **CLIP,
+                "min_pixels": 3136,
+                "max_pixels": 12845056,
+                "patch_size": 14,
+                "temporal_patch_size": 2,
+                "merge_size": 2,
+                "image_processor_type": "Qwen2VLImageProcessor",
+                "processor_class": "Qwen2VLProcessor",
+            }
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLProcessor",
+        {
+            PRE: {
+                **CLIP,
+                "min_pixels": 3136,
+                "max_pixels": 12845056,
+                "patch_size": 14,
+                "temporal_patch_size": 2,
+                "merge_size": 2,
+                "image_processor_type": "Qwen2VLImageProcessor",
+                "processor_class": "Qwen2_5_VLProcessor",
+            }
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLProcessor",
+        {
+            PRE: {
+                "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+                "patch_size": 16,
+                "temporal_patch_size": 2,
+                "merge_size": 2,
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "processor_class": "Qwen3VLProcessor",
+                "image_processor_type": "Qwen2VLImageProcessorFast",
+            },
+            VIDEO: {
+                "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+                "patch_size": 16,
+                "temporal_patch_size": 2,
+                "merge_size": 2,
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "processor_class": "Qwen3VLProcessor",
+                "video_processor_type": "Qwen3VLVideoProcessor",
+            },
+        },
+    ),
+    "gemma3": (
+        "Gemma3Processor",
+        {
+            PRE: {
+                "do_convert_rgb": None,
+                "do_normalize": True,
+                "do_pan_and_scan": None,
+                "do_rescale": True,
+                "do_resize": True,
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "image_processor_type": "Gemma3ImageProcessor",
+                "image_seq_length": 256,
+                "pan_and_scan_max_num_crops": None,
+                "pan_and_scan_min_crop_size": None,
+                "resample": 2,
+                "pan_and_scan_min_ratio_to_activate": None,
+                "processor_class": "Gemma3Processor",
+                "rescale_factor": 0.00392156862745098,
+                "size": {"height": 896, "width": 896},
+            },
+            PROCESSOR: {"image_seq_length": 256, "processor_class": "Gemma3Processor"},
+        },
+    ),
+    "llava": (
+        "LlavaProcessor",
+        {
+            PRE: {
+                **CLIP,
+                "crop_size": {"height": 336, "width": 336},
+                "size": {"shortest_edge": 336},
+                "resample": 3,
+                **dict.fromkeys(("do_center_crop", "do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True),
+                "image_processor_type": "CLIPImageProcessor",
+                "rescale_factor": 0.00392156862745098,
+                "_valid_processor_keys": ["images", "do_resize"],
+            },
+            PROCESSOR: {
+                "image_token": "<image>",
+                "num_additional_image_tokens": 1,
+                "patch_size": 14,
+                "processor_class": "LlavaProcessor",
+                "vision_feature_select_strategy": "default",
+            },
+        },
+    ),
+    "mistral3": (
+        "PixtralProcessor",
+        {
+            PRE: {
+                **CLIP,
+                "crop_size": None,
+                "data_format": "channels_first",
+                "default_to_square": True,
+                "device": None,
+                "disable_grouping": None,
+                "do_center_crop": None,
+                "do_convert_rgb": True,
+                "do_normalize": True,
+                "do_rescale": True,
+                "do_resize": True,
+                "image_processor_type": "PixtralImageProcessorFast",
+                "input_data_format": None,
+                "patch_size": 14,
+                "processor_class": "PixtralProcessor",
+                "resample": 3,
+                "rescale_factor": 0.00392156862745098,
+                "return_tensors": None,
+                "size": {"longest_edge": 1540},
+            },
+            PROCESSOR: {
+                "image_break_token": "[IMG_BREAK]",
+                "image_end_token": "[IMG_END]",
+                "image_token": "[IMG]",
+                "patch_size": 14,
+                "processor_class": "PixtralProcessor",
+                "spatial_merge_size": 2,
+            },
+        },
+    ),
+    "whisper": (
+        "WhisperProcessor",
+        {
+            PRE: {
+                "chunk_length": 30,
+                "feature_extractor_type": "WhisperFeatureExtractor",
+                "feature_size": 128,
+                "hop_length": 160,
+                "n_fft": 400,
+                "n_samples": 480000,
+                "nb_max_frames": 3000,
+                "padding_side": "right",
+                "padding_value": 0.0,
+                "processor_class": "WhisperProcessor",
+                "return_attention_mask": False,
+                "sampling_rate": 16000,
+            }
+        },
+    ),
+}
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Difference]]:
+    """Compares the files of a copy with those of a source, of a Qwen2-VL where they do not tell their class."""
+    ask_here(monkeypatch, tmp_path)
+
+    def differences(copy: Files, source: Files, model: str = "qwen2_vl") -> list[Difference]:
+        sides = []
+        for name, files in (("copy", copy), ("source", source)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            for file, content in {"config.json": {"model_type": model}, **files}.items():
+                (tmp_path / name / file).write_text(json.dumps(content))
+            sides.append(SideFiles(tmp_path / name))
+        return list(processor_differences(*sides, "in the source"))
+
+    return differences
+
+
+def changed(files: Files, without: str = "", **values: Any) -> Files:
+    """The same with other settings of the image processor, or less one."""
+    made = json.loads(json.dumps(files))
+    settings = made[PRE] if PRE in made else made[PROCESSOR]["image_processor"]
+    settings.update(values)
+    settings.pop(without, None)
+    return made
+
+
+ONLY_THE_TYPE = {PROCESSOR: {"image_processor": {"image_processor_type": "Qwen2VLImageProcessor"}}}
+FAULTS: Mapping[str, tuple[Files, Files, str]] = {
+    "value": (changed(OF_5, patch_size=16), OF_4, "patch_size"),
+    "mean dropped": (changed(OF_5, without="image_mean"), OF_4, "image_mean"),
+    "std dropped": (changed(OF_5, without="image_std"), OF_5, "image_std"),
+    "size dropped": (changed(OF_5, without="size"), OF_5, "size"),
+    "all dropped": (ONLY_THE_TYPE, OF_4, "size"),
+    "not rescaled": (changed(OF_5, do_rescale=False), OF_4, "do_rescale"),
+    "not normalized": (changed(OF_5, do_normalize=False), OF_4, "do_normalize"),
+    "not normalized, both of 5": (changed(OF_5, do_normalize=False), OF_5, "do_normalize"),
+    "not normalized, both of 4": (changed(OF_4, do_normalize=False), OF_4, "do_normalize"),
+    "mean dropped, both of 4": (changed(OF_4, without="image_mean"), OF_4, "image_mean"),
+    "setting of the class without a default": (changed(OF_5, min_pixels=56), OF_5, "size"),
+    "nested contradicts": ({**OF_4, **changed(OF_5, patch_size=16)}, OF_4, "patch_size"),
+    "file contradicts": ({**OF_5, **changed(OF_4, patch_size=16)}, OF_5, "patch_size"),
+    "file contradicts the source's file": ({**OF_5, **changed(OF_4, patch_size=16)}, OF_4, "patch_size"),
+    "another class": (changed(OF_5, image_processor_type="CLIPImageProcessor"), OF_4, "image_processor_type"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_another_processor_comes_of_is_an_error(name: str, compare: Callable[..., list[Difference]]) -> None:
+    copy, source, key = FAULTS[name]
+    errors = [one for one in compare(copy, source) if one.severity == "error"]
+    assert errors
+    assert key in errors[0].what
+
+
+SOUND: Mapping[str, tuple[Files, Files]] = {
+    "equal": (OF_4, OF_4),
+    "layout of 5": (OF_5, OF_4),
+    "layout of 4": (OF_4, OF_5),
+    "both layouts": ({**OF_4, **OF_5}, OF_4),
+    "Fast": (changed(OF_5, image_processor_type="Qwen2VLImageProcessorFast"), OF_4),
+    "defaults written": (changed(OF_4, do_normalize=True, do_rescale=True, resample=3), OF_4),
+    "defaults written by 5": (changed(OF_5, do_normalize=True, rescale_factor=0.00392156862745098), OF_4),
+    "default left out": (changed(OF_5, without="patch_size"), OF_4),
+    "a null": (changed(OF_5, device=None), OF_4),
+    "class by config.json": (changed(OF_5, without="image_processor_type"), OF_4),
+    "pixels for sizes": (changed(changed(OF_4, without="size"), min_pixels=3136, max_pixels=12845056), OF_4),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_the_same_processor_comes_of_is_no_difference(name: str, compare: Callable[..., list[Difference]]) -> None:
+    copy, source = SOUND[name]
+    assert compare(copy, source) == []
+
+
+def saved_by_5(source: Path, copy: Path, processor: str) -> None:
+    """Saves the whole processor of a release as transformers 5 does."""
+    special = ["<image>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image_pad|>", "<|video_pad|>", "<image_soft_token>"]
+    special += ["<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>", "<unk>"]
+    backend = Tokenizer(WordLevel({token: number for number, token in enumerate(special)}, "<unk>"))
+    tokens = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",  # noqa: S106
+        **({"extra_special_tokens": tokens} if processor == "Gemma3Processor" else {}),
+    )
+    parts: dict[str, Any] = {}
+    if processor == "WhisperProcessor":
+        parts["feature_extractor"] = transformers.AutoFeatureExtractor.from_pretrained(source)
+        made = transformers.WhisperFeatureExtractor(**parts["feature_extractor"].to_dict())
+        made.save_pretrained(copy)
+        nested = {"feature_extractor": json.loads((copy / PRE).read_text()), "processor_class": processor}
+        (copy / PRE).unlink()
+        (copy / PROCESSOR).write_text(json.dumps(nested))
+        return
+    parts["image_processor"] = transformers.AutoImageProcessor.from_pretrained(source)
+    if "Qwen" in processor:
+        parts["video_processor"] = transformers.AutoVideoProcessor.from_pretrained(source)
+    own = json.loads((source / PROCESSOR).read_text()) if (source / PROCESSOR).exists() else {}
+    own.pop("processor_class", None)
+    getattr(transformers, processor)(tokenizer=tokenizer, **parts, **own).save_pretrained(copy)
+
+
+@pytest.mark.parametrize("model", RELEASES)
+def test_a_processor_that_transformers_saves_again_is_no_difference(
+    model: str, tmp_path: Path, compare: Callable[..., list[Difference]]
+) -> None:
+    processor, files = RELEASES[model]
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    for file, content in {"config.json": {"model_type": model}, **files}.items():
+        (source / file).write_text(json.dumps(content))
+    saved_by_5(source, copy, processor)
+    assert (copy / PROCESSOR).exists()
+    assert not (copy / PRE).exists()
+    assert compare({}, files, model) == []
+
+
+def nested(model: str, **values: Any) -> Files:
+    """A release in the layout of transformers 5, with other settings of its part, or less those that are None."""
+    files = RELEASES[model][1]
+    parts = {PRE: "feature_extractor" if model == "whisper" else "image_processor", VIDEO: "video_processor"}
+    made: dict[str, Any] = {parts[file]: dict(content) for file, content in files.items() if file in parts}
+    part = made["video_processor" if VIDEO in files else parts[PRE]]
+    part.update(values)
+    for key in [key for key, value in values.items() if value is None]:
+        del part[key]
+    return {PROCESSOR: {**files.get(PROCESSOR, {}), **made}}
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "key"),
+    [
+        ("whisper", {"hop_length": 80}, "hop_length"),
+        ("whisper", {"feature_size": None}, "feature_size"),
+        ("whisper", {"sampling_rate": None, "padding_value": None}, ""),
+        ("qwen3_vl", {"do_sample_frames": False}, "do_sample_frames"),
+        ("qwen3_vl", {"size": None}, "size"),
+        ("qwen3_vl", {"fps": 2, "do_sample_frames": True}, ""),
+        ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ("gemma3", {"do_pan_and_scan": None}, ""),
+        ("gemma3", {"resample": None, "do_rescale": None}, ""),
+        ("mistral3", {"patch_size": None}, "patch_size"),
+        ("mistral3", {"size": "large"}, "settings that transformers accepts"),
+        ("llava", {"do_center_crop": False}, "do_center_crop"),
+        ("llava", {"_valid_processor_keys": None}, ""),
+    ],
+)
+def test_sound_and_video_are_compared_in_the_same_way(
+    model: str, values: Mapping[str, Any], key: str, compare: Callable[..., list[Difference]]
+) -> None:
+    errors = [one for one in compare(nested(model, **values), RELEASES[model][1], model) if one.severity == "error"]
+    assert [key in one.what for one in errors] == ([True] if key else [])
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "severities"),
+    [
+        ("gemma3", {"image_seq_length": 512}, ["error"]),
+        ("gemma3", {}, []),
+        ("mistral3", {"patch_size": 16}, ["error"]),
+        ("llava", {"image_token": "<image>"}, ["error"]),
+    ],
+)
+def test_settings_that_join_the_parts_have_the_defaults_of_the_class(
+    model: str, values: Mapping[str, Any], severities: list[str], compare: Callable[..., list[Difference]]
+) -> None:
+    files = RELEASES[model][1]
+    own = {"processor_class": files[PROCESSOR]["processor_class"], **values}
+    assert [one.severity for one in compare({**files, PROCESSOR: own}, files, model)] == severities
+
+
+def test_videos_are_read_from_the_settings_of_images_where_no_others_are(
+    compare: Callable[..., list[Difference]],
+) -> None:
+    video = {**QWEN2, "video_processor_type": "Qwen2VLVideoProcessor"}
+    del video["image_processor_type"]
+    assert compare({**OF_4, VIDEO: video}, OF_4) == []
+    (found,) = compare({**OF_4, VIDEO: {**video, "do_rescale": False}}, OF_4)
+    assert (found.file, found.severity) == (VIDEO, "error")
+    (found,) = compare({**OF_4, VIDEO: {"do_rescale": False}}, OF_4)
+    assert (found.file, found.severity) == (VIDEO, "error")
+
+
+@pytest.mark.parametrize("layout", [4, 5])
+def test_a_key_of_a_class_that_transformers_does_not_have_is_a_warning(
+    layout: int, compare: Callable[..., list[Difference]]
+) -> None:
+    settings = {"image_processor_type": "OurImageProcessor", "limit": 4096}
+    source, copy = (
+        {PRE: one} if layout == 4 else {PROCESSOR: {"image_processor": one}}
+        for one in (settings, {**settings, "do_rescale": False})
+    )
+    assert [one.severity for one in compare(copy, source, "kimi_vl")] == ["warning"]
+    assert compare(source, {PRE: settings}, "kimi_vl") == []
+    changed_limit = {PRE: {**settings, "limit": 1}}
+    assert [one.severity for one in compare(changed_limit, source, "kimi_vl")] == ["error"]
