@@ -86,10 +86,10 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("readable .metadata and common state", damage.message, hint, file=weights)
         return
     if (foreign := foreign_name(weights, files.metadata)) is not None:
-        name, error = foreign
+        name, refusal = foreign
         severity: Severity = "error" if name.partition(".")[0] in _RUN else "warning"  # which may be a trainer's class
         expected = "pickles that name what Megatron and torch write"
-        yield Issue(expected, error.message, error.hint or "", file=weights, severity=severity)
+        yield Issue(expected, refusal.message, refusal.hint or "", file=weights, severity=severity)
     if not files.opened.specs:
         inside = summarize(files.metadata.keys)
         hint = "give the directory that holds the model, or save it again"
