@@ -96,7 +96,7 @@ def loaded_files(location: Location) -> set[str]:
     Raises CkptkitError as `side_files`.
     """
     home = location.path if location.is_hf else location.root / "hf"
-    names = side_files(home) if home.is_dir() else ()
+    names = side_files(home, location.root) if home.is_dir() else ()
     return {str((home / name).relative_to(location.root)) for name in names if is_loaded(name)}
 
 
