@@ -16,7 +16,7 @@ from ckptkit.formats.detect import MANIFEST
 from ckptkit.storage.lock import check_free, locked
 from ckptkit.storage.overlap import overlaps
 from ckptkit.storage.whole import sync_tree
-from ckptkit.transfer.journal import Journal
+from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.manifest import was_asked
 from ckptkit.transfer.replaceable import require_replaceable
 
@@ -148,7 +148,7 @@ def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tup
     try:
         if not going_on:
             if partial.exists():
-                shutil.rmtree(partial)
+                _remove_partial(partial)
             partial.mkdir()
             journal.begin(asked)
         yield partial, journal
@@ -193,10 +193,22 @@ def _keep_or_remove(partial: Path, journal: Journal, error: BaseException) -> st
     final = isinstance(error, CkptkitError) and not error.resumable
     if not final and (count := journal.count()):
         return f"{partial} keeps {count} finished file(s): give the same command with --resume to go on"
-    shutil.rmtree(partial, ignore_errors=True)
-    if partial.exists():
+    try:
+        _remove_partial(partial)
+    except OSError:
         return f"{partial} could not be removed: move it elsewhere"
     return "nothing was left behind"
+
+
+def _remove_partial(partial: Path) -> None:
+    """Removes what a run has left, its journal last: a killed run must not leave files that nothing shows to be its."""
+    for entry in partial.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            if entry.name != JOURNAL:
+                shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    shutil.rmtree(partial)
 
 
 def _taken(target: Path) -> tuple[Path, ...]:

@@ -30,11 +30,11 @@ from ckptkit.storage.regular import open_regular, read_regular
 from ckptkit.storage.tree import files_below
 from ckptkit.storage.whole import write_whole
 from ckptkit.transfer.copy import copy
-from ckptkit.transfer.replaceable import SCHEMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+SCHEMAS = "ckptkit-manifest/"  # the beginning of every one
 SCHEMA = f"{SCHEMAS}2"
 FINGERPRINT = "source_fingerprint"  # the key for paths, sizes and times of the files that a run read
 
