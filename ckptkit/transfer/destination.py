@@ -87,12 +87,12 @@ def _check_replaced(target: Path) -> None:
         _require_own_aside(_aside(target))
 
 
-def finish_published(path: Path, asked: Mapping[str, Any], is_whole: Callable[[Path], bool]) -> bool:
+def finish_published(path: Path, asked: Mapping[str, Any], fault_of: Callable[[Path], str | None]) -> bool:
     """Whether a run that was asked for the same wrote all of `path` before it was cut off.
 
-    That is by the manifest in it, and by `is_whole`, which is asked of a directory with such a manifest. Then nothing
-    but `path` is left of the run: it gets its name, and what it replaced is removed. Raises CkptkitError as
-    `check_destination`.
+    That is by the manifest in it, and by `fault_of`, which says what in such a directory is not as it was written. Then
+    nothing but `path` is left of the run: it gets its name, and what it replaced is removed. Raises CkptkitError as
+    `check_destination`, and where `path` has a fault.
     """
     target = path.resolve()
     _check_name(path, target)
@@ -101,10 +101,15 @@ def finish_published(path: Path, asked: Mapping[str, Any], is_whole: Callable[[P
         return False
     with locked(_lock(partial)):
         written = partial if os.path.lexists(partial) else target
-        if (written == partial and (target.exists() or Journal(partial).exists)) or not (
-            was_asked(written / MANIFEST, asked) and is_whole(written)
-        ):
+        if written == partial and (target.exists() or Journal(partial).exists):
             return False
+        if not was_asked(written / MANIFEST, asked):
+            return False
+        if (fault := fault_of(written)) is not None:
+            if written == partial:  # it is written anew
+                return False
+            message = f"{target} exists already, written by this command, but {fault}"
+            raise CkptkitError(message, "restore that, or write it again with --overwrite")
         if os.path.lexists(aside):
             _require_own_aside(aside)
         if written == partial:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,12 +109,17 @@ def require_checkpoint(what: object, names: Collection[str], there: Contents) ->
     `names` are all files, and empty folders with a `/` behind them. Those of an HF checkpoint, of an adapter or of a
     release in Megatron's format are known by their names; others must be listed in its `ckptkit.json`, with the bytes
     that they have, and so must documents and code where there is one. config.json must be a model's, and the headers of
-    weights must be readable.
+    weights that no `ckptkit.json` names must be readable.
     """
     listed = listed_in(there.json(MANIFEST))
-    known = {MANIFEST, *_named_weights(there)}
-    kinds = ([name for name in names if not (name in known or one.fullmatch(name))] for one in (_OF_HF, _OF_MEGATRON))
-    unknown = set(min(kinds, key=len)) | {name for name in names if listed and _AS_LISTED.fullmatch(name)}
+    layout = _weights_in(there.json(MANIFEST).get("hf_layout")) if listed else set()
+    index = there.json(INDEX).get("weight_map")
+    shards = layout | _weights_in(index.values() if isinstance(index, dict) else ())
+    of_no_model = [name for name in names if not _OF_HF.fullmatch(name) and name not in shards]
+    of_no_run = [name for name in names if not _OF_MEGATRON.fullmatch(name)]
+    unknown = set(min(of_no_model, of_no_run, key=len))
+    unknown |= {name for name in names if listed and _AS_LISTED.fullmatch(name)}
+    unknown -= {name for name in unknown if name.endswith("/") and any(file.startswith(name) for file in listed)}
     if others := sorted(unknown - listed.keys()):
         message = f"{what} holds what is not part of a checkpoint, so it is not replaced: {summarize(others)}"
         raise CkptkitError(message, "move it out of there, or choose another destination")
@@ -123,16 +128,14 @@ def require_checkpoint(what: object, names: Collection[str], there: Contents) ->
             f"{what} holds files changed since {MANIFEST} was written, so it is not replaced: {summarize(changed)}"
         )
         raise CkptkitError(message, "move them out of there, or choose another destination")
-    if (why := _why_not(names, there)) is not None:
+    if (why := _why_not(names, there, {*layout, *listed})) is not None:
         raise CkptkitError(f"{what} is not a checkpoint, so it is not replaced: {why}", _ELSEWHERE)
 
 
-def _named_weights(there: Contents) -> set[str]:
-    """The files that an index or the layout of a manifest names, which a release may call as it likes."""
-    shards, layout = there.json(INDEX).get("weight_map"), there.json(MANIFEST).get("hf_layout")
-    named = [*shards.values()] if isinstance(shards, dict) else []
-    named += layout if isinstance(layout, dict) else []
-    return {name for name in named if isinstance(name, str) and re.fullmatch(r"[^/]+\.safetensors", name)}
+def _weights_in(names: object) -> set[str]:
+    """The safetensors files among names in an index or in a layout, which a release may call as it likes."""
+    found = [name for name in names if isinstance(name, str)] if isinstance(names, Iterable) else []
+    return {name for name in found if re.fullmatch(r"[^/]+\.safetensors", name)}
 
 
 def listed_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,15 +145,19 @@ def listed_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return files if is_ours and isinstance(files, dict) else {}
 
 
-def _why_not(names: Collection[str], there: Contents) -> str | None:
-    """Why files that have the names of a checkpoint's are not one, or None if they are."""
+def _why_not(names: Collection[str], there: Contents, ours: Collection[str]) -> str | None:
+    """Why files that have the names of a checkpoint's are not one, or None if they are.
+
+    `ours`: files that a manifest names. They were a checkpoint's when it was written, whatever became of them.
+    """
     weights = [name for name in names if _WEIGHT.fullmatch(name)]
-    metadata = [name for name in names if _METADATA.fullmatch(name)]
-    if not weights:
+    metadata = [name for name in (*names, *ours) if _METADATA.fullmatch(name)]
+    if not weights and not ours:
         return "it has no weights"
-    if not metadata and not any(name.endswith(LEGACY_FILE) for name in weights) and not _is_described(there):
+    is_megatron = metadata or any(name.endswith(LEGACY_FILE) for name in weights)
+    if not is_megatron and not _is_described(there) and not any(name in ours for name in weights):
         return "it has no config.json with a model_type or architectures, and no .metadata"
-    return next(filter(None, map(there.fault, (*metadata, *weights))), None)
+    return next(filter(None, (there.fault(name) for name in (*metadata, *weights) if name not in ours)), None)
 
 
 def _is_described(there: Contents) -> bool:

@@ -288,6 +288,32 @@ def test_weights_that_an_index_or_a_manifest_names_may_be_called_anything(tmp_pa
     check_destination(out, overwrite=True)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "vocab.json"])
+@pytest.mark.parametrize("change", ["cut", "gone"])
+def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, name: str, change: str) -> None:
+    out = tmp_path / "out"
+    for file in ("model.safetensors", "config.json", "tokenizer.json", "vocab.json"):
+        write(out / file)
+    write_manifest(out, "config.json", "tokenizer.json", "vocab.json", hf_layout={"model.safetensors": ["a"]})
+    (out / name).unlink() if change == "gone" else os.truncate(out / name, 0)
+    check_destination(out, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["release/.metadata", "release/__0_0.distcp", "hf/config.json"])
+@pytest.mark.parametrize("change", ["cut", "gone"])
+def test_an_output_in_megatrons_format_that_was_damaged_is_replaced(tmp_path: Path, name: str, change: str) -> None:
+    out, files = tmp_path / "out", ("release/.metadata", "release/__0_0.distcp", "hf/config.json", "hf/x.png")
+    for file in files:
+        write(out / file)
+    layout = {"model.safetensors": ["a"]}
+    write_manifest(out, "release/.metadata", "hf/config.json", "hf/x.png", hf_layout=layout)
+    (out / name).unlink() if change == "gone" else os.truncate(out / name, 0)
+    check_destination(out, overwrite=True)
+    write(out / "model.safetensors")
+    with pytest.raises(CkptkitError, match="not part of a checkpoint"):
+        check_destination(out, overwrite=True)
+
+
 def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for file in ("config.json", "model.safetensors", "figures/a.png", "x.txt", "README.md", "modeling_x.py"):
@@ -312,7 +338,7 @@ def test_a_manifest_makes_no_checkpoint_of_a_project(tmp_path: Path) -> None:
     for file in ("config.json", "thesis.tex"):
         write(tmp_path / "out" / file, "{}")
     write_manifest(tmp_path / "out", "config.json", "thesis.tex")
-    with pytest.raises(CkptkitError, match="is not a checkpoint.*: it has no weights"):
+    with pytest.raises(CkptkitError, match="is not a checkpoint.*: it has no config.json"):
         check_destination(tmp_path / "out", overwrite=True)
 
 
