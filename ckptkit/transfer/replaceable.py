@@ -117,7 +117,7 @@ def require_checkpoint(what: object, names: Collection[str], there: Contents) ->
     shards = layout | _weights_in(index.values() if isinstance(index, dict) else ())
     of_no_model = [name for name in names if not _OF_HF.fullmatch(name) and name not in shards]
     of_no_run = [name for name in names if not _OF_MEGATRON.fullmatch(name)]
-    unknown = set(min(of_no_model, of_no_run, key=len))
+    unknown = {*(of_no_model if len(of_no_model) <= len(of_no_run) else of_no_run)}
     unknown |= {name for name in names if listed and _AS_LISTED.fullmatch(name)}
     unknown -= {name for name in unknown if name.endswith("/") and any(file.startswith(name) for file in listed)}
     if others := sorted(unknown - listed.keys()):

@@ -47,8 +47,8 @@ def side_files(root: Path, within: Path | None = None) -> list[Path]:
 
 
 def is_read(file: Path) -> bool:
-    """Whether loaders read a file of an HF directory, relative to it: weights, settings, templates or code."""
-    return is_loaded(file) or (len(file.parts) == 1 and is_weight(file.name))
+    """Whether loaders or ckptkit read a file of an HF directory, relative to it: weights, settings, templates, code."""
+    return file in _OWN or is_loaded(file) or (len(file.parts) == 1 and is_weight(file.name))
 
 
 def require_utf8(root: Path, files: Sequence[Path]) -> list[Path]:
