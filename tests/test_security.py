@@ -21,6 +21,8 @@ BOUNDS = [
     (shard.MAX_HEADER, json_text.MAX_VALUES, specs.MAX_AXES, shard._MAX_BYTES),
     (
         machine.MAX_OBJECTS,
+        machine.MAX_STACK,
+        machine.MAX_MARKS,
         machine.MAX_NAMES,
         machine.MAX_INTEGER,
         machine._MAX_KEY,

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptkit.core.printable import public_url
 from ckptkit.core.specs import summarize
 from verify.evidence.folding import group_by_pattern
 from verify.report import Finding, Severity
@@ -33,7 +34,8 @@ class Issue:
 
     def findings(self, code: str) -> Iterator[Finding]:
         """The findings of the check `code`, with names folded."""
-        file = None if self.file is None else str(self.file)
+        # Its last part is shown without the scheme that would make it a URL.
+        file = None if self.file is None else public_url(str(self.file))
         for text, count, names in self._folded():
             yield Finding(
                 code,

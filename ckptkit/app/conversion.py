@@ -11,7 +11,7 @@ from ckptkit.app.adapters import adapters_at, write_adapters
 from ckptkit.app.execute import execute
 from ckptkit.app.forecast import Forecast, forecast
 from ckptkit.app.packed import PackedSummary, summary
-from ckptkit.app.plan import make_plan
+from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
@@ -20,9 +20,10 @@ from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import MANIFEST, Location, locate, require_own_files
 from ckptkit.formats.hf.remote import opened
+from ckptkit.storage.links import dangling_in, in_words
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.destination import check_destination, finish_published
-from ckptkit.transfer.manifest import read_manifest
+from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
 from ckptkit.transfer.upload import check_upload
 from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
@@ -35,7 +36,8 @@ class ConversionResult:
 
     `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the run
     will take; `notes`, what the user should know of the source; `packed`, what was quantized;
-    `was_whole`, whether the run that is resumed had written all of it, so that nothing was written now.
+    `was_whole`, whether the run that is resumed had written all of it, so that nothing was written now: every file is
+    there, side files with their bytes and weights with their sizes.
     """
 
     source: str
@@ -75,32 +77,47 @@ def run(options: RunOptions) -> ConversionResult:
             layout=plan.layout if plan.is_hf else {},
             dequantized=plan.dequantized,
             forecast=forecast(options, plan) if options.dry_run else None,
-            notes=plan.notes,
+            notes=(*plan.notes, *_lost_links(plan)),
             packed=summary(plan, errors),
             was_whole=is_whole,
         )
+
+
+def _lost_links(plan: ConversionPlan) -> list[str]:
+    """A note of the links next to the source's weights that lead nowhere and that no loader reads."""
+    links = dangling_in(plan.side_files.path, plan.around_side_files)
+    return [f"{in_words(links)}, in {plan.side_files.path}: not copied"] if links else []
 
 
 def _was_finished(options: RunOptions, sources: Sources) -> bool:
     """Whether the run to be resumed wrote all of its destination. Raises CkptkitError as `finish_published`."""
     if not options.resume or options.dry_run or not isinstance(options.dst, Path):
         return False
-    return finish_published(options.dst, options.identity(sources), _is_whole)
+    return finish_published(options.dst, options.identity(sources), _fault_of)
 
 
-def _is_whole(written: Path) -> bool:
-    """Whether every file and tensor of the manifest in a directory is there. No weight is read."""
+def _fault_of(written: Path) -> str | None:
+    """What is not as the manifest in a directory says, or None. Side files are digested, and no weight is read."""
     try:
-        promised, checkpoint = read_manifest(written / MANIFEST), open_checkpoint(written)
+        promised = read_manifest(written / MANIFEST)
+        for name, digest in promised.files.items():
+            if not (written / name).is_file():
+                return f"{name} is missing"
+            if file_digest(written / name) != digest:
+                return f"{name} has other bytes than were written"
+        if added := sorted(loaded_files(locate(written)) - promised.files.keys()):
+            return f"{added[0]} was added"
+        checkpoint = open_checkpoint(written)
         found = {name: (spec.dtype, spec.shape) for name, spec in checkpoint.specs.items()}
-    except CkptkitError:
-        return False
-    listed = {name: (digest.dtype, digest.shape) for name, digest in promised.tensors.items()}
+    except CkptkitError as error:
+        return error.message
+    if found != {name: (digest.dtype, digest.shape) for name, digest in promised.tensors.items()}:
+        return "its tensors are not those that were written"
     ends: dict[Path, int] = {}
     for one in byte_ranges_of(checkpoint, list(found)):
         ends[one.path] = max(one.end, ends.get(one.path, 0))
-    sizes = all(path.is_file() and path.stat().st_size >= end for path, end in ends.items())
-    return found == listed and sizes and all((written / name).is_file() for name in promised.files)
+    short = (path for path, end in ends.items() if not path.is_file() or path.stat().st_size < end)
+    return next((f"{path.relative_to(written)} is missing or cut short" for path in short), None)
 
 
 def _written(source: str, options: RunOptions, kind: str, view: Checkpoint) -> ConversionResult:

@@ -34,8 +34,7 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
     What a run that is cut off has finished is kept for --resume, except at a URL.
     """
     read = [plan.source.path, *(sources[path].path for path in options.sources[1:])]
-    root, home = plan.source.root, plan.side_files.path
-    files = side_files(home, root if home.is_relative_to(root) else None)
+    files = side_files(plan.side_files.path, plan.around_side_files)
     identity = options.identity(sources)
     with _destination(options, identity) as (partial, journal), unchanged(read):
         lineage = lineage_of(plan.source)  # before the work, which would be lost where it cannot be read

@@ -86,6 +86,12 @@ class ConversionPlan(OfKind):
         """Where side files go, below the destination."""
         return "hf" if self.is_megatron else ""
 
+    @property
+    def around_side_files(self) -> Path | None:
+        """The checkpoint that the side files are part of, or None if they are one by themselves."""
+        root = self.source.root
+        return root if self.side_files.path.is_relative_to(root) else None
+
     def files(self) -> dict[str, Output]:
         """Every file to write, in order, and the output that it belongs to."""
         return {file: output for output in self.outputs for file in output.files.names}

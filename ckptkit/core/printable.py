@@ -18,27 +18,39 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _COMMAND = re.compile(r"(?<!\S)::|##(?=\w*\[)")
 
 
-_URL = re.compile(r"""([a-z][a-z0-9+.-]*)://([^\s"'<>]*)""", re.IGNORECASE)
-# `user:password@`, whose password may hold what a URL would spell `%2F`; not a port (http://host:80/a@b).
-_PASSWORD = re.compile(r"[^/?#@:]*:(?!\d*(?:[/?#]|$)).*@")
+# A path may have made one slash of two.
+_SCHEME = r"([a-z][a-z0-9+.-]*://|(?<![a-z0-9+.-])(?:s3[an]?|gs|gcs|hf|az|abfss?|wasbs?|adl|https?|ftp|file):/)"
+# In a text a quote ends a URL, unless an @ follows: a password may hold one.
+_URL = re.compile(_SCHEME + r"""((?:\S{1,256}@)?[^\s"'<>]*)""", re.IGNORECASE)
+_ONLY_URL = re.compile(_SCHEME + "(.*)", re.IGNORECASE | re.DOTALL)
+# `user:password@`, whose password may hold what a URL would spell `%2F`; not a port (http://host:80/a@b), nor a name of
+# Amazon (s3://arn:aws:s3:...).
+_PASSWORD = re.compile(r"(?!arn:aws[a-z-]*:s3)[^/?#@:]*?(?::|%3A)(?!\d*(?:[/?#]|$)).*@", re.IGNORECASE | re.DOTALL)
 _USER = re.compile(r"[^/?#]*@")
+_TOKEN = re.compile(r"hf_\w{16,}@")
 # Of these stores what is before an @ is a name: hf://gpt2@main, abfs://container@account.
 _NAME_BEFORE_AT = frozenset({"hf", "az", "abfs", "abfss", "wasb", "wasbs"})
 _SECRET_QUERY = re.compile(
-    r"([?#])(?:.*&)?[\w.-]*(?:sig|token|key|secret|passw|credential|auth)[\w.-]*=.*", re.IGNORECASE
+    r"([?#])(?:.*&)?[\w.-]*(?:sig|token|key|secret|pass|pwd|credential|auth)[\w.-]*=.*", re.IGNORECASE | re.DOTALL
 )
 
 
 def without_credentials(text: str) -> str:
     """The text with `***` for user and password of each URL in it, and for a query with a signature, key or token."""
-    return _URL.sub(_public_url, text) if "://" in text else text
+    return _URL.sub(_public_url, text) if ":/" in text else text
+
+
+def public_url(url: str) -> str:
+    """As `without_credentials`, of a text that ends with a URL, of which blanks and quotes are a part."""
+    return _ONLY_URL.sub(_public_url, url)
 
 
 def _public_url(found: re.Match[str]) -> str:
     scheme, rest = found[1], found[2]
-    user = _PASSWORD.match(rest) or (None if scheme.lower() in _NAME_BEFORE_AT else _USER.match(rest))
+    may_be_name = scheme.partition(":")[0].lower() in _NAME_BEFORE_AT
+    user = _PASSWORD.match(rest) or (_TOKEN if may_be_name else _USER).match(rest)
     public = f"***@{rest[user.end() :]}" if user else rest
-    return f"{scheme}://" + _SECRET_QUERY.sub(r"\1***", public)
+    return scheme + _SECRET_QUERY.sub(r"\1***", public)
 
 
 def printable(text: str) -> str:

@@ -40,7 +40,8 @@ LOADED = frozenset(
         *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "model_index.json"),
     }
 )
-_LOADED_ENDINGS = (".jinja", ".py", ".model", ".tiktoken", ".spm")
+_CODE = ".py"
+_LOADED_ENDINGS = (".jinja", _CODE, ".model", ".tiktoken", ".spm")
 _LOADED_FOLDERS = (ADDITIONAL_TEMPLATES, "custom_generate")
 _URL = re.compile(
     r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE
@@ -168,10 +169,16 @@ def _elsewhere(given: Path) -> str:
 
 
 def is_loaded(relative: Path) -> bool:
-    """Whether loaders read a file of an HF directory, relative to it, besides weights: settings, templates, code."""
+    """Whether loaders read a file of an HF directory, relative to it, besides weights: settings, templates, code.
+
+    An `auto_map` may name code in a folder (`pkg/modeling.Model`), but not in a hidden one: its name has no other dot.
+    Source: transformers 5.12 `dynamic_module_utils.py` (`get_class_from_dynamic_module`).
+    """
     *folders, name = relative.parts
+    if any(part.startswith(".") for part in relative.parts):
+        return False
     if folders:
-        return len(folders) == 1 and folders[0] in _LOADED_FOLDERS
+        return name.endswith(_CODE) or (len(folders) == 1 and folders[0] in _LOADED_FOLDERS)
     return name in LOADED or name.endswith(_LOADED_ENDINGS)
 
 

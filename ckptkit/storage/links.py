@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from ckptkit.storage.tree import files_below
+
 # Source: huggingface_hub, `file_download.py` (`repo_folder_name`, `_get_pointer_path`).
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([^/]+)")
 _SHOWN = 3
@@ -17,9 +19,9 @@ def target_of(path: Path) -> str | None:
     return os.readlink(path) if path.is_symlink() and not path.exists() else None
 
 
-def dangling_in(root: Path) -> Mapping[str, str]:
-    """The links directly in a directory that lead nowhere, with their targets."""
-    found = {entry.name: target_of(entry) for entry in sorted(root.iterdir())} if root.is_dir() else {}
+def dangling_in(root: Path, within: Path | None = None) -> Mapping[str, str]:
+    """The links below a directory that lead nowhere, with their targets. Raises CkptkitError as `files_below`."""
+    found = {str(file): target_of(root / file) for file in files_below(root, within)}
     return {name: target for name, target in found.items() if target is not None}
 
 

@@ -27,7 +27,8 @@ def files_below(root: Path, within: Path | None = None) -> list[Path]:
     """Every file below `root`, relative to it and sorted; none where there is no such directory.
 
     Hidden files and folders are left out, but for Megatron's `.metadata`. Links are followed inside `within` (None:
-    `root`), and from a snapshot of the hub's cache into its model's blobs. Links that lead nowhere are in the list.
+    `root`), and from a snapshot of the hub's cache into its model's blobs. Those that lead to nothing there are in the
+    list.
 
     Raises ForeignFileError for any other link and for what is neither a file nor a directory, and CkptkitError where
     there are more than MAX_FILES files, or folders deeper than MAX_DEPTH.
@@ -89,8 +90,6 @@ def _require_inside(link: str, bound: str, around: Sequence[str]) -> None:
 
     Hidden files (`.git/config`) are not part of it. `around`: folders that the link is in, by whatever links.
     """
-    if not os.path.exists(link):  # what reads it says so
-        return
     real, shown = os.path.realpath(link), os.readlink(link)
     if any(f"{folder}/".startswith(f"{real}/") for folder in around):
         why = "which is a folder around it"

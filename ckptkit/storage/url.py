@@ -16,7 +16,8 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ckptkit.core.errors import CkptkitError, ErrorCode, words_of
+from ckptkit.core.errors import CkptkitError, ErrorCode, UsageError, words_of
+from ckptkit.core.printable import public_url
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -43,6 +44,7 @@ _LOGIN = {
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
     "hf": "set HF_TOKEN, or run `hf auth login`, with an account that may",
 }
+_OTHER_LOGIN = "give the credentials that its fsspec library asks for"
 _ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "hf": "HF_ENDPOINT"}
 _LIBRARY = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface-hub", "az": "adlfs"}
 _ALIAS = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
@@ -56,8 +58,22 @@ def is_url(path: str | Path) -> TypeGuard[str]:
     return isinstance(path, str) and _URL.match(path) is not None
 
 
+def refuse_credentials(url: str) -> None:
+    """Raises UsageError for a URL with a user, a password or a secret in its query.
+
+    What it is given to might print it without `://` before it, so that it would not be known for a URL.
+    """
+    if (public := public_url(url)) != url:
+        login = _LOGIN.get(_scheme(url), _OTHER_LOGIN)
+        raise UsageError(f"{public} contains credentials, which are not read from URLs", f"leave them out, and {login}")
+
+
 def place(path: str | Path) -> str | Path:
-    """A URL as it is, and as a Path what lies on this machine, also where that is said with `file://`."""
+    """A URL as it is, and as a Path what lies on this machine, also where that is said with `file://`.
+
+    Raises UsageError as `refuse_credentials`.
+    """
+    refuse_credentials(str(path))
     return path if is_url(path) and not path.startswith("file://") else Path(str(path).removeprefix("file://"))
 
 
@@ -77,7 +93,7 @@ class StoreError(CkptkitError):
 class Store:
     """The directory at `url`. Every method raises StoreError for what is absent, not permitted or not reached.
 
-    Raises CkptkitError for a URL that is of none of the stores, or a chain of URLs.
+    Raises CkptkitError for a URL that is of none of the stores, for a chain of URLs, and as `refuse_credentials`.
     """
 
     url: str
@@ -218,6 +234,7 @@ class Store:
 
 
 def _require_store(url: str) -> None:
+    refuse_credentials(url)
     if "::" in url:
         raise CkptkitError(f"{url} is a chain of URLs, which is not read", "give the URL of the store itself")
     if (scheme := _scheme(url)) not in _STORES:
@@ -292,7 +309,7 @@ def _next(url: str, error: Exception) -> str:
         return f"pip install {_LIBRARY[scheme]}" if scheme in _LIBRARY else "install what it names"
     if isinstance(error, NotImplementedError):
         return "this kind of store cannot do that; use another, or a local directory"
-    login = _LOGIN.get(scheme, "give the credentials that its fsspec library asks for")
+    login = _LOGIN.get(scheme, _OTHER_LOGIN)
     if (
         isinstance(error, PermissionError)
         or "credential" in type(error).__name__.lower()

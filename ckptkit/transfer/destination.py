@@ -16,7 +16,7 @@ from ckptkit.formats.detect import MANIFEST
 from ckptkit.storage.lock import check_free, locked
 from ckptkit.storage.overlap import overlaps
 from ckptkit.storage.whole import sync_tree
-from ckptkit.transfer.journal import Journal
+from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.manifest import was_asked
 from ckptkit.transfer.replaceable import require_replaceable
 
@@ -87,12 +87,12 @@ def _check_replaced(target: Path) -> None:
         _require_own_aside(_aside(target))
 
 
-def finish_published(path: Path, asked: Mapping[str, Any], is_whole: Callable[[Path], bool]) -> bool:
+def finish_published(path: Path, asked: Mapping[str, Any], fault_of: Callable[[Path], str | None]) -> bool:
     """Whether a run that was asked for the same wrote all of `path` before it was cut off.
 
-    That is by the manifest in it, and by `is_whole`, which is asked of a directory with such a manifest. Then nothing
-    but `path` is left of the run: it gets its name, and what it replaced is removed. Raises CkptkitError as
-    `check_destination`.
+    That is by the manifest in it, and by `fault_of`, which says what in such a directory is not as it was written. Then
+    nothing but `path` is left of the run: it gets its name, and what it replaced is removed. Raises CkptkitError as
+    `check_destination`, and where `path` has a fault.
     """
     target = path.resolve()
     _check_name(path, target)
@@ -101,10 +101,15 @@ def finish_published(path: Path, asked: Mapping[str, Any], is_whole: Callable[[P
         return False
     with locked(_lock(partial)):
         written = partial if os.path.lexists(partial) else target
-        if (written == partial and (target.exists() or Journal(partial).exists)) or not (
-            was_asked(written / MANIFEST, asked) and is_whole(written)
-        ):
+        if written == partial and (target.exists() or Journal(partial).exists):
             return False
+        if not was_asked(written / MANIFEST, asked):
+            return False
+        if (fault := fault_of(written)) is not None:
+            if written == partial:  # it is written anew
+                return False
+            message = f"{target} exists already, written by this command, but {fault}"
+            raise CkptkitError(message, "restore that, or write it again with --overwrite")
         if os.path.lexists(aside):
             _require_own_aside(aside)
         if written == partial:
@@ -148,7 +153,7 @@ def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tup
     try:
         if not going_on:
             if partial.exists():
-                shutil.rmtree(partial)
+                _remove_partial(partial)
             partial.mkdir()
             journal.begin(asked)
         yield partial, journal
@@ -193,10 +198,22 @@ def _keep_or_remove(partial: Path, journal: Journal, error: BaseException) -> st
     final = isinstance(error, CkptkitError) and not error.resumable
     if not final and (count := journal.count()):
         return f"{partial} keeps {count} finished file(s): give the same command with --resume to go on"
-    shutil.rmtree(partial, ignore_errors=True)
-    if partial.exists():
+    try:
+        _remove_partial(partial)
+    except OSError:
         return f"{partial} could not be removed: move it elsewhere"
     return "nothing was left behind"
+
+
+def _remove_partial(partial: Path) -> None:
+    """Removes what a run has left, its journal last: a killed run must not leave files that nothing shows to be its."""
+    for entry in partial.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            if entry.name != JOURNAL:
+                shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    shutil.rmtree(partial)
 
 
 def _taken(target: Path) -> tuple[Path, ...]:

@@ -30,11 +30,11 @@ from ckptkit.storage.regular import open_regular, read_regular
 from ckptkit.storage.tree import files_below
 from ckptkit.storage.whole import write_whole
 from ckptkit.transfer.copy import copy
-from ckptkit.transfer.replaceable import SCHEMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+SCHEMAS = "ckptkit-manifest/"  # the beginning of every one
 SCHEMA = f"{SCHEMAS}2"
 FINGERPRINT = "source_fingerprint"  # the key for paths, sizes and times of the files that a run read
 
@@ -96,7 +96,7 @@ def loaded_files(location: Location) -> set[str]:
     Raises CkptkitError as `side_files`.
     """
     home = location.path if location.is_hf else location.root / "hf"
-    names = side_files(home) if home.is_dir() else ()
+    names = side_files(home, location.root) if home.is_dir() else ()
     return {str((home / name).relative_to(location.root)) for name in names if is_loaded(name)}
 
 

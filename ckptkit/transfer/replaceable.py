@@ -1,64 +1,171 @@
-"""Says what of a directory `--overwrite` must not remove: all that is not a file of one checkpoint."""
+"""Decides what `--overwrite` may remove: one checkpoint, in a directory with nothing else."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
-from ckptkit.formats.detect import ITERATION, LEGACY_FILE, LEGACY_RANK, LOADED, MANIFEST, SIGNATURE_ENDING, TRACKER
-from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.detect import ITERATION, LEGACY_FILE, LEGACY_RANK, LOADED, MANIFEST, TRACKER
+from ckptkit.formats.hf.reader import INDEX, read_json
+from ckptkit.formats.hf.shard import scan_shard
+from ckptkit.formats.torch_dist.reader import read_metadata
+from ckptkit.formats.torch_save.saved_file import require_saved
+from ckptkit.storage.regular import open_regular
 from ckptkit.storage.tree import everything
 from ckptkit.transfer.journal import JOURNAL, Journal
+from ckptkit.transfer.manifest import SCHEMAS, file_digest
 
-SCHEMAS = "ckptkit-manifest/"
-_FILES = {
-    *LOADED,
-    *(MANIFEST, MANIFEST + SIGNATURE_ENDING, TRACKER, ".metadata", "common.pt", "run_config.yaml", "train_state.pt"),
-    *("merges.txt", "vocab.txt", "config.json.orig", "README.md", "USE_POLICY.md", ".gitattributes"),
-}
-_PATTERNS = re.compile(
-    r".*\.(safetensors|safetensors\.index\.json|distcp|gguf|jinja|model|tiktoken|spm)"
-    r"|pytorch_model.*\.bin|consolidated.*\.pth|(LICEN[CS]E|NOTICE)(\.txt|\.md)?"
-    # Code of a model, by the names that transformers gives it.
-    r"|(modeling|modular|configuration|tokenization|processing|image_processing|video_processing|feature_extraction)_"
+_DOCUMENT = r"README\.md|USE_POLICY\.md|(LICEN[CS]E|NOTICE)(\.txt|\.md)?"
+# Code of a model, by the names that transformers gives it.
+_CODE = (
+    r"(modeling|modular|configuration|tokenization|processing|image_processing|video_processing|feature_extraction)_"
     r"\w+\.py"
 )
-# Folders of a checkpoint; of the hub's client the metadata of a download.
-_FOLDERS = re.compile(rf"((release|hf|carried|additional_chat_templates|{LEGACY_RANK.pattern})(/|$))*")
-_MARKS = {"config.json", "adapter_config.json", MANIFEST, TRACKER, ".metadata", LEGACY_FILE}
+_SIDE = "|".join(map(re.escape, sorted(LOADED))) + (
+    rf"|[^/]*\.(jinja|model|tiktoken|spm)|additional_chat_templates/([^/]*\.jinja)?|\.gitattributes|{_DOCUMENT}|{_CODE}"
+)
+_WEIGHTS = (
+    r"(model|consolidated|adapter_model)([.-][^/]*)?\.safetensors(\.index\.json)?"
+    r"|(pytorch|adapter)_model[^/]*\.bin(\.index\.json)?|consolidated[^/]*\.pth|[^/]*\.gguf"
+)
+_OURS = r"ckptkit\.json(\.sig)?|config\.json\.orig"
+# What huggingface_hub keeps of a download. Source: its `_local_folder.py`.
+_DOWNLOAD = (
+    r"\.cache/huggingface/(\.gitignore(\.lock)?|CACHEDIR\.TAG|(down|up)load/(.*(/|\.metadata|\.lock|\.incomplete))?)"
+)
+# The files of a checkpoint of each kind, and its folders, which end in `/` where they are empty.
+_OF_HF = re.compile(rf"{_SIDE}|{_WEIGHTS}|{_OURS}|{_DOWNLOAD}")
+_OF_MEGATRON = re.compile(
+    rf"{re.escape(TRACKER)}|{_OURS}|hf/({_SIDE})?|carried/(config\.json|{_WEIGHTS})?"
+    r"|(release/)?(\.metadata|metadata\.json|common\.pt|run_config\.yaml|train_state\.pt|__\d+_\d+\.distcp)?"
+    rf"|(release/)?{LEGACY_RANK.pattern}/({re.escape(LEGACY_FILE)})?"
+)
+# What loaders do not read, or only as code: somebody's own work, unless a manifest lists it as it is.
+_AS_LISTED = re.compile(rf"(hf/)?({_DOCUMENT}|{_CODE})")
+_METADATA = re.compile(r"(release/)?\.metadata")
+_WEIGHT = re.compile(rf".*\.(safetensors|bin|pth|gguf|distcp)|.*{re.escape(LEGACY_FILE)}")
 _ELSEWHERE = "choose another destination, or move it away first"
-_DOWNLOAD = ".cache/huggingface/"
-_RUN_FOLDERS = re.compile(rf"(release/)?{LEGACY_RANK.pattern}/{re.escape(LEGACY_FILE)}")
 
 
-def in_the_way(names: Iterable[str], listed: Collection[str]) -> list[str]:
-    """Those of these files and empty folders (which end in `/`), named relative to a directory, that must stay there.
+class Contents(Protocol):
+    """Files of a directory, by their names relative to it."""
 
-    They are neither weights nor known files beside weights, and are not `listed` in the directory's manifest.
+    def json(self, name: str) -> Mapping[str, Any]:
+        """The JSON object in a file, or an empty one if it is absent or contains something else."""
+
+    def digest(self, name: str) -> str | None:
+        """BLAKE3 of a file in hexadecimal, or None if it cannot be read."""
+
+    def fault(self, name: str) -> str | None:
+        """Why a file of weights or a `.metadata` is not what its name says, or None if its header can be read."""
+
+
+class _Directory:
+    """A directory of this machine."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def json(self, name: str) -> Mapping[str, Any]:
+        try:
+            return read_json(self._root / name)
+        except CkptkitError:  # absent, or not JSON
+            return {}
+
+    def digest(self, name: str) -> str | None:
+        try:
+            return file_digest(self._root / name)
+        except CkptkitError:
+            return None
+
+    def fault(self, name: str) -> str | None:
+        path = self._root / name
+        try:
+            if name.endswith(".safetensors"):
+                return None if scan_shard(path).specs else f"{name} has no header of safetensors"
+            if name.endswith(".gguf"):
+                with open_regular(path) as file:
+                    return None if file.read(4) == b"GGUF" else f"{name} is not GGUF"
+            if _METADATA.fullmatch(name):
+                read_metadata(path.parent)
+            elif not name.endswith(".distcp"):
+                require_saved(path)
+        except CkptkitError as error:
+            return error.message
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        return None
+
+
+def require_checkpoint(what: object, names: Collection[str], there: Contents) -> None:
+    """Raises CkptkitError, naming what is in the way, unless files are those of one checkpoint and nothing else.
+
+    `names` are all files, and empty folders with a `/` behind them. Those of an HF checkpoint, of an adapter or of a
+    release in Megatron's format are known by their names; others must be listed in its `ckptkit.json`, with the bytes
+    that they have, and so must documents and code where there is one. config.json must be a model's, and the headers of
+    weights that no `ckptkit.json` names must be readable.
     """
-    return sorted(name for name in names if name not in listed and not _is_known(name))
+    listed = listed_in(there.json(MANIFEST))
+    layout = _weights_in(there.json(MANIFEST).get("hf_layout")) if listed else set()
+    index = there.json(INDEX).get("weight_map")
+    shards = layout | _weights_in(index.values() if isinstance(index, dict) else ())
+    of_no_model = [name for name in names if not _OF_HF.fullmatch(name) and name not in shards]
+    of_no_run = [name for name in names if not _OF_MEGATRON.fullmatch(name)]
+    unknown = {*(of_no_model if len(of_no_model) <= len(of_no_run) else of_no_run)}
+    unknown |= {name for name in names if listed and _AS_LISTED.fullmatch(name)}
+    unknown -= {name for name in unknown if name.endswith("/") and any(file.startswith(name) for file in listed)}
+    if others := sorted(unknown - listed.keys()):
+        message = f"{what} holds what is not part of a checkpoint, so it is not replaced: {summarize(others)}"
+        raise CkptkitError(message, "move it out of there, or choose another destination")
+    if changed := sorted(name for name in unknown if there.digest(name) != listed[name]):
+        message = (
+            f"{what} holds files changed since {MANIFEST} was written, so it is not replaced: {summarize(changed)}"
+        )
+        raise CkptkitError(message, "move them out of there, or choose another destination")
+    if (why := _why_not(names, there, {*layout, *listed})) is not None:
+        raise CkptkitError(f"{what} is not a checkpoint, so it is not replaced: {why}", _ELSEWHERE)
 
 
-def _is_known(name: str) -> bool:
-    folder, _, file = name.rpartition("/")
-    if name.startswith(_DOWNLOAD):
-        return True
-    if _FOLDERS.fullmatch(folder) is None:
-        return False
-    return not file or file in _FILES or _PATTERNS.fullmatch(file) is not None or bool(_RUN_FOLDERS.fullmatch(name))
+def _weights_in(names: object) -> set[str]:
+    """The safetensors files among names in an index or in a layout, which a release may call as it likes."""
+    found = [name for name in names if isinstance(name, str)] if isinstance(names, Iterable) else []
+    return {name for name in found if re.fullmatch(r"[^/]+\.safetensors", name)}
 
 
-def listed_in(manifest: dict[str, Any]) -> set[str]:
-    """The files that a manifest of ckptkit names; none of anything else."""
+def listed_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The digests of files in a manifest of ckptkit by name, or nothing of anything else."""
     files = manifest.get("files")
-    is_ours = str(manifest.get("schema", "")).startswith(SCHEMAS) and isinstance(files, dict)
-    return set(files) if is_ours and isinstance(files, dict) else set()
+    is_ours = str(manifest.get("schema", "")).startswith(SCHEMAS)
+    return files if is_ours and isinstance(files, dict) else {}
+
+
+def _why_not(names: Collection[str], there: Contents, ours: Collection[str]) -> str | None:
+    """Why files that have the names of a checkpoint's are not one, or None if they are.
+
+    `ours`: files that a manifest names. They were a checkpoint's when it was written, whatever became of them.
+    """
+    weights = [name for name in names if _WEIGHT.fullmatch(name)]
+    metadata = [name for name in (*names, *ours) if _METADATA.fullmatch(name)]
+    if not weights and not ours:
+        return "it has no weights"
+    is_megatron = metadata or any(name.endswith(LEGACY_FILE) for name in weights)
+    if not is_megatron and not _is_described(there) and not any(name in ours for name in weights):
+        return "it has no config.json with a model_type or architectures, and no .metadata"
+    return next(filter(None, (there.fault(name) for name in (*metadata, *weights) if name not in ours)), None)
+
+
+def _is_described(there: Contents) -> bool:
+    """Whether a config.json is that of a model, or an adapter_config.json that of an adapter."""
+    config, adapter = there.json("config.json"), there.json("adapter_config.json")
+    classes = config.get("architectures")
+    named = [config.get("model_type"), adapter.get("peft_type"), *(classes if isinstance(classes, list) else [])]
+    return any(isinstance(one, str) and one for one in named)
 
 
 def require_replaceable(path: Path, *, is_partial: bool = False) -> None:
@@ -73,31 +180,16 @@ def require_replaceable(path: Path, *, is_partial: bool = False) -> None:
         raise CkptkitError(f"{path} is {what}, so it is not replaced", _ELSEWHERE)
     below = [(str(one.relative_to(path)), entry.st_mode) for one, entry in everything(path) if one != path]
     if is_partial and Journal(path).exists:
-        others = [name for name, mode in below if stat.S_ISLNK(mode)]
-    else:
-        if others := sorted({name for name, _ in below if ITERATION.fullmatch(name)}):
-            message = f"{path} holds iterations of a training run, so it is not replaced: {summarize(others)}"
-            raise CkptkitError(message, _ELSEWHERE)
-        folders = {os.path.dirname(name) for name, _ in below}
-        files = [name if not stat.S_ISDIR(mode) else f"{name}/" for name, mode in below if name not in folders]
-        if is_partial:  # its journal may have been half removed
-            files = [name for name in files if not name.startswith(f"{JOURNAL}/")]
-        others = in_the_way(files, _listed(path / MANIFEST))
-        if files and not others and not any(map(_is_mark, files)):
-            raise CkptkitError(f"{path} is not a checkpoint, so it is not replaced", _ELSEWHERE)
-    if others:
-        message = f"{path} holds what is not part of a checkpoint, so it is not replaced: {summarize(others)}"
-        raise CkptkitError(message, "move it out of there, or choose another destination")
-
-
-def _is_mark(name: str) -> bool:
-    """Whether only a checkpoint has such a file."""
-    file = name.rpartition("/")[2]
-    return file in _MARKS or file.endswith((".safetensors", ".distcp"))
-
-
-def _listed(manifest: Path) -> set[str]:
-    try:
-        return listed_in(read_json(manifest))
-    except CkptkitError:  # not there, or not a manifest
-        return set()
+        if links := [name for name, mode in below if stat.S_ISLNK(mode)]:
+            message = f"{path} holds what no run writes, so it is not replaced: {summarize(links)}"
+            raise CkptkitError(message, "move it out of there, or choose another destination")
+        return
+    if iterations := sorted({name for name, _ in below if ITERATION.fullmatch(name)}):
+        message = f"{path} holds iterations of a training run, so it is not replaced: {summarize(iterations)}"
+        raise CkptkitError(message, _ELSEWHERE)
+    folders = {os.path.dirname(name) for name, _ in below}
+    files = [name if not stat.S_ISDIR(mode) else f"{name}/" for name, mode in below if name not in folders]
+    if is_partial:  # a run was killed while it removed its journal, which goes last
+        files = [name for name in files if not name.startswith(f"{JOURNAL}/")]
+    if files:
+        require_checkpoint(path, files, _Directory(path))

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
 
 from ckptkit.core.errors import CkptkitError, DamagedError
 from ckptkit.core.json_text import MAX_BYTES
-from ckptkit.core.specs import summarize
 from ckptkit.formats.files import Digests
 from ckptkit.formats.hf.reader import INDEX, SINGLE, parse_json
-from ckptkit.formats.hf.side_files import MANIFEST, is_hidden
+from ckptkit.formats.hf.remote import fetch_header
+from ckptkit.formats.hf.shard import scan_shard
+from ckptkit.formats.hf.side_files import is_hidden
+from ckptkit.storage.directory import RemoteFile
 from ckptkit.storage.url import Store, is_url
 from ckptkit.transfer.journal import Journal, Measured
-from ckptkit.transfer.replaceable import in_the_way, listed_in
+from ckptkit.transfer.replaceable import require_checkpoint
 
 # Without these no reader takes shards for a model: they come last, in this order, and go first.
 _LAST = ("config.json", INDEX)
 _PARTIAL = ".ckptkit-partial"
-_MARKS = ("config.json", MANIFEST, _PARTIAL)
 
 
 class Upload:
@@ -126,26 +131,41 @@ def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None]
     for source in sources:
         if source is not None and is_url(source) and store.overlaps(Store(source)):
             raise CkptkitError(f"{url} overlaps {source}, which is read", "choose a destination beside it")
-    there = list(store.files()) if store.top() else []
-    if there and not overwrite:
-        what = "holds an upload that did not finish, or is not finished yet" if _PARTIAL in there else "exists already"
+    sizes = {name: int(entry["size"]) for name, entry in store.files().items()} if store.top() else {}
+    if sizes and not overwrite:
+        what = "holds an upload that did not finish, or is not finished yet" if _PARTIAL in sizes else "exists already"
         raise CkptkitError(f"{url} {what}", "choose another destination, or replace it with --overwrite")
-    if there and not set(_MARKS) & set(there):
-        raise CkptkitError(f"{url} is not a checkpoint, so it is not replaced", "choose another destination")
-    if there and _PARTIAL not in there and (others := in_the_way(there, _listed(store, there))):
-        message = f"{url} holds what is not part of a checkpoint, so it is not replaced: {summarize(others)}"
-        raise CkptkitError(message, "choose another destination")
-    return there
+    if sizes and _PARTIAL not in sizes:
+        require_checkpoint(url, sizes, _Stored(store, sizes))
+    return list(sizes)
 
 
-def _listed(store: Store, there: Collection[str]) -> set[str]:
-    """The files that the manifest at a URL names."""
-    if MANIFEST not in there:
-        return set()
-    try:
-        return listed_in(parse_json(store.read(MANIFEST, MAX_BYTES), store.at(MANIFEST)))
-    except DamagedError:
-        return set()
+@dataclass(frozen=True)
+class _Stored:
+    """The files at a URL, by name with their sizes in bytes."""
+
+    store: Store
+    sizes: Mapping[str, int]
+
+    def json(self, name: str) -> Mapping[str, Any]:
+        if name not in self.sizes:
+            return {}
+        try:
+            return parse_json(self.store.read(name, MAX_BYTES), self.store.at(name))
+        except DamagedError:
+            return {}
+
+    def digest(self, name: str) -> str | None:
+        return blake3(self.store.read(name, MAX_BYTES)).hexdigest()
+
+    def fault(self, name: str) -> str | None:
+        if not name.endswith(".safetensors"):
+            return f"{name} is not safetensors, and no other weights are looked at here"
+        with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
+            header = Path(folder) / "header"
+            fetch_header(self.store, name, self.sizes[name], header)
+            found = scan_shard(header, RemoteFile(self.store.url, name, self.sizes[name]))
+        return None if found.specs else f"{name} has no header of safetensors"
 
 
 def _remove(store: Store, names: Iterable[str]) -> None:

@@ -32,7 +32,7 @@ def read(path: Path, file: str) -> Any:
 
 
 def write(path: Path, file: str, content: Any) -> None:
-    (path / file).parent.mkdir(exist_ok=True)
+    (path / file).parent.mkdir(parents=True, exist_ok=True)
     (path / file).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
@@ -59,6 +59,15 @@ def settings(file: str = "tokenizer_config.json", /, **changes: Any) -> Change:
 
 def added(file: str, content: Any = "x") -> Change:
     return lambda path: write(path, file, content)
+
+
+def linked(file: str, target: str) -> Change:
+    def apply(path: Path) -> None:
+        (path / target).write_text("y")
+        (path / file).unlink(missing_ok=True)
+        (path / file).symlink_to(path / target)
+
+    return apply
 
 
 def lost(*files: str) -> Change:
@@ -124,6 +133,7 @@ def source(tmp_path: Path) -> Path:
     }
     write(path, "tokenizer_config.json", config)
     write(path, "config.json", {"model_type": "qwen3", "eos_token_id": 302})
+    write(path, "src/model.py", "x")
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [302, 300]}
     write(path, "generation_config.json", sampling | {"transformers_version": "4.51.0"})
     return path
@@ -300,6 +310,40 @@ OTHERS: dict[str, tuple[Change, str, str]] = {
         "processor_config.json",
         "'x.P'",
     ),
+    "code in a folder": (added("pkg/evil.py"), "pkg/evil.py", "trust_remote_code"),
+    "code deep in folders": (added("a/b/c/d/e.py"), "a/b/c/d/e.py", "trust_remote_code"),
+    "code in a folder of generation": (
+        added("custom_generate/more/x.py"),
+        "custom_generate/more/x.py",
+        "trust_remote_code",
+    ),
+    "other code in a folder": (added("src/model.py", "y"), "src/model.py", "its content"),
+    "code behind a link": (linked("src/model.py", "src/other"), "src/model.py", "its content"),
+    "code in a linked folder": (
+        lambda path: (path / "pkg").symlink_to("src", target_is_directory=True),
+        "pkg/model.py",
+        "trust_remote_code",
+    ),
+    "auto_map of a folder": (
+        settings("config.json", auto_map={"AutoModel": "pkg/evil.Evil"}),
+        "config.json",
+        "'pkg/evil.Evil'",
+    ),
+    "auto_map of a package": (
+        settings("config.json", auto_map={"AutoModel": "pkg.evil.Evil"}),
+        "config.json",
+        "'pkg.evil.Evil'",
+    ),
+    "auto_map of an image processor": (
+        settings("processor_config.json", image_processor={"auto_map": {"AutoImageProcessor": "pkg/x.P"}}),
+        "processor_config.json",
+        "'pkg/x.P'",
+    ),
+    "auto_map of a part of the model": (
+        settings("config.json", vision_config={"auto_map": {"AutoModel": "pkg/x.V"}}),
+        "config.json",
+        "'pkg/x.V'",
+    ),
     "temperature": (
         settings("generation_config.json", temperature=2),
         "generation_config.json",
@@ -411,6 +455,14 @@ SOUND: dict[str, Change] = {
         write(path, name, "x") for name in ("README.md", "trainer_state.json", "LICENSE", "latest", "train.log")
     ],
     "quantizer": added("hf_quant_config.json", {"quantization": {}}),
+    "code of git": added(".git/hooks/x.py"),
+    "code of the hub's client": added(".cache/huggingface/download/modeling_x.py"),
+    "notes on code": added("pkg/README.md"),
+    "code that no auto_map of it names": lost("src/model.py"),
+    "linked code": lambda path: [
+        (path / "src" / "model.py").rename(path / "notes"),
+        (path / "src" / "model.py").symlink_to("../notes"),
+    ],
 }
 
 
@@ -433,6 +485,14 @@ def test_another_or_a_new_file_is_an_error(name: str, compare: Callable[..., lis
 @pytest.mark.parametrize("name", SOUND)
 def test_a_file_that_says_the_same_is_no_difference(name: str, compare: Callable[..., list[Difference]]) -> None:
     assert compare(SOUND[name]) == []
+
+
+def test_code_outside_the_checkpoint_is_never_the_same(source: Path, tmp_path: Path) -> None:
+    """transformers joins the directory and the name, and an absolute one is joined to itself."""
+    settings("config.json", auto_map={"AutoModel": "/srv/evil.Evil"})(source)
+    copy = shutil.copytree(source, tmp_path / "copy")
+    (found,) = side_differences(SideFiles(copy), SideFiles(source), "in the source")
+    assert (found.severity, found.file, "/srv/evil.Evil" in found.words) == ("error", "config.json", True)
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,25 @@ FLOODS: dict[str, bytes] = {
     "instances": b"ca\nb\nq\0" + b"h\0)\x81" * 1_000_000 + b"]" * 19_000_001,
 }
 _OBJECTS = "objects, and at most 20000000 are read"
+# Values of every other instruction, which stay on the stack.
+STACKS = {
+    "None": b"N",
+    "true": b"\x88",
+    "false": b"\x89",
+    "empty tuples": b")",
+    "small integers": b"K\0",
+    "integers of 2 bytes": b"M\0\x01",
+    "integers of 4 bytes": b"J\x01\x02\x03\x04",
+    "long integers": b"\x8a\x01\x01",
+    "numbers": b"G" + bytes(8),
+    "bytes": b"C\x02ab",
+    "long texts": b"X\x01\0\0\0a",
+    "copies": b"2",
+    "memories": b"h\0",
+    "values below marks": b"(" + b"N" * 999,
+}
+_STACK = "more than 1000000 values that are not in a container"
+ROOTS: dict[str, Any] = {"None": None, "a number": 7, "text": "x", "a list": [], "a pair": (1, 2), "a dict": {}}
 _MEGATRON = ("inspect", "convert", "verify", "preflight", "after_save")
 
 
@@ -340,6 +359,17 @@ def cases() -> Iterator[Case]:
         yield Case(
             f"common.pt: a flood of {what}", "megatron", partial(_common, _zip(flood)), _OBJECTS, ("inspect", "verify")
         )
+    for what, content in STACKS.items():
+        flood = b"\x80\x02Nq\0" + content * (1_400_000 // (1000 if len(content) > 99 else 1)) + b"."
+        yield Case(f".metadata: a stack of {what}", "megatron", partial(_metadata, flood), _STACK, _MEGATRON)
+        yield Case(f"legacy rank: a stack of {what}", "legacy", partial(_legacy, _zip(flood)), _STACK)
+    for what, root in ROOTS.items():
+        content = pickle.dumps(root)
+        said = rf"\.metadata holds {type(root).__name__} instead of the Metadata"
+        yield Case(f".metadata that is {what}", "megatron", partial(_metadata, content), said, _MEGATRON)
+        said, verbs = rf"common state is {type(root).__name__}, not a dict", ("inspect", "verify")
+        if not isinstance(root, dict):
+            yield Case(f"common.pt that is {what}", "megatron", partial(_common, _zip(content)), said, verbs)
     for what, content in ZIPS.items():
         yield Case(
             f"common.pt is a zip: {what}", "megatron", partial(_common, content), "common", ("inspect", "verify")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
@@ -19,7 +18,7 @@ from verify.checks.config.config import (
     is_another_model,
     plain_differences,
 )
-from verify.evidence.side.compare import code_differences, loaded_names, side_differences
+from verify.evidence.side.compare import code_differences, side_differences
 from verify.evidence.side_files import SideFiles
 from verify.skip import Unable
 
@@ -34,8 +33,8 @@ def compare_files(
     A side without any such file but config.json is not compared. Raises CkptkitError for a file that cannot be read.
     """
     found, notes = _configs(a, b) if a and b else ([], [])
-    sides = [SideFiles(_home(place)) for place in (place_a, place_b)]
-    bare = [name for name, side in zip("AB", sides, strict=True) if not loaded_names(side.root) - {"config.json"}]
+    sides = [SideFiles.of(place) for place in (place_a, place_b)]
+    bare = [name for name, side in zip("AB", sides, strict=True) if not side.loaded - {"config.json"}]
     if bare or sides[0].root.resolve() == sides[1].root.resolve():
         if len(bare) == 1 and place_a.is_hf and place_b.is_hf:
             notes.append(f"{bare[0]} has no tokenizer and no other file next to its weights, so none is compared")
@@ -50,11 +49,6 @@ def compare_files(
     except Unable as reason:
         notes.append(f"not compared: {reason}")
     return found, notes
-
-
-def _home(place: Location) -> Path:
-    """Where the files next to the weights are."""
-    return place.path if place.is_hf else place.root / "hf"
 
 
 def _configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import lexists  # a link to nothing is a file that cannot be read
@@ -12,9 +12,11 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.json_text import MAX_BYTES
-from ckptkit.formats.detect import ADDITIONAL_TEMPLATES, LOADED
+from ckptkit.formats.detect import ADDITIONAL_TEMPLATES, LOADED, Location, is_loaded
 from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.side_files import is_weight
 from ckptkit.storage.regular import read_regular
+from ckptkit.storage.tree import files_below
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
@@ -31,9 +33,27 @@ _TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The files of one HF directory. Absent ones are empty; one that is not a JSON object raises CkptkitError."""
+    """The files of one HF directory. Absent ones are empty; one that is not a JSON object raises CkptkitError.
+
+    `within`: the checkpoint that the directory is part of, if it is.
+    """
 
     root: Path
+    within: Path | None = None
+
+    @classmethod
+    def of(cls, place: Location) -> SideFiles:
+        """Those of an HF directory, or of what is kept next to a Megatron iteration."""
+        return cls(place.path) if place.is_hf else cls(place.root / "hf", place.root)
+
+    @cached_property
+    def loaded(self) -> Set[str]:
+        """The files, at any depth, that loaders read, besides weights and their index; links to nothing too.
+
+        Raises CkptkitError as `files_below`.
+        """
+        names = files_below(self.root, self.within)
+        return {str(name) for name in names if is_loaded(name) and not is_weight(name.name)}
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

@@ -25,6 +25,7 @@ from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError, MissingDependencyError, memory_for, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert, program_version, refuse_shadowed
 from ckptkit.core.printable import printable
+from ckptkit.storage.url import refuse_credentials
 
 _MODULES = {
     "convert": "conversion",
@@ -68,6 +69,13 @@ class LazyGroup(click.Group):
             return None
         found = getattr(import_module(f"{__name__}.{_MODULES[cmd_name]}"), cmd_name)
         return found if isinstance(found, click.Command) else None
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses. Raises UsageError as `refuse_credentials` for any word that is not of a launch."""
+        if not ctx.resilient_parsing:
+            for word in args[: args.index("--")] if "--" in args else args:
+                refuse_credentials(word)
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -139,7 +139,7 @@ def _run(options: RunOptions, as_json: bool) -> None:
     source = (options.hf or "BASE") if result.format == "adapter" else options.src
     next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", source, *beside])
     remote = is_url(options.dst) or is_url(options.src)
-    done = f"{options.dst} is whole: the run before wrote it" if result.was_whole else f"wrote {size(result.bytes)}"
+    done = "nothing was left to write" if result.was_whole else f"wrote {size(result.bytes)}"
     closing(done, next_step=None if remote else next_line)
 
 
@@ -150,7 +150,8 @@ def _print_result(result: ConversionResult) -> None:
     if result.dequantized:
         total += f", dequantized from {result.dequantized}"
     if result.was_whole:
-        echo(f"{result.destination} ({result.format}) is whole, so nothing was written: {total}", *_packed(result))
+        echo(f"{result.destination} ({result.format}) was written by the run before: {total}", *_packed(result))
+        echo("all files are there, side files with their bytes and weights with their sizes; no weight was read")
         return
     if result.forecast is None:
         echo(f"{result.destination} ({result.format}): {total}", *_packed(result))

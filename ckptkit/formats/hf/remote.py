@@ -82,7 +82,7 @@ def _fetch(store: Store, root: Path) -> Listing:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(_AT_ONCE, "ckptkit-open") as pool:
         tasks = [pool.submit(store.download, name, root / name) for name in whole]
-        tasks += [pool.submit(_fetch_header, store, name, listing.sizes[name], root / name) for name in weights]
+        tasks += [pool.submit(fetch_header, store, name, listing.sizes[name], root / name) for name in weights]
         try:
             for task in tasks:
                 task.result()
@@ -109,7 +109,7 @@ def _check_kind(store: Store) -> None:
         )
 
 
-def _fetch_header(store: Store, name: str, size: int, target: Path) -> None:
+def fetch_header(store: Store, name: str, size: int, target: Path) -> None:
     """Writes the start of a shard to `target`, up to the end of its header; of a file in another format, nothing."""
     content = b""
     if name.endswith(".safetensors"):

@@ -16,7 +16,7 @@ from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError, MissingError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, summarize
-from ckptkit.formats.detect import LOADED, SIGNATURE_ENDING
+from ckptkit.formats.detect import LOADED, SIGNATURE_ENDING, is_loaded
 from ckptkit.formats.detect import MANIFEST as MANIFEST
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, QUANTIZATION_KEYS, read_json
 from ckptkit.storage.links import fetch_again, target_of
@@ -29,19 +29,26 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 def side_files(root: Path, within: Path | None = None) -> list[Path]:
-    """Every file of an HF directory that is not a weight, relative to it; hidden files and folders are left out.
+    """Every file of an HF directory that is not a weight, relative to it.
 
-    `within`: the checkpoint that the directory is part of, if it is.
-    Raises CkptkitError as `files_below` and `require_utf8`, for a link to nothing, and for a folder with the name of a
-    file that loaders read: a tokenizer would be lost silently.
+    Hidden files and folders are left out, and links to nothing that no loader reads. `within`: the checkpoint that the
+    directory is part of, if it is.
+    Raises CkptkitError as `files_below` and `require_utf8`, for a link to nothing that loaders read, and for a folder
+    with the name of a file that they read: a tokenizer would be lost silently.
     """
     if folders := [name for name in sorted(LOADED) if (root / name).is_dir()]:
         raise CkptkitError(f"{root / folders[0]} is not a regular file", "put the file of the release in its place")
     files = [file for file in files_below(root, within) if not is_hidden(str(file))]
-    for file in files:
-        if (target := target_of(root / file)) is not None:
-            raise MissingError(f"{root / file} is a link to nothing: {target}", fetch_again((root / file).parent))
-    return require_utf8(root, [file for file in files if not is_weight(file.name) and file not in _OWN])
+    links = {file: target for file in files if (target := target_of(root / file)) is not None}
+    for file in filter(is_read, links):
+        raise MissingError(f"{root / file} is a link to nothing: {links[file]}", fetch_again((root / file).parent))
+    left_out = {*links, *_OWN}
+    return require_utf8(root, [file for file in files if not is_weight(file.name) and file not in left_out])
+
+
+def is_read(file: Path) -> bool:
+    """Whether loaders or ckptkit read a file of an HF directory, relative to it: weights, settings, templates, code."""
+    return file in _OWN or is_loaded(file) or (len(file.parts) == 1 and is_weight(file.name))
 
 
 def require_utf8(root: Path, files: Sequence[Path]) -> list[Path]:

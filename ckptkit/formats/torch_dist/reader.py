@@ -32,7 +32,7 @@ from ckptkit.formats.torch_dist.names import engine_name, whole_of
 from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob, dense_stride
-from ckptkit.formats.torch_save.records import Dtype, NotAllowed, is_bounded
+from ckptkit.formats.torch_save.records import Dtype, NotAllowed, is_bounded, kind_of
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.links import why_unreadable
 from ckptkit.storage.read import FileExtent
@@ -124,12 +124,19 @@ def read_metadata(path: Path) -> StoredMetadata:
         ) from error
     except NotAllowed as error:
         raise UnsupportedError(f"{file} names {error.kind}, which torch does not write", FOREIGN_HINT) from error
-    except (pickle.UnpicklingError, AttributeError, TypeError, LookupError) as error:
+    except AttributeError as error:
+        message = f"{file} is not DCP metadata: it has a part of type {kind_of(error.obj)}, which has no {error.name}"
+        raise DamagedError(message, _COPY) from error
+    except (pickle.UnpicklingError, TypeError, LookupError) as error:
         raise DamagedError(f"{file} is not DCP metadata: {error}", _COPY) from error
 
 
 def _read_metadata(path: Path, file: Path) -> StoredMetadata:
     content, names = unpickle.loads_named(read_regular(file, MAX_METADATA))
+    tables = [getattr(content, key, None) for key in ("storage_data", "state_dict_metadata")]
+    if not all(isinstance(one, dict) for one in tables):
+        message = f"{file} holds {kind_of(content)} instead of the Metadata with two tables that torch writes"
+        raise DamagedError(message, _COPY)
     keys = [index.fqn for index in content.storage_data]
     offsets = _shapes([getattr(index, "offset", None) for index in content.storage_data])
     places = dict(zip(zip(keys, offsets, strict=True), content.storage_data.values(), strict=True))
@@ -513,7 +520,8 @@ def _mapping(blob: Blob) -> Mapping[str, Any]:
     content = blob.object()
     content = content[0] if isinstance(content, list) and content else content
     if not isinstance(content, dict):
-        raise DamagedError(f"{blob}: Megatron's common state is not a dict", "the checkpoint is damaged")
+        message = f"{blob}: Megatron's common state is {kind_of(content)}, not a dict"
+        raise DamagedError(message, "the checkpoint is damaged")
     return content
 
 

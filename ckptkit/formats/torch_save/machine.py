@@ -19,7 +19,11 @@ from ckptkit.formats.torch_save.records import Dtype, Items, Record
 MAX_INTEGER = 32  # bytes of an integer: states of random generators have 16
 MAX_NAMES = 4096  # classes and functions that one pickle names
 MAX_OBJECTS = 20_000_000  # containers, texts and instances, up to 240 bytes each; 500,000 tensors have 17 million
-# The instructions that make them.
+# Values on the stack, with those below each mark, and marks: Python writes containers in pieces of 1,000 items, but for
+# tuples, and no container inside more than some hundred others.
+MAX_STACK, MAX_MARKS = 1_000_000, 10_000
+_PIECE = 1 << 18  # bytes of instructions after which they are counted
+# The instructions that make objects.
 _MAKES = b"".join((pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET, pickle.SHORT_BINUNICODE)) + (
     b"".join((pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.NEWOBJ, pickle.REDUCE))
 )
@@ -73,8 +77,12 @@ class Machine:
         """
         content, memo, marked, at, stack = self._content, self._memo, self._marked, self._at, self._stack
         state: dict[Any, Any]
+        counted = _PIECE
         try:
             while True:
+                if at >= counted:
+                    self._check_sizes(stack)
+                    counted = at + _PIECE
                 code = content[at]
                 if code == _GET_4:
                     stack.append(memo[int.from_bytes(content[at + 1 : at + 5], "little")])
@@ -121,6 +129,14 @@ class Machine:
                     at, stack = self._at, self._stack
         finally:
             self._at = at
+
+    def _check_sizes(self, stack: list[Any]) -> None:
+        """Raises pickle.UnpicklingError where more values wait on the stack or in the memo than any pickle needs."""
+        marked = self._marked
+        if len(marked) > MAX_MARKS or len(stack) + sum(map(len, marked)) > MAX_STACK:
+            raise pickle.UnpicklingError(f"more than {MAX_STACK} values that are not in a container")
+        if len(self._memo) > MAX_OBJECTS:
+            raise pickle.UnpicklingError(f"more than {MAX_OBJECTS} objects in its memo")
 
     def unknown(self) -> NoReturn:
         """An instruction of protocol 0 or 1, of the extension registry, for buffers elsewhere, or none at all."""

@@ -27,6 +27,15 @@ _OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _PIECE = 1 << 24
 
 
+def require_saved(path: Path) -> None:
+    """Raises OSError or CkptkitError unless a file is one of torch.save, by its first bytes or its zip's directory."""
+    with open_regular(path) as file:
+        if file.read(len(_OLD_FORMAT)) == _OLD_FORMAT:
+            return
+    blob = Blob(path, 0, path.stat().st_size)
+    blob.entry(blob.entries(), "data.pkl")
+
+
 @dataclass(frozen=True)
 class SavedTensor:
     """Where a tensor lies: its storage's key and, in elements, where it begins in it and its strides."""

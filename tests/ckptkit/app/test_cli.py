@@ -131,7 +131,7 @@ def test_existing_destination_is_kept(releases: PathOf, tmp_path: Path, ckptkit:
     assert refused.returncode == 2
     assert "holds what is not part of a checkpoint, so it is not replaced: precious" in refused.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
-    (tmp_path / "out/precious").rename(tmp_path / "out/config.json")
+    (tmp_path / "out/precious").unlink()
     assert ckptkit("convert", releases("qwen2-tied"), tmp_path / "out", "--overwrite").returncode == 0
     assert (tmp_path / "out/release/.metadata").exists()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.remote_servers import Bucket, Request, breaking, refusing, serving, use_s3
+from support.whole_files import whole
 
 from ckptkit.app.api import convert, make_manifest, quantize
 from ckptkit.core.errors import CkptkitError
@@ -36,7 +37,8 @@ def test_an_upload_that_fails_leaves_nothing(
 def test_what_had_been_there_is_said_to_be_gone(
     small_release: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket.put("out/config.json", b"{}")
+    for name in ("config.json", "model.safetensors"):
+        bucket.put(f"out/{name}", whole(name))
     refusal = refusing(403, "AccessDenied", only="PUT", target=s3_address, about="index.json")
     with (
         serving(refusal) as address,

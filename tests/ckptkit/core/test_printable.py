@@ -50,6 +50,14 @@ CREDENTIALS = [
     ("http://u:TOP@h/x?a=1&access_token=TOP", "http://***@h/x?***"),
     ("http://h/x?api-key=TOP", "http://h/x?***"),
     ("http://h/#id_token=TOP", "http://h/#***"),
+    ("s3:/KEY:TOP@bucket/x", "s3:/***@bucket/x"),  # as a path leaves it
+    ("/home/me/hf:/u:TOP@org/x", "/home/me/hf:/***@org/x"),
+    ("https:/h/x?sig=TOP: no such file", "https:/h/x?*** no such file"),
+    ("filecache::s3:/K:TOP@b", "filecache::s3:/***@b"),
+    ("s3://K:T'O\"P@b/x", "s3://***@b/x"),
+    ("hf://u%3aTOP@org/x", "hf://***@org/x"),
+    ("hf://hf_aBcDeFgHiJkLmNoPqRsT@org/x", "hf://***@org/x"),
+    ("http://h/x?pwd=TOP", "http://h/x?***"),
 ]
 WITHOUT = [
     "hf://Qwen/Qwen3-30B-A3B@main/config.json",
@@ -63,6 +71,10 @@ WITHOUT = [
     "http://h/x?page=1#top",
     "user@host:/path and a:b@c",
     "memory://a/b",
+    "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/a/b@c",
+    "hf://hf_team@main/x",
+    "C:/a:b@c and so:/a:b@c",
+    "hf://datasets/a/b@refs/pr/1",
 ]
 
 

@@ -180,6 +180,33 @@ def test_as_many_objects_as_the_bound_are_read_and_no_more(made: bytes, monkeypa
         unpickle.loads(b"\x80\x02cm\nn\nq\0" + made * (count + 1) + end)
 
 
+@pytest.mark.parametrize("made", [b"N", b")", b"K\0", b"J\1\2\3\4", b"2", b"h\0", b"C\2ab", b"(NN"])
+def test_more_values_than_wait_in_any_pickle_are_refused(made: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MAX_STACK", 100)
+    monkeypatch.setattr(machine, "_PIECE", 8)
+    begin, count = b"\x80\x02Nq\0", 50 if made.startswith(b"(") else 100
+    assert unpickle.loads(begin + made * (count - 1) + b".") is not NotImplemented
+    with pytest.raises(pickle.UnpicklingError, match="more than 100 values that are not in a container"):
+        unpickle.loads(begin + made * (count + 10) + b".")
+
+
+def test_marks_and_a_memo_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_PIECE", 8)
+    assert len(unpickle.loads(b"\x80\x02" + b"(" * 9_000 + b"l" * 9_000 + b".")) == 1
+    with pytest.raises(pickle.UnpicklingError, match="not in a container"):
+        unpickle.loads(b"\x80\x02" + b"(" * 10_010 + b"N.")
+    monkeypatch.setattr(machine, "MAX_OBJECTS", 100)
+    with pytest.raises(pickle.UnpicklingError, match="more than 100 objects in its memo"):
+        unpickle.loads(b"\x80\x04N" + b"\x94" * 120 + b".")
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_containers_of_many_values_are_read(protocol: int) -> None:
+    value = {"list": [None] * 1_500_000, "tuple": tuple(range(900_000))}
+    value |= {"dict": dict.fromkeys(range(300_000), 1.5)}
+    assert unpickle.loads(pickle.dumps(value, protocol)) == value
+
+
 def _containers(value: Any) -> int:
     """How many containers there are in plain data; a set is as large as four others."""
     if not isinstance(value, list | tuple | dict | set | frozenset):

@@ -15,10 +15,12 @@ from support import models
 from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.api import convert, make_manifest, quantize
+from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.manifest import read_manifest
 from quant.formats.scheme import QuantScheme
 from quant.schemes.w4a16 import int4_scheme
+from verify.run import verify
 
 
 def test_side_files_come_back_and_hidden_and_weight_files_do_not(
@@ -38,11 +40,49 @@ def test_side_files_come_back_and_hidden_and_weight_files_do_not(
     assert not (tmp_path / "back/pytorch_model.bin").exists()
 
 
-def test_a_side_file_that_is_a_link_to_nothing_is_named(releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "pkg/x.py", "additional_chat_templates/x.jinja", "model.bin"])
+def test_a_side_file_that_is_a_link_to_nothing_is_named(
+    name: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
     source = copy_of(releases("qwen2-tied"))
-    (source / "tokenizer.json").symlink_to("/nowhere/blob")
-    with pytest.raises(CkptkitError, match=r"tokenizer\.json is a link to nothing"):
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).symlink_to("gone")
+    with pytest.raises(CkptkitError, match=rf"{name} is a link to nothing: gone"):
         convert(source, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+    (finding,) = [one for one in verify(source).findings if one.code == "CK102"]
+    assert (finding.severity, finding.count) == ("error", 1)
+
+
+@pytest.mark.parametrize("name", ["README.md", "figures/x.png", "old/model.safetensors", "notes"])
+def test_a_link_to_nothing_that_no_loader_reads_is_left_out_and_noted(
+    name: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
+    source = copy_of(releases("qwen2-tied"))
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to("gone")
+    made = convert(source, tmp_path / "megatron")
+    assert [note for note in made.notes if f"1 link leads nowhere: {name} to gone" in note]
+    assert not (tmp_path / "megatron/hf" / name).exists()
+    assert convert(tmp_path / "megatron", tmp_path / "back").notes == ()
+    report = verify(source)
+    (finding,) = report.findings
+    assert (finding.code, finding.severity, report.status) == ("CK102", "warning", "passed")
+
+
+@pytest.mark.parametrize("target", ["/nowhere/x", "../../nowhere", "../gone", ".git/gone"])
+@pytest.mark.parametrize("name", ["README.md", "figures/x.png", "tokenizer.json"])
+def test_a_link_to_nothing_outside_the_checkpoint_is_refused_by_every_verb(
+    name: str, target: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path
+) -> None:
+    source = copy_of(releases("qwen2-tied"))
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(f"../{target}" if target.startswith(".") and "/" in name else target)
+    for verb in (verify, inspect, make_manifest, lambda path: convert(path, tmp_path / "megatron")):
+        with pytest.raises(CkptkitError, match=rf"{name} is a link to \S*{target}.*(outside|hidden)"):
+            verb(source)
     assert not (tmp_path / "megatron").exists()
 
 

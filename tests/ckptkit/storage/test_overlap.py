@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.fixture_types import CopyOf, PathOf
 from support.models import content
+from support.whole_files import write
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
@@ -41,8 +42,8 @@ def tree(tmp_path: Path) -> Path:
     """A directory of checkpoints: `model` with a folder, and `other`."""
     root = tmp_path / "tree"
     for folder in ("model", "model/sub", "other"):
-        (root / folder).mkdir(parents=True)
-        (root / folder / "config.json").write_text("{}")
+        for name in ("config.json", "model.safetensors"):
+            write(root / folder / name)
     return root
 
 

@@ -92,9 +92,17 @@ def test_folders_that_lead_to_one_another_are_refused(tmp_path: Path) -> None:
 
 
 def test_links_that_lead_nowhere_are_listed(tmp_path: Path) -> None:
-    (tmp_path / "gone").symlink_to("/nowhere/x")
+    (tmp_path / "gone").symlink_to("nowhere/x")
     (tmp_path / "loop").symlink_to("loop")
     assert names(tmp_path) == ["gone", "loop"]
+
+
+@pytest.mark.parametrize("target", ["/nowhere/x", "../x", "a/../../x", "../model-2/x", ".git/x", ".x"])
+def test_links_that_lead_nowhere_outside_are_refused(tmp_path: Path, target: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "y").symlink_to(target)
+    with pytest.raises(ForeignFileError, match="y is a link to"):
+        files_below(tmp_path / "model")
 
 
 def test_a_directory_with_a_similar_name_is_outside(tmp_path: Path) -> None:

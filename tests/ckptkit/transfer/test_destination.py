@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.models import content
+from support.whole_files import whole, write, write_manifest
 
 from ckptkit.core.errors import CkptkitError, FinalError
 from ckptkit.transfer.destination import check_destination, new_directory
@@ -49,13 +50,14 @@ def test_finished_files_are_kept_only_where_the_same_job_may_go_on(
 
 
 def test_overwrite_replaces_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/config.json").write_text("old")
+    write(tmp_path / "out/config.json")
+    write(tmp_path / "out/model.safetensors")
+    old = content(tmp_path)
     with pytest.raises(CkptkitError, match="out exists already"), new_directory(tmp_path / "out", ASKED):
         pass
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED, overwrite=True):
         raise ZeroDivisionError
-    assert (tmp_path / "out/config.json").read_text() == "old"
+    assert content(tmp_path) == old
     with new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _):
         (partial / "new").write_text("new")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
@@ -97,8 +99,9 @@ def test_a_source_that_is_the_partial_of_the_destination(tmp_path: Path) -> None
 def test_overwrite_replaces_checkpoints_and_empty_directories_only(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     check_destination(tmp_path / "home", overwrite=True)
-    for name in ("latest_checkpointed_iteration.txt", "release/.metadata", "hf/config.json", "hf/README.md"):
+    for name in ("latest_checkpointed_iteration.txt", "release/.metadata", "release/__0_0.distcp", "hf/config.json"):
         write(tmp_path / "home" / name)
+    write(tmp_path / "home/hf/README.md")
     check_destination(tmp_path / "home", overwrite=True)
     write(tmp_path / "home/thesis.txt")
     with pytest.raises(CkptkitError, match=r"home holds what is not part of a checkpoint.*: thesis\.txt"):
@@ -107,17 +110,19 @@ def test_overwrite_replaces_checkpoints_and_empty_directories_only(tmp_path: Pat
 
 def test_a_neighbour_with_a_similar_name_is_left_alone(tmp_path: Path) -> None:
     for name in ("out", "out.old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(name)
+        write(tmp_path / name / "config.json")
+        write(tmp_path / name / "model.safetensors")
+    before = content(tmp_path / "out.old")
     with new_directory(tmp_path / "out", ASKED, overwrite=True):
         pass
-    assert (tmp_path / "out.old/config.json").read_text() == "out.old"
+    assert content(tmp_path / "out.old") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old"]
 
 
 def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/config.json").write_text("old")
+    write(tmp_path / "out/config.json")
+    write(tmp_path / "out/model.safetensors")
+    old = content(tmp_path / "out")
     rename = os.rename
 
     def fail(source: Path, target: Path) -> None:
@@ -131,7 +136,7 @@ def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, mon
         new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _),
     ):
         (partial / "config.json").write_text("new")
-    assert (tmp_path / "out/config.json").read_text() == "old"
+    assert content(tmp_path / "out") == old
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
     assert (tmp_path / "out.partial/config.json").read_text() == "new"
 
@@ -154,12 +159,43 @@ FOREIGN = {
     "checkpoints of a trainer": ("checkpoint-500/model.safetensors", "config.json", "model.safetensors"),
     "another program's manifest": ("thesis.tex", "ckptkit.json", "config.json"),
     "deltas": ("weight_v000001/model.safetensors",),
+    "embeddings beside a model": ("embeddings.safetensors", "config.json", "model.safetensors"),
+    "vectors alone": ("embeddings.safetensors",),
+    "files of a user where Megatron's are": ("release/notes.txt", "release/.metadata", "release/__0_0.distcp"),
+    "a model in Megatron's root": ("model.safetensors", "release/.metadata", "release/__0_0.distcp"),
+    "a second hf": ("hf/hf/README.md", "release/.metadata", "release/__0_0.distcp"),
+    "a folder in the templates": ("additional_chat_templates/mine/a.jinja", "config.json", "model.safetensors"),
+    "notes in the cache of a download": (".cache/huggingface/thesis.tex", "config.json", "model.safetensors"),
+    "pages in the cache of a download": (".cache/huggingface/download/a.tex", "config.json", "model.safetensors"),
+    "settings alone": ("config.json", "README.md", "LICENSE"),
+    "a tokenizer": ("tokenizer.json", "config.json"),
+    "Megatron without weights": ("release/.metadata", "latest_checkpointed_iteration.txt"),
+    "weights alone": ("model.safetensors",),
 }
-
-
-def write(file: Path, text: str = "x") -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+# Of these nothing is in the way by its name.
+BARE = (*("a page alone", "settings alone", "a tokenizer", "Megatron without weights", "weights alone"),)
+# What a file contains instead of what its name says, next to those of a checkpoint.
+JUNK: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
+    "config of another program": ("config.json", '{"compilerOptions": {}}', ("model.safetensors",)),
+    "config without a model": ("config.json", '{"model_type": ""}', ("model.safetensors",)),
+    "config with empty architectures": ("config.json", '{"architectures": []}', ("model.safetensors",)),
+    "config that is a list": ("config.json", "[1]", ("model.safetensors",)),
+    "config that is no JSON": ("config.json", "x", ("model.safetensors",)),
+    "adapter of no kind": ("adapter_config.json", "{}", ("adapter_model.safetensors",)),
+    "weights that are text": ("model.safetensors", "x" * 64, ("config.json",)),
+    "weights that are empty": ("model.safetensors", "", ("config.json",)),
+    "weights without a tensor": ("model.safetensors", b"\x02" + bytes(7) + b"{}", ("config.json",)),
+    "one shard of text": (
+        "model-00002-of-00002.safetensors",
+        "thesis",
+        ("config.json", "model-00001-of-00002.safetensors"),
+    ),
+    "pickles that are text": ("pytorch_model.bin", "x", ("config.json",)),
+    "GGUF that is text": ("a.gguf", "x", ("config.json",)),
+    "a table that is text": ("release/.metadata", "x", ("release/__0_0.distcp", "hf/config.json")),
+    "a table that is a list": ("release/.metadata", b"\x80\x02].", ("release/__0_0.distcp", "hf/config.json")),
+    "ranks that are text": ("release/mp_rank_00/model_optim_rng.pt", "x", ("latest_checkpointed_iteration.txt",)),
+}
 
 
 @pytest.mark.parametrize("place", ["out", "out.partial"])
@@ -171,15 +207,32 @@ def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: 
     for options in ({"overwrite": True}, {"resume": True}):
         with pytest.raises(CkptkitError) as refused, new_directory(tmp_path / "out", ASKED, **options):
             pass
-        named = FOREIGN[name][0].partition("/")[0] if name != "a page alone" else f"{place} is not a checkpoint"
+        named = FOREIGN[name][0].partition("/")[0] if name not in BARE else f"{place} is not a checkpoint"
         assert named in refused.value.message or "exists already" in refused.value.message
         assert content(tmp_path) == before
     assert named in refused.value.message or place == "out"
 
 
+@pytest.mark.parametrize("place", ["out", "out.partial"])
+@pytest.mark.parametrize("name", JUNK)
+def test_what_only_has_the_names_of_a_checkpoint_is_never_replaced(tmp_path: Path, name: str, place: str) -> None:
+    file, text, others = JUNK[name]
+    write(tmp_path / place / file, text)
+    for other in others:
+        write(tmp_path / place / other)
+    before = content(tmp_path)
+    with (
+        pytest.raises(CkptkitError, match=rf"{place} is not a checkpoint, so it is not replaced"),
+        new_directory(tmp_path / "out", ASKED, overwrite=True),
+    ):
+        pass
+    assert content(tmp_path) == before
+
+
 @pytest.mark.parametrize("folder", [".git", "code", "release/inside"])
 def test_an_empty_foreign_folder_is_in_the_way(tmp_path: Path, folder: str) -> None:
     write(tmp_path / "out/config.json")
+    write(tmp_path / "out/model.safetensors")
     (tmp_path / "out" / folder).mkdir(parents=True)
     with pytest.raises(CkptkitError, match=rf"not part of a checkpoint.*: {folder}/"):
         check_destination(tmp_path / "out", overwrite=True)
@@ -189,12 +242,27 @@ def test_an_empty_foreign_folder_is_in_the_way(tmp_path: Path, folder: str) -> N
     "files",
     [
         ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"),
-        ("config.json", "modeling_x.py", "chat_template.jinja", "additional_chat_templates/tool.jinja", "LICENSE"),
+        (
+            *(
+                "config.json",
+                "model.safetensors",
+                "modeling_x.py",
+                "chat_template.jinja",
+                "LICENSE",
+                "config.json.orig",
+            ),
+            "additional_chat_templates/tool.jinja",
+        ),
         ("config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", ".gitattributes"),
         ("config.json", "model.safetensors", ".cache/huggingface/download/config.json.metadata"),
         (".metadata", "common.pt", "metadata.json", "__0_0.distcp"),
         ("latest_checkpointed_iteration.txt", "release/mp_rank_00/model_optim_rng.pt"),
-        ("latest_checkpointed_iteration.txt", "release/.metadata", "hf/tokenizer.json", "carried/model.safetensors"),
+        (
+            *("latest_checkpointed_iteration.txt", "release/.metadata", "release/__0_0.distcp", "hf/tokenizer.json"),
+            *("carried/model.safetensors", "carried/config.json", "hf/additional_chat_templates/a.jinja"),
+        ),
+        ("config.json", "a.gguf"),
+        ("config.json", "consolidated.00.pth", "params.json", "tekken.json"),
         ("adapter_config.json", "adapter_model.safetensors"),
     ],
     ids=str,
@@ -207,14 +275,70 @@ def test_a_checkpoint_alone_is_replaced(tmp_path: Path, files: tuple[str, ...]) 
     assert content(tmp_path) == {"out/new": b"x"}
 
 
+def test_weights_that_an_index_or_a_manifest_names_may_be_called_anything(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in ("config.json", "mtp.safetensors"):
+        write(out / name)
+    with pytest.raises(CkptkitError, match="not part of a checkpoint"):
+        check_destination(out, overwrite=True)
+    write(out / "model.safetensors.index.json", json.dumps({"weight_map": {"a": "mtp.safetensors"}}))
+    check_destination(out, overwrite=True)
+    (out / "model.safetensors.index.json").unlink()
+    write_manifest(out, "config.json", hf_layout={"mtp.safetensors": ["a"]})
+    check_destination(out, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "vocab.json"])
+@pytest.mark.parametrize("change", ["cut", "gone"])
+def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, name: str, change: str) -> None:
+    out = tmp_path / "out"
+    for file in ("model.safetensors", "config.json", "tokenizer.json", "vocab.json"):
+        write(out / file)
+    write_manifest(out, "config.json", "tokenizer.json", "vocab.json", hf_layout={"model.safetensors": ["a"]})
+    (out / name).unlink() if change == "gone" else os.truncate(out / name, 0)
+    check_destination(out, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["release/.metadata", "release/__0_0.distcp", "hf/config.json"])
+@pytest.mark.parametrize("change", ["cut", "gone"])
+def test_an_output_in_megatrons_format_that_was_damaged_is_replaced(tmp_path: Path, name: str, change: str) -> None:
+    out, files = tmp_path / "out", ("release/.metadata", "release/__0_0.distcp", "hf/config.json", "hf/x.png")
+    for file in files:
+        write(out / file)
+    layout = {"model.safetensors": ["a"]}
+    write_manifest(out, "release/.metadata", "hf/config.json", "hf/x.png", hf_layout=layout)
+    (out / name).unlink() if change == "gone" else os.truncate(out / name, 0)
+    check_destination(out, overwrite=True)
+    write(out / "model.safetensors")
+    with pytest.raises(CkptkitError, match="not part of a checkpoint"):
+        check_destination(out, overwrite=True)
+
+
 def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) -> None:
-    manifest = {"schema": "ckptkit-manifest/2", "files": {"figures/a.png": "0" * 64, "x.txt": "0" * 64}}
-    for file in ("config.json", "figures/a.png", "x.txt"):
-        write(tmp_path / "out" / file)
-    write(tmp_path / "out/ckptkit.json", json.dumps(manifest))
-    check_destination(tmp_path / "out", overwrite=True)
-    write(tmp_path / "out/figures/b.png")
-    with pytest.raises(CkptkitError, match=r": figures/b\.png"):
+    out = tmp_path / "out"
+    for file in ("config.json", "model.safetensors", "figures/a.png", "x.txt", "README.md", "modeling_x.py"):
+        write(out / file)
+    write_manifest(out, "config.json", "figures/a.png", "x.txt", "README.md", "modeling_x.py")
+    check_destination(out, overwrite=True)
+    for file in ("figures/b.png", "LICENSE", "modeling_y.py"):
+        write(out / file)
+        with pytest.raises(CkptkitError, match=rf"not part of a checkpoint.*: {file}"):
+            check_destination(out, overwrite=True)
+        (out / file).unlink()
+    for file in ("figures/a.png", "x.txt", "README.md", "modeling_x.py"):
+        write(out / file, "my own work")
+        with pytest.raises(CkptkitError, match=rf"changed since ckptkit\.json was written, .*: {file}"):
+            check_destination(out, overwrite=True)
+        write(out / file)
+    write(out / "config.json", '{"model_type": "mine"}')  # as `lint --fix` does
+    check_destination(out, overwrite=True)
+
+
+def test_a_manifest_makes_no_checkpoint_of_a_project(tmp_path: Path) -> None:
+    for file in ("config.json", "thesis.tex"):
+        write(tmp_path / "out" / file, "{}")
+    write_manifest(tmp_path / "out", "config.json", "thesis.tex")
+    with pytest.raises(CkptkitError, match="is not a checkpoint.*: it has no config.json"):
         check_destination(tmp_path / "out", overwrite=True)
 
 
@@ -247,9 +371,19 @@ def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_
             pass
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("config.json", "model.safetensors", ".ckptkit/model.safetensors.json"),
+        (".ckptkit/model.safetensors.json",),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
-def test_a_partial_whose_journal_is_half_removed_is_replaced(tmp_path: Path, options: dict[str, bool]) -> None:
-    for name in ("config.json", "model.safetensors", ".ckptkit/model.safetensors.json"):
+def test_a_partial_whose_journal_is_half_removed_is_replaced(
+    tmp_path: Path, options: dict[str, bool], files: tuple[str, ...]
+) -> None:
+    for name in files:
         write(tmp_path / "out.partial" / name)
     with new_directory(tmp_path / "out", ASKED, **options):
         pass
@@ -267,22 +401,23 @@ class KilledError(BaseException):
 def test_a_run_that_dies_while_it_replaces_leaves_both_whole_and_the_next_one_cleans_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    out = tmp_path / "out"
-    write(out / "config.json", "old")
-    write(out / "model.safetensors", "old")
+    out, old, newer = tmp_path / "out", whole("config.json"), b'{"model_type": "newer"}'
+    write(out / "config.json")
+    write(out / "model.safetensors")
     with monkeypatch.context() as patched:
         die_at(at, patched)
         with pytest.raises(KilledError), new_directory(out, ASKED, overwrite=True) as (partial, _):
-            write(partial / "config.json", "new")
+            write(partial / "config.json", newer)
+            write(partial / "model.safetensors")
     new = at in ("after the new is there", "while it is removed")
-    whole = out if new or at == "before the old is moved" else tmp_path / ASIDE / "replaced"
-    assert (whole / "config.json").read_text() == ("new" if new else "old")
+    place = out if new or at == "before the old is moved" else tmp_path / ASIDE / "replaced"
+    assert (place / "config.json").read_bytes() == (newer if new else old)
     with pytest.raises(CkptkitError), new_directory(out, ASKED):
         pass
     with new_directory(out, ASKED, overwrite=True) as (partial, _):
-        assert (out / "config.json").read_text() == ("new" if new else "old")
-        write(partial / "config.json", "newer")
-    assert content(tmp_path) == {"out/config.json": b"newer"}
+        assert (out / "config.json").read_bytes() == (newer if new else old)
+        write(partial / "config.json", "newest")
+    assert content(tmp_path) == {"out/config.json": b"newest"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -314,6 +449,7 @@ def die_at(at: str, patched: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("made", ["file", "link", "more"])
 def test_what_is_not_ours_is_left_where_the_old_output_would_go(tmp_path: Path, made: str) -> None:
     write(tmp_path / "out/config.json")
+    write(tmp_path / "out/model.safetensors")
     aside = tmp_path / ASIDE
     make = {
         "file": lambda: write(aside),

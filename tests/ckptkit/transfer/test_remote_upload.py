@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote
@@ -9,16 +10,17 @@ from urllib.parse import unquote
 import fsspec
 import pytest
 from support.remote_servers import Bucket, Request, breaking, refusing, serving, use_s3
+from support.whole_files import whole
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage import url as store
 from ckptkit.transfer.upload import Upload, check_upload
 
 FILES = {
-    "model.safetensors.index.json": b"index",
-    "config.json": b"config",
-    "1.safetensors": b"one",
-    "2.safetensors": b"two",
+    "model.safetensors.index.json": json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}).encode(),
+    "config.json": whole("config.json"),
+    "1.safetensors": whole("1.safetensors"),
+    "2.safetensors": whole("2.safetensors"),
     "additional_chat_templates/chat.jinja": b"{{ x }}",
 }
 PARTIAL = "out/.ckptkit-partial"
@@ -120,11 +122,32 @@ def test_what_is_there_is_kept_unless_it_is_to_be_replaced(local: Path, bucket: 
     assert bucket.get("out/config.json") == b"old"
 
 
-def test_what_is_no_checkpoint_is_never_replaced(bucket: Bucket) -> None:
-    bucket.put("out/thesis.tex", b"x")
-    with pytest.raises(CkptkitError, match="is not a checkpoint, so it is not replaced"):
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        (("thesis.tex",), "what is not part of a checkpoint.*: thesis.tex"),
+        (("thesis.tex", "config.json", "model.safetensors"), "what is not part of a checkpoint.*: thesis.tex"),
+        (("config.json", "README.md"), "not a checkpoint.*: it has no weights"),
+        (("model.safetensors",), "not a checkpoint.*model_type"),
+        (("config.json", "model.safetensors", "model-00002-of-00002.safetensors/junk"), "model-00002-of.*/junk"),
+        (("release/.metadata", "release/__0_0.distcp"), "not a checkpoint.*: release/.metadata is not safetensors"),
+    ],
+)
+def test_what_is_no_checkpoint_is_never_replaced(bucket: Bucket, files: tuple[str, ...], why: str) -> None:
+    for name in files:
+        bucket.put(f"out/{name}", whole(name.rpartition("/")[2]))
+    with pytest.raises(CkptkitError, match=why):
         Upload(bucket.url("out"), overwrite=True)
-    assert bucket.listed() == ["out/thesis.tex"]
+    assert bucket.listed() == sorted(f"out/{name}" for name in files)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"x" * 64, (2).to_bytes(8, "little") + b"{}", b"\xff" * 8])
+def test_weights_without_a_header_are_never_replaced(bucket: Bucket, content: bytes) -> None:
+    bucket.put("out/config.json", whole("config.json"))
+    bucket.put("out/model.safetensors", content)
+    with pytest.raises(CkptkitError, match="not a checkpoint.*: model.safetensors has no header of safetensors"):
+        Upload(bucket.url("out"), overwrite=True)
+    assert bucket.get("out/model.safetensors") == content
 
 
 def test_an_upload_that_died_says_so_and_can_be_replaced(local: Path, bucket: Bucket) -> None:
@@ -142,10 +165,11 @@ def test_an_upload_that_died_says_so_and_can_be_replaced(local: Path, bucket: Bu
 def test_replacing_begins_with_the_index_and_leaves_nothing_old(
     local: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    index = json.dumps({"weight_map": {"a": "1.safetensors", "b": "9.safetensors"}}).encode()
     for name in ("config.json", "model.safetensors.index.json", "9.safetensors", "1.safetensors", "ckptkit.json"):
-        bucket.put(f"out/{name}", b"old")
+        bucket.put(f"out/{name}", index if "index" in name else whole(name))
     upload = Upload(bucket.url("out"), overwrite=True)
-    assert bucket.get("out/model.safetensors.index.json") == b"old"
+    assert bucket.get("out/model.safetensors.index.json") == index
     removed: list[list[str]] = []
     original = store.Store.remove
     monkeypatch.setattr(
@@ -160,15 +184,16 @@ def test_replacing_begins_with_the_index_and_leaves_nothing_old(
     upload.put(local / "config.json", "config.json")
     upload.finish()
     assert {key: bucket.get(key) for key in bucket.listed()} == {
-        "out/1.safetensors": b"one",
-        "out/config.json": b"config",
+        "out/1.safetensors": FILES["1.safetensors"],
+        "out/config.json": FILES["config.json"],
     }
 
 
 def test_before_the_first_file_the_old_checkpoint_is_left(bucket: Bucket) -> None:
-    bucket.put("out/config.json", b"old")
+    for name in ("config.json", "model.safetensors"):
+        bucket.put(f"out/{name}", whole(name))
     Upload(bucket.url("out"), overwrite=True).discard()
-    assert {key: bucket.get(key) for key in bucket.listed()} == {"out/config.json": b"old"}
+    assert bucket.listed() == keys("config.json", "model.safetensors")
 
 
 @pytest.mark.parametrize("source", ["out", "out/", "out/inside", ""])
@@ -226,5 +251,6 @@ def test_an_object_of_another_size_is_noticed(local: Path, bucket: Bucket, monke
     upload = Upload(bucket.url("out"))
     filesystem, _ = store.Store(bucket.url("out"))._opened
     monkeypatch.setattr(filesystem, "put_file", lambda file, path, **options: filesystem.pipe_file(path, b"t"))
-    with pytest.raises(CkptkitError, match=r"out/1\.safetensors has 1 bytes after the upload of 3"):
+    size = len(FILES["1.safetensors"])
+    with pytest.raises(CkptkitError, match=rf"out/1\.safetensors has 1 bytes after the upload of {size}"):
         upload.put(local / "1.safetensors", "1.safetensors")

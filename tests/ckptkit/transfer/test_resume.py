@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -262,6 +264,63 @@ def test_anything_else_is_refused_as_ever(
     with pytest.raises(CkptkitError, match="out exists already"):
         convert(source, out, resume=True)
     assert content(out) == before
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("change", ["flip", "cut", "gone"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "vocab.json", "figures/a.txt"])
+@pytest.mark.parametrize("way", ["convert", "quantize"])
+def test_a_side_file_that_is_not_as_it_was_written_is_named_and_overwritten(
+    releases: Callable[[str], Path], copy_of: Callable[[Path], Path], tmp_path: Path, way: str, name: str, change: str
+) -> None:
+    source, out = copy_of(releases("qwen2-tied")), tmp_path / "out"
+    (source / "figures").mkdir()
+    (source / "figures/a.txt").write_text("a figure")
+    (source / "vocab.json").write_text('{"a": 1, "b": 2}')
+
+    def write(**options: bool) -> bool:
+        if way == "convert":
+            return convert(source, out, **options).was_whole  # type: ignore[arg-type]
+        return quantize(source, out, int4_scheme(group_size=32), **options).was_whole  # type: ignore[arg-type]
+
+    write()
+    whole, file = content(out), out / ("hf" if way == "convert" else "") / name
+    assert write(resume=True)
+    {"flip": _flip, "cut": lambda file: os.truncate(file, 3), "gone": Path.unlink}[change](file)
+    before = content(out)
+    with pytest.raises(CkptkitError, match=rf"out exists already, .* but \S*{name} (is missing|has other)") as refused:
+        write(resume=True)
+    assert "--overwrite" in str(refused.value.hint)
+    assert content(out) == before
+    if name != "figures/a.txt" or change == "gone":
+        assert not write(overwrite=True)
+        assert content(out) == whole
+
+
+@pytest.mark.parametrize("name", ["hf/evil.py", "hf/pkg/evil.py", "hf/chat_template.jinja"])
+def test_a_file_that_was_added_is_named(releases: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    convert(releases("qwen2-tied"), tmp_path / "out")
+    (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "out" / name).write_text("x")
+    with pytest.raises(CkptkitError, match=rf"out exists already, .* but {name} was added"):
+        convert(releases("qwen2-tied"), tmp_path / "out", resume=True)
+
+
+def test_what_was_not_read_is_said(releases: Callable[[str], Path], tmp_path: Path) -> None:
+    """A bit of the weights is not seen here: that is for `verify`, which the closing line names."""
+    source, out = releases("qwen2-tied"), tmp_path / "out"
+    convert(source, out)
+    _flip(next((out / "release").glob("*.distcp")))
+    words = [sys.executable, "-m", "ckptkit", "convert", str(source), str(out), "--resume"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "no weight was read" in ran.stdout
+    assert f"next: ckptkit verify {out} --source {source}" in ran.stderr
 
 
 def edit_manifest(out: Path, **changes: object) -> None:

@@ -171,6 +171,8 @@ ADDED = [
     "tokenizer.tiktoken",
     "preprocessor_config.json",
     "modeling_x.py",
+    "pkg/evil.py",
+    "custom_generate/a/b.py",
     "custom_generate/generate.py",
     "adapter_config.json",
 ]
@@ -181,7 +183,7 @@ def test_file_that_loaders_read_and_the_manifest_does_not_name_is_found(
     name: str, releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     path = copy_of(releases("qwen2-tied"))
-    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
     (path / name).write_text("{}")
     _, (finding,) = alone("CK120", path, manifest=manifests("qwen2-tied"))
     assert (finding.severity, finding.file) == ("error", str(path / name))
@@ -192,7 +194,7 @@ def test_files_that_no_loader_reads_may_be_added(
     releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     path = copy_of(releases("qwen2-tied"))
-    for name in ("README.md", "LICENSE", "trainer_state.json", "ckptkit.json", ".cache/x.py", "figures/plot.py"):
+    for name in ("README.md", "LICENSE", "trainer_state.json", "ckptkit.json", ".cache/x.py", "figures/plot.txt"):
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text("x")
     assert alone("CK120", path, manifest=manifests("qwen2-tied"))[1] == []

@@ -21,16 +21,15 @@ def side_of(subject: Subject) -> SideFiles:
     if subject.is_hf:
         return SideFiles(subject.path)
     with suppress(CkptkitError):
-        return SideFiles(subject.hf_path or subject.megatron_files.weights.parent / "hf")
-    return SideFiles(subject.path / "hf")
+        return SideFiles(subject.hf_path) if subject.hf_path else SideFiles.of(subject.location)
+    return SideFiles(subject.path / "hf", subject.path)
 
 
 def source_side(subject: Subject) -> SideFiles:
     """The files beside the source's weights. Raises Skip where no source was given, CkptkitError where it is none."""
     if subject.source_path is None:
         raise Skip("no --source was given")
-    place = locate(subject.source_path)
-    return SideFiles(place.path if place.is_hf else place.root / "hf")
+    return SideFiles.of(locate(subject.source_path))
 
 
 def unreadable(subject: Subject, side: SideFiles, expected: str, error: CkptkitError) -> Issue:

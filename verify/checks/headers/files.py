@@ -10,10 +10,9 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.detect import is_loaded
 from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.shard import Fault, Shard
-from ckptkit.formats.hf.side_files import is_hidden, is_weight
+from ckptkit.formats.hf.side_files import is_read
 from ckptkit.formats.other_weights import other_weights, refuse_other_format
 from ckptkit.storage.links import fetch_again, in_words
 from converters.config.values import class_of
@@ -152,9 +151,8 @@ def _entries(shard: Shard) -> Iterator[Issue]:
 
 def _links(files: HfFiles) -> Iterator[Issue]:
     """The links of the directory that lead nowhere; a warning where loaders read none of them."""
-    links = {name: target for name, target in files.dangling.items() if not is_hidden(name)}
-    if links:
-        read = any(is_weight(name) or is_loaded(Path(name)) for name in links)
+    if links := files.dangling:
+        read = any(is_read(Path(name)) for name in links)
         where = files.root / next(iter(links)) if len(links) == 1 else files.root
         severity: Severity = "error" if read else "warning"
         actual, hint = in_words(links), fetch_again(files.root)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
-from ckptkit.formats.detect import is_loaded
-from ckptkit.formats.hf.side_files import is_weight
 from verify.evidence.side.difference import Difference, show
 from verify.evidence.side.processor_classes import PREPROCESSOR, VIDEO
 from verify.evidence.side.processors import processor_differences
@@ -135,18 +132,21 @@ def _generates(side: SideFiles, key: str) -> Any:
 
 
 def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
-    """Python files, and the entries of `auto_map` that name the code which `trust_remote_code` runs.
+    """Python files at any depth, and the entries of `auto_map` that name the code which `trust_remote_code` runs.
 
     Code that `here` lacks is a difference only where its own `auto_map` names code.
     """
-    mapped = False
+    mapped, others = False, {one for file in _WITH_CODE for one in _named_code(there.json(file))}
     for file in _WITH_CODE:
-        entries, others = here.json(file).get(_CODE), _code_entries(there)
+        entries = _named_code(here.json(file))
         mapped = mapped or bool(entries)
-        if odd := [one for one in _leaves(entries) if one not in others]:
+        if odd := [one for one in entries if one not in others]:
             words = f"{_CODE} names the code {shortened(odd[0])}, which is not named {place}"
             yield Difference(file, f"no {_CODE} of {shortened(odd[0])}", words, count=len(odd))
-    mine, its = ({name for name in loaded_names(side.root) if name.endswith(".py")} for side in (here, there))
+        elif away := [one for one in entries if one.startswith("/")]:  # transformers reads it, wherever it is
+            words = f"{_CODE} names the code {shortened(away[0])}, which is outside the checkpoint and not compared"
+            yield Difference(file, f"no {_CODE} of {shortened(away[0])}", words, count=len(away))
+    mine, its = ({name for name in side.loaded if name.endswith(".py")} for side in (here, there))
     for name in sorted(mine | its):
         if name not in its:
             words = f"there is no such file {place}, and trust_remote_code runs it"
@@ -158,12 +158,16 @@ def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
             yield Difference(name, "Python file", f"its content is not that of the file {place}")
 
 
-def _code_entries(side: SideFiles) -> set[str]:
-    return {one for file in _WITH_CODE for one in _leaves(side.json(file).get(_CODE))}
+def _named_code(content: Any) -> list[str]:
+    """Every text in an `auto_map` of a JSON file, which a part of it, as an image processor, may have too."""
+    if isinstance(content, list):
+        return [text for one in content for text in _named_code(one)]
+    items = content.items() if isinstance(content, Mapping) else ()
+    return [text for key, value in items for text in (_leaves(value) if key == _CODE else _named_code(value))]
 
 
 def _leaves(value: Any) -> list[str]:
-    """Every text in the values of an `auto_map`, or another part of JSON."""
+    """Every text in a part of JSON."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return [value] if isinstance(value, str) else [text for one in inner for text in _leaves(one)]
 
@@ -172,9 +176,7 @@ def _others(here: SideFiles, there: SideFiles, place: str) -> Iterator[Differenc
     """Other files that loaders read, by their content. One that is lost is a warning."""
     done = {*here.tokenizer_files, *there.tokenizer_files, GENERATION, PREPROCESSOR, VIDEO, PROCESSOR_CONFIG}
     done |= {file for side in (here, there) for file, _, _ in side.template_places} | _COMPARED_ELSEWHERE
-    mine, its = (
-        {name for name in loaded_names(side.root) if not name.endswith(".py")} - done for side in (here, there)
-    )
+    mine, its = ({name for name in side.loaded if not name.endswith(".py")} - done for side in (here, there))
     for name in sorted(mine | its):
         if name not in its:
             yield Difference(name, f"no {name}", f"there is no such file {place}, and loaders read it")
@@ -191,9 +193,3 @@ def _is_equal(content: bytes | None, other: bytes | None) -> bool:
         return bool(parse(content or b"") == parse(other or b""))
     except ValueError:  # it is not JSON
         return False
-
-
-def loaded_names(root: Path) -> set[str]:
-    """The files below a directory that loaders read, besides weights and their index; links to nothing too."""
-    paths = [path.relative_to(root) for pattern in ("*", "*/*") for path in root.glob(pattern)]
-    return {str(path) for path in paths if is_loaded(path) and not is_weight(path.name)}

@@ -1,0 +1,131 @@
+"""URLs with credentials: refused by every verb before a library sees them, and shown without what is secret."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ckptkit.app.api import convert, quantize
+from ckptkit.app.cli import cli
+from ckptkit.app.inspection import inspect
+from ckptkit.core.errors import UsageError
+from ckptkit.formats.hf.remote import config_at
+from ckptkit.storage.url import Store, place
+from quant.schemes.w4a16 import int4_scheme
+
+URLS = {
+    "s3://KEY:TOP@host/c": "s3://***@host/c",
+    "s3://KEY:T/O P'@host/c": "s3://***@host/c",
+    "S3A://KEY:TOP@host/c": "S3A://***@host/c",
+    "s3://b/c?X-Amz-Signature=TOP": "s3://b/c?***",
+    "hf://user:TOP@org/name": "hf://***@org/name",
+    "hf://hf_TOPTOPTOPTOPTOPTOP@org/name": "hf://***@org/name",
+    "gs://TOP@bucket/c": "gs://***@bucket/c",
+    "az://account:TOP@container/c": "az://***@container/c",
+    "abfs://c:TOP@account.dfs.core.windows.net/c": "abfs://***@account.dfs.core.windows.net/c",
+    "https://a.blob.core.windows.net/c?sv=1&sig=TOP": "https://a.blob.core.windows.net/c?***",
+    "http://user:TOP@h/c": "http://***@h/c",
+    "file://user:TOP@h/c": "file://***@h/c",
+    "filecache::s3://KEY:TOP@host/c": "filecache::s3://***@host/c",
+    "s3:/KEY:TOP@host/c": "s3:/***@host/c",
+}
+VERBS = (
+    "inspect U",
+    "inspect in --hf U",
+    "convert U out",
+    "convert in U --merge ad",
+    "convert in out --merge U",
+    "convert in out --hf=U",
+    "convert in out --ray U",
+    "quantize U out",
+    "quantize in U",
+    "quantize in out --like U",
+    "verify U",
+    "verify in --source U",
+    "verify in --adapter U --source s",
+    "verify in --hf U",
+    "verify in --manifest U",
+    "verify in --rollout-data U",
+    "verify in --report U/x.json",
+    "verify in --sglang-python U",
+    "diff U in",
+    "diff in U",
+    "lint U",
+    "manifest U",
+    "manifest in --output U",
+    "triage U",
+    "preflight U",
+    "preflight --hf-checkpoint U",
+    "preflight --load U -- --lr 1",
+    "explain U",
+    "U",
+)
+
+
+@pytest.mark.parametrize("number", range(len(VERBS)))
+def test_every_verb_refuses_a_url_with_credentials(number: int) -> None:
+    url, shown = list(URLS.items())[number % len(URLS)]
+    words = [word.replace("U", url) for word in VERBS[number].split(" ")]
+    ran = CliRunner().invoke(cli, words)
+    assert isinstance(ran.exception, UsageError), ran.output
+    assert shown in str(ran.exception)
+    assert "TOP" not in f"{ran.exception}{ran.output}"
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_no_library_is_given_credentials(url: str) -> None:
+    for use in (place, Store):
+        with pytest.raises(UsageError) as error:
+            use(url)
+        assert str(error.value).startswith(URLS[url])
+        assert "TOP" not in str(error.value)
+
+
+def test_functions_of_python_refuse_them_too(tmp_path: Path) -> None:
+    url = "s3://KEY:TOP@host/c"
+    for call in (
+        lambda: convert(url, tmp_path / "out"),
+        lambda: convert(tmp_path, url),
+        lambda: quantize(tmp_path, tmp_path / "out", int4_scheme(), like=url),
+        lambda: inspect(url),
+        lambda: config_at(url),
+    ):
+        with pytest.raises(UsageError, match="s3://\\*\\*\\*@host/c contains credentials"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/a@b",
+        "s3://bucket/a?versionId=1",
+        "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/a/b@c",
+        "hf://Qwen/Qwen3@main",
+        "hf://datasets/a/b@refs/pr/1",
+        "abfs://container@account.dfs.core.windows.net/c",
+        "memory://a/b",
+    ],
+)
+def test_an_at_that_hides_nothing_is_read(url: str) -> None:
+    assert place(url) == url
+    assert Store(url).at("x") == f"{url}/x"
+
+
+def test_words_of_a_launch_may_have_credentials(tmp_path: Path) -> None:
+    """They are for other programs; what a report quotes of them has none."""
+    for url in ("https://user:TOP@tracker/x", "s3://KEY:TOP@host", "az://c/x?sig=TOP"):
+        words = ["--json", "--", "--hf-checkpoint", url, "--load", url, "--wandb-host", url]
+        ran = CliRunner().invoke(cli, ["preflight", *words])
+        assert json.loads(ran.output)["findings"], ran.output
+        assert "TOP" not in ran.output
+
+
+def test_a_traceback_has_none() -> None:
+    words = ["-m", "ckptkit", "--debug", "inspect", "s3://KEY:TOP@host/c"]
+    ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert (ran.returncode, "Traceback" in ran.stderr, "TOP" in ran.stderr + ran.stdout) == (2, True, False)

@@ -1,0 +1,42 @@
+"""The smallest files that are what their names say: a config, weights without a model around them, a manifest."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from safetensors.torch import save
+from torch.distributed.checkpoint.metadata import Metadata
+
+
+def whole(name: str) -> bytes:
+    """The content of a file of this name: of weights a sound one, of others a letter."""
+    if name in ("config.json", "adapter_config.json"):
+        return json.dumps({"model_type": "llama"} if name == "config.json" else {"peft_type": "LORA"}).encode()
+    if name.endswith(".safetensors"):
+        return save({"a": torch.zeros(2)})
+    if name.endswith((".bin", ".pth", ".pt")):
+        stream = io.BytesIO()
+        torch.save({"a": torch.zeros(2)}, stream)
+        return stream.getvalue()
+    if name == ".metadata":
+        return pickle.dumps(Metadata(state_dict_metadata={}, storage_data={}))
+    return b"GGUF" if name.endswith(".gguf") else b"x"
+
+
+def write(file: Path, content: str | bytes | None = None) -> None:
+    """Writes a file, by default a whole one, and the folders around it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = content.encode() if isinstance(content, str) else content
+    file.write_bytes(whole(file.name) if text is None else text)
+
+
+def write_manifest(root: Path, *names: str, **more: Any) -> None:
+    """Writes a ckptkit.json that lists these files of a directory as they are."""
+    files = {name: blake3((root / name).read_bytes()).hexdigest() for name in names}
+    write(root / "ckptkit.json", json.dumps({"schema": "ckptkit-manifest/2", "files": files, "tensors": {}, **more}))
