@@ -105,7 +105,8 @@ def _lora(values: Values) -> Iterator[Issue]:
     weights, as of 2026-01.
     """
     rank = next((key for key in _RANKS if (values.number(key, 0) or 0) > 0), None)
-    name, switch = values.text(f"{_ROLLOUT}.name"), f"{_ROLLOUT}.engine_kwargs.vllm.enable_lora"
+    name = values.text(f"{_ROLLOUT}.name")
+    switch = f"{_ROLLOUT}.engine_kwargs.{name or 'vllm'}.enable_lora"
     if rank and name in ("sglang", "trtllm") and values.on(f"{_AR}.model.lora.merge") is False:
         expected = f"{_ROLLOUT}.name = vllm, or {_AR}.model.lora.merge = True, with {rank}"
         hint = f"verl gives no adapter to {name}, which generates with the base model"

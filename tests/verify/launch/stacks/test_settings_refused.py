@@ -167,6 +167,11 @@ BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
         f"{AR}.model.lora_rank with {ROLLOUT}.engine_kwargs.vllm.enable_lora",
     ),
     (
+        *("verl", DENSE, [f"{ROLLOUT}.name=sglang", f"{AR}.model.lora_rank=0"]),
+        *([f"+{ROLLOUT}.engine_kwargs.sglang.enable_lora=True"], "CK746"),
+        f"{AR}.model.lora_rank with {ROLLOUT}.engine_kwargs.sglang.enable_lora",
+    ),
+    (
         *("verl", DENSE, ["trainer.nnodes=3", "data.train_batch_size=96"]),
         *([f"{ROLLOUT}.tensor_model_parallel_size=12"], "CK722", "engines that fit on nodes of 8 GPUs"),
     ),
@@ -544,6 +549,7 @@ def test_names_of_engines_and_of_the_user_are_no_misspelling(releases: PathOf, c
         ("verl", [f"{AR}.model.lora_rank=8"]),
         ("verl", [f"{AR}.model.lora.rank=8", f"{AR}.model.lora.merge=True", f"{ROLLOUT}.name=sglang"]),
         ("verl", [f"{AR}.model.lora_rank=8", f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=True"]),
+        ("verl", [f"{ROLLOUT}.name=sglang", f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=True"]),
         ("verl", ["trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=16"]),
         ("verl", ["trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=8"]),
     ],
