@@ -32,6 +32,11 @@ from converters.registry import family_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+# For factors with an axis of experts.
+FLAT = (
+    "export one pair a layer where it was trained (`experts.base_layer` and `experts`, [rank x experts, inputs] and "
+    "[outputs, rank x experts]), which PEFT and vLLM read too"
+)
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _PROJECTION = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
@@ -138,6 +143,7 @@ class Adapter:
             if name not in factors and name != self.repeated:
                 self._add_saved(spec)
         self._require_saved()
+        self._require_parameters()
 
     def _parted(self, base: Checkpoint) -> Checkpoint:
         """The base; with an output layer of its own where it ties that to the embedding, and the adapter changes it."""
@@ -208,6 +214,17 @@ class Adapter:
             lost = [name for name in self.base.specs if module.fullmatch(name) and name not in known]
             if lost:
                 self._fault(lost[0], f"a tensor, since modules_to_save has {one} ({ADAPTER_CONFIG})", "missing")
+
+    def _require_parameters(self) -> None:
+        """PEFT loads no adapter whose `target_parameters` names what it does not wrap, with or without a pair."""
+        changed = {spec.name for pair in self.pairs for spec in pair.targets.specs}
+        for name, spec in self.base.specs.items():
+            if (
+                name not in changed
+                and ".experts." not in name
+                and (fault := self.settings.refused(name, len(spec.shape)))
+            ):
+                self._fault(name, fault.expected, fault.actual)
 
     def _add_pair(self, name: PairName, parts: Mapping[str, TensorSpec]) -> None:
         module, embedding = name.module, name.is_embedding
@@ -305,8 +322,12 @@ class Adapter:
     def merged(self) -> View:
         """The base with the adapter merged into it, lazily. Reads factors until a weight changes.
 
-        Raises CkptkitError where anything does not fit, PEFT would not load it, or it changes nothing.
+        Raises CkptkitError where anything does not fit, PEFT would not load it, or it changes nothing, and
+        UnsupportedError for factors with an axis of experts, which PEFT drops.
         """
+        if stacked := next((pair.a.name for pair in self.pairs if len(pair.a.shape) == 3), None):
+            message = f"{self.where}: {stacked} has an axis of experts: PEFT 0.21 drops it, and merges to the base"
+            raise UnsupportedError(message, FLAT)
         hint = f"ckptkit verify {self.where} --source BASE says what does not fit"
         if self.faults:
             more = f", and {len(self.faults) - 1} more faults" if self.faults[1:] else ""

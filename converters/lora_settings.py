@@ -76,6 +76,7 @@ _LEAVES = {
     "gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3"),
     "down_proj": ("down_proj", "w2"),
 }
+_ROUTERS = (".gate", ".router")  # of which PEFT makes parameters, whichever of the two fields names them
 _EMBEDDINGS = ("embed_tokens", "embeddings", "word_embeddings", "tok_embeddings")
 _FIRST_NUMBER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 _RESTORE = "restore it from the run"
@@ -219,6 +220,8 @@ class LoraSettings:
         """
         if (why := self.left_out(pair.module, leaf)) is not None:
             yield Fault("factors of a module that PEFT adapts", f"{why} ({ADAPTER_CONFIG}): PEFT drops its factors")
+        parameters = (f"{pair.module}.weight", *_names_of(pair.module, leaf))
+        yield from list(filter(None, map(self.refused, parameters)))[:1]
         if self.is_dora and "magnitude_vector" not in parts:
             yield Fault(
                 f"lora_magnitude_vector, since use_dora is true ({ADAPTER_CONFIG})",
@@ -235,6 +238,33 @@ class LoraSettings:
         is_parameter = _is_named(f"{pair.module}.weight", self._parameters)
         if not pair.is_embedding and own in _EMBEDDINGS and not is_parameter:
             yield Fault("lora_embedding_A and lora_embedding_B, as PEFT has them for it", "lora_A, which PEFT drops")
+
+    def refused(self, parameter: str, axes: int = 2) -> Fault | None:
+        """Why PEFT stops at a parameter of the base that `target_parameters` names, or None where it does not.
+
+        Source: `BaseTuner._inject_parameters` and `ParamWrapper`, which raise a ValueError.
+        """
+        if not _is_named(parameter, self._parameters):
+            return None
+        module, _, leaf = parameter.rpartition(".")
+        if axes not in (2, 3):
+            why = "PEFT takes parameters of 2 or 3 axes only"
+        elif self._config.get("lora_dropout"):
+            why = f"lora_dropout is {shortened(self._config['lora_dropout'])}, and PEFT does not do both"
+        elif self.is_dora:
+            why = "use_dora is true, and PEFT does not do both"
+        elif any(match(module) for match in self._is_whole):
+            why = f"{self._shown('modules_to_save')} replaces the whole module, and PEFT does not do both"
+        elif leaf != "weight" or module.endswith(_ROUTERS):
+            return None
+        elif self._config.get("target_modules") is None:
+            why = "target_modules is null, for which PEFT has names of its own, and it does not wrap a layer twice"
+        elif self._leaves_out(module) is None:
+            why = f"{self._shown('target_modules')} names the same layer, and PEFT does not wrap it twice"
+        else:
+            return None
+        named = self._shown("target_parameters")
+        return Fault("a parameter that PEFT adapts", f"{named} names it, but {why} ({ADAPTER_CONFIG})")
 
     def _leaves_out(self, name: str) -> str | None:
         if self._excluded and _chooses(self._excluded, name):

@@ -17,23 +17,36 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import without_credentials
 
 PACKAGES_HOME = Path(__file__).resolve().parents[2]  # the directory of ckptkit's packages
 _NUMBA = ".numba_config.yaml"
-# A list of what other programs may see would lack what some driver or cluster needs.
+# What variables are called that hold a password, a key or a token; numbers of tokens are none.
 _SECRET = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY|AUTH)(_|$)"
-    r"|^(AWS|AZURE|GOOGLE|GCP|OPENAI|ANTHROPIC|WANDB|GITHUB|GITLAB|SSH|KUBERNETES|FSSPEC)_|_URL$|_PROXY$|_DSN$",
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(API|ACCESS|PRIVATE|SSH|SIGNING|ENCRYPTION)KEY|WEBHOOK"
+    r"|(^|_)(KEYS?|OAUTH\w*|AUTH|AUTHORIZATION|BEARER|COOKIES?|SESSION|DSN|JWT|PAT|PASS|PRIVATE|SAS|CONNECTION_STRING)(_|$)"
+    r"|(?<!MAX_)(?<!MIN_)(?<!NUM_)TOKEN\d*(_(?!LEN|NUM|COUNT|LIMIT|BUDGET|PER)|$)|_PWD$",
     re.IGNORECASE,
 )
-
-
+# What a witness is not given either: it is offline, and needs no account. A list of what other programs may see would
+# lack what some driver or cluster needs.
+_ACCOUNT = re.compile(
+    r"^(AWS|AZURE|GOOGLE|GCP|OPENAI|ANTHROPIC|WANDB|GITHUB|GITLAB|SSH|KUBERNETES|FSSPEC)_|_URL$|_PROXY$", re.IGNORECASE
+)
 HIDDEN = "a variable whose value may be a secret"
 
 
-def is_secret(name: str) -> bool:
-    """Whether an environment variable of this name may hold a password, a key or a token."""
-    return _SECRET.search(name) is not None
+def is_secret(name: str, value: str = "") -> bool:
+    """Whether an environment variable may hold a password, a key or a token: by its name, or in a URL.
+
+    HIDDEN in place of its value is one too.
+    """
+    return value == HIDDEN or _SECRET.search(name) is not None or without_credentials(value) != value
+
+
+def is_withheld(name: str, value: str) -> bool:
+    """Whether a witness does not see a variable: secrets, and those of accounts, addresses and proxies."""
+    return is_secret(name, value) or _ACCOUNT.search(name) is not None
 
 
 def isolated(variables: Mapping[str, str], *packages: Path) -> dict[str, str]:

@@ -28,6 +28,7 @@ def severities(
     ignore: Sequence[str],
     tree: ClassTree,
     asked: Sequence[str] | None,
+    engine: str = "sglang",
     *,
     updated: bool | None = False,
 ) -> dict[str, Literal["error", "warning"]]:
@@ -38,4 +39,6 @@ def severities(
     """
     published = len(groups_of(config)) > 1 or is_published(str(config.get("model_type")), ignore, tree)
     readers = (reader for reader in RULES if updated is not None or reader != "slime")
-    return {reader: severity_of(reader, asked, published=published, updated=bool(updated)) for reader in readers}
+    return {
+        reader: severity_of(reader, asked, engine, published=published, updated=bool(updated)) for reader in readers
+    }

@@ -114,24 +114,35 @@ LIST_READERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "nemo-rl": ("NeMo-RL",),
     }
 )
-# Who decides where no reader is named: the engine that reinforcement learning serves with, and the trainers that
-# quantize for it.
-RL_READERS = ("sglang", "slime", "miles")
+# Trainers that quantize for an engine by its list.
+_RL_TRAINERS = ("slime", "miles")
+
+
+def counting(asked: Iterable[str] | None, engine: str = "sglang") -> tuple[str, ...]:
+    """The readers whose reading of a list decides: those of `--reader` (`asked`), or of reinforcement learning.
+
+    Where none is named these are the engine, if its reading is known, and the trainers that quantize for it. Raises
+    CkptkitError as `readers_of`.
+    """
+    return readers_of(asked if asked is not None else (*({engine} & READERS.keys()), *_RL_TRAINERS))
 
 
 def severity_of(
-    reader: str, asked: Iterable[str] | None, *, published: bool = False, updated: bool = False
+    reader: str,
+    asked: Iterable[str] | None,
+    engine: str = "sglang",
+    *,
+    published: bool = False,
+    updated: bool = False,
 ) -> Literal["error", "warning"]:
     """The severity where `reader` (of `RULES`) reads an `ignore` list that contradicts the packed weights.
 
-    `asked`: names of `--reader`, whose readings then are the ones that count; None: `RL_READERS`. `published`: the list
-    is one that releases have, which are made for engines; a contradiction for a trainer alone is then a warning,
-    unless `updated`: a launch quantizes by this list. Raises CkptkitError as `readers_of`.
+    `asked` and `engine` are as in `counting`. `published`: the list is one that releases have, which are made for
+    engines; a contradiction for a trainer alone is then a warning, unless `updated`: a launch quantizes by this list.
+    Raises CkptkitError as `readers_of`.
     """
-    if asked is not None:
-        return "error" if reader in readers_of(asked) else "warning"
-    spared = published and not updated and not reader.startswith("SGLang")
-    return "error" if reader in readers_of(RL_READERS) and not spared else "warning"
+    spared = asked is None and published and not updated and reader == "slime"
+    return "error" if reader in counting(asked, engine) and not spared else "warning"
 
 
 def worst(severities: Iterable[Literal["error", "warning"]]) -> Literal["error", "warning"]:

@@ -16,7 +16,7 @@ from support.nightly import daily
 from torch import Tensor, nn
 
 from ckptkit.app.api import convert, quantize
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.reader import HfCheckpoint
 from converters.adapter import Adapter
@@ -48,7 +48,9 @@ def opened(path: Path, base: str = "base") -> Adapter:
     return Adapter(AdapterFiles(path / "adapter"), HfCheckpoint(path / base), "adapter")
 
 
-@pytest.mark.parametrize("kind", daily(KINDS, ("dense", "dora", "fused experts", "other names")))
+@pytest.mark.parametrize(
+    "kind", daily(KINDS.keys() - {"shared outer"}, ("dense", "dora", "fused experts", "other names"))
+)
 def test_merging_gives_what_peft_merges(kind: str, adapters: Callable[[str], Path]) -> None:
     path = adapters(kind)
     adapter = opened(path)
@@ -104,28 +106,33 @@ def test_a_merged_checkpoint_is_written_in_every_way(adapters: Callable[[str], P
         convert(tmp_path / "megatron", tmp_path / "other", merge=adapter, dialect="slime")
 
 
-def test_factors_with_an_axis_of_experts_are_those_of_each(adapters: Callable[[str], Path], tmp_path: Path) -> None:
-    """One A for gate and up of all experts, one B for down: as SGLang reads shared outer factors."""
+@pytest.mark.parametrize("of_each", [1, 12], ids=["shared", "of each expert"])
+@pytest.mark.parametrize("target_modules", [["experts"], ["gate_up_proj", "down_proj"], ["gate_proj", "w2"]], ids=str)
+def test_factors_with_an_axis_of_experts_fit_and_are_not_merged(
+    of_each: int, target_modules: list[str], adapters: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One A for gate and up of all experts, one B for down, as SGLang reads them; PEFT merges to the base."""
     path, name = adapters("fused experts"), "model.layers.2.mlp.experts"
     base = tensors_of(path / "base")
     inner, hidden = base[f"{name}.0.gate_proj.weight"].shape
     torch.manual_seed(2)
-    sizes = {"gate_up_proj.lora_A": (1, 4, hidden), "gate_up_proj.lora_B": (12, 2 * inner, 4)}
-    sizes |= {"down_proj.lora_A": (12, 4, inner), "down_proj.lora_B": (1, hidden, 4)}
+    sizes = {"gate_up_proj.lora_A": (of_each, 4, hidden), "gate_up_proj.lora_B": (12, 2 * inner, 4)}
+    sizes |= {"down_proj.lora_A": (12, 4, inner), "down_proj.lora_B": (of_each, hidden, 4)}
     factors = {f"base_model.model.{name}.{key}.weight": torch.randn(*size) for key, size in sizes.items()}
     (tmp_path / "adapter").mkdir()
     save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["experts"]}
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": target_modules}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "base").symlink_to(path / "base")
     adapter = opened(tmp_path)
     assert adapter.faults == []
-    read = adapter.merged().read([f"{name}.7.{one}_proj.weight" for one in ("gate", "up", "down")])
-    gate_a, gate_b, down_a, down_b = (factors[f"base_model.model.{name}.{key}.weight"] for key in sizes)
-    both = 2 * gate_b[7] @ gate_a[0]
-    for one, delta in (("gate", both[:inner]), ("up", both[inner:]), ("down", 2 * down_b[0] @ down_a[7])):
-        full = f"{name}.7.{one}_proj.weight"
-        torch.testing.assert_close(read[full], base[full] + delta, rtol=1e-5, atol=1e-6)
+    with pytest.raises(UnsupportedError) as refused:
+        adapter.merged()
+    assert f"{name}.down_proj.lora_A.weight" in refused.value.message
+    assert "PEFT" in refused.value.message
+    with pytest.raises(UnsupportedError):
+        convert(path / "base", tmp_path / "out", merge=tmp_path / "adapter")
+    assert not (tmp_path / "out").exists()
 
 
 def skeleton(names: Mapping[str, Tensor]) -> nn.Module:

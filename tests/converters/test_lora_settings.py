@@ -131,6 +131,20 @@ MADE: dict[str, dict[str, Any]] = {
     },
     "a pattern from the start": {"rank_pattern": {r"^model\.layers\.1\.self_attn\.q_proj": 6}},
     "parameters": {"target_modules": [], "target_parameters": ["q_proj.weight", "mlp.down_proj.weight"]},
+    "parameters and other modules": {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]},
+    "a parameter of an excluded module": {
+        "exclude_modules": ["v_proj"],
+        "target_parameters": ["v_proj.weight"],
+    },
+    "a parameter of another layer": {
+        "layers_to_transform": [0],
+        "target_parameters": ["layers.2.self_attn.q_proj.weight"],
+    },
+    "parameters of embedding and output layer": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["embed_tokens.weight", "lm_head.weight"],
+    },
+    "parameters that are not there": {"target_parameters": ["experts.down_proj", "q_proj.bias"], "lora_dropout": 0.1},
     "a whole module": {"modules_to_save": ["lm_head"]},
     "a whole norm": {"modules_to_save": ["norm"]},
 }
@@ -210,7 +224,6 @@ DROPPED: dict[str, dict[str, Any]] = {
     "target_modules ['attn.v_proj']": {"target_modules": ["attn.v_proj"]},
     r"target_modules '.*\\.q_proj'": {"target_modules": r".*\.q_proj"},
     "target_modules 'q_proj|v_proj'": {"target_modules": "q_proj|v_proj"},
-    "target_parameters ['q_proj.weight']": {"target_modules": None, "target_parameters": ["q_proj.weight"]},
     "modules_to_save ['self_attn']": {"modules_to_save": ["self_attn"]},
 }
 
@@ -407,6 +420,67 @@ def test_a_null_for_patterns_is_refused_as_by_peft(root: Path, tmp_path: Path) -
     assert by_peft(root, adapter) is None
     with pytest.raises(CkptkitError, match="rank_pattern"):
         over(root, adapter)
+
+
+# What PEFT stops at: a parameter that it does not wrap, with factors or without.
+NOT_WRAPPED: dict[str, dict[str, Any]] = {
+    "target_modules ['q_proj', 'v_proj'] names the same layer": {
+        "target_modules": Q_AND_V,
+        "target_parameters": ["q_proj.weight"],
+    },
+    "target_modules ['v_proj', 'q_proj'] names the same layer": {
+        "target_modules": ["v_proj", "q_proj"],
+        "target_parameters": ["layers.2.self_attn.v_proj.weight"],
+    },
+    r"target_modules '.*\\.[qv]_proj' names the same layer": {
+        "target_modules": r".*\.[qv]_proj",
+        "target_parameters": ["self_attn.q_proj.weight", "self_attn.v_proj.weight"],
+    },
+    "target_modules 'all-linear' names the same layer": {
+        "target_modules": "all-linear",
+        "target_parameters": ["model.layers.1.mlp.up_proj.weight"],
+    },
+    "target_modules ['q_proj', 'v_proj', 'o_proj'] names the same layer": {
+        "target_modules": [*Q_AND_V, "o_proj"],
+        "target_parameters": ["o_proj.weight"],
+    },
+    "target_modules is null": {"target_modules": None, "target_parameters": ["q_proj.weight", "v_proj.weight"]},
+    "lora_dropout is 0.1": {
+        "target_modules": [],
+        "target_parameters": ["q_proj.weight", "v_proj.weight"],
+        "lora_dropout": 0.1,
+    },
+    "2 or 3 axes": {"target_parameters": ["model.norm.weight"]},
+    "2 or 3 axes only": {"target_parameters": ["input_layernorm.weight", "k_proj.weight"]},
+    "modules_to_save ['up_proj'] replaces the whole module": {
+        "target_parameters": ["up_proj.weight"],
+        "modules_to_save": ["up_proj"],
+    },
+}
+
+
+@pytest.mark.parametrize(("words", "config"), NOT_WRAPPED.items(), ids=NOT_WRAPPED)
+def test_parameters_that_peft_does_not_wrap_are_refused(
+    words: str, config: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    adapter = edited(made(root), tmp_path / "adapter", **config)
+    assert by_peft(root, adapter) is None
+    assert any(words in str(one) for one in over(root, adapter).faults)
+    with pytest.raises(CkptkitError):
+        over(root, adapter).merged()
+    errors = [one for one in verify(adapter, source=root / "base").findings if one.severity == "error"]
+    assert {one.code for one in errors} <= {"CK131", "CK132"}
+    assert any(words in one.actual for one in errors)
+    with pytest.raises(CkptkitError):
+        verify(root / "base", source=root / "base", adapter=adapter)
+
+
+def test_magnitudes_of_parameters_are_refused(root: Path, tmp_path: Path) -> None:
+    config = {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]}
+    adapter = edited(made(root, use_dora=True), tmp_path / "adapter", **config)
+    assert by_peft(root, adapter) is None
+    with pytest.raises(CkptkitError, match="use_dora is true, and PEFT does not do both"):
+        over(root, adapter).merged()
 
 
 # Tensors that contradict the fields: of which adapter, what is changed, and what the error names.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CASES
+from families import HF_CASES
 from support import models, online_engine
 from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
@@ -60,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, 
     orders = []
     with pytest.MonkeyPatch.context() as patch:
         for name, config in CONFIGS.items():
-            patch.setitem(CASES, name, replace(CASES[name], config=partial(deepcopy, config)))
+            patch.setitem(HF_CASES, name, replace(HF_CASES[name], config=partial(deepcopy, config)))
             models.save(name, root / f"{name}-bf16")
             quantize(root / f"{name}-bf16", root / f"{name}-int4", SCHEMES[name])
             orders.append({"name": name, "int4": str(root / f"{name}-int4"), "bf16": str(root / f"{name}-bf16")})

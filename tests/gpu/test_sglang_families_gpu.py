@@ -29,6 +29,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
 
 @pytest.mark.parametrize("name", CLEAN)
 def test_every_tensor_is_where_sglang_keeps_it(name: str, runs: Mapping[str, LoadRun]) -> None:
+    if name == "deepseek_v4":
+        pytest.importorskip("tilelang", reason="SGLang's class compiles its hyper-connections with TileLang on a GPU")
     report = runs[name].report
     assert report is not None, runs[name]
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())

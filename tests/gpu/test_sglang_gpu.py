@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from families import CASES
+from families import HF_CASES
 from support import models
 from support.quantized import fp8_blocks, small_groups_allowed, write
 from support.sglang_runs import Case, int4_config, online_int4, run_cases, written
@@ -81,7 +81,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
     found: dict[str, Case] = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, config in CONFIGS.items():
-            patch.setitem(CASES, name, replace(CASES[name], config=partial(deepcopy, config)))
+            patch.setitem(HF_CASES, name, replace(HF_CASES[name], config=partial(deepcopy, config)))
         for name in CONFIGS:
             release = root / name
             models.save(name, release)
@@ -98,7 +98,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
                 )
             convert(release, root / f"{name}-megatron")
             found[f"megatron {name}"] = Case(root / f"{name}-megatron", release)
-        patch.setitem(CASES, "qwen2-untied", replace(CASES["qwen2-untied"], config=partial(deepcopy, DENSE)))
+        patch.setitem(HF_CASES, "qwen2-untied", replace(HF_CASES["qwen2-untied"], config=partial(deepcopy, DENSE)))
         models.save("qwen2-untied", root / "qwen2")
         quantize(root / "qwen2", root / "qwen2-zeros", ASYMMETRIC)
         quantize(root / "qwen2", root / "qwen2-channel", replace(ASYMMETRIC, group_size=None))

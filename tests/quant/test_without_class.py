@@ -18,11 +18,16 @@ from families.table import config_of
 from support.published import quantization
 from torch import bfloat16
 
+from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.groups import refusals
+from quant.formats.scheme import QuantScheme
 from quant.lint.lint import lint
 from quant.selection.readers import SGLANG
+from verify.launch.preflight import preflight
+from verify.report import Report
+from verify.run import verify
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 FP4 = {**FP8, "num_bits": 4, "strategy": "group", "group_size": 32}
@@ -134,3 +139,61 @@ def test_quantize_writes_what_some_reader_loads(seed: Path, tmp_path: Path, opti
     if "--reader" in options:
         said = CliRunner().invoke(cli, ["preflight", "--hf-checkpoint", str(tmp_path / "out")])
         assert (said.exit_code, "SGLang has no class for seed_oss" in said.output) == (1, True)
+
+
+@pytest.fixture(scope="module")
+def in_int4(seed: Path) -> Path:
+    path = seed.parent / "int4"
+    quantize(seed, path, QuantScheme(32, "qmax7"), readers=("vllm",))
+    return path
+
+
+def by_sglangs_rule(report: Report) -> dict[str, str]:
+    """The severity of each finding on the quantization that names SGLang, by its code."""
+    return {one.code: one.severity for one in report.findings if "SGLang" in one.actual and one.code < "CK4"}
+
+
+VERL = (
+    "actor_rollout_ref.model.path={} actor_rollout_ref.rollout.name={} trainer.n_gpus_per_node=2 trainer.nnodes=1 "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+)
+NEMO_RL = "policy.model_name={} policy.generation.backend={} cluster.gpus_per_node=2 policy.dtensor_cfg.enabled=True"
+BY_SGLANG = {"CK302": "error"}  # CK307 is not asked of models as small as these, but for ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"against": frozenset({"vllm"})}, {"CK302": "warning"}),
+        ({"readers": ("vllm",)}, {"CK302": "warning"}),
+        ({"readers": ("vllm",), "tp": 2}, {"CK302": "warning"}),
+        ({"against": frozenset({"vllm"}), "tp": 2}, {"CK302": "warning"}),
+        ({"tp": 2}, BY_SGLANG | {"CK307": "error"}),
+        ({"readers": ("vllm", "sglang")}, BY_SGLANG),
+        ({"readers": ("sglang",), "against": frozenset({"vllm"})}, BY_SGLANG),
+        ({}, BY_SGLANG),
+    ],
+    ids=str,
+)
+def test_sglangs_rules_are_no_errors_where_vllm_is_asked(
+    in_int4: Path, seed: Path, options: dict[str, Any], expected: dict[str, str]
+) -> None:
+    assert by_sglangs_rule(verify(in_int4, seed, **options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"), [("vllm", {"CK302": "warning"}), ("hf", {"CK302": "warning"}), ("sglang", BY_SGLANG)]
+)
+@pytest.mark.parametrize("words", [VERL, NEMO_RL])
+def test_sglangs_rules_are_no_errors_where_another_engine_serves(
+    in_int4: Path, words: str, engine: str, expected: dict[str, str]
+) -> None:
+    report = preflight(arguments=words.format(in_int4, engine).split())
+    assert by_sglangs_rule(report) == expected
+    assert (report.status == "failed") is ("error" in expected.values())
+
+
+def test_options_of_vllm_name_the_engine(in_int4: Path) -> None:
+    vllm = preflight(hf_checkpoint=in_int4, arguments=["--vllm-gpu-memory-utilization", "0.7"])
+    assert by_sglangs_rule(vllm) == {"CK302": "warning"}
+    assert by_sglangs_rule(preflight(hf_checkpoint=in_int4)) == BY_SGLANG

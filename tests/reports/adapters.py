@@ -176,13 +176,6 @@ def _one_pair(rank: int) -> Change:
     return prepare
 
 
-def _merged(work: Path) -> None:
-    """The release with an adapter of its experts merged into it, and the adapter."""
-    _shared_outer(work)
-    (work / "CKPT").rename(work / "ADAPTER")
-    convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "ADAPTER")
-
-
 def _without_experts_deltas(work: Path) -> None:
     """The grouped export writes the base's own experts."""
     replace(work / "CKPT", {name: tensor(work / SOURCE, name) for name in names(work / SOURCE, ".experts.")})
@@ -335,7 +328,7 @@ REPORTS = (
         "CK202",
         (".mlp.experts.",),
         _without_experts_deltas,
-        _merged,
+        pairs_merged,
     ),
     Report(
         "slime#2104",

@@ -71,8 +71,8 @@ def _of_files(kind: str, path: Path) -> None:
     """As `made`, of modules that stand as the files have them. PEFT merges experts one by one alone."""
     stored = {name: one for file in (path / "base").glob("*.safetensors") for name, one in load_file(file).items()}
     weights = {name: one for name, one in stored.items() if ".experts." in name}
-    factors, whole = _shared(weights)
     if kind == "shared outer":
+        factors = _shared(weights)
         shapes = {name: (one.shape[1], other.shape[2]) for name, (other, one) in factors.items()}
         weights = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
     tuned = get_peft_model(_Tree(weights), LoraConfig(r=4, lora_alpha=8, **KINDS[kind][1]))  # type: ignore[arg-type]
@@ -84,29 +84,22 @@ def _of_files(kind: str, path: Path) -> None:
                     factor
                 )
     tuned.save_pretrained(str(path / "adapter"))
-    if kind == "experts one by one":
-        whole = tuned.merge_and_unload().state_dict()
+    if kind == "shared outer":
+        return  # which PEFT does not merge
+    whole = stored | tuned.merge_and_unload().state_dict()
     (path / "merged").mkdir()
-    save_file(stored | {name: one.contiguous() for name, one in whole.items()}, path / "merged" / "model.safetensors")
+    save_file({name: one.contiguous() for name, one in whole.items()}, path / "merged" / "model.safetensors")
 
 
-def _shared(stored: Mapping[str, Tensor]) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """Factors of which experts share A of gate and up, and B of down, and the weights with what they add."""
+def _shared(stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Factors of 12 experts, which share A of gate and up, and B of down."""
     factors: dict[str, tuple[Tensor, Tensor]] = {}
-    merged: dict[str, Tensor] = {}
     for block in sorted({name.partition(".experts.")[0] + ".experts" for name in stored}):
-        gate, up, down = (
-            torch.stack([stored[f"{block}.{number}.{part}.weight"] for number in range(12)]) for part in MLP
-        )
-        experts, inner, hidden = gate.shape
-        one, several = torch.randn(1, 4, hidden) * 0.05, torch.randn(experts, 2 * inner, 4) * 0.05
-        inputs, output = torch.randn(experts, 4, inner) * 0.05, torch.randn(1, hidden, 4) * 0.05
+        inner, hidden = stored[f"{block}.0.gate_proj.weight"].shape
+        one, several = torch.randn(1, 4, hidden) * 0.05, torch.randn(12, 2 * inner, 4) * 0.05
+        inputs, output = torch.randn(12, 4, inner) * 0.05, torch.randn(1, hidden, 4) * 0.05
         factors |= {f"{block}.gate_up_proj": (one, several), f"{block}.down_proj": (inputs, output)}
-        both, last = torch.cat([gate, up], 1) + several @ one * 2, down + output @ inputs * 2
-        for number in range(experts):
-            parts = zip(MLP, (*both[number].chunk(2), last[number]), strict=True)
-            merged |= {f"{block}.{number}.{part}.weight": weight for part, weight in parts}
-    return factors, merged
+    return factors
 
 
 def made(kind: str, path: Path) -> None:

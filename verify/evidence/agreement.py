@@ -18,7 +18,7 @@ from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, forbidden, matrices_named, matrices_of
 from quant.selection.portable import Divergence, Question, advice, described
 from quant.selection.published import severities
-from quant.selection.readers import RL_READERS, RULES, readers_of
+from quant.selection.readers import RULES, counting
 from quant.selection.tree import ClassTree
 from verify.issue import Issue
 from verify.report import Severity
@@ -42,12 +42,13 @@ def agreement(
     specs: Mapping[str, TensorSpec],
     config: Mapping[str, Any],
     asked: Sequence[str] | None,
+    engine: str = "sglang",
     updated: bool | None = False,
 ) -> Agreement:
     """Compares the packed modules among `specs` with what the readers of `ignore` expect.
 
-    Which disagreement is an error is for `severities`; `asked` and `updated` are as there. Raises CkptkitError as
-    `groups_of` and `class_tree` do.
+    Which disagreement is an error is for `severities`; `asked`, `engine` and `updated` are as there. Raises
+    CkptkitError as `groups_of` and `class_tree` do.
     """
     ignore, tree, stored = listed(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
     matrices = [*matrices_of(specs, tree, config), *_absent(specs, tree, config)]
@@ -56,9 +57,9 @@ def agreement(
     question = Question(matrices, packed, config, tuple(RULES), targets_of(groups_of(config)), in_floats)
     found = question.divergences(ignore)
     everybody = _for_everybody(found)
-    counting = readers_of(RL_READERS if asked is None else asked)
+    readers = counting(asked, engine)
     pairs = [
-        (matrix, forbidden(matrix, tree, counting)) for matrix, packs in zip(matrices, packed, strict=True) if packs
+        (matrix, forbidden(matrix, tree, readers)) for matrix, packs in zip(matrices, packed, strict=True) if packs
     ]
     ruled_out = {matrix.module: reason for matrix, reason in pairs if reason}
     reported = everybody | {f"{module}.weight" for module in ruled_out}
@@ -74,7 +75,7 @@ def agreement(
         ruled_out,
         sorted(unwanted),
         sorted(missing),
-        list(_issues(others, question, ignore, severities(config, ignore, tree, asked, updated=updated))),
+        list(_issues(others, question, ignore, severities(config, ignore, tree, asked, engine, updated=updated))),
     )
 
 

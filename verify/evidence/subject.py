@@ -21,6 +21,7 @@ from verify.evidence.hf_files import HfFiles
 from verify.evidence.megatron_files import MegatronFiles
 from verify.evidence.plain import comparable, open_plain, plain
 from verify.options import VerifyOptions
+from verify.witnesses.registry import ENGINES, live_engine
 
 if TYPE_CHECKING:
     from verify.launch.arguments import LaunchArguments
@@ -94,11 +95,21 @@ class Subject(OfKind):
         return self._results.get(find)
 
     @property
+    def engine(self) -> str:
+        """The engine whose rules count: that of the launch, by its name there, else of --reader, else the one asked."""
+        if self.arguments is not None and self.arguments.server:
+            return self.arguments.server
+        if self.readers is not None and not {"sglang", "vllm"}.isdisjoint(self.readers):
+            return "sglang" if "sglang" in self.readers else "vllm"
+        return live_engine(self.against).name
+
+    @property
     def not_for_sglang(self) -> str | None:
         """Why SGLang's rules do not matter: another engine serves the launch or is asked, or --reader leaves it out."""
-        if self.arguments is not None and self.arguments.server == "vllm":
-            return "the rollout engine of the launch is vLLM, not SGLang"
-        if self.readers is None and "vllm" in self.against and "sglang" not in self.against:
+        if self.arguments is not None and self.engine != "sglang":
+            label = next((one.label for one in ENGINES if one.name == self.engine), self.engine)
+            return f"the rollout engine of the launch is {label}, not SGLang"
+        if self.readers is None and self.engine != "sglang":
             return "vLLM is asked, SGLang is not"
         named = self.readers is not None and "sglang" not in self.readers
         return "SGLang is none of the readers that were named" if named else None

@@ -34,8 +34,8 @@ class LaunchArguments:
     `chunk`: layers of a virtual pipeline stage; the others of a pipeline as in `Pipeline`. `engine`: GPUs of a rollout
     engine, in `engine_pp` pipeline stages, its experts over `engine_ep` ranks. `dp_attention`: its attention is cut
     over fewer ranks than the rest. `pattern`: the layer pattern of a HybridModel, empty where it is not known.
-    `server`: the program that it is, None where the launch does not say. `qat`: whether
-    training rounds weights to INT4, in groups of `qat_group`.
+    `server`: the program that it is, by the name that its stack has for it; None where the launch does not say.
+    `qat`: whether training rounds weights to INT4, in groups of `qat_group`.
     """
 
     tp: int | None = None
@@ -55,7 +55,7 @@ class LaunchArguments:
     engine_pp: int | None = None
     engine_ep: int | None = None
     dp_attention: bool = False
-    server: Server | None = None
+    server: str | None = None
     qat: bool | None = None
     qat_group: int | None = None
 

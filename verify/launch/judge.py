@@ -63,8 +63,9 @@ def _directories(job: Job) -> Iterator[Subject]:
     """Each directory once for all roles that cut it in the same way, with the config that judges its weights."""
     seen: set[tuple[Path, LaunchArguments]] = set()
     paths: set[Path] = set()
+    server = job.sizes.get(ENGINE, LaunchArguments()).server
     for side in job.sides:
-        sizes = job.sizes.get(side.role, LaunchArguments())
+        sizes = job.sizes.get(side.role, LaunchArguments(server=server))
         if side.path is not None:
             require_own_files(side.path)
         # A critic has another output layer, a teacher is another model.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from ckptkit.core.isolation import is_secret
+from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.formats.detect import refuse_url
 from verify.launch.job import Given, Launch
 from verify.launch.judge import judged
@@ -50,7 +50,7 @@ def preflight(
     differently, and when the script is not a launch.
     """
     # What a script of others names may be shown: values that may be secrets stay unknown to all that read a launch.
-    environment = {name: "" if is_secret(name) else value for name, value in os.environ.items()}
+    environment = {name: HIDDEN if is_secret(name, value) else value for name, value in os.environ.items()}
     config = Path(script) if script and is_config(Path(script)) else None
     if text is None:
         text = _text(None if config else script, arguments, environment)

@@ -10,7 +10,7 @@ from ckptkit.core.printable import printable
 from ckptkit.core.specs import ranges
 from verify.evidence.folding import layers_of
 from verify.report import Finding, Report, split_reason
-from verify.reports.text import wrong_of
+from verify.reports.text import has_no_subject, wrong_of
 
 _LISTED = 5  # numbers and ranges of layers that are listed
 _LENGTH = 200  # characters of a cause, beyond which words are left out
@@ -65,6 +65,12 @@ def alike(findings: Sequence[Finding]) -> list[list[Finding]]:
 def cause_of(findings: Sequence[Finding], checkpoint: str = "") -> str:
     """Findings that are `alike` in a few words, without the names of tensors: `router of layers 4 and 5: all zero`."""
     wrong, where = _wrong(findings[0], checkpoint), _place(findings, checkpoint)
+    if not where and has_no_subject(wrong):
+        first = findings[0]
+        if first.file is None:
+            where, wrong = first.expected, first.actual
+        else:
+            where = Path(first.file).absolute().name
     return _shortened(wrong if not where or where in wrong else f"{where}: {wrong}")
 
 

@@ -16,6 +16,7 @@ from verify.report import Finding, Report, anchors
 _SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
 _UNDIVIDED = re.compile(r"(?P<what>[\w' ]+?) that (?P<rest>divides? (?:by|over) .+)", re.DOTALL)
 _MULTIPLE = re.compile(r"a multiple of [^(]+")
+_SUBJECTLESS = re.compile(r"(?:none|nothing|neither|missing|not|it|its|they)\b")
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,17 @@ def wrong_of(expected: str, actual: str) -> str:
     return actual
 
 
+def has_no_subject(wrong: str) -> bool:
+    """Whether words for what is wrong do not name what they are about, such as `none: ...` or `it is not there`."""
+    return _SUBJECTLESS.match(wrong) is not None
+
+
 def said_of(finding: Finding) -> str:
     """A finding in one line: what it is about, and what is wrong; of several kinds only how many, where."""
     if finding.tensor and ", " in finding.tensor:
         layers = [] if "layer" in finding.actual else layers_of(finding.names)
         where = f"layer{'s' * (len(layers) > 1)} {ranges(layers).strip('{}')}, " if layers else ""
         return f"{finding.actual} ({where}{finding.count} tensors)"
-    about, wrong = subject_of(finding), wrong_of(finding.expected, finding.actual)
+    wrong = wrong_of(finding.expected, finding.actual)
+    about = subject_of(finding) or (finding.expected if has_no_subject(wrong) else "")
     return f"{about}: {wrong}" if about else wrong

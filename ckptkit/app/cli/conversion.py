@@ -11,13 +11,14 @@ import click
 from click.core import ParameterSource
 
 from ckptkit.app.cli import options as common
-from ckptkit.app.cli.ending import end
+from ckptkit.app.cli.ending import end, reader_words
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.formats.detect import is_deltas, locate
 from ckptkit.storage.url import is_url
 from quant.schemes.registry import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
+from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
@@ -136,6 +137,7 @@ def _run(options: RunOptions, as_json: bool) -> None:
         return
     beside = ["--hf", options.hf] if options.hf and is_deltas(Path(options.src)) else []
     beside += ["--adapter", options.merge] if options.merge else []
+    beside += reader_words(options.readers) if set(options.readers) != set(ALL_READERS) else []
     source = (options.hf or "BASE") if result.format == "adapter" else options.src
     next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", source, *beside])
     remote = is_url(options.dst) or is_url(options.src)

@@ -7,11 +7,12 @@ Without a next command it is only for runs of a second and longer (`ckptkit.app.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.core.progress import closing, size
+from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
     from quant.lint.lint import LintReport
@@ -36,13 +37,19 @@ def end_report(report: Report, as_json: bool, files: Sequence[Path]) -> None:
     closing("; ".join(lines) or _DONE, after)
 
 
-def end_lint(report: LintReport, as_json: bool) -> None:
-    """Ends `lint`."""
+def reader_words(readers: Iterable[str]) -> list[str]:
+    """The options of the next command that name the same readers."""
+    return [word for reader in readers for word in ("--reader", reader)]
+
+
+def end_lint(report: LintReport, readers: Sequence[str], as_json: bool) -> None:
+    """Ends `lint`, which was given these readers."""
     after: list[str] = []
     if report.fixed:
-        after = ["verify", report.path] if any(Path(report.path).glob("*.safetensors")) else []
+        known = reader_words(reader for reader in readers if reader in ALL_READERS)
+        after = ["verify", report.path, *known] if any(Path(report.path).glob("*.safetensors")) else []
     elif report.findings and report.portable not in (None, tuple(report.patterns)):
-        after = ["lint", report.path, "--fix"]
+        after = ["lint", report.path, *reader_words(readers), "--fix"]
     end(f"{report.packed} of {report.tensors} matrices are INT4", as_json, after)
 
 

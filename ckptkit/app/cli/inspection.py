@@ -110,7 +110,7 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
         echo(*lines(report))
     if strict and report.warnings:
         echo(f"--strict: warnings: {report.warnings}", err=True)
-    end_lint(report, as_json)
+    end_lint(report, readers, as_json)
     if (report.failed or (strict and report.warnings)) and not report.fixed:
         raise SystemExit(1)
 

@@ -82,7 +82,7 @@ _asking = common.together(
         multiple=True,
         type=click.Choice(ALL_READERS),
         help="Whose reading of an INT4 checkpoint's `ignore` list counts. Repeatable. "
-        "[default: sglang, slime and miles]",
+        "[default: the engine (vllm with --against-vllm alone, else sglang), slime and miles]",
     ),
     common.ray,
 )

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -267,6 +268,25 @@ def test_the_help_of_verify_has_each_option_once_in_sections(ckptkit: Run) -> No
     assert (
         listed.index("--source") < listed.index("--against-megatron") < listed.index("--tp") < listed.index("--strict")
     )
+
+
+@pytest.mark.parametrize("named", [[], ["vllm"], ["sglang", "slime"]], ids=str)
+def test_the_next_command_asks_for_the_readers_that_were_named(
+    named: list[str], releases: PathOf, tmp_path: Path, ckptkit: Run
+) -> None:
+    readers = [word for reader in named for word in ("--reader", reader)]
+    out, source = str(tmp_path / "out"), str(releases("qwen2-tied"))
+    done = ckptkit("quantize", source, out, "--group-size", "32", *readers)
+    words = ["ckptkit", "verify", out, "--source", source, *readers]
+    assert done.stderr.splitlines()[-1] == f"next: {shlex.join(words)}"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["ignore"] = [r"re:lm_head\.weight$"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    if "slime" not in named:
+        done = ckptkit("lint", out, *readers)
+        assert done.stderr.splitlines()[-1] == f"next: {shlex.join(['ckptkit', 'lint', out, *readers, '--fix'])}"
+        done = ckptkit("lint", out, *readers, "--fix")
+        assert done.stderr.splitlines()[-1] == f"next: {shlex.join(['ckptkit', 'verify', out, *readers])}"
 
 
 def test_without_a_terminal_a_run_says_its_time_and_the_next_command_unless_quiet(

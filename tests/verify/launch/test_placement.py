@@ -88,6 +88,7 @@ EIGHT = [
 OTHERS = [
     *("torchrun --nproc_per_node 8 --nnodes 2", "torchrun --nproc_per_node 16", "torchrun --nproc_per_node gpu"),
     *("torchrun --nproc_per_node 8 --nnodes 1:4", "torchrun --nproc_per_node 8 --nnodes $UNKNOWN", "python3"),
+    *("torchrun --nproc_per_node=$UNKNOWN", "torchrun --nnodes=1 --nproc-per-node $UNKNOWN", "torchrun $UNKNOWN"),
     *("deepspeed", "deepspeed --hostfile h", "accelerate launch", "torchrun --nproc_per_node 99999999999999999999"),
 ]
 

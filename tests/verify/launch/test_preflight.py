@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -21,6 +22,7 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from verify.launch.preflight import preflight
+from verify.launch.shell.read import read_script
 
 TRACKER = "latest_checkpointed_iteration.txt"
 NAME = "glm4_moe"
@@ -386,6 +388,8 @@ HIDDEN_IN = {
     "an option": "--$HF_TOKEN 1",
     "two": "--load /x/$AWS_SECRET_ACCESS_KEY --ref-load /y/$WANDB_API_KEY",
     "a URL": "--load $DATABASE_URL/x",
+    "a signed URL": "--load ${SIGNED}",
+    "a URL by printenv": "--load /x/$(printenv DATABASE_URL)",
 }
 BEFORE = {
     "a variable": ("A=$HF_TOKEN", "--load /x/$A"),
@@ -404,9 +408,23 @@ BEFORE = {
 
 @pytest.fixture
 def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "DATABASE_URL"):
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "TOPSECRET")
+    monkeypatch.setenv("DATABASE_URL", "postgres://user:TOPSECRET@host/base")
+    monkeypatch.setenv("SIGNED", "https://host/x?X-Amz-Signature=TOPSECRET")
     monkeypatch.setenv("N", "HF_TOKEN")
+
+
+def test_variables_that_are_no_secrets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GITHUB_WORKSPACE", "WANDB_DIR", "HF_HUB_URL", "AWS_PROFILE", "N"):
+        monkeypatch.setenv(name, "GITHUB_WORKSPACE" if name == "N" else f"/nowhere/{name}")
+    for value in ("$GITHUB_WORKSPACE", "${!N}", "$HF_HUB_URL", "$(echo $WANDB_DIR)", "${AWS_PROFILE:-none}"):
+        text = read_script(None, f"python3 train.py --load {value}/ckpt\n", environment=dict(os.environ))
+        assert text.unresolved == ()
+        assert text.words[-1].text.startswith("/nowhere/")
+    at = "actor_rollout_ref.model.path"
+    report = preflight(arguments=[f"{at}=${{oc.env:GITHUB_WORKSPACE}}/model", "trainer.nnodes=1"])
+    assert "/nowhere/GITHUB_WORKSPACE/model" in str(report.findings)
 
 
 def assert_hidden(script: Path, *words: str) -> None:

@@ -57,6 +57,14 @@ def test_batches_that_do_not_divide_are_found(right: str, more: str, expected: s
     assert [one for one in refused(f"{TRAINER} {right}") if one.expected == found.expected] == []
 
 
+@pytest.mark.parametrize("engine", ["--sglang-enable-lora", "--sglang-lora-paths a=/adapter", "--vllm-enable-lora"])
+def test_an_adapter_in_the_engine_alone_is_found(engine: str) -> None:
+    (found,) = refused(f"{TRAINER} --lora-rank 0 {engine}")
+    assert (found.severity, f"--lora-rank with {engine.split()[0]}" in found.expected) == ("error", True)
+    for twin in ("--lora-rank 8 --target-modules q_proj", "--lora-adapter-path /adapter", "--lora-rank $RANK"):
+        assert refused(f"{TRAINER} {twin} {engine}") == []
+
+
 def test_what_slime_only_warns_of_is_a_warning() -> None:
     cases = {
         "--global-batch-size 96": "the last 32 samples of every rollout are not trained on",

@@ -12,6 +12,7 @@ from verify.report import CheckResult, Finding, Report
 from verify.reports import text_of
 from verify.reports.headline import headline
 from verify.reports.render import report_lines
+from verify.reports.text import said_of
 
 LAYERS = "model.layers.{70,80}.input_layernorm.weight, model.layers.{70,80}.mlp.gate.weight"
 
@@ -68,6 +69,32 @@ def test_of_a_path_only_the_whole_checkpoint_is_left_out() -> None:
     found = finding(None, f"{Path.cwd()}/e2/config.json: no such file", file="e2/config.json")
     assert headline(replace(report(found), checkpoint="e2")) == "config.json: no such file."
     assert headline(replace(report(found), checkpoint="2")) == f"{found.actual}."
+
+
+@pytest.mark.parametrize(
+    ("actual", "file", "sentence"),
+    [
+        ("none: the adapter changes nothing", "/run/ADAPTER", "ADAPTER: none: the adapter changes nothing."),
+        (
+            "it changes nothing: every lora_B is zero",
+            "/run/ADAPTER",
+            "ADAPTER: it changes nothing: every lora_B is zero.",
+        ),
+        ("not stored", "/run/ADAPTER", "ADAPTER: not stored."),
+        ("missing", "/run/ADAPTER", "ADAPTER: missing."),
+        ("none", None, "Factors A and B: none."),
+        ("not given", None, "Factors A and B: not given."),
+        ("they differ", "/run/ADAPTER/x.json", "x.json: they differ."),
+        ("every lora_B is zero", "/run/ADAPTER", "Every lora_B is zero."),
+        ("its name is another", None, "Factors A and B: its name is another."),
+        ("itself a link", None, "Itself a link."),
+    ],
+)
+def test_the_sentence_has_a_subject(actual: str, file: str | None, sentence: str) -> None:
+    found = Finding("CK131", "factors A and B", actual, "export it again", None, file=file)
+    assert headline(replace(report(found), checkpoint="/run/ADAPTER")) == sentence
+    named = actual.startswith(("every", "itself"))
+    assert said_of(found) == (f"{file}: {actual}" if file else actual if named else f"factors A and B: {actual}")
 
 
 def test_other_errors_are_counted_and_what_follows_from_one_is_not() -> None:

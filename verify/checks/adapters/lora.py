@@ -87,7 +87,8 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("r and lora_alpha, of which the scale is made", actual, hint, file=file, severity="warning")
     tally.compared(0, len(files.specs))
     if not pairs:
-        yield Issue("factors lora_A and lora_B", "none: the adapter changes nothing", _AGAIN, file=subject.path)
+        actual = "the adapter has no lora_A and no lora_B, and changes nothing"
+        yield Issue("factors lora_A and lora_B", actual, _AGAIN, file=subject.path)
     for part, other in ("AB", "BA"):
         names = [f"{pair.prefix}{part}" for pair, found in pairs.items() if other not in found]
         yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names, file=subject.path)

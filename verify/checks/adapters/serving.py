@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from converters.adapter import FLAT
 from converters.config.values import integer
 from converters.lora_settings import FACTOR, ROOT
 from verify.check import Tally, check
@@ -19,10 +20,6 @@ _TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), (
 _STACKED = (
     f"{SGLANG} takes factors with an axis of experts; {VLLM} refuses the adapter, and PEFT 0.21 drops them and merges "
     "to the base"
-)
-_FLAT = (
-    "for vLLM and PEFT export one pair a layer (`experts.base_layer` and `experts`, [rank x experts, inputs] and "
-    "[outputs, rank x experts]), or merge it (`ckptkit convert BASE DST --merge ADAPTER`)"
 )
 _ALL = "every part of an adapter served"
 
@@ -73,7 +70,7 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(
             _ALL,
             actual,
-            _FLAT if actual is _STACKED else _MERGE,
+            FLAT if actual is _STACKED else _MERGE,
             names,
             subject.path,
             severity="warning",

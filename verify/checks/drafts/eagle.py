@@ -77,7 +77,9 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if draft.random_head(specs):
         actual = f"not stored, and draft_vocab_size {draft.draft_vocabulary}: SGLang 0.5.16 serves random numbers"
         hint = "take draft_vocab_size out of config.json, by which SGLang takes the target's, as vLLM does; or store it"
-        yield Issue("the output layer", actual, hint, file=file)
+        yield Issue(
+            "the output layer", actual, hint, file=file, severity="warning" if subject.not_for_sglang else "error"
+        )
     for expected, actual, hint in draft.unfilled(specs):
         yield Issue(expected, actual, hint, file=file, severity="warning")
     for engine, classes in ENGINES.items():

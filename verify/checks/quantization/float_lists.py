@@ -19,7 +19,7 @@ from verify.report import Severity
 
 
 def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """What `ckptkit lint` finds for readers that count: SGLang, or those of `--reader`. Of others `lint` alone speaks.
+    """What `ckptkit lint` finds for the engine, or for the readers of `--reader`. Of others only `lint` tells.
 
     Raises Skip for a model whose modules are not known, and Unable where the lists cannot be read.
     """
@@ -32,12 +32,13 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     from quant.lint.opening import open_subject
     from quant.selection.portable import described
 
+    readers = subject.readers or (("vllm",) if subject.engine == "vllm" else None)
     try:
         usual, _ = open_subject(subject.path)
     except CkptkitError as error:
         raise Unable(f"no decision for these lists of unquantized modules: {error.message}") from error
     try:
-        found = open_subject(subject.path, subject.readers)[0] if subject.readers else usual
+        found = open_subject(subject.path, readers)[0] if readers else usual
     except CkptkitError as error:
         raise Skip(error.message) from error
     if not found.matrices:

@@ -163,18 +163,18 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     packed = set(packed_in(specs))
     tally.compared(0, len(packed))
-    if (issue := config_issue(config, subject.readers)) is not None:
+    if (issue := config_issue(config, subject.readers, subject.engine)) is not None:
         if not packed:
             raise _nothing_packed(config, issue.actual)
         yield replace(issue, file=subject.path / "config.json")
         return
-    for issue in refused_parts(config, subject.readers):
+    for issue in refused_parts(config, subject.readers, subject.engine):
         yield replace(issue, file=subject.path / "config.json")
     # Imported here because it brings transformers with it, which takes seconds.
     from verify.evidence.agreement import agreement
 
     try:
-        found = agreement(specs, config, subject.readers, subject.updated)
+        found = agreement(specs, config, subject.readers, subject.engine, subject.updated)
     except CkptkitError as error:
         raise Unable(f"no decision for this quantization_config: {error.message}") from error
     tally.compared(0, found.looked_at - len(packed))

@@ -28,17 +28,17 @@ _JUDGED = {"symmetric": True, "num_bits": 4, "strategy": "group", "group_size": 
 _EXPECTED = "a quantization_config that describes the packed weights"
 
 
-def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None) -> Issue | None:
+def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None, engine: str = "sglang") -> Issue | None:
     """Why the readers that count cannot read the packed weights by this `quantization_config`; None when they can.
 
-    `asked`: the readers that were named, as in `severity_of`. Raises Unable for a scheme that is valid
+    `asked`, `engine`: as in `severity_of`. Raises Unable for a scheme that is valid
     compressed-tensors and is not judged here, such as an asymmetric one.
     """
     content = quantization_of(config)
     hint = "restore the quantization_config of the release, or quantize again with `ckptkit quantize`"
     if not isinstance(content, Mapping) or not content:
         return Issue(_EXPECTED, f"quantization_config is {content!r:.80}", hint)
-    if refused := next((issue for issue in refused_parts(config, asked) if issue.severity == "error"), None):
+    if refused := next((issue for issue in refused_parts(config, asked, engine) if issue.severity == "error"), None):
         return refused
     return _unreadable(config, _EXPECTED, hint)
 
@@ -54,14 +54,16 @@ def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
         yield Issue("a quantization_config in config.json, where transformers looks for it", actual, hint, file=file)
 
 
-def refused_parts(config: Mapping[str, Any], asked: Sequence[str] | None = None) -> Iterator[Issue]:
+def refused_parts(
+    config: Mapping[str, Any], asked: Sequence[str] | None = None, engine: str = "sglang"
+) -> Iterator[Issue]:
     """What some readers refuse of a config that others take: an error where one of them counts."""
     try:
         found = list(refusals(config))
     except CkptkitError:
         return  # no groups, which `config_issue` judges
     for refusal in found:
-        severity = worst(severity_of(reader, asked) for reader in refusal.readers)
+        severity = worst(severity_of(reader, asked, engine) for reader in refusal.readers)
         if refuses_own_format(refusal.readers, asked):
             severity = "error"
         actual = f"{' and '.join(refusal.readers)}: {refusal.what}"

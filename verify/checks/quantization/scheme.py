@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.side_files import describe_quantization
 from converters.hf_names import FUSED
 from converters.planner import expected_hf
 from quant.formats.groups import groups_of
@@ -139,10 +140,14 @@ def _engine_tp(subject: Subject) -> int:
 
 
 def _not_cut_for_sglang(subject: Subject) -> str | None:
-    """At a size above 1 the groups are cut for any reader, but for a launch that serves with vLLM."""
-    other_engine = subject.arguments is not None and subject.arguments.server == "vllm"
-    cut = _engine_tp(subject) > 1 and not other_engine
-    return not_quantized(subject) if cut else _not_for_sglang(subject)
+    """At a size above 1 the groups are cut whoever reads the list, but where another engine serves."""
+    cut = _engine_tp(subject) > 1 and subject.engine == "sglang"
+    if reason := not_quantized(subject) if cut else _not_for_sglang(subject):
+        return reason
+    config = usable_config(subject)
+    if config is None or int4_format_of(config) is not None:
+        return None
+    return f"no weight is packed as INT4: {describe_quantization(config)}"
 
 
 def _not_for_sglang(subject: Subject) -> str | None:
@@ -199,7 +204,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config = usable_config(subject)
     form = int4_format_of(config) if config else None
     if config is None or form is None:
-        raise Skip("there is no usable config.json with packed integer weights (CK101, CK302)")
+        raise Skip("there is no usable config.json (CK101)")
     packed, shapes, groups = set(packed_in(subject.hf_files.specs)), expected_hf(config), groups_of(config)
     chosen = [
         TensorSpec(name, shape, subject.hf_files.specs[_packed(name)].dtype)

@@ -13,7 +13,9 @@ from verify.launch.checks.engine import job_of, unless_skipped
 def _combinations(subject: Subject) -> tuple[Issue, ...]:
     """The combinations that the stack's reader found. Raises Skip where no such rule is known."""
     if (issues := job_of(subject).combinations) is None:
-        raise Skip("the launch is not one of slime, miles or verl's main_ppo, whose combinations of options are known")
+        raise Skip(
+            "the launch is not one of slime, miles, ROLL or verl's main_ppo, whose combinations of options are known"
+        )
     return issues
 
 
@@ -22,8 +24,8 @@ def _combinations(subject: Subject) -> tuple[Issue, ...]:
     "the options of the launch go together",
     stage="launch",
     rationale=(
-        "slime, miles and verl accept options that contradict one another: samples that no step trains on, a run that "
-        "ends without a step, an engine without the adapter. Sizes of batches are counted only once GPUs are booked."
+        "Trainers accept options that contradict one another: samples that no step trains on, a run that ends without "
+        "a step, an adapter that only one of trainer and engine has. Sizes of batches are counted once GPUs are booked."
     ),
     fix="Change the options that the finding names.",
     unless=unless_skipped(_combinations),

@@ -15,7 +15,7 @@ from verify.check import Skip, Tally, check
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments, Server
+from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
 from verify.launch.checks.engine import engine_config, engine_of, job_of, unless_skipped
 from verify.launch.job import Job
 from verify.launch.options.argv import Option, last, options_of
@@ -109,8 +109,8 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     root = engine_of(subject)
     if not job_of(subject).updates:
         raise Skip("no trainer of this launch updates the engine")
-    if (subject.arguments or LaunchArguments()).server == "vllm":
-        raise Skip("the rollout engine of the launch is vLLM, not SGLang")
+    if subject.not_for_sglang:
+        raise Skip(subject.not_for_sglang)
     config = engine_config(root)
     if _method(config) != "compressed-tensors":
         raise Skip("--hf-checkpoint holds no INT4 weights of compressed-tensors")
@@ -161,9 +161,9 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | No
     return root, stated, option
 
 
-def _server(subject: Subject) -> Server:
+def _server(subject: Subject) -> str:
     """The engine that slime, miles or vime updates."""
-    return (subject.arguments or LaunchArguments()).server or "sglang"
+    return subject.engine
 
 
 @check(
@@ -224,7 +224,7 @@ def _of_verl(job: Job, root: Path, content: Mapping[str, Any] | None) -> Iterato
     yield Issue(expected, actual, "set it, or give the model in BF16", file=str(root / "config.json"))
 
 
-def _engine_option(root: Path, content: Mapping[str, Any] | None, option: Option, server: Server) -> Iterator[Issue]:
+def _engine_option(root: Path, content: Mapping[str, Any] | None, option: Option, server: str) -> Iterator[Issue]:
     """What the engine's own option says otherwise than the checkpoint, and so than what the trainer sends."""
     value, name = str(option.value and option.value.text).lower(), option.name
     places = {name: option.word}

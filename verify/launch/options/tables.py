@@ -53,7 +53,14 @@ RUN: Mapping[str, tuple[str, Kind]] = {
     **_named(float, "eps-clip"),
     **_named(
         str,
-        *("advantage-estimator", "loss-type", "train-backend", "lora-adapter-path", "data-source-path"),
+        *(
+            "advantage-estimator",
+            "loss-type",
+            "train-backend",
+            "lora-adapter-path",
+            "data-source-path",
+            "sglang-lora-paths",
+        ),
         *("rollout-function-path", "custom-generate-function-path", "rollout-data-postprocess-path"),
         *("custom-advantage-function-path", "custom-reward-post-process-path"),
         *("custom-convert-samples-to-train-data-path", "sglang-config", "vllm-config", "rollout-external-engine-addrs"),
@@ -62,7 +69,7 @@ RUN: Mapping[str, tuple[str, Kind]] = {
     **_named(
         True,
         *("use-opd", "use-dynamic-batch-size", "use-dynamic-global-batch-size", "disable-rewards-normalization"),
-        *("finetune", "lora-train-only"),
+        *("finetune", "lora-train-only", "sglang-enable-lora", "vllm-enable-lora"),
     ),
     "--sglang-speculative-draft-model": ("sglang_speculative_draft_model_path", str),
     "--vllm-sc": ("vllm_speculative_config", str),

@@ -54,7 +54,8 @@ class Follower:
 
     def __post_init__(self) -> None:
         self.state.objects[ENVIRONMENT] = {
-            name: Unknown(f"${name}", HIDDEN) if is_secret(name) else value for name, value in self.environment.items()
+            name: Unknown(f"${name}", HIDDEN) if isinstance(value, str) and is_secret(name, value) else value
+            for name, value in self.environment.items()
         }
 
     def module(self, path: Path) -> Module:

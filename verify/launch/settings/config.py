@@ -130,7 +130,7 @@ class Config:
         return text[1:-1] if quoted else text
 
     def _call(self, name: str, arguments: list[str], at: tuple[str, ...], depth: int, inner: str) -> Tree:
-        if name == "oc.env" and arguments and is_secret(arguments[0]):
+        if name == "oc.env" and arguments and is_secret(arguments[0], self.environment.get(arguments[0], "")):
             raise UnresolvedError(f"${{{inner}}}: {HIDDEN}")
         if name == "oc.env" and arguments and (arguments[0] in self.environment or len(arguments) == 2):
             return Word(self.environment.get(arguments[0], arguments[-1]))

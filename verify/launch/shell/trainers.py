@@ -32,6 +32,7 @@ _COUNTED = (
     (re.compile("deepspeed"), {"--num-gpus": None, "--num-nodes": 1}),
     (re.compile("accelerate"), {"--num-processes": None}),
 )
+_GAP = "?"
 _SET = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -71,14 +72,22 @@ def ranks_of(before: Sequence[Value]) -> Word | None:
     """
     names = [os.path.basename(word.text) for word in before]
     at, counts = next(((i, one) for i, name in enumerate(names) for of, one in _COUNTED if of.fullmatch(name)), (0, {}))
-    words = [Word(one.text if one.known else "", one.file, one.line) for one in before[at + 1 :]]
+    words = [Word(one.text if one.known else _unknown(one.text), one.file, one.line) for one in before[at + 1 :]]
     given = {one.name.replace("_", "-"): one.value.text if one.value else "" for one in options_of(words)}
-    ranks, sizes = 1, [given.get(option, default) for option, default in counts.items()]
+    # What a variable stands for that is no option's value may be any option.
+    is_whole = not words or words[0].text != _GAP
+    ranks, sizes = 1, [given.get(option, default if is_whole else None) for option, default in counts.items()]
     for size in sizes:
         if not re.fullmatch(r"[1-9]\d{0,5}", str(size)):
             return None
         ranks *= int(size or 0)
     return Word(str(ranks), before[at].file, before[at].line) if counts else None
+
+
+def _unknown(text: str) -> str:
+    """A word whose value is not known, with the name of the option that it is."""
+    name, equals, _ = text.partition("=")
+    return f"{name}={_GAP}" if equals and name.startswith("--") else text if text.startswith("--") else _GAP
 
 
 def inner_script(words: Sequence[Value]) -> str | None:

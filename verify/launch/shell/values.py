@@ -209,9 +209,9 @@ class Shell:
         if name in self.variables:
             return self.variables[name]
         if name in self.environment:
-            source = f"${{{name}}}"
-            value = Value(source, (Gap(source, HIDDEN),)) if is_secret(name) else Value(self.environment[name])
-            return Variable((value,), exported=True)
+            source, value = f"${{{name}}}", self.environment[name]
+            known = Value(source, (Gap(source, HIDDEN),)) if is_secret(name, value) else Value(value)
+            return Variable((known,), exported=True)
         return None
 
 

@@ -292,7 +292,7 @@ def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgument
     """The engine: what it loads, its sizes, its GPUs, and how it cuts the model."""
     backend = settings.text(f"{_GENERATION}.backend")
     if not backend or backend == "megatron":
-        return None, LaunchArguments(), None, ()
+        return None, engine_of(backend, None, None), None, ()
     key, why = _MODEL, f"{backend} takes config and tokenizer from {_MODEL}, its weights come from the actor"
     config = f"{_GENERATION}.{backend}_cfg"
     if backend == "sglang" and settings.word(f"{config}.model_path"):

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER
+from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.names import settings
@@ -93,9 +94,25 @@ def read(launch: Launch) -> Job:
         | {role: side.path for role, side in teachers.items()},
         sizes={role: _arguments(settings, role, engine) for role in roles} | {ENGINE: engine},
         sharing=(("actor", "reference"),) if same else (),
+        combinations=tuple(_adapters(settings.quietly(), engine.server)),
         placement=Placement((*groups, *([asked] if asked else [])), cuts=(*shared, *served)),
         speculation=of_settings(settings.quietly(), _config(ENGINE, "")[:-1]) if engine.server == "vllm" else None,
     )
+
+
+def _adapters(settings: Settings, server: str | None) -> Iterator[Issue]:
+    """An adapter that only one of trainer and engine has. Either has one by `lora_target`, of rank 8 by default.
+
+    Source: ROLL `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`.
+    """
+    keys = [f"{role}.model_args.lora_target" for role in ("actor_train", "actor_infer")]
+    trains, serves = (given(settings.text(key)) if settings.resolved(key) else None for key in keys)
+    if trains and serves is False and server == "vllm":
+        hint = "ROLL sends the adapter to an engine that has no place for it: give actor_infer the same LoRA settings"
+        yield settings.issue(keys, f"{keys[1]} with {keys[0]}", hint, "error")
+    elif serves and trains is False:
+        hint = "ROLL sends whole weights to an engine whose layers wait for an adapter: give both or neither"
+        yield settings.issue(keys[::-1], f"{keys[0]} with {keys[1]}", hint, "error")
 
 
 def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:

@@ -14,6 +14,7 @@ from verify.issue import Issue
 from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.settings.yaml_tree import Tree
 from verify.launch.words import Word, is_new_at_start
+from verify.report import Severity
 
 TRUE, FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 # What stands before a path of another machine.
@@ -117,11 +118,11 @@ class Settings:
         except ValueError:
             raise CkptkitError(f"{key}={word.text} ({word.place}) is not a number", "give the number") from None
 
-    def issue(self, keys: Sequence[str], expected: str, hint: str) -> Issue:
-        """A warning about these keys, the first of which names the file."""
+    def issue(self, keys: Sequence[str], expected: str, hint: str, severity: Severity = "warning") -> Issue:
+        """An issue about these keys, the first of which names the file."""
         word = self.word(keys[0])
         actual = ", ".join(f"{key} = {self.text(key)} ({one.place})" for key in keys if (one := self.word(key)))
-        return Issue(expected, actual, hint, file=word.file if word else None, severity="warning")
+        return Issue(expected, actual, hint, file=word.file if word else None, severity=severity)
 
     def place(self, key: str) -> str:
         """`key (run.yaml:12)`, or the key alone where nothing says it."""

@@ -52,7 +52,7 @@ class Group:
         least = math.lcm(*(math.prod(sizes) for _, sizes in self.products))
         for names, sizes in self.products if count is not None else ():
             if count is not None and (count < 1 or count % math.prod(sizes)):
-                product = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}"
+                product = f"{' x '.join(map(str, sizes))} = " * (len(sizes) > 1) + str(math.prod(sizes))
                 expected = f"GPUs of the {self.role} that divide by {names} = {product}"
                 message = f"{expected} ({self.source})" if self.source else expected
                 hint = f"make the GPUs a multiple of {least}, or choose other sizes"
@@ -164,10 +164,9 @@ class Sizes:
 
 def engine_of(server: str, tp: int | None, pp: int | None, ep: int | None = None) -> LaunchArguments:
     """The sizes of a rollout engine; no size where one that its weights are cut by is not known."""
-    known = server_named(server)
     if tp is None or pp is None:
-        return LaunchArguments(server=known)
-    return LaunchArguments(engine=tp * pp, engine_pp=pp, engine_ep=ep, server=known)
+        return LaunchArguments(server=server or None)
+    return LaunchArguments(engine=tp * pp, engine_pp=pp, engine_ep=ep, server=server or None)
 
 
 def server_named(name: str) -> Server | None:

@@ -23,10 +23,12 @@ from verify.launch.sides import Side
 from verify.launch.stacks import roll, verl
 from verify.launch.stacks.directories import LOAD, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Gpus, Placement, Sizes
+from verify.launch.stacks.sizes import Cut, Gpus, Group, Placement, Sizes
 
 _MODEL = "model.path"
 _OWN = "model_args.model_name_or_path"
+# The ranks that share a sequence, of verl's engines fsdp and veomni.
+_SEQUENCE = ("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size")
 # What changes the model of verl's trainer, and is not read.
 _ELSEWHERE = re.compile(r"^model\.(?:lora_adapter_path|hf_config_path|override_config)|\.override_mcore_model_config\.")
 # The part of a pipeline of ROLL that trains, and what its model is called.
@@ -62,8 +64,15 @@ def read_verl(launch: Launch) -> Job:
     job = _job(VERL, settings, {"actor": side} if side.why else {}, {"actor": sizes} if sizes else {}, _MODEL)
     ranks = launch.text.ranks
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
-    groups = (sizes.group("actor", gpus),) if sizes else ()
-    return replace(job, placement=Placement(groups))
+    if sizes:
+        placement = Placement((sizes.group("actor", gpus),))
+    else:
+        key = next((one for one in _SEQUENCE if settings.word(one) is not None), _SEQUENCE[0])
+        shared, at = settings.size(key), settings.place(key)
+        products = ((key.partition(".")[2], (shared,)),) if shared else ()
+        cuts = (Cut("actor", "ulysses", shared, at),) if shared and shared > 1 else ()
+        placement = Placement((Group("actor", gpus, products, at if cuts else ""),), cuts=cuts)
+    return replace(job, placement=placement)
 
 
 def _goes_on(settings: Settings) -> None:

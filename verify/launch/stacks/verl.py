@@ -83,7 +83,7 @@ def read(launch: Launch) -> Job:
     resumed = resumed_step(settings)
     sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
     rollout, engine, asked, served = _rollout(settings, _rollout_gpus(settings) or gpus)
-    sizes = {role: _arguments(settings, role, engine) for role in roles} if megatron else {}
+    sizes = {role: _arguments(settings, role, engine) if megatron else engine for role in roles}
     settings.not_looked_at(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     _notes(settings, roles)
@@ -123,6 +123,11 @@ def _adapter(settings: Settings) -> Iterator[Issue]:
         expected = f"{key} = vllm, or {merge} = True, with {rank}"
         hint = f"verl gives no adapter to {settings.text(key)}, which generates with the base model"
         yield settings.issue((rank, key), expected, hint)
+    switch = f"{_AR}.rollout.engine_kwargs.{settings.text(key) or 'vllm'}.enable_lora"
+    trains = (*_RANKS, f"{_AR}.model.lora_adapter_path")
+    if settings.is_on(switch) and all(settings.resolved(one) for one in trains) and not _lora(settings):
+        hint = "verl sends whole weights to an engine whose layers wait for an adapter: leave it out"
+        yield settings.issue((switch, _RANKS[1]), f"{_RANKS[1]} with {switch}", hint, "error")
 
 
 def _tracker(settings: Settings) -> Iterator[Issue]:
@@ -330,10 +335,12 @@ def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
 def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group, tuple[Cut, ...]]:
     """The engine: what it loads, its sizes, its GPUs, and how it cuts the model."""
     prefix = f"{_AR}.rollout"
-    name = settings.text(f"{prefix}.name") or "the engine"
+    name = settings.text(f"{prefix}.name")
     dummy = "dummy" in settings.text(f"{prefix}.load_format", "dummy")
     weights = "its weights come from the actor" if dummy else "its first weights too"
-    side = hf_side(ENGINE, settings, _MODEL, f"{name} takes config and tokenizer from {_MODEL}, {weights}")
+    side = hf_side(
+        ENGINE, settings, _MODEL, f"{name or 'the engine'} takes config and tokenizer from {_MODEL}, {weights}"
+    )
     keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
     tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
     own = "rollout.n_gpus_per_node" if _rollout_gpus(settings) else "trainer.n_gpus_per_node"

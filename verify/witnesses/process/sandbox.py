@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ckptkit.core.isolation import PACKAGES_HOME, is_secret, isolated, start_python
+from ckptkit.core.isolation import PACKAGES_HOME, is_withheld, isolated, start_python
 from ckptkit.core.printable import one_line
 from verify.witnesses.process.memory import session_members
 
@@ -32,7 +32,7 @@ _FRAMES = 3
 
 def environment(**more: str) -> dict[str, str]:
     """This process's variables without secrets, with `more`: offline, on the loopback interface, and without TF32."""
-    public = {name: value for name, value in os.environ.items() if not is_secret(name)}
+    public = {name: value for name, value in os.environ.items() if not is_withheld(name, value)}
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
     # A token may also lie in the user's home directory.
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}

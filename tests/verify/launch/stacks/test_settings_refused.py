@@ -101,6 +101,8 @@ NEMO_RL_MEGATRON = [f"++{key}={value}" for key, value in MEGATRON.items()]
 VLLM = "policy.generation.vllm_cfg"
 
 # Stack, model, what the right job has besides, what breaks it, the check that finds it, and what is expected.
+TRAINS = [f"++actor_train.model_args.{one}" for one in ("lora_target=all-linear", "lora_rank=8")]
+SERVES = ["++actor_infer.model_args.lora_target=q_proj"]
 BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
     (
         *("verl", MIXTURE, [f"{ROLLOUT}.tensor_model_parallel_size=2"], [f"{ROLLOUT}.quantization=fp8"], "CK722"),
@@ -113,6 +115,21 @@ BROKEN: list[tuple[str, str, list[str], list[str], str, str]] = [
     ),
     ("verl", DENSE, [f"{ROLLOUT}.name=sglang"], [f"{AR}.model.lora_rank=8"], "CK746", f"{ROLLOUT}.name = vllm, or"),
     ("verl", DENSE, [f"{AR}.model.lora.rank=8"], [f"{ROLLOUT}.name=sglang"], "CK746", f"{ROLLOUT}.name = vllm, or"),
+    ("ROLL", DENSE, [], TRAINS, "CK746", "actor_infer.model_args.lora_target with actor_train"),
+    (
+        *("ROLL", DENSE, ["++actor_infer.model_args.lora_rank=64"], TRAINS, "CK746"),
+        "actor_infer.model_args.lora_target with",
+    ),
+    ("ROLL", DENSE, [], SERVES, "CK746", "actor_train.model_args.lora_target with actor_infer"),
+    (
+        *("verl", DENSE, [f"{AR}.model.lora_rank=0"], [f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=True"], "CK746"),
+        f"{AR}.model.lora_rank with {ROLLOUT}.engine_kwargs.vllm.enable_lora",
+    ),
+    (
+        *("verl", DENSE, [f"{ROLLOUT}.name=sglang", f"{AR}.model.lora_rank=0"]),
+        *([f"+{ROLLOUT}.engine_kwargs.sglang.enable_lora=True"], "CK746"),
+        f"{AR}.model.lora_rank with {ROLLOUT}.engine_kwargs.sglang.enable_lora",
+    ),
     (
         *("verl", DENSE, ["trainer.nnodes=3", "data.train_batch_size=96"]),
         *([f"{ROLLOUT}.tensor_model_parallel_size=12"], "CK722", "engines that fit on nodes of 8 GPUs"),
@@ -314,9 +331,12 @@ def test_names_of_engines_and_of_the_user_are_no_misspelling(releases: PathOf, c
 @pytest.mark.parametrize(
     ("stack", "words"),
     [
+        ("ROLL", [*TRAINS, *SERVES, "++actor_infer.model_args.lora_rank=64"]),
+        ("ROLL", [*TRAINS, "++actor_infer.model_args.lora_target=${unknown}"]),
         ("verl", [f"{AR}.model.lora_rank=8"]),
         ("verl", [f"{AR}.model.lora.rank=8", f"{AR}.model.lora.merge=True", f"{ROLLOUT}.name=sglang"]),
         ("verl", [f"{AR}.model.lora_rank=8", f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=True"]),
+        ("verl", [f"{ROLLOUT}.name=sglang", f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=True"]),
         ("verl", ["trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=16"]),
         ("verl", ["trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=8"]),
     ],

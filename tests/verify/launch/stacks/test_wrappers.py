@@ -214,6 +214,32 @@ def test_fine_tuning_of_verl_is_read(
     assert report.facts["what would be loaded"] if not codes else True
 
 
+@pytest.mark.parametrize(
+    ("ranks", "words", "found"),
+    [
+        ("--nproc_per_node=8", "engine=fsdp engine.ulysses_sequence_parallel_size=2", ""),
+        ("--nproc-per-node 4 --nnodes=2", "engine=fsdp engine.ulysses_sequence_parallel_size=2", ""),
+        ("--nproc_per_node=4", "engine.ulysses_sequence_parallel_size=1", ""),
+        ("--nproc_per_node=4", "engine.strategy=fsdp2", ""),
+        ("--nproc_per_node=3", "engine=fsdp engine.ulysses_sequence_parallel_size=2", "3 GPUs: processes started at"),
+        ("--nproc-per-node=3 --nnodes 3", "engine.ulysses_sequence_parallel_size=2", "9 GPUs: processes started at"),
+        ("--nproc_per_node=5", "engine.strategy=fsdp2 engine.ulysses_sequence_parallel_size=2", "5 GPUs"),
+        ("--nproc_per_node=7", "engine=veomni engine.ulysses_parallel_size=2", "7 GPUs"),
+        ("--nproc_per_node=6", "engine=fsdp engine.ulysses_sequence_parallel_size=3", "10"),  # heads
+        ("--nproc_per_node=$N", "engine=fsdp engine.ulysses_sequence_parallel_size=3", "10"),
+    ],
+)
+def test_ranks_of_torchrun_divide_over_those_that_share_a_sequence(
+    ranks: str, words: str, found: str, releases: PathOf, tmp_path: Path
+) -> None:
+    script, model = tmp_path / "run.sh", f"model.path={releases('qwen3_moe')} data.train_files=/d.parquet"
+    script.write_text(f"torchrun {ranks} -m verl.trainer.sft_trainer {model} {words} trainer.project_name=sft\n")
+    report = preflight(script=script)
+    errors = [one for one in report.findings if one.severity == "error"]
+    assert [(one.code, one.actual.startswith(found)) for one in errors] == ([("CK722", True)] if found else [])
+    assert {one.code: one.status for one in report.checks}["CK722"] == ("failed" if found else "passed")
+
+
 def test_run_of_verl_that_goes_on_from_a_step_is_inconclusive(releases: PathOf, tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "latest_checkpointed_iteration.txt").write_text("5")

@@ -137,6 +137,13 @@ def _adapter(given: GivenArguments) -> Iterator[Issue]:
         hint = "the engine generates with the base model, which is not the policy that is trained: leave it out"
         names, expected = ("lora_train_only", "lora_rank"), "an engine with the adapter of --lora-rank"
         yield given.issue(names, expected, hint, "warning")
+    plain = (
+        given.known("lora_rank", 0) == 0 and given.lacks("lora_adapter_path") and given.lacks("multi_lora_n_adapters")
+    )
+    for name in ("sglang_enable_lora", "sglang_lora_paths", "vllm_enable_lora"):
+        if plain and given.has(name):
+            hint = "the trainer sends whole weights to layers that wait for an adapter: leave the engine's option out"
+            yield given.issue((name, "lora_rank"), f"--lora-rank with --{name.replace('_', '-')}", hint)
 
 
 def _sequence(run: Run) -> Iterator[Issue]:
