@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 from support.models import content
+from support.whole_files import write
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats import files as formats
+from ckptkit.transfer import destination
 from ckptkit.transfer import files as module
 from quant.schemes.w4a16 import int4_scheme
 from verify.run import verify
@@ -133,6 +135,32 @@ def test_a_cut_off_run_is_not_replaced_or_resumed_unasked(
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("count", range(6))
+def test_a_run_with_other_files_and_a_tower_that_was_cut_off_is_replaced_whatever_it_had_written(
+    releases: Callable[[str], Path],
+    copy_of: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+) -> None:
+    source, out = copy_of(releases("qwen3_vl_moe")), tmp_path / "out"
+    for name in ("figures/a.png", "thesis.tex", "README.md", "modeling_x.py"):
+        write(source / name)
+    convert(source, out, max_shard_size=FILE_BYTES)
+    assert (out / "carried").is_dir()
+    convert(source, out, max_shard_size=FILE_BYTES, overwrite=True)
+    whole = content(out)
+    with monkeypatch.context() as patched:
+        patched.setattr(destination, "_keep_or_remove", lambda *_: "killed")
+        with pytest.raises(PowerCutError), cut_off_after(count, monkeypatch):
+            convert(source, out, max_shard_size=FILE_BYTES, workers=1, overwrite=True)
+    assert content(out) == whole
+    assert (tmp_path / "out.partial/hf/thesis.tex").exists()
+    convert(releases("qwen2-tied"), out, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", source.name]
+    assert not (out / "hf/thesis.tex").exists()
+
+
 def test_without_a_cut_off_run_resume_begins(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "out", resume=True)
     assert (tmp_path / "out/ckptkit.json").exists()
@@ -221,9 +249,8 @@ def test_what_only_lacks_its_name_gets_it(run: Run, tmp_path: Path) -> None:
     before = content(tmp_path)
     (tmp_path / "out").rename(tmp_path / "out.partial")
     old = tmp_path / "out.partial.old"
-    (old / "replaced").mkdir(parents=True)
-    for name in (".ckptkit", "replaced/config.json"):
-        (old / name).touch()
+    for name in (".ckptkit", "replaced/config.json", "replaced/model.safetensors"):
+        write(old / name)
     run(tmp_path / "out", resume=True)
     assert content(tmp_path) == before
 
