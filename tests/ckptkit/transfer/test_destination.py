@@ -10,10 +10,12 @@ import shutil
 import socket
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 from support.models import content
 from support.whole_files import whole, write, write_manifest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -597,6 +599,18 @@ def test_a_partial_of_ours_is_replaced_with_all_that_a_run_writes(tmp_path: Path
     assert content(tmp_path) == {}
 
 
+def test_what_another_program_wrote_into_the_partial_stays_when_a_run_fails(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CkptkitError, match="no") as failed,
+        new_directory(tmp_path / "out", ASKED) as (partial, _),
+    ):
+        write(partial / "config.json")
+        write(partial / "thesis.tex")
+        raise FinalError.of(CkptkitError("no"))
+    assert (partial / "thesis.tex").exists()
+    assert "thesis.tex" in str(failed.value.__notes__)
+
+
 def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED) as (partial, journal):
         journal.record("x.safetensors", {})
@@ -680,6 +694,155 @@ def die_at(at: str, patched: pytest.MonkeyPatch) -> None:
     if at == "while it is removed":
         rmtree = shutil.rmtree
         patched.setattr(shutil, "rmtree", lambda path: died() if Path(path).name == "removed" else rmtree(path))
+
+
+def _write_iteration(out: Path) -> None:
+    write(out / "iter_0000100/__0_0.distcp")
+
+
+def _edit_config(out: Path) -> None:
+    write(out / "config.json", '{"model_type": "edited"}')
+
+
+def _train(out: Path) -> None:
+    write(out / "model.safetensors", save({"trained": torch.ones(3)}))
+
+
+def _remove_weights(out: Path) -> None:
+    (out / "model.safetensors").unlink()
+
+
+def _make_folder(out: Path) -> None:
+    (out / "logs").mkdir()
+
+
+def _replace_by_file(out: Path) -> None:
+    shutil.rmtree(out)
+    write(out)
+
+
+@pytest.mark.parametrize(
+    "change", [_write_iteration, _edit_config, _train, _remove_weights, _make_folder, _replace_by_file]
+)
+def test_what_another_program_writes_there_meanwhile_is_not_replaced(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    out = tmp_path / "out"
+    for name in ("config.json", "model.safetensors"):
+        write(out / name)
+    with (
+        pytest.raises(
+            CkptkitError, match=r"out was written while the run worked \(.+\), so it is not replaced"
+        ) as refused,
+        new_directory(out, ASKED, overwrite=True) as (partial, _),
+    ):
+        write(partial / "config.json", "new")
+        change(out)
+        before = content(tmp_path / "out") if out.is_dir() else out.read_bytes()
+    assert (content(out) if out.is_dir() else out.read_bytes()) == before
+    assert content(partial) == {"config.json": b"new"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
+    assert f"rename it to out, after you move {out} away" in str(refused.value.__notes__)
+
+
+def test_a_destination_that_another_program_made_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CkptkitError, match=r"out was written while the run worked \(config\.json\)"),
+        new_directory(tmp_path / "out", ASKED) as (partial, _),
+    ):
+        write(tmp_path / "out/config.json")
+    assert (tmp_path / "out/config.json").exists()
+    assert partial.is_dir()
+
+
+@pytest.mark.parametrize("touch", ["reads", "empty destination", "gone"])
+def test_a_destination_that_was_only_read_is_replaced(tmp_path: Path, touch: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    if touch == "reads":
+        for name in ("config.json", "model.safetensors"):
+            write(out / name)
+    with new_directory(out, ASKED, overwrite=True) as (partial, _):
+        write(partial / "new")
+        assert content(out) is not None
+        if touch == "gone":
+            out.rmdir()
+    assert content(tmp_path) == {"out/new": b"x"}
+
+
+def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may write by a directory that it has open, wherever that is moved."""
+    out, kept = tmp_path / "out", tmp_path / ASIDE / "replaced"
+    for name in ("config.json", "model.safetensors"):
+        write(out / name)
+    rename = os.rename
+
+    def renamed(source: Path, target: Path) -> None:
+        rename(source, target)
+        if Path(source).name == "out.partial":
+            write(kept / "iter_0000100/__0_0.distcp")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", renamed)
+        with (
+            pytest.raises(CkptkitError, match=r"out is whole, but what it replaced was written meanwhile") as refused,
+            new_directory(out, ASKED, overwrite=True) as (partial, _),
+        ):
+            write(partial / "config.json")
+            write(partial / "model.safetensors")
+    assert str(kept) in str(refused.value.hint)
+    assert (kept / "iter_0000100/__0_0.distcp").exists()
+    with pytest.raises(CkptkitError, match=r"replaced holds iterations of a training run"):
+        check_destination(out, overwrite=True)
+    shutil.rmtree(kept / "iter_0000100")
+    with new_directory(out, ASKED, overwrite=True):
+        pass
+    assert content(tmp_path) == {}
+
+
+def test_what_took_the_place_of_the_old_output_and_the_old_output_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename = tmp_path / "out", os.rename
+    for name in ("config.json", "model.safetensors"):
+        write(out / name)
+    old = content(out)
+
+    def renamed(source: Path, target: Path) -> None:
+        rename(source, target)
+        if Path(target).name == "replaced":
+            write(out / "iter_0000100/__0_0.distcp")
+
+    monkeypatch.setattr(os, "rename", renamed)
+    with (
+        pytest.raises(CkptkitError) as refused,
+        new_directory(out, ASKED, overwrite=True) as (partial, _),
+    ):
+        write(partial / "new")
+    assert content(out) == {"iter_0000100/__0_0.distcp": b"x"}
+    assert content(partial) == {"new": b"x"}
+    assert content(tmp_path / ASIDE / "replaced") == old
+    assert str(tmp_path / ASIDE / "replaced") in str(refused.value.hint)
+
+
+def test_a_run_that_was_to_replace_something_goes_on_when_that_is_moved_away(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in ("config.json", "model.safetensors"):
+        write(out / name)
+    with pytest.raises(CkptkitError) as failed, new_directory(out, ASKED, overwrite=True) as (_, journal):
+        journal.record("x.safetensors", {})
+        raise CkptkitError("no")
+    told = f"move {out} away and give the same command with --resume instead of --overwrite"
+    assert told in str(failed.value.__notes__)
+    with pytest.raises(CkptkitError, match="out exists already") as refused:
+        check_destination(out, resume=True)
+    assert told in str(refused.value.hint)
+    out.rename(tmp_path / "old")
+    with new_directory(out, ASKED, resume=True) as (_, journal):
+        assert journal.count() == 1
+    assert out.is_dir()
 
 
 @pytest.mark.parametrize("made", ["file", "link", "more"])
