@@ -81,11 +81,11 @@ class Journal:
         before = read_json(self._folder / _ASKED)
         if differ := [key for key in {**before, **asked} if before.get(key) != asked.get(key)]:
             key = differ[0]
-            raise CkptkitError(
-                f"{self._root} cannot be resumed: its {key} was {_short(before.get(key))}, "
-                f"and is {_short(asked.get(key))} now",
-                "give the same command and source, or start again with --overwrite",
-            )
+            what = f"its {key} was {_short(before.get(key))}, and is {_short(asked.get(key))} now"
+            if key == "source":  # a digest tells nothing
+                what = "files of its source were written, moved or copied since (their paths, sizes or times differ)"
+            hint = "give the same command and source, or start again with --overwrite"
+            raise CkptkitError(f"{self._root} cannot be resumed: {what}", hint)
 
     def begin_run(self) -> str:
         """Marks a run as going on. Returns the mark, for `Journal(root, mark)` in what works for it elsewhere."""

@@ -188,8 +188,43 @@ def test_another_source_is_refused(
         convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, workers=1)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"bos_token_id": 7}))
-    with pytest.raises(CkptkitError, match="cannot be resumed: its source was"):
+    with pytest.raises(CkptkitError, match="cannot be resumed: files of its source were written"):
         convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, resume=True)
+
+
+def _write_in_place(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+
+
+def _write_anew(file: Path) -> None:
+    other = file.with_name("other")
+    other.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    other.rename(file)
+
+
+@pytest.mark.parametrize("change", [_write_in_place, _write_anew], ids=["in place", "by another file"])
+@pytest.mark.parametrize("ends", [False, True], ids=["cut off", "whole"])
+def test_a_source_of_the_same_size_and_time_is_another(
+    releases: Callable[[str], Path],
+    copy_of: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    ends: bool,
+) -> None:
+    source, out = copy_of(releases("qwen3_moe")), tmp_path / "out"
+    if ends:
+        convert(source, out, max_shard_size=FILE_BYTES)
+    else:
+        with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
+            convert(source, out, max_shard_size=FILE_BYTES, workers=1)
+    file = sorted(source.glob("*.safetensors"))[-1]
+    before = file.stat()
+    change(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    told = "out exists already" if ends else "cannot be resumed: files of its source were written"
+    with pytest.raises(CkptkitError, match=told):
+        convert(source, out, max_shard_size=FILE_BYTES, resume=True)
 
 
 def test_resume_and_overwrite_exclude_each_other(releases: Callable[[str], Path], tmp_path: Path) -> None:
