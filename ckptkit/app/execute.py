@@ -37,6 +37,7 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
     files = side_files(plan.side_files.path, plan.around_side_files)
     identity = options.identity(sources)
     with _destination(options, identity) as (partial, journal), unchanged(read):
+        journal.list_files([*plan.files(), *(f"{plan.side_folder}/{file}".lstrip("/") for file in files)])
         lineage = lineage_of(plan.source)  # before the work, which would be lost where it cannot be read
         _write_side_files(plan, files, partial)
         if options.ray is None:

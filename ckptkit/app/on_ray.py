@@ -16,6 +16,7 @@ from ckptkit.app.write import write_files
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import progress
+from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, place
 from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.ray.cluster import connected
@@ -72,7 +73,7 @@ def write_on_ray(options: RunOptions, plan: ConversionPlan, partial: Path, journ
 
 
 def _source_of(options: RunOptions) -> str:
-    return str(options.identity(options.local_sources())["source"])
+    return fingerprint(options.local_sources().values())
 
 
 def digest_of(plan: ConversionPlan) -> str:

@@ -156,8 +156,8 @@ class RunOptions:
 
     def identity(self, sources: Sources) -> dict[str, Any]:
         """What a resumed run must share with the one that died: version, command, and the files that are read."""
-        read = [sources[source] for source in self.sources]
-        return {"version": program_version(), "command": shlex.join(self.command()), "source": fingerprint(read)}
+        read = fingerprint([sources[source] for source in self.sources], is_strict=True)
+        return {"version": program_version(), "command": shlex.join(self.command()), "source": read}
 
 
 class GivenOptions(TypedDict, total=False):

@@ -20,9 +20,10 @@ def _all(_: Path) -> bool:
     return True
 
 
-def fingerprint(folders: Iterable[Path | Directory], counts: Counts = _all) -> str:
+def fingerprint(folders: Iterable[Path | Directory], counts: Counts = _all, *, is_strict: bool = False) -> str:
     """SHA-256 over path, size and last change of each file below these folders that `counts`.
 
+    `is_strict`: also over the time that no program can set (ctime), which a copy with its times does not share.
     At a URL it is over what the store says of all files.
     """
     digest = hashlib.sha256()
@@ -36,7 +37,8 @@ def fingerprint(folders: Iterable[Path | Directory], counts: Counts = _all) -> s
                 if not counts(path.relative_to(folder.path)) or not path.is_file():
                     continue
                 found = path.stat()
-                digest.update(json.dumps([str(path), found.st_size, found.st_mtime_ns]).encode())
+                times = [found.st_mtime_ns, *([found.st_ctime_ns] if is_strict else [])]
+                digest.update(json.dumps([str(path), found.st_size, *times]).encode())
     return digest.hexdigest()
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -72,6 +73,19 @@ def everything(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
             yield path, found
             if stat.S_ISDIR(found.st_mode):
                 folders.append(path)
+
+
+def mounts_at(root: Path) -> list[str]:
+    """The mount points that are `root` or below it, also those of a file system that is mounted a second time."""
+    real = os.path.realpath(root)
+    found = {real} if os.path.ismount(real) else set()
+    with suppress(OSError), open("/proc/self/mountinfo", "rb") as table:
+        # Source: proc(5): the fifth field, in which spaces, tabs, newlines and backslashes are octal.
+        for line in table:
+            name = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), line.split(b" ")[4])
+            if f"{os.fsdecode(name)}/".startswith(f"{real}/"):
+                found.add(os.fsdecode(name))
+    return sorted(found)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

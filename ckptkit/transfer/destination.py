@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
@@ -12,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import MANIFEST
 from ckptkit.storage.lock import check_free, locked
 from ckptkit.storage.overlap import overlaps
+from ckptkit.storage.tree import everything
 from ckptkit.storage.whole import sync_tree
 from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.manifest import was_asked
 from ckptkit.transfer.replaceable import require_replaceable
 
 _PARTIAL = ".partial"
+_Listed = Mapping[str, tuple[int, int] | None]  # of a directory: see `_files_in`
 _MARK, _OLD, _GONE = ".ckptkit", "replaced", "removed"  # in the directory of what is moved aside
 
 
@@ -66,7 +70,10 @@ def _check_asked(target: Path, overwrite: bool, resume: bool) -> None:
     """Raises CkptkitError for what is there and may be replaced or gone on with only where that is asked for."""
     partial, aside = _partial(target), _aside(target)
     if target.exists() and not overwrite:
-        raise CkptkitError(f"{target} exists already", "choose another destination, or replace it with --overwrite")
+        hint = "choose another destination, or replace it with --overwrite"
+        if resume and partial.is_dir():
+            hint = f"{_go_on(target)}, or begin anew with --overwrite"
+        raise CkptkitError(f"{target} exists already", hint)
     if overwrite or resume:
         return
     if partial.is_dir() and not partial.is_symlink():
@@ -127,16 +134,19 @@ def new_directory(
 
     When it ends badly the directory is removed if no file in it is finished, or if the same job cannot go on
     (`CkptkitError.resumable`). `resume` goes on with what a run with the same `asked` (as JSON) has left, if anything.
-    Raises CkptkitError while another run, on whatever machine, has such a directory for `path`.
+    Raises CkptkitError while another run, on whatever machine, has such a directory for `path`, and at the end where
+    another program has written `path` meanwhile.
     """
     check_destination(path, overwrite=overwrite, resume=resume)
     target = path.resolve()
     with locked(_lock(_partial(target))):
         # Another run may have ended since.
         _check_asked(target, overwrite, resume)
-        _check_replaced(target)
+        if os.path.lexists(_aside(target)):
+            _require_own_aside(_aside(target))
         _recover(target)
         _check_asked(target, overwrite, resume)
+        _check_replaced(target)
         with _growing(target, asked, resume) as grown:
             yield grown
 
@@ -144,7 +154,7 @@ def new_directory(
 @contextmanager
 def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tuple[Path, Journal]]:
     """As `new_directory`, for a run that is alone and may replace what is there."""
-    partial, whole = _partial(path), False
+    partial, whole, before = _partial(path), False, _files_in(path)
     journal = Journal(partial)
     going_on = resume and journal.exists
     if going_on:
@@ -160,9 +170,9 @@ def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tup
         sync_tree(partial)
         journal.end()
         whole = True
-        _replace(partial, path)
+        _replace(partial, path, before)
     except BaseException as error:
-        kept = _whole(partial, path) if whole else _keep_or_remove(partial, journal, error)
+        kept = _whole(partial, path) if whole else _keep_or_remove(partial, path, journal, error)
         if isinstance(error, OSError):
             hint = (
                 "free some space there"
@@ -172,12 +182,15 @@ def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tup
             raise CkptkitError(f"writing {path}: {error}", f"{hint}; {kept}") from error
         error.add_note(kept)
         raise
-    _remove_old(path)
+    _remove_old(path, before)
 
 
-def _remove_old(path: Path) -> None:
-    """Removes what was moved aside for a `path` that is whole."""
+def _remove_old(path: Path, before: _Listed) -> None:
+    """Removes what was moved aside for a `path` that is whole, unless it is not as it was `before`."""
     aside = _aside(path)
+    if (aside / _OLD).exists() and (changed := _changed(before, aside / _OLD)):
+        message = f"{path} is whole, but what it replaced was written meanwhile ({changed}), so it is not removed"
+        raise CkptkitError(message, f"it is in {aside / _OLD}: move out what is needed, and remove {aside}")
     try:
         _recover(path)
     except OSError as error:
@@ -190,19 +203,35 @@ def _remove_old(path: Path) -> None:
 
 def _whole(partial: Path, path: Path) -> str:
     """Where a run is that ends badly with all of it written."""
-    return f"{partial} is whole: rename it to {path.name}" if partial.exists() else f"{path} is whole"
+    if not partial.exists():
+        return f"{path} is whole"
+    first = f", after you move {path} away" if path.exists() else ""
+    old = _aside(path) / _OLD
+    more = f"; what it was to replace is in {old}" if old.exists() else ""
+    return f"{partial} is whole: rename it to {path.name}{first}{more}"
 
 
-def _keep_or_remove(partial: Path, journal: Journal, error: BaseException) -> str:
+def _keep_or_remove(partial: Path, path: Path, journal: Journal, error: BaseException) -> str:
     """What becomes of a run that ends badly, and what to tell of it."""
     final = isinstance(error, CkptkitError) and not error.resumable
     if not final and (count := journal.count()):
-        return f"{partial} keeps {count} finished file(s): give the same command with --resume to go on"
+        kept = f"{partial} keeps {count} finished file(s)"
+        if path.exists():
+            return f"{kept}: {_go_on(path)}; the same command begins anew"
+        return f"{kept}: give the same command with --resume to go on"
     try:
+        require_replaceable(partial, is_partial=True)
         _remove_partial(partial)
+    except CkptkitError as other:
+        return f"{other.message}: move it elsewhere"
     except OSError:
         return f"{partial} could not be removed: move it elsewhere"
     return "nothing was left behind"
+
+
+def _go_on(path: Path) -> str:
+    """How to finish a run that was to replace `path`."""
+    return f"to go on, move {path} away and give the same command with --resume instead of --overwrite"
 
 
 def _remove_partial(partial: Path) -> None:
@@ -235,18 +264,50 @@ def _aside(path: Path) -> Path:
     return path.with_name(f"{path.name}{_PARTIAL}.old")
 
 
-def _replace(partial: Path, path: Path) -> None:
-    """Renames `partial` to `path`, and what was there into `_aside`; on an error it is put back."""
+def _replace(partial: Path, path: Path, before: _Listed) -> None:
+    """Renames `partial` to `path`, and what was there into `_aside`; on an error it is put back.
+
+    Raises CkptkitError where that is not as it was `before`: another program wrote it while the run worked.
+    """
     try:
         if path.exists():
             aside = _aside(path)
             aside.mkdir()
             (aside / _MARK).touch()
             os.rename(path, aside / _OLD)
+            if changed := _changed(before, aside / _OLD):
+                message = f"{path} was written while the run worked ({changed}), so it is not replaced"
+                raise CkptkitError(message, "let no other program write there")
         os.rename(partial, path)
     except BaseException:
-        _recover(path)
+        _put_back(path)
         raise
+
+
+def _files_in(root: Path) -> _Listed:
+    """Size and time of each file below a directory, and its folders without; nothing where there is no directory."""
+    found = everything(root) if os.path.lexists(root) else ()
+    return {
+        str(path.relative_to(root)): None if stat.S_ISDIR(entry.st_mode) else (entry.st_size, entry.st_mtime_ns)
+        for path, entry in found
+        if path != root or not stat.S_ISDIR(entry.st_mode)
+    }
+
+
+def _changed(before: _Listed, root: Path) -> str:
+    """What was written, added or removed below a directory since it was as `before`, in words; empty if nothing was."""
+    now = _files_in(root)
+    return summarize(sorted(name for name in {**before, **now} if name not in before or before[name] != now.get(name)))
+
+
+def _put_back(path: Path) -> None:
+    """Puts back what was moved aside, unless another program has put something in its place."""
+    aside = _aside(path)
+    if (aside / _OLD).exists() and not os.path.lexists(path):
+        os.rename(aside / _OLD, path)
+    if aside.is_dir() and not (aside / _OLD).exists():
+        (aside / _MARK).unlink(missing_ok=True)
+        aside.rmdir()
 
 
 def _recover(path: Path) -> None:
@@ -264,10 +325,12 @@ def _recover(path: Path) -> None:
 
 
 def _require_own_aside(aside: Path) -> None:
-    """Raises CkptkitError unless a run made the directory at `aside` and nothing was put into it."""
+    """Raises CkptkitError unless a run made the directory at `aside` and what it holds may be removed."""
     names = {entry.name for entry in aside.iterdir()} if aside.is_dir() and not aside.is_symlink() else {""}
     if not names <= {_MARK, _OLD, _GONE} or (names and _MARK not in names):
         raise CkptkitError(
             f"{aside} is in the way: what is replaced is kept there until the new output is whole",
             "move it away, or choose another destination",
         )
+    if (aside / _OLD).exists():
+        require_replaceable(aside / _OLD)

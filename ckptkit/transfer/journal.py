@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.detect import MANIFEST, TRACKER
 from ckptkit.formats.files import Digests, Files
-from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ckptkit.formats.hf.reader import INDEX, read_json
 from ckptkit.storage.digest import TensorDigest
 
 JOURNAL = ".ckptkit"
 _ASKED = "asked.json"
+_FILES = "files"
 _RUN = "run-"
 _STOPPED = ".stopped"
 _MEASURED = ".measured"
+
+_NAME = re.compile(
+    rf"{re.escape(JOURNAL)}/({re.escape(_ASKED)}|{_FILES}|{_RUN}[0-9a-f]{{16}}({re.escape(_STOPPED)})?"
+    rf"|[^/]+\.(safetensors|distcp)({re.escape(_MEASURED)}|\.json))?(\.[0-9a-f]{{8}}\.tmp)?"
+)
+_TEMPORARY = re.compile(r"(.*/)?\.([^/]+)\.[0-9a-f]{16}\.tmp")  # as `ckptkit.storage.whole.new_file` names files
+# What every run may write: a manifest, configs, and what makes a checkpoint of weights.
+_ALWAYS = frozenset(
+    {
+        *(MANIFEST, "config.json", "hf/config.json", "carried/config.json", ADAPTER_CONFIG, ADAPTER_WEIGHTS),
+        *(INDEX, f"carried/{INDEX}", TRACKER),
+        *("release/.metadata", "release/common.pt", "release/metadata.json"),
+    }
+)
 
 # Numbers that were measured while tensors were written, by name.
 Measured = Mapping[str, Sequence[float]]
@@ -39,16 +57,35 @@ class Journal:
         self._folder.mkdir()
         _write(self._folder / _ASKED, dict(asked))
 
+    def list_files(self, files: Iterable[str]) -> None:
+        """Notes the files of weights and next to them that the run writes, relative to the root."""
+        _write(self._folder / _FILES, {"files": sorted(files)})
+
+    def not_written(self, names: Collection[str]) -> list[str]:
+        """Which of these files, and of folders with a `/` behind them, no run has written here, sorted."""
+        try:
+            found = read_json(self._folder / _FILES).get("files")
+        except CkptkitError:  # the run had not come so far
+            found = []
+        listed = _ALWAYS.union(one for one in (found if isinstance(found, list) else []) if isinstance(one, str))
+        folders = {f"{parent}/" for one in listed for parent in PurePosixPath(one).parents}
+        own = [_TEMPORARY.sub(r"\1\2", name) for name in names]
+        return sorted(
+            name
+            for name, one in zip(names, own, strict=True)
+            if not (one in listed or one in folders or is_of_journal(one))
+        )
+
     def check(self, asked: Mapping[str, Any]) -> None:
         """Raises CkptkitError when the run that died was asked for something else, naming what differs."""
         before = read_json(self._folder / _ASKED)
         if differ := [key for key in {**before, **asked} if before.get(key) != asked.get(key)]:
             key = differ[0]
-            raise CkptkitError(
-                f"{self._root} cannot be resumed: its {key} was {_short(before.get(key))}, "
-                f"and is {_short(asked.get(key))} now",
-                "give the same command and source, or start again with --overwrite",
-            )
+            what = f"its {key} was {_short(before.get(key))}, and is {_short(asked.get(key))} now"
+            if key == "source":  # a digest tells nothing
+                what = "files of its source were written, moved or copied since (their paths, sizes or times differ)"
+            hint = "give the same command and source, or start again with --overwrite"
+            raise CkptkitError(f"{self._root} cannot be resumed: {what}", hint)
 
     def begin_run(self) -> str:
         """Marks a run as going on. Returns the mark, for `Journal(root, mark)` in what works for it elsewhere."""
@@ -128,11 +165,17 @@ class Journal:
     def end(self) -> None:
         """Removes the journal, and what killed processes have left of files."""
         for leftover in self._root.rglob(".*.tmp"):
-            leftover.unlink()
+            if _TEMPORARY.fullmatch(leftover.name):
+                leftover.unlink()
         shutil.rmtree(self._folder)
 
     def _record(self, file: str) -> Path:
         return self._folder / (file.replace("/", "%") + ".json")
+
+
+def is_of_journal(name: str) -> bool:
+    """Whether a file, or an empty folder with a `/` behind it, is of a journal, by its name relative to the root."""
+    return _NAME.fullmatch(name) is not None
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

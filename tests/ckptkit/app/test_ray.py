@@ -30,6 +30,7 @@ from ckptkit.app.on_ray import TaskInput, batches_of, digest_of, write_batch
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions
 from ckptkit.core.errors import CkptkitError
+from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.ray import tasks as ray_tasks
@@ -281,7 +282,7 @@ def task(releases: PathOf, tmp_path: Path) -> TaskInput:
     )
     (tmp_path / "out.partial" / JOURNAL).mkdir(parents=True)
     (tmp_path / "out.partial" / JOURNAL / "run-1").touch()
-    source = options.identity(options.local_sources())["source"]
+    source = fingerprint(options.local_sources().values())
     return TaskInput(options, tmp_path / "out.partial", "run-1", source, digest_of(make_plan(options)))
 
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import shutil
+import socket
+import stat
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 from support.models import content
 from support.whole_files import whole, write, write_manifest
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ckptkit.core.errors import CkptkitError, FinalError
 from ckptkit.transfer.destination import check_destination, new_directory
@@ -30,9 +39,12 @@ def test_appears_only_when_finished(tmp_path: Path) -> None:
 def test_nothing_is_left_after_a_failure(tmp_path: Path, error: type[BaseException] | BaseException) -> None:
     with (
         pytest.raises((KeyboardInterrupt, CkptkitError, ZeroDivisionError)),
-        new_directory(tmp_path / "out", ASKED) as (partial, _),
+        new_directory(tmp_path / "out", ASKED) as (partial, journal),
     ):
-        (partial / "x").write_text("1")
+        journal.list_files(["figures/x"])
+        for name in ("config.json", "figures/x", "release/.__0_0.distcp.0123456789abcdef.tmp"):
+            write(partial / name)
+        journal.list_files(["figures/x", "release/__0_0.distcp"])
         raise error
     assert list(tmp_path.iterdir()) == []
 
@@ -44,7 +56,7 @@ def test_finished_files_are_kept_only_where_the_same_job_may_go_on(
     tmp_path: Path, error: CkptkitError, resumable: bool
 ) -> None:
     with pytest.raises(CkptkitError), new_directory(tmp_path / "out", ASKED) as (_, journal):
-        journal.record("x", {})
+        journal.record("x.safetensors", {})
         raise error
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"] * resumable
 
@@ -164,6 +176,14 @@ FOREIGN = {
     "files of a user where Megatron's are": ("release/notes.txt", "release/.metadata", "release/__0_0.distcp"),
     "a model in Megatron's root": ("model.safetensors", "release/.metadata", "release/__0_0.distcp"),
     "a second hf": ("hf/hf/README.md", "release/.metadata", "release/__0_0.distcp"),
+    "weights in hf": ("hf/model.safetensors", "release/.metadata", "release/__0_0.distcp", "hf/config.json"),
+    "an optimizer of MLX": ("optimizer.safetensors", "config.json", "model.safetensors"),
+    "an optimizer of accelerate": ("optimizer.bin", "config.json", "model.safetensors"),
+    "an optimizer of legacy ranks": ("mp_rank_00/distrib_optim.pt", "mp_rank_00/model_optim_rng.pt"),
+    "other weights carried along": (
+        *("carried/adapter_model.safetensors", "carried/config.json"),
+        *("release/.metadata", "release/__0_0.distcp"),
+    ),
     "a folder in the templates": ("additional_chat_templates/mine/a.jinja", "config.json", "model.safetensors"),
     "notes in the cache of a download": (".cache/huggingface/thesis.tex", "config.json", "model.safetensors"),
     "pages in the cache of a download": (".cache/huggingface/download/a.tex", "config.json", "model.safetensors"),
@@ -227,6 +247,175 @@ def test_what_only_has_the_names_of_a_checkpoint_is_never_replaced(tmp_path: Pat
     ):
         pass
     assert content(tmp_path) == before
+
+
+SEVERAL = {
+    "a base and its adapter": ("adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors"),
+    "a single file and shards": ("config.json", "model-00001-of-00001.safetensors", "model.safetensors"),
+    "shards of two saves": (
+        *("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        "model-00001-of-00003.safetensors",
+    ),
+    "the authors' format and HF's": ("config.json", "consolidated.safetensors", "model.safetensors"),
+    "two formats": ("config.json", "model.safetensors", "pytorch_model.bin"),
+    "two precisions": ("config.json", "model.fp16.safetensors", "model.safetensors"),
+    "two versions": ("config.json", "model-v1.safetensors", "model-v2.safetensors"),
+    "two of llama.cpp": ("config.json", "a-Q4.gguf", "a-Q8.gguf"),
+    "weights and their average": ("config.json", "pytorch_model.bin", "pytorch_model_ema.bin"),
+    "a release and an iteration": (".metadata", "__0_0.distcp", "release/.metadata", "release/__0_0.distcp"),
+    "ranks and torch_dist": ("release/.metadata", "release/__0_0.distcp", "release/mp_rank_00/model_optim_rng.pt"),
+    "two saves by rank": ("mp_rank_00/model_optim_rng.pt", "release/mp_rank_00/model_optim_rng.pt"),
+    "ranks of two saves": ("mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt"),
+    "two towers": (
+        *("release/.metadata", "release/__0_0.distcp"),
+        *("carried/model.safetensors", "carried/model-00001-of-00001.safetensors"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_of_several_checkpoints_in_one_folder_none_is_replaced(tmp_path: Path, name: str) -> None:
+    for file in SEVERAL[name]:
+        write(tmp_path / "out" / file)
+    before = content(tmp_path)
+    with (
+        pytest.raises(CkptkitError, match="out holds weights of several checkpoints, so it is not replaced"),
+        new_directory(tmp_path / "out", ASKED, overwrite=True),
+    ):
+        pass
+    assert content(tmp_path) == before
+
+
+def test_weights_that_an_index_does_not_name_are_another_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name in ("config.json", *shards):
+        write(out / name)
+    write(out / "model.safetensors.index.json", json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
+    check_destination(out, overwrite=True)
+    for name in ("model.safetensors", "consolidated.safetensors", "adapter_model.safetensors"):
+        write(out / name)
+        with pytest.raises(CkptkitError, match=rf"several checkpoints.*{name.partition('.')[0]}"):
+            check_destination(out, overwrite=True)
+        write_manifest(out, "config.json", name)
+        check_destination(out, overwrite=True)
+        write(out / name, "changed")
+        with pytest.raises(CkptkitError, match="several checkpoints"):
+            check_destination(out, overwrite=True)
+        (out / name).unlink()
+    for name in shards:
+        (out / name).unlink()
+    write(out / "model.safetensors")
+    with pytest.raises(CkptkitError, match="several checkpoints"):
+        check_destination(out, overwrite=True)
+
+
+def test_a_layout_of_a_manifest_and_an_index_of_other_weights(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in ("config.json", "a.safetensors", "b.safetensors"):
+        write(out / name)
+    write(out / "model.safetensors.index.json", json.dumps({"weight_map": {"x": "b.safetensors"}}))
+    write_manifest(out, "config.json", hf_layout={"a.safetensors": ["x"]})
+    with pytest.raises(CkptkitError, match=r"several checkpoints.*: a\.safetensors, b\.safetensors"):
+        check_destination(out, overwrite=True)
+
+
+@pytest.mark.parametrize("key", ["optimizer.state.exp_avg.a", "chained_1.optimizer.param_groups", "app.optim.state.a"])
+@pytest.mark.parametrize("folder", ["", "release/"])
+def test_the_optimizer_of_a_run_is_never_replaced(tmp_path: Path, key: str, folder: str) -> None:
+    entries = {"a": BytesStorageMetadata(), key: BytesStorageMetadata()}
+    stored = {MetadataIndex(name): _StorageInfo("__0_0.distcp", 0, 8) for name in entries}
+    out = tmp_path / "out"
+    for table, is_run in (({"a": stored[MetadataIndex("a")]}, False), (stored, True)):
+        some = {index.fqn if isinstance(index, MetadataIndex) else index: BytesStorageMetadata() for index in table}
+        places = {MetadataIndex(name): stored[MetadataIndex(name)] for name in some}
+        metadata = Metadata(state_dict_metadata=some, storage_data=places)
+        write(out / folder / "__0_0.distcp", bytes(8))
+        write(out / folder / ".metadata", pickle.dumps(metadata))
+        if not is_run:
+            check_destination(out, overwrite=True)
+            continue
+        with pytest.raises(
+            CkptkitError, match=rf"holds the optimizer of a training run.*: {folder}\.metadata has {key}"
+        ):
+            check_destination(out, overwrite=True)
+        write_manifest(out, f"{folder}.metadata")  # as `ckptkit manifest` does
+        with pytest.raises(CkptkitError, match="holds the optimizer of a training run"):
+            check_destination(out, overwrite=True)
+
+
+def test_the_optimizer_of_legacy_ranks_is_never_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "out/release/mp_rank_00/model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    for optimizer, is_run in (({}, False), ({"optimizer": None}, False), ({"optimizer": {"state": 1}}, True)):
+        torch.save({"model": {}, **optimizer}, file)
+        if not is_run:
+            check_destination(tmp_path / "out", overwrite=True)
+            continue
+        with pytest.raises(CkptkitError, match=r"holds the optimizer of a training run"):
+            check_destination(tmp_path / "out", overwrite=True)
+    torch.save({"model": {}}, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(CkptkitError, match=r"is not replaced: .* is in the format that torch wrote before 1\.6"):
+        check_destination(tmp_path / "out", overwrite=True)
+
+
+@pytest.mark.parametrize("name", [".git/HEAD", ".env", "hf/.git/config", "figures/.a"])
+def test_a_hidden_file_is_never_replaced_whatever_lists_it(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    for file in ("config.json", "model.safetensors", name):
+        write(out / file)
+    write_manifest(out, "config.json", name)
+    with pytest.raises(CkptkitError, match=rf"not part of a checkpoint.*: {name}"):
+        check_destination(out, overwrite=True)
+
+
+@pytest.mark.parametrize("place", ["out", "out.partial"])
+@pytest.mark.parametrize(
+    "name", ["x.safetensors", "config.json", "ckptkit.json", "model.safetensors", ".ckptkit/files"]
+)
+@pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a device"])
+def test_what_is_no_regular_file_is_in_the_way(tmp_path: Path, name: str, place: str, kind: str) -> None:
+    for file in ("config.json", "model.safetensors", ".ckptkit/asked.json"):
+        if file != name and (place == "out.partial" or not file.startswith(".")):
+            write(tmp_path / place / file, None if "/" not in file else "{}")
+    special = tmp_path / place / name
+    special.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "a device":
+        try:
+            os.mknod(special, stat.S_IFCHR, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("this user may make no devices")
+    elif kind == "a socket":
+        here = Path.cwd()
+        os.chdir(special.parent)  # the path of a socket is short
+        try:
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(special.name)
+        finally:
+            os.chdir(here)
+    else:
+        os.mkfifo(special)
+    with pytest.raises(CkptkitError, match=rf"{special} is not a regular file, but {kind}"):
+        check_destination(tmp_path / "out", overwrite=True)
+    assert special.exists()
+
+
+@pytest.mark.parametrize("place", ["out", "out.partial", "out/hf", "a b"])
+@pytest.mark.parametrize("how", ["tmpfs", "bind"])
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, place: str, how: str) -> None:
+    mounted = tmp_path / place
+    (tmp_path / "other").mkdir()
+    mounted.mkdir(parents=True)
+    options = ["-t", "tmpfs", "-o", "size=1m", "tmpfs"] if how == "tmpfs" else ["--bind", tmp_path / "other"]
+    if subprocess.run(["mount", *options, mounted], check=False, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        out = tmp_path / ("a b" if place == "a b" else "out")
+        with pytest.raises(CkptkitError, match=rf"{mounted} is a mount point, so (it|{out}) is not replaced"):
+            check_destination(out, overwrite=True)
+        check_destination(mounted / "out", overwrite=True)
+    finally:
+        subprocess.run(["umount", mounted], check=True)
 
 
 @pytest.mark.parametrize("folder", [".git", "code", "release/inside"])
@@ -361,9 +550,70 @@ def test_a_partial_that_is_no_directory_is_named(tmp_path: Path, kind: str, opti
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "precious"]
 
 
+FOREIGN_IN_PARTIAL = (
+    *("thesis.tex", ".git/HEAD", "README.md", "model.safetensors", "release/notes.txt", "figures/b.png", "empty/"),
+    *(".ckptkit/thesis.tex", ".ckptkit/notes/a.json", ".thesis.tex.0123456789abcdef.tmp", ".config.json.tmp"),
+)
+
+
+@pytest.mark.parametrize("name", FOREIGN_IN_PARTIAL)
+@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
+def test_what_no_run_wrote_into_a_partial_is_never_removed(tmp_path: Path, name: str, options: dict[str, bool]) -> None:
+    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED) as (partial, journal):
+        journal.list_files(["figures/a.png", "release/__0_0.distcp"])
+        journal.record("release/__0_0.distcp", {})
+        raise ZeroDivisionError
+    (partial / name).mkdir(parents=True) if name.endswith("/") else write(partial / name)
+    before = content(tmp_path)
+    with (
+        pytest.raises(CkptkitError, match=rf"out\.partial holds what no run writes, .*: {name}"),
+        new_directory(tmp_path / "out", ASKED, **options),
+    ):
+        pass
+    assert content(tmp_path) == before
+    assert (partial / name).exists()
+
+
+def test_a_journal_that_lists_nothing_makes_no_partial_of_a_project(tmp_path: Path) -> None:
+    for text in ("{}", '{"files": 1}', '{"files": [1, {}]}', "x"):
+        for file in (".ckptkit/asked.json", ".ckptkit/files", "thesis.tex"):
+            write(tmp_path / "out.partial" / file, text)
+        with pytest.raises(CkptkitError, match=r"holds what no run writes, .*: thesis\.tex"):
+            check_destination(tmp_path / "out", overwrite=True)
+
+
+def test_a_partial_of_ours_is_replaced_with_all_that_a_run_writes(tmp_path: Path) -> None:
+    names = ("figures/a.png", "release/__0_0.distcp", "hf/tokenizer.json", "carried/model.safetensors")
+    with pytest.raises(KilledError), new_directory(tmp_path / "out", ASKED) as (partial, journal):
+        journal.list_files(names)
+        journal.begin_run()
+        journal.stop_run(journal.begin_run())
+        journal.record("release/__0_0.distcp", {}, {"a": [1.0]})
+        for name in (*names, "release/.metadata", "release/.__0_0.distcp.0123456789abcdef.tmp", "ckptkit.json"):
+            write(partial / name)
+        write(partial / ".ckptkit/release%__0_0.distcp.json.01234567.tmp")
+        raise KilledError
+    assert (partial / "figures/a.png").exists()
+    with new_directory(tmp_path / "out", ASKED, overwrite=True):
+        pass
+    assert content(tmp_path) == {}
+
+
+def test_what_another_program_wrote_into_the_partial_stays_when_a_run_fails(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CkptkitError, match="no") as failed,
+        new_directory(tmp_path / "out", ASKED) as (partial, _),
+    ):
+        write(partial / "config.json")
+        write(partial / "thesis.tex")
+        raise FinalError.of(CkptkitError("no"))
+    assert (partial / "thesis.tex").exists()
+    assert "thesis.tex" in str(failed.value.__notes__)
+
+
 def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED) as (partial, journal):
-        journal.record("x", {})
+        journal.record("x.safetensors", {})
         raise ZeroDivisionError
     (partial / "release").symlink_to("/tmp")
     for options in ({"overwrite": True}, {"resume": True}):
@@ -444,6 +694,155 @@ def die_at(at: str, patched: pytest.MonkeyPatch) -> None:
     if at == "while it is removed":
         rmtree = shutil.rmtree
         patched.setattr(shutil, "rmtree", lambda path: died() if Path(path).name == "removed" else rmtree(path))
+
+
+def _write_iteration(out: Path) -> None:
+    write(out / "iter_0000100/__0_0.distcp")
+
+
+def _edit_config(out: Path) -> None:
+    write(out / "config.json", '{"model_type": "edited"}')
+
+
+def _train(out: Path) -> None:
+    write(out / "model.safetensors", save({"trained": torch.ones(3)}))
+
+
+def _remove_weights(out: Path) -> None:
+    (out / "model.safetensors").unlink()
+
+
+def _make_folder(out: Path) -> None:
+    (out / "logs").mkdir()
+
+
+def _replace_by_file(out: Path) -> None:
+    shutil.rmtree(out)
+    write(out)
+
+
+@pytest.mark.parametrize(
+    "change", [_write_iteration, _edit_config, _train, _remove_weights, _make_folder, _replace_by_file]
+)
+def test_what_another_program_writes_there_meanwhile_is_not_replaced(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    out = tmp_path / "out"
+    for name in ("config.json", "model.safetensors"):
+        write(out / name)
+    with (
+        pytest.raises(
+            CkptkitError, match=r"out was written while the run worked \(.+\), so it is not replaced"
+        ) as refused,
+        new_directory(out, ASKED, overwrite=True) as (partial, _),
+    ):
+        write(partial / "config.json", "new")
+        change(out)
+        before = content(tmp_path / "out") if out.is_dir() else out.read_bytes()
+    assert (content(out) if out.is_dir() else out.read_bytes()) == before
+    assert content(partial) == {"config.json": b"new"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
+    assert f"rename it to out, after you move {out} away" in str(refused.value.__notes__)
+
+
+def test_a_destination_that_another_program_made_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CkptkitError, match=r"out was written while the run worked \(config\.json\)"),
+        new_directory(tmp_path / "out", ASKED) as (partial, _),
+    ):
+        write(tmp_path / "out/config.json")
+    assert (tmp_path / "out/config.json").exists()
+    assert partial.is_dir()
+
+
+@pytest.mark.parametrize("touch", ["reads", "empty destination", "gone"])
+def test_a_destination_that_was_only_read_is_replaced(tmp_path: Path, touch: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    if touch == "reads":
+        for name in ("config.json", "model.safetensors"):
+            write(out / name)
+    with new_directory(out, ASKED, overwrite=True) as (partial, _):
+        write(partial / "new")
+        assert content(out) is not None
+        if touch == "gone":
+            out.rmdir()
+    assert content(tmp_path) == {"out/new": b"x"}
+
+
+def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may write by a directory that it has open, wherever that is moved."""
+    out, kept = tmp_path / "out", tmp_path / ASIDE / "replaced"
+    for name in ("config.json", "model.safetensors"):
+        write(out / name)
+    rename = os.rename
+
+    def renamed(source: Path, target: Path) -> None:
+        rename(source, target)
+        if Path(source).name == "out.partial":
+            write(kept / "iter_0000100/__0_0.distcp")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", renamed)
+        with (
+            pytest.raises(CkptkitError, match=r"out is whole, but what it replaced was written meanwhile") as refused,
+            new_directory(out, ASKED, overwrite=True) as (partial, _),
+        ):
+            write(partial / "config.json")
+            write(partial / "model.safetensors")
+    assert str(kept) in str(refused.value.hint)
+    assert (kept / "iter_0000100/__0_0.distcp").exists()
+    with pytest.raises(CkptkitError, match=r"replaced holds iterations of a training run"):
+        check_destination(out, overwrite=True)
+    shutil.rmtree(kept / "iter_0000100")
+    with new_directory(out, ASKED, overwrite=True):
+        pass
+    assert content(tmp_path) == {}
+
+
+def test_what_took_the_place_of_the_old_output_and_the_old_output_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename = tmp_path / "out", os.rename
+    for name in ("config.json", "model.safetensors"):
+        write(out / name)
+    old = content(out)
+
+    def renamed(source: Path, target: Path) -> None:
+        rename(source, target)
+        if Path(target).name == "replaced":
+            write(out / "iter_0000100/__0_0.distcp")
+
+    monkeypatch.setattr(os, "rename", renamed)
+    with (
+        pytest.raises(CkptkitError) as refused,
+        new_directory(out, ASKED, overwrite=True) as (partial, _),
+    ):
+        write(partial / "new")
+    assert content(out) == {"iter_0000100/__0_0.distcp": b"x"}
+    assert content(partial) == {"new": b"x"}
+    assert content(tmp_path / ASIDE / "replaced") == old
+    assert str(tmp_path / ASIDE / "replaced") in str(refused.value.hint)
+
+
+def test_a_run_that_was_to_replace_something_goes_on_when_that_is_moved_away(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in ("config.json", "model.safetensors"):
+        write(out / name)
+    with pytest.raises(CkptkitError) as failed, new_directory(out, ASKED, overwrite=True) as (_, journal):
+        journal.record("x.safetensors", {})
+        raise CkptkitError("no")
+    told = f"move {out} away and give the same command with --resume instead of --overwrite"
+    assert told in str(failed.value.__notes__)
+    with pytest.raises(CkptkitError, match="out exists already") as refused:
+        check_destination(out, resume=True)
+    assert told in str(refused.value.hint)
+    out.rename(tmp_path / "old")
+    with new_directory(out, ASKED, resume=True) as (_, journal):
+        assert journal.count() == 1
+    assert out.is_dir()
 
 
 @pytest.mark.parametrize("made", ["file", "link", "more"])

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 from support.models import content
+from support.whole_files import write
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats import files as formats
+from ckptkit.transfer import destination
 from ckptkit.transfer import files as module
 from quant.schemes.w4a16 import int4_scheme
 from verify.run import verify
@@ -133,6 +135,32 @@ def test_a_cut_off_run_is_not_replaced_or_resumed_unasked(
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("count", range(6))
+def test_a_run_with_other_files_and_a_tower_that_was_cut_off_is_replaced_whatever_it_had_written(
+    releases: Callable[[str], Path],
+    copy_of: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+) -> None:
+    source, out = copy_of(releases("qwen3_vl_moe")), tmp_path / "out"
+    for name in ("figures/a.png", "thesis.tex", "README.md", "modeling_x.py"):
+        write(source / name)
+    convert(source, out, max_shard_size=FILE_BYTES)
+    assert (out / "carried").is_dir()
+    convert(source, out, max_shard_size=FILE_BYTES, overwrite=True)
+    whole = content(out)
+    with monkeypatch.context() as patched:
+        patched.setattr(destination, "_keep_or_remove", lambda *_: "killed")
+        with pytest.raises(PowerCutError), cut_off_after(count, monkeypatch):
+            convert(source, out, max_shard_size=FILE_BYTES, workers=1, overwrite=True)
+    assert content(out) == whole
+    assert (tmp_path / "out.partial/hf/thesis.tex").exists()
+    convert(releases("qwen2-tied"), out, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", source.name]
+    assert not (out / "hf/thesis.tex").exists()
+
+
 def test_without_a_cut_off_run_resume_begins(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "out", resume=True)
     assert (tmp_path / "out/ckptkit.json").exists()
@@ -160,8 +188,43 @@ def test_another_source_is_refused(
         convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, workers=1)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"bos_token_id": 7}))
-    with pytest.raises(CkptkitError, match="cannot be resumed: its source was"):
+    with pytest.raises(CkptkitError, match="cannot be resumed: files of its source were written"):
         convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, resume=True)
+
+
+def _write_in_place(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+
+
+def _write_anew(file: Path) -> None:
+    other = file.with_name("other")
+    other.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    other.rename(file)
+
+
+@pytest.mark.parametrize("change", [_write_in_place, _write_anew], ids=["in place", "by another file"])
+@pytest.mark.parametrize("ends", [False, True], ids=["cut off", "whole"])
+def test_a_source_of_the_same_size_and_time_is_another(
+    releases: Callable[[str], Path],
+    copy_of: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    ends: bool,
+) -> None:
+    source, out = copy_of(releases("qwen3_moe")), tmp_path / "out"
+    if ends:
+        convert(source, out, max_shard_size=FILE_BYTES)
+    else:
+        with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
+            convert(source, out, max_shard_size=FILE_BYTES, workers=1)
+    file = sorted(source.glob("*.safetensors"))[-1]
+    before = file.stat()
+    change(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    told = "out exists already" if ends else "cannot be resumed: files of its source were written"
+    with pytest.raises(CkptkitError, match=told):
+        convert(source, out, max_shard_size=FILE_BYTES, resume=True)
 
 
 def test_resume_and_overwrite_exclude_each_other(releases: Callable[[str], Path], tmp_path: Path) -> None:
@@ -221,9 +284,8 @@ def test_what_only_lacks_its_name_gets_it(run: Run, tmp_path: Path) -> None:
     before = content(tmp_path)
     (tmp_path / "out").rename(tmp_path / "out.partial")
     old = tmp_path / "out.partial.old"
-    (old / "replaced").mkdir(parents=True)
-    for name in (".ckptkit", "replaced/config.json"):
-        (old / name).touch()
+    for name in (".ckptkit", "replaced/config.json", "replaced/model.safetensors"):
+        write(old / name)
     run(tmp_path / "out", resume=True)
     assert content(tmp_path) == before
 
