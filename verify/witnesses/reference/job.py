@@ -30,6 +30,7 @@ class ReferenceJob:
     dtype: str | None = None  # of the rounded pass; None: the one in which an engine computes
     texts: Ids | None = None  # to be predicted
     activations: int | None = None  # `activations.group_of` what the engine rounds; None: nothing
+    temperatures: Sequence[float] | None = None  # of each prompt; None: 1
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,10 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What transformers makes of a job in one dtype."""
-
-    judged: Sequence[Judged]  # of each prompt; `top_ids` are transformers' own most probable tokens
-
-
-@dataclass(frozen=True)
 class Reference:
-    """What transformers makes of a job."""
+    """What transformers makes of each prompt; `top_ids` are its own most probable tokens."""
 
     dtype: str  # of `rounded`, and what else is rounded there
-    exact: Answers  # in float32
-    rounded: Answers
+    exact: Sequence[Judged]  # in float32
+    rounded: Sequence[Judged]
     predicted: Predicted | None = None  # of the job's texts
