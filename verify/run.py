@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,19 +19,21 @@ from ckptkit.formats.other_weights import refuse_other_format
 from ckptkit.formats.own_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.draft import is_draft
-from verify.causes import with_causes
 from verify.check import NOT_APPLICABLE, Skip, all_checks, choose, looked_at, run_checks
 from verify.evidence.expected import model_of, usable_config
 from verify.evidence.floats.rounding import float_rounding_of, float_weights
+from verify.evidence.folding import layers_of
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
 from verify.options import GivenVerifyOptions, VerifyOptions, verify_options
-from verify.report import Finding, Report, now
+from verify.report import Finding, Report, anchors, now
 from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.registry import programs_not_asked
 from verify.witnesses.rollouts.run import recording_of
+
+_PACKED_PART = re.compile(r"\.weight_\w+$")
 
 
 @dataclass(frozen=True)
@@ -242,3 +245,44 @@ def _config_home(here: Subject) -> Path | None:
         return path if there.is_megatron and not (there.root / "hf" / "config.json").exists() else None
     root = path if (path / TRACKER).exists() or is_nemo(path) else path.parent
     return None if (root / "hf" / "config.json").exists() or there.is_megatron else source
+
+
+def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """The findings, each with its `cause`: the first, as bad or worse, that half of its tensors are in.
+
+    `explained_by`: whose findings may be the cause of a check's, by code. A cause has none itself.
+    """
+    by_anchor = dict(zip(anchors(findings), findings, strict=True))
+    weights = {anchor: frozenset(map(_weight, one.names)) for anchor, one in by_anchor.items()}
+    causes: dict[str, str] = {}
+
+    def root(anchor: str) -> str:
+        return root(causes[anchor]) if anchor in causes else anchor
+
+    for anchor, finding in by_anchor.items():
+        for code in explained_by.get(finding.code, ()):
+            for other, candidate in by_anchor.items():
+                if (
+                    candidate.code == code
+                    and anchor not in causes
+                    and root(other) != anchor
+                    and candidate.severity in ("error", finding.severity)
+                    and (_covers(weights[other], weights[anchor]) or _same_move(candidate, finding))
+                ):
+                    causes[anchor] = other
+    return [replace(finding, cause=root(anchor) if anchor in causes else None) for anchor, finding in by_anchor.items()]
+
+
+def _weight(name: str) -> str:
+    """A packed weight by the name of the plain one, under which other checks know it."""
+    return _PACKED_PART.sub(".weight", name)
+
+
+def _covers(explained: Collection[str], names: frozenset[str]) -> bool:
+    return bool(names) and 2 * len(names.intersection(explained)) >= len(names)
+
+
+def _same_move(one: Finding, other: Finding) -> bool:
+    """Whether both say the same of the same layers, whose tensors a program may know by other names."""
+    layers = layers_of(one.names)
+    return bool(layers) and one.actual == other.actual and layers == layers_of(other.names)

@@ -232,7 +232,6 @@ class ModelDims:
     hashed_layers: tuple[int, ...] = ()
     router_sigmoid: bool = False
     router_bias: bool = False
-    router_linear_bias: bool = False
     router_scale: float | None = None
     router_groups: int | None = None
     router_top_groups: int | None = None

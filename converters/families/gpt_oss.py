@@ -64,7 +64,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         experts=integer(config, "num_local_experts"),
         top_k=integer(config, "num_experts_per_tok"),
         expert_ffn=integer(config, "intermediate_size"),
-        router_linear_bias=True,
     )
     # hidden_act says silu, but the gate is x sigmoid(1.702 x).
     return replace(

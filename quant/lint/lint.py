@@ -5,6 +5,7 @@ Reads no weights: names come from the index, the header of the file, or the clas
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +14,15 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import locate, refuse_url
-from ckptkit.formats.hf.reader import read_json
+from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
 from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.storage.whole import write_whole
 from quant.lint.finding import ORDER, LintFinding, finding
-from quant.lint.low_precision import LowPrecisionList
+from quant.lint.low_precision import WRITTEN, LowPrecisionList
 from quant.lint.opening import open_subject
-from quant.lint.rewrite import rewrite, write_list
 from quant.lint.rules import examine, idle
 from quant.lint.subject import IgnoreList
+from quant.lists.table import KEYS
 from quant.selection.spelling import entries_for
 
 _DISAGREEMENTS = ("refused", "disagreement", "exposed")
@@ -159,14 +161,37 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
             "quantize again with `ckptkit quantize`",
         )
     if isinstance(subject, LowPrecisionList):
-        write_list(subject, portable)
+        _write_list(subject, portable)
     else:
-        write_ignore(root / "config.json", portable)
+        _write_ignore(root / "config.json", portable)
     return replace(report, fixed=True)
 
 
-def write_ignore(file: Path, ignore: Sequence[str]) -> None:
+def _write_ignore(file: Path, ignore: Sequence[str]) -> None:
     """Replaces `ignore` in config.json; keeps the old file as config.json.orig unless that exists already."""
     config = read_json(file)
     quantization_of(config)["ignore"] = list(ignore)
-    rewrite(file, config)
+    _rewrite(file, config)
+
+
+def _write_list(subject: LowPrecisionList, entries: Sequence[str]) -> None:
+    """Writes `entries` into config.json and hf_quant_config.json, as far as they are there."""
+    config = read_json(subject.path / "config.json")
+    if isinstance(content := quantization_of(config), dict):
+        for key in KEYS[subject.method]:
+            content.pop(key, None)
+        content.update((key, list(entries)) for key in WRITTEN.get(subject.method, ("ignore",)))
+        _rewrite(subject.path / "config.json", config)
+    if (other := subject.path / MODELOPT_CONFIG).exists():
+        config = read_json(other)
+        nested = config.get("quantization")
+        (nested if isinstance(nested, dict) else config)["exclude_modules"] = list(entries)
+        _rewrite(other, config)
+
+
+def _rewrite(file: Path, config: Mapping[str, Any]) -> None:
+    """Replaces a JSON file; keeps the old one as FILE.orig unless that exists already."""
+    original = file.with_name(f"{file.name}.orig")
+    if not original.exists():
+        write_whole(original, file.read_bytes())
+    write_whole(file, json.dumps(config, indent=2) + "\n")

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from quant.kernels.triton_launch import Launcher, done, working_on
 from quant.online.form import Form, Pair, Part
-from quant.online.same_tensors import looks_like
 
 MIN_MATRICES = 16  # packed matrices in a bucket that make a plan worth keeping
 
@@ -240,3 +239,24 @@ def _outputs(names: Sequence[str], members: Sequence[int], form: Form) -> tuple[
         else:
             found += [(part, which * count + index) for which, part in enumerate(form.names(name))]
     return tuple(name for name, _ in found), tuple(index for _, index in found)
+
+
+def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Returns a function that checks that other tensors have the same classes, dtypes, devices, shapes and strides.
+
+    A Python loop over hundreds of tensors takes a third of the GPU's time for them. torch.compile's guards for its own
+    arguments check all of them in one call.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+    except ImportError:  # private to torch: a version may lack it
+        expected = [_looks(tensor) for tensor in tensors]
+        return lambda *others: [_looks(other) for other in others] == expected
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    checked: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return checked
+
+
+def _looks(tensor: Tensor) -> tuple[Any, ...]:
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()

@@ -11,17 +11,27 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from converters.registry import FAMILIES
-from quant.formats.groups import LINEAR, Target
+from quant.formats.groups import LINEAR, Kind, Target
 from quant.patterns.entries import check_lookups, matcher
 from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
 from quant.selection.readers import LINEAR_CLASSES, RULES, VLLM, sglang, sglang_suffix
 from quant.selection.tree import DRAFT_LAYER
-from quant.selection.vllm_classes import class_in_vllm, named_by_class
 
 # "either": the reader loads the module packed or not.
 Answer = Literal["packs", "other", "keeps", "refuses", "either"]
 BY_CLASS = ("compressed-tensors", "transformers")
 _LAST = "\U0010ffff"
+# Classes of vLLM, by the last part of a layer's name.
+_EXPERTS = "RoutedExperts"
+_CLASSES = {
+    "qkv_proj": "QKVParallelLinear",
+    "gate_up_proj": "MergedColumnParallelLinear",
+    "fused_qkv_a_proj": "DeepSeekV2FusedQkvAProjLinear",
+    "o_proj": "RowParallelLinear",
+    "down_proj": "RowParallelLinear",
+    "lm_head": "ParallelLMHead",
+}
+_OTHER = "ColumnParallelLinear"  # every other class has Linear in its name too
 
 
 @dataclass(frozen=True)
@@ -244,7 +254,7 @@ def _targeted(reader: str, names: Sequence[str], targets: Sequence[Target]) -> _
         if target.pattern != "Linear":
             by_name = dict.fromkeys(by_target(target.pattern), target.kind) | by_name
     if reader in VLLM:
-        return _Targeted(reader, by_name, lambda layer: named_by_class(class_in_vllm(layer), targets))
+        return _Targeted(reader, by_name, lambda layer: _named_by_class(_class_in_vllm(layer), targets))
     linear = next((target.kind for target in targets if target.pattern == "Linear"), None)
     return _Targeted(reader, by_name, lambda _: linear)
 
@@ -260,3 +270,24 @@ def _answer(reader: str, layer: str, asked: Sequence[str], ignored: frozenset[st
         answer or ("refuses" if reader.startswith("SGLang") else "keeps") for answer in targeted.of(layer, asked)
     }
     return answers.pop() if len(answers) == 1 and covers == {False} else "refuses"
+
+
+def _class_in_vllm(layer: str) -> str:
+    """The class that vLLM builds a layer with, which it searches for `targets`; of experts by the name of one of them.
+
+    Source: vLLM `compressed_tensors/utils.py`, `find_matched_target`, and `compressed_tensors.py`, where routed experts
+    take the target Linear over.
+    """
+    return _EXPERTS if ".experts." in layer else _CLASSES.get(layer.rpartition(".")[2], _OTHER)
+
+
+def _named_by_class(name: str, targets: Sequence[Target]) -> Kind | None:
+    """What the first target makes of a class: a pattern from the start, else any part of its name in any case."""
+    found = next((target.kind for target in targets if _matches_class(name, target.pattern)), None)
+    if found is None and name == _EXPERTS:
+        return next((target.kind for target in targets if target.pattern == "Linear"), None)
+    return found
+
+
+def _matches_class(name: str, pattern: str) -> bool:
+    return bool(matcher(pattern)(name)) if pattern.startswith("re:") else pattern.lower() in name.lower()

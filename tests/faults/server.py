@@ -25,7 +25,7 @@ _IMPORTS = (
     *("quant.lint.lint", "quant.kernels.cpu", "quant.kernels.cpu_kernel", "quant.planner", "converters.planner"),
     *("ckptkit.app.cli.conversion", "ckptkit.app.cli.comparison", "ckptkit.app.cli.inspection"),
     *("ckptkit.app.cli.verification", "verify.run", "verify.launch.preflight", "verify.diff.diff", "verify.diff.text"),
-    *("verify.reports", "verify.reports.render", "verify.reports.html", "verify.triage.triage", "verify.triage.text"),
+    *("verify.reports", "verify.reports.render", "verify.reports.html", "verify.triage.triage"),
 )
 _NOBODY = 65534
 _PR_SET_KEEPCAPS, _CAP_DAC_READ_SEARCH = 8, 2

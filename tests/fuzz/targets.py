@@ -41,7 +41,6 @@ from verify.launch.shell import values
 from verify.launch.shell.read import read_script
 from verify.launch.stacks.which import read_job
 from verify.launch.words import LaunchText, Word
-from verify.triage import text
 from verify.triage.triage import triage
 
 Unit = Callable[[bytes], None]
@@ -269,7 +268,7 @@ def _triage(folder: Path) -> Unit:
             found = triage([file])
             assert found.lines <= data.count(b"\n") + 1
             json.dumps(found.to_json())
-            list(text.lines(found))
+            list(module.lines(found))
 
     return unit
 

@@ -35,10 +35,10 @@ def computed(subject: Subject, dtype: str) -> Computed:
     """Megatron's answers beside transformers', with the figures printed (pytest -s)."""
     run = run_megatron_logits(subject, prompts_of(config_of(subject), with_long=False), dtype)
     assert run.reference is not None
-    exact = run.reference.exact.judged
+    exact = run.reference.exact
     for rank, answers in run.answers.items():
         print(f"{subject.path.name} {run.sizes}, {run.device}, {dtype}, rank {rank}: {distance(answers, exact)}")
-    print(f"noise of {run.reference.dtype}: {distance(run.reference.rounded.judged, exact)}")
+    print(f"noise of {run.reference.dtype}: {distance(run.reference.rounded, exact)}")
     return run
 
 

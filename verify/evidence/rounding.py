@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 # The code, as a number, that the largest weight of a group stands at before it is rounded.
 _END_CODE = {"qmax7": 7.0, "minmax": 7.5}
 _MIN_SCALE = 1e-4
-# The smallest part of a group's range that a search keeps (`quant.formats.search`).
+# The smallest part of a group's range that a search keeps (`quant.formats.grids`).
 _MIN_RANGE = 0.81
 # How many steps further off than others a weight may be that stands beyond the codes of AutoRound's grid.
 _CLIPPED_STEPS = 8.0

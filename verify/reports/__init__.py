@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import json_text
+from ckptkit.formats.detect import LOADED, MANIFEST
 from ckptkit.storage.whole import write_whole
 from verify.report import Report
-from verify.reports.destination import FORMATS, fault_of
 
 __all__ = ["FORMATS", "fault_of", "text_of", "write_report"]
+# How a report of each format begins; `page.html` says it in a <meta>.
+_BEGINNINGS = {
+    ".json": re.compile(rb'\{\s*"schema":\s*"ckptkit-report/'),
+    ".md": re.compile(rb"# ckptkit: (PASSED|FAILED|INCONCLUSIVE)\b"),
+    ".xml": re.compile(rb'<\?xml [^>]*>\s*<testsuites>\s*<testsuite name="ckptkit" '),
+    ".sarif": re.compile(rb'\{\s*"\$schema":[^{]*\[\s*\{\s*"tool":\s*\{\s*"driver":\s*\{\s*"name":\s*"ckptkit"'),
+    ".html": re.compile(rb'<!DOCTYPE html>[^\0]{0,1000}<meta name="generator" content="ckptkit-report/'),
+}
+FORMATS = tuple(_BEGINNINGS)
+_READ = 4096  # bytes at the beginning of a file
 
 
 def text_of(report: Report, ending: str) -> str:
@@ -38,3 +50,31 @@ def _writers() -> Mapping[str, Callable[[Report], str]]:
     from verify.reports import html, junit, markdown, sarif
 
     return {".json": _json, ".md": markdown.markdown, ".xml": junit.junit, ".sarif": sarif.sarif, ".html": html.html}
+
+
+def fault_of(path: Path) -> str | None:
+    """Why no report can be written to `path`, asked before any work is done; None when one can.
+
+    Raises OSError where the path cannot be looked at.
+    """
+    parent = path.absolute().parent
+    if path.suffix not in _BEGINNINGS:
+        return f"{path}: must end in one of {', '.join(FORMATS)}"
+    if path.is_dir():
+        return f"{path}: is a directory"
+    if not parent.is_dir():
+        return f"{path}: must be in a directory that is there"
+    if path.name in {*LOADED, MANIFEST}:
+        return f"{path}: is a name that loaders read; name the report otherwise"
+    if path.exists() and not _is_report(path):
+        return f"{path}: is there and is not a {path.suffix} report of ckptkit, so it is not replaced"
+    return None if os.access(parent, os.W_OK) else f"{path}: its directory cannot be written to"
+
+
+def _is_report(path: Path) -> bool:
+    """Whether a file is a report of ckptkit in the format of its ending, or empty. Follows links."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        beginning = file.read(_READ)
+    return not beginning or _BEGINNINGS[path.suffix].match(beginning) is not None

@@ -47,7 +47,7 @@ def triage(logs: tuple[str, ...], as_json: bool) -> None:
 
     `-` reads standard input. Exit code 0: no known symptom; 1: symptoms; 2: a log cannot be read, or is empty.
     """
-    from verify.triage.text import lines
+    from verify.triage.triage import lines
     from verify.triage.triage import triage as run
 
     found = run(logs)

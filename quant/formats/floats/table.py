@@ -138,12 +138,12 @@ def quark_nvfp4() -> Layout:
     return replace(modelopt_nvfp4(), inputs=(".input_scale_2",))
 
 
-def compressed_nvfp4(group: int = 16, *, static: bool = True) -> Layout:
+def compressed_nvfp4(*, static: bool = True) -> Layout:
     """compressed-tensors' `nvfp4-pack-quantized`."""
     return Layout(
-        _nvfp4_words(group),
+        _nvfp4_words(16),
         E2M1,
-        (1, group),
+        (1, 16),
         (FP8_SCALE,),
         (E4M3,),
         _PACKED,

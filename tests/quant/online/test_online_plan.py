@@ -24,10 +24,10 @@ from quant.formats.grids import quantize
 from quant.formats.packing import pack
 from quant.formats.scheme import QuantScheme
 from quant.kernels.floats import quantize_fp8
+from quant.online.cuda import looks_like
 from quant.online.fp8 import Fp8Form
 from quant.online.int4 import Int4Form
 from quant.online.quantizer import OnlineQuantizer
-from quant.online.same_tensors import looks_like
 from quant.online.served import Served
 
 pytest.importorskip("triton")

@@ -543,6 +543,6 @@ def test_one_module_alone_hands_configs_to_transformers() -> None:
                 found.add(str(file.relative_to(root)))
     witnesses = ("reference/process.py", "reference/prediction.py", "rollouts/process.py")
     others = {f"verify/witnesses/{file}" for file in witnesses} | {"verify/evidence/side/texts.py"}
-    defaults = "verify/checks/config/class_defaults.py"
+    defaults = "verify/checks/config/config.py"
     assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py", defaults, *others}
     assert importlib.import_module("quant.selection.meta_model")

@@ -10,8 +10,7 @@ import pytest
 from support.fixture_types import CopyOf, PathOf
 
 from verify.check import Tally
-from verify.checks.config.class_defaults import UNKNOWN, class_default
-from verify.checks.config.config import configs_match
+from verify.checks.config.config import UNKNOWN, class_default, configs_match
 from verify.evidence.subject import Subject
 from verify.reports.headline import headline
 from verify.run import verify

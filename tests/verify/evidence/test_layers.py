@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verify.evidence.moved.layers import moved_layers
-from verify.evidence.moved.repeated import repeated_layers
+from verify.evidence.moved.moves import repeated_layers
 from verify.evidence.moved.stages import Stages
 
 TWELVE = Stages(12)  # layers of a pipeline that nobody knows

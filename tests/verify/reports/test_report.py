@@ -16,14 +16,13 @@ from support import models
 from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
-from verify.causes import with_causes
 from verify.check import Check, Run, Skip, Tally, Unable, run_checks
 from verify.evidence.subject import Subject
 from verify.report import CheckResult, Finding, Report, Severity
 from verify.reports import text_of as text_in
 from verify.reports.headline import headline
 from verify.reports.render import render
-from verify.run import verify
+from verify.run import verify, with_causes
 
 FINDING = Finding(
     "CK203",

@@ -36,7 +36,7 @@ from verify.witnesses.process.codec import load, save
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.process.run import last_error
 from verify.witnesses.reference.distance import best_tokens, distance, not_finite
-from verify.witnesses.reference.job import Answers, Judged, Reference, ReferenceJob
+from verify.witnesses.reference.job import Judged, Reference, ReferenceJob
 from verify.witnesses.reference.process import run as run_reference
 from verify.witnesses.reference.run import prompts_of
 from verify.witnesses.sglang.live import readback
@@ -132,7 +132,7 @@ def test_reference_is_what_transformers_computes(release: Path, tmp_path: Path) 
     with torch.no_grad():
         logits = model(input_ids=torch.tensor(prompts)).logits[0]
     probabilities = logits.softmax(-1)
-    (answer,) = found.exact.judged
+    (answer,) = found.exact
     for position, token in enumerate(prompts[0][1:]):
         assert answer.tokens[position] == pytest.approx(float(probabilities[position, token].log()), abs=1e-5)
         expected = [float(probabilities[position, one].log()) for one in ids[0][position]]
@@ -144,7 +144,7 @@ def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(release: P
     scheme = QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", r"re:.*\.mlp\.gate$"))
     quantize(release, tmp_path / "int4", scheme)
     prompts, ids = [[5, 9, 2, 40, 11, 30]], [[[1, 2]] * 5]
-    plain, packed = (reference(path, tmp_path, prompts, ids).exact.judged for path in (release, tmp_path / "int4"))
+    plain, packed = (reference(path, tmp_path, prompts, ids).exact for path in (release, tmp_path / "int4"))
     assert 0 < distance(packed, plain).mean < 0.1
 
 
@@ -268,7 +268,7 @@ def sound() -> EngineReport:
 
 
 PLAIN = {"model_type": "qwen3_moe"}
-EXACT = Reference("bfloat16", Answers([judged(-1.01, -2.01)]), Answers([judged(-1.03, -2.03)]))
+EXACT = Reference("bfloat16", [judged(-1.01, -2.01)], [judged(-1.03, -2.03)])
 
 
 def verdict(
@@ -425,7 +425,7 @@ def test_one_best_token_everywhere_fails_where_transformers_has_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     several = Judged([-1.0, -2.0], [[7, 1], [8, 1]], judged(-1.0, -2.0).top)
-    reference = Reference("bfloat16", Answers([several]), Answers([several]))
+    reference = Reference("bfloat16", [several], [several])
     outcome = verdict(monkeypatch, tmp_path, EngineRun(sound(), [[1, 2, 3]]), reference)
     assert [one.actual for one in outcome.findings] == ["the same most probable token at every position"]
 

@@ -24,8 +24,7 @@ from verify.witnesses.live.server import Refused
 from verify.witnesses.process.codec import load, save
 from verify.witnesses.sglang.live import server as server_module
 from verify.witnesses.sglang.live.readback import POISON, RECORD
-from verify.witnesses.sglang.live.server import Server, start
-from verify.witnesses.sglang.live.sessions import BEGIN, END
+from verify.witnesses.sglang.live.server import BEGIN, END, Server, start
 
 Answer = tuple[bool, str]
 

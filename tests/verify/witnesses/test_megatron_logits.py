@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import Computed, MegatronRun, run_megatron
-from verify.witnesses.reference.job import Answers, Judged, Reference
+from verify.witnesses.reference.job import Judged, Reference
 from verify.witnesses.registry import with_implied
 
 require_megatron()
@@ -107,8 +108,8 @@ def verdict(
     return judged(Subject(converted(name), None, options=VerifyOptions(against=ASKED)))
 
 
-def moved(by: float) -> Answers:
-    return Answers([replace(ANSWER, tokens=[token + by for token in ANSWER.tokens])])
+def moved(by: float) -> Sequence[Judged]:
+    return [replace(ANSWER, tokens=[token + by for token in ANSWER.tokens])]
 
 
 def reference(by: float) -> Reference:
@@ -138,7 +139,7 @@ def test_megatron_is_within_the_noise_of_the_dtype(
 
 
 def test_a_rank_that_alone_answers_otherwise_is_named(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {0: (ANSWER,), 1: tuple(moved(0.5).judged)}
+    answers = {0: (ANSWER,), 1: tuple(moved(0.5))}
     (finding,) = verdict(converted, monkeypatch, reference(0.0), "qwen3_moe", answers=answers).findings
     assert (finding.rank, finding.actual) == ("rank 1", "mean 0.5")
 

@@ -25,7 +25,7 @@ from verify.run import verify
 from verify.skip import Unable
 from verify.witnesses.process.codec import load, save
 from verify.witnesses.reference import run as reference_run
-from verify.witnesses.reference.job import Answers, Predicted, Reference, ReferenceJob
+from verify.witnesses.reference.job import Predicted, Reference, ReferenceJob
 from verify.witnesses.reference.prediction import TEXTS, bits_a_byte, predicted, texts_of, tokenizer_of
 from verify.witnesses.registry import with_implied
 
@@ -41,7 +41,7 @@ NEEDS_SMOLLM = pytest.mark.skipif(
 def recorded(bits: Sequence[float], structure: float = TRAINED) -> Reference:
     """What transformers would report of a model that needs so many bits a byte."""
     losses = [one * math.log(2) * len(text.encode()) for one, text in zip(bits, TEXTS, strict=True)]
-    return Reference("float32", Answers([]), Answers([]), predicted=Predicted([*losses, *losses], structure))
+    return Reference("float32", [], [], predicted=Predicted([*losses, *losses], structure))
 
 
 def judge(reference: Reference, monkeypatch: pytest.MonkeyPatch, path: Path) -> Outcome:

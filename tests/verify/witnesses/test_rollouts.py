@@ -287,8 +287,8 @@ def test_a_spread_of_samples_is_computed_again_as_far_as_the_model_reads(
     parts = parts_of(Subject(recorded.path, options=VerifyOptions(rollout_data=file)))
     # The model takes 256 tokens; 16 of 40 samples are 0, 2, 5, 7 ...
     assert [part.index for part in parts] == [0, 2, 5, 7, 10, 12, 15, 17, 20, 22, 25, 27, 30, 32, 35, 37]
-    assert {(len(part.tokens), part.first, len(part.mask)) for part in parts} == {(256, 30, 226)}
-    assert {len(part.recorded["rollout_log_probs"]) for part in parts} == {226}
+    assert {(len(part.tokens), len(part.prompt_tokens), len(part.mask)) for part in parts} == {(256, 30, 226)}
+    assert {len(part.log_probs["rollout_log_probs"]) for part in parts} == {226}
     monkeypatch.setattr(rollout_run, "_TOKENS", 1100)
     assert [part.index for part in parts_of(Subject(recorded.path, options=VerifyOptions(rollout_data=file)))] == [
         0,
@@ -303,7 +303,11 @@ def test_response_without_a_prompt_is_judged_from_its_second_token(recorded: Any
     (part,) = parts_of(
         Subject(recorded.path, options=VerifyOptions(rollout_data=write(tmp_path / "alone.pt", [alone])))
     )
-    assert (part.first, part.mask, part.recorded) == (1, [True, True], {"rollout_log_probs": [-2.0, -3.0]})
+    assert (len(part.prompt_tokens), part.mask, part.log_probs) == (
+        1,
+        [True, True],
+        {"rollout_log_probs": [-2.0, -3.0]},
+    )
 
 
 def test_columns_of_miles_trainer_are_read(recorded: Any, tmp_path: Path) -> None:

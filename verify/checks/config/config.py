@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from importlib.util import find_spec
+from typing import Any, Final, TypeVar
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
@@ -15,7 +17,6 @@ from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check, only
 from verify.checks.config.arguments import compared, hint_of, mismatches
-from verify.checks.config.class_defaults import UNKNOWN, class_default
 from verify.checks.config.config_keys import Path, keys_behind, with_value
 from verify.evidence.expected import require_config, stated_config_of
 from verify.evidence.folding import chunk_ranges
@@ -44,6 +45,7 @@ _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_paramete
 
 # The fact that says which layers the stages of a launch hold.
 STAGES = "pipeline stages"
+UNKNOWN: Final = "not there"
 
 
 def _source_config(subject: Subject) -> Mapping[str, Any]:
@@ -301,3 +303,25 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     if options and options.uneven:
         tally.facts[STAGES] = [f"pp rank {stage}: layers {chunk_ranges(chunks)}" for stage, chunks in enumerate(stages)]
+
+
+def class_default(config: Mapping[str, Any], path: tuple[str, ...], stated: Any) -> Any:
+    """The default of the key at `path` (`text_config`, `head_dim`), of which another config has the value `stated`.
+
+    UNKNOWN where it is not known or is computed: a default of None stands for a number or list that is made of others,
+    but for a switch or a factor that is off.
+    """
+    if find_spec("transformers") is None:
+        return UNKNOWN
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    for part in path[:-1]:
+        config = config[part] if isinstance(config.get(part), Mapping) else {}
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
+        return UNKNOWN
+    parameter = inspect.signature(CONFIG_MAPPING[model_type].__init__).parameters.get(path[-1])
+    default = UNKNOWN if parameter is None else parameter.default
+    if default is None:
+        return None if type(stated) in (bool, float) else UNKNOWN
+    return default if type(default) in (bool, int, float, str) else UNKNOWN

@@ -187,8 +187,8 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not_finite(passes[FIRST])[0]:
         raise Skip("not run because the engine's answers are not numbers (CK511)")
     reference = subject.once(run_engine_reference)
-    dtype, exact = reference.dtype, reference.exact.judged
-    found, noise = distance(passes[FIRST], exact), distance(reference.rounded.judged, exact)
+    dtype, exact = reference.dtype, reference.exact
+    found, noise = distance(passes[FIRST], exact), distance(reference.rounded, exact)
     between = distance(passes[FIRST], passes[AGAIN])
     tally.compared(0, sum(len(answer.tokens) for answer in exact))
     unit, label = max(noise.mean, 1e-4), engine_of(subject).label

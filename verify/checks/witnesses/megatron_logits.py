@@ -49,8 +49,8 @@ def judge(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "CK401 and CK402 name what Megatron did not load; else the weights themselves are not finite (CK204)"
         yield Issue("a finite log-probability for every token", f"{broken} of {count} are not", hint, file=subject.path)
         return
-    reference, exact = run.reference, run.reference.exact.judged
-    noise = distance(reference.rounded.judged, exact)
+    reference, exact = run.reference, run.reference.exact
+    noise = distance(reference.rounded, exact)
     tally.tell("log-probabilities compared with transformers")
     tally.facts.setdefault("log-probabilities in Megatron", []).extend(
         [

@@ -18,7 +18,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.witnesses.reference.activations import rounds_activations
 from verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Recording
-from verify.witnesses.rollouts.run import home_of, prompts_of, recording_of, run_recompute, run_templates
+from verify.witnesses.rollouts.run import Recomputed, home_of, prompts_of, recording_of, run_recompute, run_templates
 
 FURTHEST_SAMPLE = 10.0  # times the noise, of one sample's mean: a few tokens scatter more than many
 _LEAST_NOISE = 1e-4  # nats a token
@@ -54,8 +54,7 @@ def gap(sampled: Sequence[Sequence[float]], other: Sequence[Sequence[float]], ma
     return Gap(p.size, float(np.abs(p - q).mean()), float(np.abs(p - q).max()), k3)
 
 
-def needs_rollout(subject: Subject) -> str | None:
-    """For checks of a recorded rollout."""
+def _no_rollout(subject: Subject) -> str | None:
     return None if subject.options.rollout_data else "no --rollout-data was given"
 
 
@@ -64,7 +63,7 @@ def needs_rollout(subject: Subject) -> str | None:
     "recorded log-probabilities are those of the checkpoint",
     stage="behaviour",
     needs=("sound headers",),
-    unless=needs_rollout,
+    unless=_no_rollout,
     rationale="Training corrects by the ratio of two log-probabilities. Where the engine's are not those of the "
     "weights, as after a bad update or shifted by one token, it learns from noise, and only the gap in a log says so.",
     fix="Record a rollout of one weight version with --save-debug-rollout-data and verify the checkpoint of that "
@@ -97,110 +96,90 @@ def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
     """Token ids that the model does not have, and log-probabilities that are none."""
-    for one in recording.samples:
-        if odd := next((token for token in one.tokens if not 0 <= token < vocabulary), None):
-            yield Issue(
-                f"token ids below {vocabulary}, the vocabulary of the checkpoint",
-                f"{odd} in sample {one.index}",
-                "the rollout was made with another model or tokenizer",
-                file=recording.path,
-            )
-            break
+    ids = ((token, one.index) for one in recording.samples for token in one.tokens)
+    if odd := next((f"{token} in sample {index}" for token, index in ids if not 0 <= token < vocabulary), None):
+        wanted = f"token ids below {vocabulary}, the vocabulary of the checkpoint"
+        yield Issue(wanted, odd, "the rollout was made with another model or tokenizer", file=recording.path)
     for side in recording.sides:
-        counts = {one.index: _not_log_probs(one, side) for one in recording.samples}
-        if total := sum(counts.values()):
-            first = next(index for index, count in counts.items() if count)
-            yield Issue(
-                "log-probabilities: finite numbers not above 0",
-                f"{total} of {SIDES[side]} are not, first in sample {first}",
-                "serve the checkpoint of that step alone: `verify --engine` says whether it answers with numbers",
-                file=recording.path,
-                count=total,
-            )
+        wrong = [
+            one.index
+            for one in recording.samples
+            for value, written in zip(one.log_probs.get(side, []), one.mask, strict=False)
+            if written and not -np.inf < value < _ABOVE_ZERO
+        ]
+        if wrong:
+            expected, count = "log-probabilities: finite numbers not above 0", len(wrong)
+            actual = f"{count} of {SIDES[side]} are not, first in sample {wrong[0]}"
+            hint = "serve the checkpoint of that step alone: `verify --engine` says whether it answers with numbers"
+            yield Issue(expected, actual, hint, file=recording.path, count=count)
 
 
-def _not_log_probs(sample: RecordedSample, side: str) -> int:
-    values = zip(sample.log_probs.get(side, []), sample.mask, strict=False)
-    return sum(written and not float("-inf") < value < _ABOVE_ZERO for value, written in values)
+def _gaps(rows: Sequence[Recomputed], side: str) -> tuple[Gap, Gap]:
+    """Of what was recorded, and of transformers in an engine's dtype: both from transformers in float32."""
+    masks, exact = [part.mask for part, _, _ in rows], [one for _, one, _ in rows]
+    recorded, rounded = [part.log_probs[side] for part, _, _ in rows], [one for *_, one in rows]
+    return gap(recorded, exact, masks), gap(rounded, exact, masks)
 
 
 def _judged(subject: Subject, recording: Recording, side: str, tally: Tally) -> Iterator[Issue]:
     """One side's log-probabilities. Raises Unable where the gap is too large and may have another reason."""
-    every, found = subject.once(run_recompute)
-    rows = [row for row in zip(every, found.exact, found.rounded, strict=True) if side in row[0].recorded]
-    masks, who = [part.mask for part, _, _ in rows], SIDES[side]
-    recorded, exact, rounded = (
-        [one.recorded[side] for one, _, _ in rows],
-        [e for _, e, _ in rows],
-        [r for *_, r in rows],
-    )
-    apart, noise = gap(recorded, exact, masks), gap(rounded, exact, masks)
-    given = -gap([[0.0] * len(one) for one in exact], exact, masks).mean
+    dtype, every = subject.once(run_recompute)
+    rows = [row for row in every if side in row[0].log_probs]
+    (apart, noise), who = _gaps(rows, side), SIDES[side]
     unit = max(noise.mean, _LEAST_NOISE)
     tally.compared(0, apart.tokens)
     tally.tell("recorded log-probabilities compared with transformers")
-    tally.facts.setdefault("log-probabilities of the rollout", []).extend(
-        [
-            f"{who} from transformers in float32, {apart.tokens} tokens of {len(rows)} samples: {apart}",
-            f"transformers in {found.dtype} from float32: {noise}",
-            f"{who} is {apart.mean / unit:.2f} times the noise away",
-            f"the checkpoint gives these tokens {given:.3f} nats each",
-        ]
-    )
-    if not np.isfinite(given):
-        yield Issue(
-            "finite log-probabilities from the checkpoint itself, in float32",
-            f"transformers computes {given} for recorded tokens",
-            "verify the checkpoint without the rollout first: its values or its config are broken",
-            file=subject.path,
-        )
+    facts = tally.facts.setdefault("log-probabilities of the rollout", [])
+    facts.append(f"{who} from transformers in float32, {apart.tokens} tokens of {len(rows)} samples: {apart}")
+    facts.append(f"that is {apart.mean / unit:.2f} times the noise, transformers in {dtype} from float32: {noise}")
+    if not np.isfinite(apart.mean):
+        actual = f"transformers computes {apart.mean} for recorded tokens"
+        hint = "verify the checkpoint without the rollout first: its values or its config are broken"
+        yield Issue("finite log-probabilities from the checkpoint itself, in float32", actual, hint, file=subject.path)
         return
     if not np.isfinite(noise.mean):
-        raise Unable(f"transformers computes no numbers in {found.dtype}, so the noise of that is not known")
+        raise Unable(f"transformers computes no numbers in {dtype}, so the noise of that is not known")
     if apart.tokens < _FEW:
         raise Unable(f"{apart.tokens} tokens are too few to judge a mean difference of {apart.mean:.4f} nats by")
-    doubt = _doubt(subject, recording, {part.index for part, _, _ in rows})
-    made = f" {recording.versions[0]}" if recording.versions else ""
-    hint = f"verify the checkpoint that weight version{made} was, in the format that was served: no other fits"
+    doubt = _doubt(subject, recording, [part for part, _, _ in rows])
     if apart.mean > FURTHEST * unit:
         times = f"{apart.mean / unit:.1f} times"
         if doubt:
             raise Unable(f"{times} the noise away ({apart}), but {doubt}")
-        expected = f"log-probabilities of {who} within {FURTHEST:g} times the noise of {found.dtype} (mean {unit:.4f})"
-        if apart.k3 < _JITTER:
-            jitter = f"a KL below {_JITTER:g} is jitter of kernels by miles' debugging guide; {hint}"
-            yield Issue(expected, f"{times}: {apart}", jitter, file=recording.path, severity="warning")
-        else:
-            yield Issue(expected, f"{times}: {apart}", hint, file=recording.path)
+        made = f" {recording.versions[0]}" if recording.versions else ""
+        jitter = f"a KL below {_JITTER:g} is jitter of kernels by miles' debugging guide; " * (apart.k3 < _JITTER)
+        hint = f"{jitter}verify the checkpoint that weight version{made} was, in the format that was served"
+        expected = f"log-probabilities of {who} within {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})"
+        yield Issue(expected, f"{times}: {apart}", hint, file=recording.path, severity="warning" if jitter else "error")
         return
-    for (part, exact_one, rounded_one), recorded_one in zip(rows, recorded, strict=True):
-        one, own = gap([recorded_one], [exact_one], [part.mask]), gap([rounded_one], [exact_one], [part.mask])
-        if sum(part.mask) >= _SHORT and one.mean > FURTHEST_SAMPLE * max(unit, own.mean):
+    for row in rows:
+        part, (one, own) = row[0], _gaps([row], side)
+        if one.tokens >= _SHORT and one.mean > FURTHEST_SAMPLE * max(unit, own.mean):
             if doubt:
                 raise Unable(f"sample {part.index} of {who} is not the checkpoint's, but {doubt}")
             expected = f"sample {part.index} of {who} within {FURTHEST_SAMPLE:g} times the noise (mean {unit:.4f})"
             yield Issue(expected, str(one), "other weights or another prompt made it", file=recording.path)
 
 
-def _doubt(subject: Subject, recording: Recording, chosen: set[int]) -> str:
+def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSample]) -> str:
     """Other reasons for a gap than the weights; empty for none."""
-    doubts, samples = [], [one for one in recording.samples if one.index in chosen]
-    if subject.options.rollout_temperature is None and any(one.temperature is None for one in samples):
+    doubts = []
+    if any(part.temperature is None for part in parts):
         doubts.append("the file has no temperature, and 1 was taken: give --rollout-temperature")
     if len(recording.versions) > 1:
         doubts.append(f"samples were made with several weight versions ({', '.join(recording.versions)})")
-    if any(one.clipped for one in samples):
+    if any(part.clipped for part in parts):
         doubts.append("they were sampled with top-p, and may be those among the tokens that it kept")
     if subject.is_megatron and quantization_of(read_config(home_of(subject))):
         doubts.append("its HF directory is quantized: an engine that serves this model so has rounded the weights")
     return "; ".join(doubts)
 
 
-def needs_prompts(subject: Subject) -> str | None:
-    """For checks of recorded prompts, which the trainer's own files do not have."""
-    if (reason := needs_rollout(subject)) is not None:
-        return reason
-    return None if subject.once(prompts_of) else "the file of --rollout-data has no prompts that tokens can tell"
+def _no_prompts(subject: Subject) -> str | None:
+    """The trainer's own files have none."""
+    if (absent := _no_rollout(subject)) or subject.once(prompts_of):
+        return absent
+    return "the file of --rollout-data has no prompts that tokens can tell"
 
 
 @check(
@@ -208,7 +187,7 @@ def needs_prompts(subject: Subject) -> str | None:
     "recorded prompts are what the chat template renders",
     stage="behaviour",
     needs=("sound headers",),
-    unless=needs_prompts,
+    unless=_no_prompts,
     rationale="A template or tokenizer other than the one the model was trained with gives fluent answers to another "
     "question. About 0.8 nats a token for an instruct model's own answers is its mark.",
     fix="Copy tokenizer and chat template from the release, and give the job's --apply-chat-template-kwargs to both "
@@ -227,14 +206,11 @@ def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.facts["prompts of the rollout"] = [f"{len(renderings)} different ones rendered by transformers"] + [
         f"equal with {option}, which the file does not record (sample {index})" for option, index in assumed.items()
     ]
-    for one in [one for one in renderings if one.refused][:1]:
+    if one := next((one for one in renderings if one.refused), None):
         actual, hint = f"it refuses those of sample {one.index}: {one.refused}", "copy the template from the release"
         yield Issue("messages that the chat template takes", actual, hint, file=path)
-    different = [one for one in renderings if one.different]
-    for one in different[:1]:
-        yield Issue(
-            f"the tokens that were recorded for sample {one.index}",
-            f"{one.different}; {len(different)} of {len(renderings)} prompts differ",
-            "compare tokenizer and chat template with the release, and the job's --apply-chat-template-kwargs",
-            file=path,
-        )
+    if different := [one for one in renderings if one.different]:
+        one, count = different[0], f"{len(different)} of {len(renderings)} prompts differ"
+        hint = "compare tokenizer and chat template with the release, and the job's --apply-chat-template-kwargs"
+        expected = f"the tokens that were recorded for sample {one.index}"
+        yield Issue(expected, f"{one.different}; {count}", hint, file=path)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import MANIFEST, Location, locate
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import file_digest, read_manifest
+from converters.ops.basic import Copy
+from converters.planner import dialect_of, dims_of, mappings_of
+from converters.stored import as_stored
 from verify.check import Skip, Tally, check
-from verify.evidence.sampled.counterparts import copied
 from verify.evidence.sampled.samples import SamplePair, Stored, samples_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -161,7 +163,7 @@ def _alike(here: Subject, there: Subject) -> Iterator[SamplePair]:
         yield from (SamplePair(name, name) for name in here.specs)
         return
     hf, megatron = (here, there) if here.is_hf else (there, here)
-    for name, other, padded in copied(engine_config(hf.path), hf.specs, megatron.specs):
+    for name, other, padded in _copied(engine_config(hf.path), hf.specs, megatron.specs):
         yield SamplePair(*((name, other) if here is hf else (other, name)), padded)
 
 
@@ -175,7 +177,7 @@ def _by_digests(here: Location, there: Location) -> list[_Digests] | None:
     forwards = here.is_megatron
     hf, megatron = (there.path, mine) if forwards else (here.path, other)
     pairs: list[_Digests] = []
-    for name, of_megatron, _ in copied(engine_config(hf), other if forwards else mine, megatron):
+    for name, of_megatron, _ in _copied(engine_config(hf), other if forwards else mine, megatron):
         names = (of_megatron, name) if forwards else (name, of_megatron)
         one, another = mine.get(names[0]), other.get(names[1])
         # Padding and another dtype are not a difference; what one side does not store is for other checks.
@@ -203,3 +205,22 @@ def _made_of(one: Location, other: Location) -> bool:
     if not isinstance(lineage, dict) or lineage.get("digest_of") != "manifest":
         return False
     return file_digest(theirs) == lineage.get("digest")
+
+
+def _copied(
+    config: Mapping[str, Any], hf: Collection[str], megatron: Collection[str]
+) -> Iterator[tuple[str, str, bool]]:
+    """HF and Megatron name of every tensor that conversion copies as it is, and whether Megatron may add rows to it.
+
+    `hf` and `megatron` are the names that the two checkpoints store. No pair follows from an empty config. Raises
+    CkptkitError as `as_stored`.
+    """
+    if not config:
+        return
+    config = as_stored(config, hf)
+    dialect = dialect_of(config, megatron)
+    experts = dims_of(config).experts
+    for mapping in mappings_of(config, dialect):
+        if isinstance(mapping.op, Copy) and len(mapping.hf) == 1 and not mapping.upcast:
+            for name, (other,) in mapping.expand(experts):
+                yield other, name, mapping.vocab

@@ -13,9 +13,9 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.regular import read_regular
 from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP
+from verify.launch.options.argv import Option, last, options_of
 from verify.launch.options.nearest import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
-from verify.launch.resource import OPTION, options_of_resource
 from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow
@@ -31,6 +31,9 @@ _PLACED = frozenset({*PATHS, *_BESIDE, "--config", "--config-dir", "-cd"})
 _SETTING = re.compile(r"[+~]{0,2}[A-Za-z_]\w*(?:[./@][\w-]+)+|[+~]{1,2}[A-Za-z_]\w*")
 # A variable of this name that is given without an option may be any number of options.
 _MANY = re.compile(r"ARGS|ARGUMENTS|OPTS|OPTIONS|FLAGS|EXTRA", re.IGNORECASE)
+# Relax's option for the GPUs of its roles: `[CPUs, GPUs]` of each.
+_RESOURCE = "--resource"
+_NODES, _EACH, _NODE = "--actor-num-nodes", "--actor-num-gpus-per-node", "--num-gpus-per-node"
 
 
 def read_script(
@@ -109,7 +112,7 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
     unresolved: dict[str, None] = dict(shell.unresolved)
     words = (*_default(start), *_words(start, unresolved), *(Word(text) for text in arguments))
     if "relax" in start.program.lower().replace("/", ".").split("."):
-        words = (*options_of_resource(words), *words)
+        words = (*_options_of_resource(words), *words)
     environment = {name: _word(value) for name, value in start.environment.items()}
     environment |= dict(_runtime(start.before, unresolved))
     for name in (QAT_FLAG, QAT_GROUP):
@@ -190,7 +193,9 @@ def _is_new(gap: Gap) -> bool:
 
 def _matters(option: str) -> bool:
     """Whether anything that is looked at depends on the value of an option."""
-    return option == OPTION or (option != "--save" and (option in OPTIONS or bool(unread([option, "1"], frozenset()))))
+    return option == _RESOURCE or (
+        option != "--save" and (option in OPTIONS or bool(unread([option, "1"], frozenset())))
+    )
 
 
 def _placed(word: Word, option: str, start: Start) -> Word:
@@ -277,3 +282,45 @@ def _misspelled(shell: Shell) -> Iterator[Issue]:
                 f"correct the name: {meant}",
                 file=file,
             )
+
+
+def _options_of_resource(words: Sequence[Word]) -> Iterator[Word]:
+    """The options of slime that `--resource` stands for; they come before those of the launch, which count more.
+
+    The actor's GPUs make nodes of `--num-gpus-per-node`, unless a launch gives the actor's own options. Source: Relax
+    `backends/megatron/arguments.py` (_derive_cluster_args_from_resource), as of 2026-09.
+    Raises CkptkitError where its text is not JSON of this form.
+    """
+    options = options_of(words)
+    word = _value(options, _RESOURCE)
+    if word is None or isinstance(word, UnresolvedWord):
+        return
+    try:
+        gpus = {str(role): int(both[1]) for role, both in json.loads(word.text).items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        hint = 'write it as {"actor": [1, 8], "rollout": [1, 8]}: CPUs and GPUs of every role'
+        raise CkptkitError(f"{word.place}: {_RESOURCE} {word.text[:80]} is not JSON of roles", hint) from error
+    given = [_number(options, name, default) for name, default in ((_EACH, 8), (_NODES, 1))]
+    if gpus.get("actor", 0) > 0 and given == [8, 1]:
+        each = min(_number(options, _NODE, 8) or 8, gpus["actor"])
+        yield from _option(_EACH, each, word)
+        yield from _option(_NODES, max(1, gpus["actor"] // each), word)
+    if gpus.get("rollout", 0) > 0:
+        yield from _option("--rollout-num-gpus", gpus["rollout"], word)
+
+
+def _option(name: str, number: int, word: Word) -> Iterator[Word]:
+    yield Word(name, word.file, word.line)
+    yield Word(str(number), word.file, word.line)
+
+
+def _value(options: Sequence[Option], name: str) -> Word | None:
+    option = last(options, name)
+    return option.value if option else None
+
+
+def _number(options: Sequence[Option], name: str, default: int) -> int | None:
+    word = _value(options, name)
+    if word is None:
+        return default
+    return int(word.text) if word.text.isdecimal() and len(word.text) < 10 else None

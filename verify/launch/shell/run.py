@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.shell.assign import assign
+from verify.launch.shell.arithmetic import ArithmeticFault
 from verify.launch.shell.commands import Result, filtered, known_command
 from verify.launch.shell.conditions import decide, opposite
-from verify.launch.shell.expand import as_pattern, expand, joined, unknown
+from verify.launch.shell.expand import Run, as_pattern, calculate_in, expand, joined, unknown
 from verify.launch.shell.flow import (
     Flow,
     Runner,
@@ -29,6 +29,7 @@ from verify.launch.shell.parser import nested
 from verify.launch.shell.scripts import deeper, evaluate, exported, inner, source, started
 from verify.launch.shell.syntax import (
     AndOr,
+    Assignment,
     Calculation,
     Case,
     For,
@@ -46,10 +47,11 @@ from verify.launch.shell.syntax import (
     While,
 )
 from verify.launch.shell.trainers import inner_script, start_of
-from verify.launch.shell.values import Shell, Value, together
+from verify.launch.shell.values import Gap, Shell, Value, Variable, together
 
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _LOCAL = frozenset({"local", "declare", "typeset"})
+_INDEXED = re.compile(r"\[[^]]*\]\+?=")
 
 
 def follow(shell: Shell, nodes: Sequence[Node]) -> tuple[Flow, Result]:
@@ -186,7 +188,7 @@ def _simple(shell: Shell, node: Simple) -> tuple[Flow, Result]:
         shell.special |= dict(_attributes(shell, words, node.line, "inluA"))
         shell.substitution = True
         for assignment in node.assignments:
-            assign(shell, assignment, substituted)
+            _assign(shell, assignment, substituted)
         shell.special |= dict(_attributes(shell, words, node.line, "r"))
         if not words:
             if shell.output is not None and not node.assignments:
@@ -222,7 +224,7 @@ def _with_assignments(shell: Shell, node: Simple, words: list[Value]) -> tuple[F
     """`NAME=value command`: only the command sees them."""
     branch = shell.branch()
     for assignment in node.assignments:
-        assign(branch, assignment, substituted)
+        _assign(branch, assignment, substituted)
     given = {one.name: replace(branch.variables[one.name], exported=True) for one in node.assignments}
     before = {name: shell.variables.get(name) for name in given}
     shell.variables |= given
@@ -298,6 +300,50 @@ def _call(shell: Shell, body: Node, words: list[Value]) -> tuple[Flow, Result]:
     shell.arguments, shell.depth, shell.argument_uses = before, shell.depth - 1, uses
     shell.callers, shell.loops = shell.callers - 1, loops
     return ("exit" if flow == "exit" else ""), None if flow == "maybe" else result
+
+
+def _assign(shell: Shell, assignment: Assignment, run: Run) -> bool:
+    """Assigns, and returns whether all of the value is known."""
+    name, line = assignment.name, assignment.line
+    before = shell.variables.get(name)
+    if assignment.array is not None:
+        values = tuple(expand(shell, assignment.array, run))
+        if any(_INDEXED.match(value.text) for value in values) or name in shell.special:
+            shell.forget(name, shell.special.get(name) or f"an array with indices at {shell.place(line)}")
+            return False
+        kept = before.values if assignment.append and before else ()
+        shell.assign_array(name, (*kept, *values))
+        return all(value.known for value in values)
+    value = joined(shell, assignment.value, run)
+    value = replace(value, file=shell.file, line=line)
+    if value.gaps and value.text == value.gaps[0].source:
+        value = replace(value, text=f"${{{name}}}", gaps=(Gap(f"${{{name}}}", value.gaps[0].why),))
+    if assignment.index is not None or (before and before.array and name not in shell.special):
+        _assign_element(shell, assignment, value, before, run)
+    elif assignment.append and before and before.values:
+        old = before.values[0]
+        shell.assign(name, replace(value, text=old.text + value.text, gaps=(*old.gaps, *value.gaps)))
+    else:
+        shell.assign(name, value)
+    return value.known
+
+
+def _assign_element(shell: Shell, assignment: Assignment, value: Value, before: Variable | None, run: Run) -> None:
+    """`A[index]=value`; without an index it is the first element."""
+    values = list(before.values) if before else []
+    try:
+        index = calculate_in(shell, assignment.index or "0", run)
+    except ArithmeticFault:
+        index = -1
+    if index < -len(values):
+        shell.unresolved[f"{shell.place(assignment.line)}: bash refuses to set an element before the first"] = None
+    named = re.fullmatch(r"[A-Za-z_]\w*", assignment.index or "") and shell.lookup(assignment.index or "") is None
+    special = assignment.name in shell.special or any(one.maybe for one in values[: index + 1])
+    if named or special or assignment.append or not 0 <= index <= len(values):
+        shell.forget(assignment.name, f"an element set at {shell.place(assignment.line)}")
+        return
+    values[index : index + 1] = [value]
+    shell.assign_array(assignment.name, tuple(values))
 
 
 _RUN = Runner(follow, _node, substituted)

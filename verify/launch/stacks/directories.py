@@ -55,8 +55,8 @@ def teacher_sides(settings: Settings, keys: re.Pattern[str]) -> dict[str, Side]:
     return found
 
 
-def torch_dist_side(role: str, place: str, path: Path, why: str, stack: str, about: str) -> Side:
-    """A side that loads a torch_dist directory itself, without a tracker."""
+def torch_dist_side(role: str, place: str, path: Path, why: str, about: str) -> Side:
+    """A side for which verl loads a torch_dist directory itself, without a tracker."""
     if (path / ".metadata").exists() and (path / "metadata.json").exists():
         return Side(role, "megatron", path, why)
     if iterations := iterations_in(path):
@@ -66,9 +66,9 @@ def torch_dist_side(role: str, place: str, path: Path, why: str, stack: str, abo
     else:
         missing = next(name for name in (".metadata", "metadata.json") if not (path / name).exists())
         actual, hint = f"no {missing} in it", "check the path"
-    expected = f"the torch_dist directory itself, which {stack} loads"
+    expected = "the torch_dist directory itself, which verl loads"
     issue = path_issue(place, path, expected, actual, hint, about=about)
-    return Side(role, None, None, f"{stack} stops: {path} is not a torch_dist directory", (issue,))
+    return Side(role, None, None, f"verl stops: {path} is not a torch_dist directory", (issue,))
 
 
 def iterations_in(path: Path) -> Sequence[str]:

@@ -54,7 +54,7 @@ def read_verl(launch: Launch) -> Job:
     key = "engine.dist_checkpointing_path"
     word = settings.word(key)
     if megatron and settings.switch("engine.use_dist_checkpointing") and word:
-        side = torch_dist_side("actor", settings.place(key), Path(word.text), key, "verl", LOAD)
+        side = torch_dist_side("actor", settings.place(key), Path(word.text), key, LOAD)
     else:
         found = hf_side("actor", settings, _MODEL, f"{_MODEL}, through a bridge" if megatron else _MODEL)
         side = found or Side("actor", None, None, "")

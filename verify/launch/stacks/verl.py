@@ -236,7 +236,7 @@ def _initial(settings: Settings, role: str) -> Side | None:
             )
             return Side(role, None, None, f"verl stops: {key} is not given", (issue,))
         why = f"verl loads the directory of {key} itself"
-        return torch_dist_side(role, settings.place(key), Path(word.text), why, "verl", about)
+        return torch_dist_side(role, settings.place(key), Path(word.text), why, about)
     side = _from_hf(settings, role)
     if word is None or side is None:
         return side

@@ -24,6 +24,7 @@ from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.config.dims import ModelDims
 from converters.megatron.module_names import global_name
+from converters.megatron.parallel import ParallelSizes
 from converters.open import open_megatron
 from converters.planner import HYBRID, MCORE, Rule, dialect_of, dims_of, rules_of, to_hf, to_megatron
 from converters.stored import as_stored
@@ -43,9 +44,9 @@ with importing_megatron():
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.package_info import __version__
+    from megatron.core.transformer.moe import moe_utils
 
-    from verify.witnesses.megatron.forward import forward, multiply_plainly
-    from verify.witnesses.megatron.model import Build, Chunk, build_chunks, connect, has_mtp
+    from verify.witnesses.megatron.model import Build, Chunk, build_chunks, connect, has_mtp, inputs_of, logits
     from verify.witnesses.megatron.recording_loader import WatchedLoad
     from verify.witnesses.megatron.single_rank import connect_alone
 
@@ -215,12 +216,12 @@ def _load_as_trainer(
 def _answers(chunks: list[Chunk], job: RankJob, vocabulary: int) -> tuple[Judged, ...]:
     """What the ranks together make of the prompts; empty on a rank without the output layer."""
     if not job.transformer_engine:
-        multiply_plainly()
+        _multiply_plainly()
     answers: list[Judged] = []
     for prompt in job.prompts:
-        logits = forward(chunks, job.sizes, prompt)
-        if logits is not None:
-            answers.append(judged(logits[:, :vocabulary], prompt))
+        found = _forward(chunks, job.sizes, prompt)
+        if found is not None:
+            answers.append(judged(found[:, :vocabulary], prompt))
     return tuple(answers)
 
 
@@ -269,6 +270,45 @@ def _fork(folder: Path, ranks: Sequence[int]) -> None:
             (folder / f"partial-{rank}").write_text(str(processes[rank].exitcode))
             (folder / f"partial-{rank}").rename(folder / f"exit-{rank}")
             waiting = [] if processes[rank].exitcode else waiting
+
+
+def _multiply_plainly() -> None:
+    """Has the routers of this process multiply as they do where Transformer Engine is not installed.
+
+    Where it is, they call its `general_gemm`, whatever layers the model has (`RouterGatingLinearFunction`). That rounds
+    factors in float32 to TF32, which has 10 bits of mantissa, and it knows no CPU.
+    """
+    moe_utils.te_general_gemm = None
+
+
+def _forward(chunks: Sequence[Chunk], sizes: ParallelSizes, prompt: Sequence[int]) -> Tensor | None:
+    """Logits [tokens, padded vocabulary] of a prompt (token ids) on ranks of the last pipeline stage, else None.
+
+    Every rank must call it. Hidden states [tokens, 1, hidden size] go from one stage to the next by a broadcast among
+    the ranks of a pipeline; virtual stage `v` of rank `p` is number `v * pp + p`.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    ranks, here = torch.distributed.get_process_group_ranks(group), parallel_state.get_pipeline_model_parallel_rank()
+    like = next(chunks[0].parameters())
+    tokens = torch.tensor([prompt], device=like.device)
+    hidden = torch.empty(len(prompt), 1, chunks[0].config.hidden_size, dtype=like.dtype, device=like.device)
+    last = sizes.pp * sizes.vpp - 1
+    for number in range(last):
+        virtual, rank = divmod(number, sizes.pp)
+        if rank == here:
+            hidden = _hidden(chunks[virtual], hidden if number else None, tokens)
+        torch.distributed.broadcast(hidden, ranks[rank], group=group)
+    if here != sizes.pp - 1:
+        return None
+    chunks[-1].set_input_tensor(hidden if last else None)
+    return logits(chunks[-1], tokens)[0]
+
+
+def _hidden(chunk: Chunk, given: Tensor | None, tokens: Tensor) -> Tensor:
+    chunk.set_input_tensor(given)
+    with torch.no_grad():
+        hidden: Tensor = chunk(tokens, *inputs_of(tokens))
+    return hidden.contiguous()
 
 
 def main() -> None:

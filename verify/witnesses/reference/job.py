@@ -30,6 +30,7 @@ class ReferenceJob:
     dtype: str | None = None  # of the rounded pass; None: the one in which an engine computes
     texts: Ids | None = None  # to be predicted
     activations: int | None = None  # `activations.group_of` what the engine rounds; None: nothing
+    temperatures: Sequence[float] | None = None  # of each prompt; None: 1
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,14 @@ class Predicted:
     """How well a model predicts fixed texts."""
 
     losses: Sequence[float]  # of each text, the sum of -ln p over its tokens but the first
-    structure: float  # of the median matrix (`verify.witnesses.reference.training`): trained weights have more
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What transformers makes of a job in one dtype."""
-
-    judged: Sequence[Judged]  # of each prompt; `top_ids` are transformers' own most probable tokens
+    structure: float  # of the median matrix (`verify.witnesses.reference.prediction`): trained weights have more
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers makes of a job."""
+    """What transformers makes of each prompt; `top_ids` are its own most probable tokens."""
 
     dtype: str  # of `rounded`, and what else is rounded there
-    exact: Answers  # in float32
-    rounded: Answers
+    exact: Sequence[Judged]  # in float32
+    rounded: Sequence[Judged]
     predicted: Predicted | None = None  # of the job's texts

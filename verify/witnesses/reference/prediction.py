@@ -15,10 +15,9 @@ from converters.config.values import language_part
 from verify.evidence.side_files import TOKENIZER
 from verify.skip import Unable
 from verify.witnesses.reference.job import Ids, Predicted
-from verify.witnesses.reference.training import UNTRAINED, structure
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 # English, Python, Chinese: a model is judged by the one that it predicts best.
 TEXTS = (
@@ -37,6 +36,10 @@ TEXTS = (
 # for English. Measured: sound models 0.2 to 1.3, those with a fault in every layer 1.3 to 6.
 NO_TEXT, POOR_TEXT = 2.0, 1.4
 _MATRICES = 64  # whose structure is looked at
+# Standard deviations from what random numbers give, in the median of all matrices: trained models have 23 to 460.
+_UNTRAINED = 6.0
+_MIN_NUMBERS, _MIN_COUNTED = 4, 32
+_TINY = 1e-30
 
 
 def tokenizer_of(path: Path) -> Any | None:
@@ -109,4 +112,32 @@ def bits_a_byte(found: Predicted) -> Sequence[float]:
 
 def looks_trained(found: Predicted) -> bool:
     """Whether the weights have the structure that training leaves."""
-    return found.structure >= UNTRAINED
+    return found.structure >= _UNTRAINED
+
+
+def structure(matrix: Tensor) -> float | None:
+    """How much more the sizes of rows and columns vary than those of independent normal numbers would.
+
+    `matrix` is [rows, columns] of any float dtype. In standard deviations, added up over the two axes; or None if the
+    matrix is too small to tell or holds numbers that are not finite.
+    """
+    import torch
+
+    if matrix.dim() != 2 or matrix.shape[1] < _MIN_COUNTED or matrix.shape[0] < _MIN_NUMBERS:
+        return None
+    found = []
+    for axis, numbers in ((1, matrix.shape[1]), (0, matrix.shape[0])):
+        squares = torch.linalg.vector_norm(matrix, dim=axis, dtype=torch.float32).square() / numbers
+        sizes = squares.clamp_min(_TINY).log().double()
+        if not sizes.isfinite().all():
+            return None
+        found.append((float(sizes.var(unbiased=False)) / _spread(numbers) - 1) * ((len(sizes) - 1) / 2) ** 0.5)
+    return float(sum(found) / len(found) ** 0.5)
+
+
+def _spread(numbers: int) -> float:
+    """The variance of the logarithm of the mean square of normal numbers: trigamma(numbers / 2)."""
+    half, total = numbers / 2, 0.0
+    while half < 6:
+        total, half = total + half**-2, half + 1
+    return total + 1 / half + 1 / (2 * half**2) + 1 / (6 * half**3)

@@ -29,7 +29,7 @@ from verify.evidence.plain import plain
 from verify.witnesses.process.entry import run_job
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.reference.activations import rounded_inputs
-from verify.witnesses.reference.job import Answers, Ids, Judged, Reference, ReferenceJob
+from verify.witnesses.reference.job import Ids, Judged, Reference, ReferenceJob
 from verify.witnesses.reference.logprobs import judged
 from verify.witnesses.reference.prediction import predicted
 
@@ -46,8 +46,7 @@ def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
         phases.enter(LOAD)
         model = model_of(checkpoint, home, dtype)
         phases.enter(COMPUTE)
-        nothing = Answers([])
-        return Reference(dtype_name(dtype), nothing, nothing, predicted=predicted(model, job.texts))
+        return Reference(dtype_name(dtype), [], [], predicted=predicted(model, job.texts))
     phases.enter(LOAD)
     model = model_of(checkpoint, home, torch.float32)
     phases.enter(COMPUTE)
@@ -63,8 +62,9 @@ def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
     return Reference(rounding, exact, rounded, texts)
 
 
-def _asked(model: nn.Module, job: ReferenceJob) -> Answers:
-    return Answers([judge(model, prompt, ids) for prompt, ids in zip(job.prompts, job.top_ids, strict=True)])
+def _asked(model: nn.Module, job: ReferenceJob) -> Sequence[Judged]:
+    asked = zip(job.prompts, job.top_ids, job.temperatures or [1.0] * len(job.prompts), strict=True)
+    return [judge(model, *one) for one in asked]
 
 
 def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path]:
@@ -124,11 +124,12 @@ def model_of(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dtype) ->
     return found
 
 
-def judge(model: nn.Module, prompt: Sequence[int], top_ids: Ids) -> Judged:
+def judge(model: nn.Module, prompt: Sequence[int], top_ids: Ids, temperature: float = 1) -> Judged:
     """The prompt's log-probabilities, and at each position those of `top_ids` and the model's own best tokens."""
     tokens = torch.tensor([prompt], device=next(model.parameters()).device)
     with torch.no_grad():
-        return judged(model(input_ids=tokens, use_cache=False).logits[0], prompt, top_ids)
+        logits = model(input_ids=tokens, use_cache=False).logits[0]
+        return judged(logits if temperature == 1 else logits.float() / temperature, prompt, top_ids)
 
 
 if __name__ == "__main__":

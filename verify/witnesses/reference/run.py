@@ -24,6 +24,7 @@ from verify.witnesses.reference.prediction import texts_of, tokenizer_of
 _WITNESS = "verify.witnesses.reference.process"
 _START_S = 1200  # importing transformers, and computing in its slowest dtype
 _PASSES = 8  # over the weights, at most
+_OPERATIONS_A_SECOND = 2e10  # slower than any processor worth waiting for
 _SHORT, _LONG = 48, 4096  # tokens of a prompt
 _SHORT_PROMPTS = 8
 _WITH_ROOM = 1.2  # of a model's size: activations and what loading needs
@@ -31,7 +32,10 @@ _WITH_ROOM = 1.2  # of a model's size: activations and what loading needs
 
 def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
     """What transformers makes of a job. Raises Unable where it cannot say."""
-    found, failed = ask(job, _WITNESS, Reference, time_limit(_START_S, subject.checkpoint.specs, _PASSES))
+    specs = subject.checkpoint.specs
+    operations = 2 * sum(spec.nbytes for spec in specs.values()) * sum(map(len, job.prompts))
+    limit_s = time_limit(_START_S, specs, _PASSES) + operations / _OPERATIONS_A_SECOND
+    found, failed = ask(job, _WITNESS, Reference, limit_s)
     if failed or found is None:
         raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
     return found

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,8 @@ class RecordedSample:
     response: int  # how many of them are of the response
     log_probs: Mapping[str, Sequence[float]]  # natural logarithms of the response's tokens, by key of SIDES
     mask: Sequence[bool]  # which of these the model itself wrote, and not a tool
-    prompt: str | Sequence[Mapping[str, Any]] | None = None
-    options: Mapping[str, Any] | None = None  # for the chat template
+    prompt: str | Sequence[Mapping[str, Any]] | None = None  # text or messages
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
     versions: tuple[str, ...] = ()  # of the engine's weights, as it counts updates
     temperature: float | None = None  # None: the file does not say
     skip_reason: str = ""  # why its log-probabilities cannot be computed from tokens alone
@@ -85,56 +84,50 @@ def read_recording(path: Path) -> Recording:
     """Reads the file. Raises CkptkitError where it is no such file, or its lists do not match in length."""
     file = SavedFile(path, _allowed)
     content = file.content
-    rows = list(_rows(content, path)) if isinstance(content, dict) else None
-    if rows is None:
+    if not isinstance(content, dict):
         raise CkptkitError(f"{path} holds no samples, but {type(content).__name__}", _SAME)
-    if not rows:
+    samples = [_sample(file, index, row) for index, row in enumerate(_rows(content, path))]
+    if not samples:
         raise CkptkitError(f"{path} has no samples", "the rollout came to nothing; take the file of another one")
-    samples = [_sample(file, index, row) for index, row in enumerate(rows)]
     number = content.get("rollout_id")
     return Recording(path, samples, number if type(number) is int else None)
 
 
-def _rows(content: Mapping[Any, Any], path: Path) -> Iterator[Mapping[str, Any]]:
+def _rows(content: Mapping[Any, Any], path: Path) -> Sequence[Mapping[str, Any]]:
     """The fields of each sample; those of a trainer have names in the plural."""
     samples, columns = content.get("samples"), content.get("rollout_data")
     if isinstance(samples, list) and all(isinstance(one, dict) for one in samples):
-        yield from samples
-        return
+        return samples
     if not isinstance(columns, dict) or not isinstance(lengths := columns.get("response_lengths"), list):
         raise CkptkitError(f"{path} has no list of samples", _SAME)
-    if content.get("cp_size", 1) != 1:
-        raise CkptkitError(
-            f"{path} holds a part of each response only: the trainer has {content['cp_size']} context parallel ranks",
-            "take what --save-debug-rollout-data wrote",
-        )
+    if (ranks := content.get("cp_size", 1)) != 1:
+        message = f"{path} holds a part of each response only: the trainer has {ranks} context parallel ranks"
+        raise CkptkitError(message, "take what --save-debug-rollout-data wrote")
     whole = {key: one for key, one in columns.items() if isinstance(one, list) and len(one) == len(lengths)}
-    for place in range(len(lengths)):
-        yield {key: column[place] for key, column in whole.items()}
+    return [{key: column[place] for key, column in whole.items()} for place in range(len(lengths))]
 
 
 def _sample(file: SavedFile, index: int, row: Mapping[str, Any]) -> RecordedSample:
     where = f"{file.path}: sample {index}"
-    numbers = partial(_numbers, file, where)
-    tokens = numbers("tokens", row.get("tokens"), int)
+    tokens = _numbers(file, where, "tokens", row.get("tokens"), {int})
     response = row.get("response_length", row.get("response_lengths"))
     if type(response) is not int or not 0 <= response <= len(tokens):
         raise CkptkitError(f"{where} has {len(tokens)} tokens and a response of {response!r:.40}", _SAME)
-    mask = row.get("loss_mask", row.get("loss_masks"))
-    given = {"loss_mask": mask} | {side: row.get(side) for side in SIDES}
-    lists = {key: numbers(key, value, float) for key, value in given.items() if value is not None}
-    for key, values in lists.items():
-        if len(values) != response:
-            raise CkptkitError(f"{where} has {len(values)} of {key} for a response of {response} tokens", _SAME)
-    metadata = row.get("metadata")
-    metadata = metadata if isinstance(metadata, dict) else {}
+    lists = {}
+    for key, value in {"loss_mask": row.get("loss_masks"), **row}.items():
+        if key in ("loss_mask", *SIDES) and value is not None:
+            lists[key] = _numbers(file, where, key, value, {int, float, bool})
+            if len(lists[key]) != response:
+                raise CkptkitError(f"{where} has {len(lists[key])} of {key} for a response of {response} tokens", _SAME)
+    metadata, given = _object(row.get("metadata")), _object(row.get("apply_chat_template_kwargs"))
+    options = {**given, "tools": metadata["tools"]} if isinstance(metadata.get("tools"), list) else given
     return RecordedSample(
         index,
         tokens,
         response,
         {side: lists[side] for side in SIDES if side in lists},
         [value != 0 for value in lists.get("loss_mask", [1] * response)],
-        _prompt(row.get("prompt")) if _is_plain(options := _options(row, metadata)) else None,
+        _prompt(row.get("prompt"), options),
         options,
         tuple(map(str, versions)) if isinstance(versions := row.get("weight_versions"), list) else (),
         _temperature(metadata),
@@ -143,53 +136,41 @@ def _sample(file: SavedFile, index: int, row: Mapping[str, Any]) -> RecordedSamp
     )
 
 
-def _numbers(file: SavedFile, where: str, name: str, value: Any, kind: type[int] | type[float]) -> list[Any]:
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _numbers(file: SavedFile, where: str, name: str, value: Any, kinds: Set[type]) -> list[Any]:
     """A list of numbers or a tensor of one axis. Raises CkptkitError for anything else."""
     if isinstance(value, Record):
         value = file.read(file.tensor(value, f"{name} of sample")).tolist()
-    kinds = {int} if kind is int else {int, float, bool}
-    if not isinstance(value, list | tuple) or not {*map(type, value)} <= kinds:
-        odd = next((one for one in value if type(one) not in kinds), None) if isinstance(value, list | tuple) else value
-        wanted = "whole numbers" if kind is int else "numbers"
-        raise CkptkitError(f"{where}: {name} is not a list of {wanted}, but has {odd!r:.60}", _SAME)
+    odd = [one for one in value if type(one) not in kinds] if isinstance(value, list | tuple) else [value]
+    if odd:
+        wanted = "numbers" if float in kinds else "whole numbers"
+        raise CkptkitError(f"{where}: {name} is not a list of {wanted}, but has {odd[0]!r:.60}", _SAME)
     return list(value)
 
 
-def _prompt(value: Any) -> str | Sequence[Mapping[str, Any]] | None:
-    """Text or messages; None for neither, and for none at all."""
+def _prompt(value: Any, options: Mapping[str, Any]) -> str | Sequence[Mapping[str, Any]] | None:
+    """Text or messages; None for neither, and where they or the template's options are no plain data."""
     messages = isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
-    return value if value and (isinstance(value, str) or messages) and _is_plain(value) else None
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is made of what JSON has: no tensor and no instance of a class."""
     try:
-        json.dumps(value)
+        json.dumps([value, options])
     except (TypeError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _options(row: Mapping[str, Any], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the template was given besides the messages, as far as the file says it."""
-    given, tools = row.get("apply_chat_template_kwargs"), metadata.get("tools")
-    return (given if isinstance(given, dict) else {}) | ({"tools": tools} if isinstance(tools, list) else {})
+        return None
+    return value if value and (isinstance(value, str) or messages) else None
 
 
 def _temperature(metadata: Mapping[str, Any]) -> float | None:
     """What custom rollout functions may note; slime and miles themselves record no temperature."""
-    asked = metadata.get("sampling_params")
-    for holder in (metadata, asked if isinstance(asked, dict) else {}):
-        value = holder.get("temperature")
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_TEMPERATURE:
-            return float(value) or 1.0  # SGLang gives log-probabilities of a greedy choice without scaling
-    return None
+    noted: list[Any] = [one.get("temperature") for one in (metadata, _object(metadata.get("sampling_params")))]
+    known = [one for one in noted if type(one) in (int, float) and 0 <= one <= _MAX_TEMPERATURE]
+    # SGLang gives log-probabilities of a greedy choice without scaling.
+    return float(known[0] or 1) if known else None
 
 
 def _skip_reason(row: Mapping[str, Any]) -> str:
-    media = row.get("multimodal_inputs")
-    if row.get("multimodal_train_inputs") or (
-        isinstance(media, dict) and any(one is not None for one in media.values())
-    ):
+    media = _object(row.get("multimodal_inputs"))
+    if row.get("multimodal_train_inputs") or any(one is not None for one in media.values()):
         return "it has images or other media"
     return "a LoRA adapter answered" if row.get("adapter") is not None else ""

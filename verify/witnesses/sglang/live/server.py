@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,22 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE_INV
 from verify.witnesses.live.job import DRAFT, EngineJob
-from verify.witnesses.live.server import NotTried, buckets
+from verify.witnesses.live.server import NotTried, Refused, buckets
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.reference.job import TOP, Judged
 from verify.witnesses.sglang.adapter import draft_class
 from verify.witnesses.sglang.live.readback import PACKED, POISON, RECORD
-from verify.witnesses.sglang.live.sessions import LOADERS, granted, has_sessions, loading, looking
 from verify.witnesses.sglang.names import fuses_shared
 
 RELOADABLE = "CompressedTensorsWNA16MoE"  # the only packed layers that can be opened again
 _NAMED = re.compile(r"^name=(\S+) ", re.MULTILINE)  # in the checker's message, a line a tensor
+# What is asked around a weight update, told by what an engine can do and not by its version. 0.5.16 takes
+# `update_weights_from_tensor` at any time, and loads repacked INT4 experts only between these two loaders. 0.5.23 takes
+# it within a session alone: `begin_weight_update` undoes repacking, `end_weight_update` repacks again, in the models
+# that a selector names.
+BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
+_LOADERS = [BEGIN, END, RECORD, POISON]  # what an engine is started with as `custom_weight_loader`
+_Send = Callable[[Sequence[Any], str | None], None]
 
 
 class Server:
@@ -97,19 +104,19 @@ class Server:
 
     def update_by_tensor(self) -> None:
         """The whole checkpoint in buckets, as a trainer sends it. Raises Refused."""
-        with loading(self._engine, self._send, bool(self.packed)):
+        with _loading(self._engine, self._send, bool(self.packed)):
             for bucket in buckets(self._checkpoint):
                 self._send([(name, tensor.to(self._device)) for name, tensor in bucket])
         self._engine.flush_cache()
 
     def update_from_disk(self) -> None:
         """The directory again. Raises Refused, for repacked layers before they are touched: that ends an engine."""
-        if self.packed and not has_sessions(self._engine):
+        if self.packed and not _has_sessions(self._engine):
             raise NotTried(
                 "not tried, since SGLang 0.5.16 loads tensors from disk into repacked INT4 layers and ends with an "
                 "error of shapes"
             )
-        granted(self._engine.update_weights_from_disk(self._job.checkpoint))
+        _granted(self._engine.update_weights_from_disk(self._job.checkpoint))
 
     def release_and_resume(self) -> None:
         """Gives weights, cache and graphs back, and takes memory for them again, which then holds poison."""
@@ -135,11 +142,11 @@ class Server:
 
     def _look(self, name: str, loader: str) -> None:
         """Has every model of the engine given to a loader, with one tensor of this name."""
-        with looking(self._engine):
+        with _looking(self._engine):
             self._send([(name, torch.zeros(1, device=self._device))], loader)
 
     def _send(self, weights: Sequence[tuple[str, Tensor]], loader: str | None = None) -> None:
-        granted(self._engine.update_weights_from_tensor(weights, load_format=loader, flush_cache=False))
+        _granted(self._engine.update_weights_from_tensor(weights, load_format=loader, flush_cache=False))
 
 
 def start(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
@@ -165,7 +172,7 @@ def start(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
         disable_radix_cache=True,  # every prompt is computed anew
         disable_shared_experts_fusion=not fuses_shared(checkpoint.specs),
         enable_memory_saver=job.release_resume,
-        custom_weight_loader=LOADERS,
+        custom_weight_loader=_LOADERS,
         max_total_tokens=max(map(len, job.prompts), default=0) + 4096,
         max_running_requests=8,
         random_seed=0,
@@ -197,7 +204,7 @@ def _check_draft(job: EngineJob, checkpoint: HfCheckpoint) -> None:
         )
     quantized = (WEIGHT_PACKED, WEIGHT_SCALE_INV)
     packed = [name for name in draft_names(checkpoint.config, checkpoint.specs) if name.endswith(quantized)]
-    if packed and has_sessions(sglang.Engine):
+    if packed and _has_sessions(sglang.Engine):
         raise CkptkitError(
             f"reading a draft model back would repack {summarize(packed)} a second time",
             "leave the multi-token prediction layers unquantized",
@@ -221,3 +228,53 @@ def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:
 def version() -> str:
     """SGLang's release."""
     return installed("sglang")
+
+
+def _granted(answer: Sequence[Any]) -> None:
+    """Raises Refused unless SGLang's answer to a request says that it was done."""
+    success, message = answer[:2]
+    if not success:
+        raise Refused(str(message))
+
+
+def _has_sessions(engine: Any) -> bool:
+    """Whether this engine takes weights within sessions only. It then also repacks by itself, also from disk."""
+    return hasattr(engine, "begin_weight_update")
+
+
+@contextmanager
+def _loading(engine: Any, send: _Send, packed: bool) -> Iterator[None]:
+    """Within this the whole checkpoint is sent by tensor. `packed`: the engine holds repacked INT4 layers.
+
+    An exception leaves a session open: what the engine holds then is not known, and nothing more is asked of it.
+    """
+    if _has_sessions(engine):
+        with _session(engine, "all"):
+            yield
+        return
+    if packed:
+        send([], BEGIN)
+    yield
+    if packed:
+        send([], END)
+
+
+@contextmanager
+def _looking(engine: Any) -> Iterator[None]:
+    """Within this a custom loader looks at weights, or fills them, and no layer of the model is repacked.
+
+    The end of a session repacks whatever its selector names, and a second repacking destroys the weights. So only the
+    draft model is named: where there is one, it must not be quantized.
+    """
+    if not _has_sessions(engine):
+        yield
+        return
+    with _session(engine, "draft"):
+        yield
+
+
+@contextmanager
+def _session(engine: Any, selector: str) -> Iterator[None]:
+    _granted(engine.begin_weight_update(selector=selector))
+    yield
+    _granted(engine.end_weight_update())
