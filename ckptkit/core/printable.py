@@ -18,8 +18,8 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _COMMAND = re.compile(r"(?<!\S)::|##(?=\w*\[)")
 
 
-# A path may have made one slash of two.
-_SCHEME = r"([a-z][a-z0-9+.-]*://|(?<![a-z0-9+.-])(?:s3[an]?|gs|gcs|hf|az|abfss?|wasbs?|adl|https?|ftp|file):/)"
+# A path may have made one slash of two. Bounded, so that a long word takes linear time.
+_SCHEME = r"([a-z][a-z0-9+.-]{0,31}://|(?<![a-z0-9+.-])(?:s3[an]?|gs|gcs|hf|az|abfss?|wasbs?|adl|https?|ftp|file):/)"
 # In a text a quote ends a URL, unless an @ follows: a password may hold one.
 _URL = re.compile(_SCHEME + r"""((?:\S{1,256}@)?[^\s"'<>]*)""", re.IGNORECASE)
 _ONLY_URL = re.compile(_SCHEME + "(.*)", re.IGNORECASE | re.DOTALL)
@@ -30,9 +30,9 @@ _USER = re.compile(r"[^/?#]*@")
 _TOKEN = re.compile(r"hf_\w{16,}@")
 # Of these stores what is before an @ is a name: hf://gpt2@main, abfs://container@account.
 _NAME_BEFORE_AT = frozenset({"hf", "az", "abfs", "abfss", "wasb", "wasbs"})
-_SECRET_QUERY = re.compile(
-    r"([?#])(?:.*&)?[\w.-]*(?:sig|token|key|secret|pass|pwd|credential|auth)[\w.-]*=.*", re.IGNORECASE | re.DOTALL
-)
+_SECRET = re.compile(r"sig|token|key|secret|pass|pwd|credential|auth", re.IGNORECASE)
+_KEY = re.compile(r"[\w.-]+")
+_QUERY = re.compile(r"[?#]([^?#]*)")
 
 
 def without_credentials(text: str) -> str:
@@ -48,9 +48,13 @@ def public_url(url: str) -> str:
 def _public_url(found: re.Match[str]) -> str:
     scheme, rest = found[1], found[2]
     may_be_name = scheme.partition(":")[0].lower() in _NAME_BEFORE_AT
-    user = _PASSWORD.match(rest) or (_TOKEN if may_be_name else _USER).match(rest)
+    user = (_PASSWORD.match(rest) or (_TOKEN if may_be_name else _USER).match(rest)) if "@" in rest else None
     public = f"***@{rest[user.end() :]}" if user else rest
-    return scheme + _SECRET_QUERY.sub(r"\1***", public)
+    for query in _QUERY.finditer(public):
+        keys = (key for key, equals, _ in (part.partition("=") for part in query[1].split("&")) if equals)
+        if any(_SECRET.search(key) and _KEY.fullmatch(key) for key in keys):
+            return f"{scheme}{public[: query.start() + 1]}***"
+    return scheme + public
 
 
 def printable(text: str) -> str:
