@@ -49,7 +49,7 @@ def opened(path: Path, base: str = "base") -> Adapter:
 
 
 @pytest.mark.parametrize(
-    "kind", daily(KINDS.keys() - {"shared outer"}, ("dense", "dora", "fused experts", "other names"))
+    "kind", daily([kind for kind in KINDS if kind != "shared outer"], ("dense", "dora", "fused experts", "other names"))
 )
 def test_merging_gives_what_peft_merges(kind: str, adapters: Callable[[str], Path]) -> None:
     path = adapters(kind)

@@ -22,8 +22,11 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 
-# Their keys and values have 480 rows together, which Marlin's tiles of 64 do not divide.
-REFUSED = ("groups llama", "groups gemma3_text", "groups gemma3_text-v4")
+# Their queries, keys and values or inputs of Mamba have rows together which Marlin's tiles of 64 do not divide.
+REFUSED = (
+    *("groups llama", "groups gemma3_text", "groups gemma3_text-v4", "groups phi3-tied-window", "groups gemma4-small"),
+    *("groups gemma4-small-as-released", "groups granitemoehybrid", "groups minimax_m3_vl"),
+)
 SOUND = [label for label in IN_INT4 if label not in REFUSED]
 
 
@@ -43,4 +46,4 @@ def test_every_part_is_in_the_kernels_layout(label: str, runs: Mapping[str, Load
 
 @pytest.mark.parametrize("label", REFUSED)
 def test_what_the_kernel_refuses_is_quoted(label: str, runs: Mapping[str, LoadRun]) -> None:
-    assert "size_n = 480 is not divisible by tile_n_size = 64" in str(runs[label].crash)
+    assert "is not divisible by tile_n_size = 64" in str(runs[label].crash)

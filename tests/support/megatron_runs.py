@@ -46,10 +46,12 @@ def logits_of(cases: Mapping[str, Case], tokens: Tensor) -> dict[str, Tensor]:
 def _run_logits(scratch: Path) -> None:
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
+    from support.megatron_layers import compute_layers
     from verify.witnesses.megatron.model import Build, build_chunks, connect, logits
 
     content = torch.load(scratch / "in.pt", weights_only=False)
     connect(ParallelSizes(), 0, str(scratch / "store"))
+    compute_layers()
     found = {}
     for name, values in content["cases"].items():
         case = Case(**values)

@@ -28,7 +28,7 @@ _METADATA = {
     *(f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_DCP}filesystem._StorageInfo"),
     *(f"{_DCP}planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     *(f"{_DCP}planner.BytesIOWriteData", f"{_STRATEGY}MCoreMetadata", f"{_STRATEGY}MCoreSavePlan"),
-    *("torch.Size", "torch.serialization._get_layout"),
+    *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath"),
     *(f"torch.{dtype}" for dtype in ITEMSIZE),
 }
 _METADATA_ENUMS = {f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_DCP}planner.WriteItemType"}

@@ -524,7 +524,7 @@ def test_lint_of_a_config_with_a_kernel_fetches_nothing(tmp_path: Path, attempts
 def test_one_module_alone_hands_configs_to_transformers() -> None:
     """Two others build models: the demo, from its own sizes, and the reference of `--logits`, in an offline process.
 
-    Two load tokenizers alone: one in an offline process too, one by tokenizer.json and no config.
+    Three load tokenizers and processors alone, in offline processes; one asks which quantizers there are.
     """
     root = Path(__file__).parents[3]
     found = set()
@@ -542,7 +542,9 @@ def test_one_module_alone_hands_configs_to_transformers() -> None:
             if any(name.partition(".")[0] == "transformers" for name in names):
                 found.add(str(file.relative_to(root)))
     witnesses = ("reference/process.py", "reference/prediction.py", "rollouts/process.py")
-    others = {f"verify/witnesses/{file}" for file in witnesses} | {"verify/evidence/side/texts.py"}
+    others = {f"verify/witnesses/{file}" for file in witnesses}
+    others |= {f"verify/evidence/side/{file}.py" for file in ("texts", "processor_classes")}
+    others |= {"verify/checks/quantization/quantization_config.py"}
     defaults = "verify/checks/config/config.py"
     assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py", defaults, *others}
     assert importlib.import_module("quant.selection.meta_model")
