@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from ckptkit.app.cli import cli, main
 from hostile.hook_calls import call
 
-MAX_MEMORY, MAX_SECONDS, MAX_WAIT = 1 << 30, 5, 60
+MAX_MEMORY, MAX_SECONDS, MAX_WAIT = 1 << 30, 10, 60
 _MAX_FILE = 1 << 28
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # What starts another program, runs what a pickle names, or leaves the machine.
