@@ -152,6 +152,11 @@ def online_of(named, scheme):
     return OnlineQuantizer(config, [name + part for name, _ in named for part in ("_packed", "_scale", "_shape")])
 
 
+def alone(named, plan):
+    """Seconds of the kernels of one bucket, replayed from a graph."""
+    return from_graph(kernels(named, plan))
+
+
 def main() -> int:
     if not hasattr(triton_launch, "paired"):
         sys.exit("this checkout has no triton_pairs.py: nothing to compare")
@@ -183,7 +188,7 @@ def main() -> int:
                 ways |= {
                     (label, "a call"): partial(a_call, partial(online.quantize, named)),
                     (label, "in a row"): partial(in_a_row, partial(online.quantize, named)),
-                    (label, "kernels alone"): lambda plan=plan_of(named, online): from_graph(kernels(named, plan)),
+                    (label, "kernels alone"): partial(alone, named, plan_of(named, online)),
                 }
             for name, tensor in found["PTX"].items():
                 if not torch.equal(tensor, found["plain"][name]):
