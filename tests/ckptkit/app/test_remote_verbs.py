@@ -171,7 +171,7 @@ def test_a_run_from_a_url_goes_on(cut_off: Path, small_release: Path, stored: st
 
 def test_a_run_from_a_url_that_was_written_since_does_not_go_on(cut_off: Path, stored: str, bucket: Bucket) -> None:
     bucket.put("models/qwen/tokenizer_config.json", b"{}")
-    with pytest.raises(CkptkitError, match="cannot be resumed: its source was"):
+    with pytest.raises(CkptkitError, match="cannot be resumed: files of its source were"):
         quantize(stored, cut_off, int4_scheme(group_size=32), resume=True)
 
 
