@@ -20,6 +20,7 @@ from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import MANIFEST, Location, locate, require_own_files
 from ckptkit.formats.hf.remote import opened
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.links import dangling_in, in_words
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.destination import check_destination, finish_published
@@ -116,6 +117,10 @@ def _fault_of(written: Path) -> str | None:
     ends: dict[Path, int] = {}
     for one in byte_ranges_of(checkpoint, list(found)):
         ends[one.path] = max(one.end, ends.get(one.path, 0))
+    if isinstance(checkpoint, TorchDistCheckpoint):  # whose files go on behind the last tensor's bytes
+        blobs = [chunk.blob for stored in checkpoint.metadata.tensors.values() for chunk in stored.chunks]
+        for blob in (*blobs, *checkpoint.metadata.objects.values()):
+            ends[blob.path] = max(blob.offset + blob.length, ends.get(blob.path, 0))
     short = (path for path, end in ends.items() if not path.is_file() or path.stat().st_size < end)
     return next((f"{path.relative_to(written)} is missing or cut short" for path in short), None)
 

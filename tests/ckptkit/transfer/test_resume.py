@@ -295,6 +295,10 @@ def _touch(source: Path, out: Path) -> None:
     os.utime(file, (1, 1))
 
 
+def _shorten(file: Path, count: int) -> None:
+    os.truncate(file, file.stat().st_size - count)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -302,6 +306,8 @@ def _touch(source: Path, out: Path) -> None:
         lambda source, out: (out / "hf/config.json").unlink(),
         lambda source, out: next((out / "release").glob("*.distcp")).unlink(),
         lambda source, out: os.truncate(next((out / "release").glob("*.distcp")), 10),
+        lambda source, out: _shorten(next((out / "release").glob("*.distcp")), 1),
+        lambda source, out: _shorten(max((out / "release").glob("*.distcp")), 7),
         lambda source, out: (out / "release/.metadata").write_bytes(b"x"),
         lambda source, out: (out / "ckptkit.json").write_text("{}"),
         lambda source, out: edit_manifest(out, version="0"),
