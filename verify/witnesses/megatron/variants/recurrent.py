@@ -6,6 +6,7 @@ only; here they get Megatron's linear layers, with the norm inside the input pro
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,6 +36,7 @@ from verify.witnesses.megatron.variants.variant import Variant, WholeLinear, not
 _DELTA_NET = next(
     module for module in (sys.modules[cls.__module__] for cls in GatedDeltaNet.__mro__) if hasattr(module, "HAVE_FLA")
 )
+_HAS_FLA = bool(_DELTA_NET.HAVE_FLA)
 
 
 class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
@@ -56,9 +58,10 @@ class _Backend(LocalSpecProvider):  # type: ignore[misc]
 def _delta_net_settings(dims: ModelDims) -> Mapping[str, Any]:
     if dims.linear is None:
         return {}
-    # From 0.19 on, the function that makes the standard spec, in which layers are then replaced, refuses a config that
+    # "Deterministic" selects Megatron's own recurrence: without it and without FLA, 0.19 does not build the layer. From
+    # then on, too, the function that makes the standard spec, in which layers are then replaced, refuses a config that
     # names the variant.
-    return {"experimental_attention_variant": None}
+    return {"deterministic_mode": not _HAS_FLA, "experimental_attention_variant": None}
 
 
 def _adapt_delta_nets(
@@ -70,6 +73,9 @@ def _adapt_delta_nets(
     if transformer_engine:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
+        if not _HAS_FLA:
+            # Then Transformer Engine's attention, in the other layers, must be what it calls deterministic, too.
+            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         attention = get_gated_delta_net_module_spec(config, TESpecProvider())
     else:
         attention = get_gated_delta_net_module_spec(config, _Backend())
