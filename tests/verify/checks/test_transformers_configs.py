@@ -328,6 +328,17 @@ def test_floats_that_transformers_answers_otherwise_are_an_error(what: str, in_f
     assert {one.code for one in verify(path, readers=("vllm",)).findings} >= {"CK302"}
 
 
+@pytest.mark.parametrize("strategy", ["channel", "attn_head"])
+@pytest.mark.parametrize("key", ["input_activations", "output_activations"])
+def test_activations_that_compressed_tensors_does_not_make_are_an_error(
+    key: str, strategy: str, in_floats: Path, copy_of: CopyOf
+) -> None:
+    path = changed(copy_of(in_floats), ((*GROUP, key), INT8 | {"strategy": strategy}))
+    found = verify(path)
+    assert (found.status, "CK302" in {one.code for one in found.findings}) == ("failed", True)
+    assert not any("internal error" in reason for reason in found.reasons)
+
+
 @pytest.mark.parametrize("target", [None, "re:.*self_attn$", "LlamaAttention"])
 def test_floats_that_are_sound_have_no_finding(target: str | None, in_floats: Path, copy_of: CopyOf) -> None:
     outputs = {"targets": [target], "weights": None, "output_activations": CACHE | {"dynamic": True}}

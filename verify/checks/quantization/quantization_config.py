@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
 from ckptkit.formats.hf.side_files import is_quantized, quantization_of
@@ -116,20 +116,34 @@ def _misread_group(
     elif modules and group.weights.get("dynamic"):
         yield f"weights of {where} are dynamic, and compressed-tensors has no scales for them", None
     elif modules:
-        for part in _scales_of_activations(stated):
+        try:
+            parts = _scales_of_activations(stated)
+        except CkptkitError as error:
+            yield error.message, None
+            return
+        for part in parts:
             if names := [name for module in modules if (name := f"{module}.{part}") not in specs]:
-                yield f"missing, but {where} has static activations: readers take 1.0 or memory nobody wrote", names
+                yield f"missing, but {where} has static activations: readers take 1.0 or uninitialized memory", names
 
 
 def _scales_of_activations(stated: Mapping[str, Any]) -> list[str]:
-    """The tensors that compressed-tensors makes for the activations of a Linear module."""
+    """The scales that compressed-tensors makes for the activations of a Linear module, by name.
+
+    Raises CkptkitError where it makes none for such activations.
+    """
     # Imported here because they bring transformers with them, which takes seconds.
     import torch
     from compressed_tensors.quantization import QuantizationScheme
     from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 
     made = torch.nn.Linear(256, 256, bias=False, device="meta")
-    initialize_module_for_quantization(made, QuantizationScheme.model_validate(stated), force_zero_point=False)
+    try:
+        initialize_module_for_quantization(made, QuantizationScheme.model_validate(stated), force_zero_point=False)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        hint = "restore the quantization_config of the release"
+        raise CkptkitError(
+            f"compressed-tensors refuses activations of a config group: {words_of(error)}", hint
+        ) from error
     return [name for name, _ in made.named_parameters() if name.endswith(("put_scale", "put_global_scale"))]
 
 
