@@ -2,6 +2,6 @@
 
 import sys
 
-from ckptkit.app.verl import check_launch
+from ckptkit.app.hooks import check_launch
 
 check_launch(sys.argv[1:])

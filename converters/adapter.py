@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from ckptkit.core.join import Joined
-from ckptkit.core.plan import Plan, Step, View, identity
+from ckptkit.core.plan import Joined, Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
 from ckptkit.formats.hf.shard import Fault

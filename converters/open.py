@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.formats.deltas.replay import open_deltas
+from ckptkit.formats.deltas import open_deltas
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint

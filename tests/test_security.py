@@ -9,7 +9,7 @@ from ckptkit.core import json_text, specs
 from ckptkit.formats import detect
 from ckptkit.formats.hf import shard, side_files
 from ckptkit.formats.torch_dist import reader
-from ckptkit.formats.torch_save import blob, machine, records
+from ckptkit.formats.torch_save import blob, records, unpickle
 from ckptkit.storage import tree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,14 +20,14 @@ BOUNDS = [
     (json_text.MAX_BYTES, json_text.MAX_VALUES, json_text.MAX_DEPTH, json_text.MAX_DIGITS),
     (shard.MAX_HEADER, json_text.MAX_VALUES, specs.MAX_AXES, shard._MAX_BYTES),
     (
-        machine.MAX_OBJECTS,
-        machine.MAX_STACK,
-        machine.MAX_MARKS,
-        machine.MAX_NAMES,
-        machine.MAX_INTEGER,
-        machine._MAX_KEY,
-        machine._KEY_PARTS,
-        machine._KEY_DEPTH,
+        unpickle.MAX_OBJECTS,
+        unpickle.MAX_STACK,
+        unpickle.MAX_MARKS,
+        unpickle.MAX_NAMES,
+        unpickle.MAX_INTEGER,
+        unpickle._MAX_KEY,
+        unpickle._KEY_PARTS,
+        unpickle._KEY_DEPTH,
     ),
     (records._MAX_PARTS, records._MAX_DEPTH),
     (blob._MAX_READ, blob._MAX_DIRECTORY),

@@ -12,11 +12,19 @@ from typing import Unpack
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.detect import TRACKER, is_legacy, is_nemo, iteration_of, locate, refuse_url, require_own_files
+from ckptkit.formats.detect import (
+    TRACKER,
+    is_legacy,
+    is_nemo,
+    iteration_of,
+    locate,
+    refuse_other_format,
+    refuse_url,
+    require_own_files,
+)
 from ckptkit.formats.hf.adapter import is_adapter
 from ckptkit.formats.hf.reader import read_config
-from ckptkit.formats.other_weights import refuse_other_format
-from ckptkit.formats.own_files import is_own, weights_at
+from ckptkit.formats.hf.side_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.draft import is_draft
 from verify.check import NOT_APPLICABLE, Skip, all_checks, choose, looked_at, run_checks

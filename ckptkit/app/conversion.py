@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from ckptkit.app.adapters import adapters_at, write_adapters
-from ckptkit.app.execute import execute
 from ckptkit.app.forecast import Forecast, forecast
 from ckptkit.app.packed import PackedSummary, summary
 from ckptkit.app.plan import ConversionPlan, make_plan
@@ -16,18 +17,39 @@ from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.extents import byte_ranges_of
-from ckptkit.core.progress import phase
+from ckptkit.core.plan import View
+from ckptkit.core.printable import printable
+from ckptkit.core.progress import note, phase, size
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import MANIFEST, Location, locate, require_own_files
-from ckptkit.formats.hf.remote import opened
+from ckptkit.formats.files import Digests
+from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ckptkit.formats.hf.remote import check_unchanged, opened
+from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.storage.digest import TensorDigest
+from ckptkit.storage.fingerprint import unchanged
 from ckptkit.storage.links import dangling_in, in_words
 from ckptkit.storage.url import is_url
-from ckptkit.transfer.destination import check_destination, finish_published
-from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
-from ckptkit.transfer.upload import check_upload
+from ckptkit.transfer.copy import copy
+from ckptkit.transfer.destination import check_destination, finish_published, new_directory
+from ckptkit.transfer.files import FilesWriter
+from ckptkit.transfer.journal import Journal
+from ckptkit.transfer.manifest import (
+    FINGERPRINT,
+    described_files,
+    file_digest,
+    lineage_of,
+    loaded_files,
+    read_manifest,
+    write_manifest,
+)
+from ckptkit.transfer.upload import check_upload, new_upload
+from converters.megatron.run_config import peft_settings
+from converters.megatron_adapter import as_peft, only_adapters
 from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
+from quant.formats.squared_error import SquaredError
 from quant.schemes.registry import DEFAULT
 
 
@@ -178,3 +200,130 @@ def _check_direction(options: RunOptions, location: Location) -> None:
 def _no_megatron_at(url: str) -> UsageError:
     message = f"{url}: only HF directories are written to URLs, and no Megatron checkpoints"
     return UsageError(message, "write it to a disk, and copy it there")
+
+
+def adapters_at(options: RunOptions, location: Location, sources: Sources) -> View | None:
+    """The adapters of a Megatron checkpoint that holds nothing else, under PEFT's names; None of any other.
+
+    Raises UsageError for options that do not go with them, and CkptkitError as `as_peft`.
+    """
+    if not location.is_megatron or location.legacy or (settings := peft_settings(location.path)) is None:
+        return None
+    source = TorchDistCheckpoint(location.path, hf=sources[options.hf] if options.hf else None)
+    if not only_adapters(source.specs):
+        return None
+    own = RunOptions(options.verb, options.src, options.dst, options.hf)
+    if (
+        not isinstance(options.dst, Path)
+        or replace(own, overwrite=options.overwrite, dry_run=options.dry_run) != options
+    ):
+        message = f"{options.src} holds LoRA adapters alone, which are written as PEFT has them to a local disk"
+        raise UsageError(message, "give --hf BASE and no other option; `--merge DST` merges them after that")
+    return as_peft(source, settings, str(location.path))
+
+
+def write_adapters(options: RunOptions, view: View) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors."""
+    from safetensors.torch import save_file
+
+    assert isinstance(options.dst, Path)
+    with new_directory(options.dst, {}, overwrite=options.overwrite, resume=False) as (partial, _):
+        save_file(view.read(list(view.specs)), partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(dict(view.config), indent=2) + "\n")
+
+
+def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict[str, SquaredError]:
+    """Writes everything that is planned. Returns the error of each matrix that was packed, by its codes' name.
+
+    Raises CkptkitError.
+
+    What a run that is cut off has finished is kept for --resume, except at a URL.
+    """
+    read = [plan.source.path, *(sources[path].path for path in options.sources[1:])]
+    files = side_files(plan.side_files.path, plan.around_side_files)
+    identity = options.identity(sources)
+    with _destination(options, identity) as (partial, journal), unchanged(read):
+        journal.list_files([*plan.files(), *(f"{plan.side_folder}/{file}".lstrip("/") for file in files)])
+        lineage = lineage_of(plan.source)  # before the work, which would be lost where it cannot be read
+        _write_side_files(plan, files, partial)
+        if options.ray is None:
+            # An error in `prepare` comes again in `finish`.
+            with ThreadPoolExecutor(1) as meanwhile:
+                for output in plan.outputs:
+                    meanwhile.submit(output.files.prepare)
+                write_files(plan, partial, journal, list(plan.files()), options.workers, options.memory)
+        else:
+            from ckptkit.app.on_ray import write_on_ray  # here because few runs need it
+
+            write_on_ray(options, plan, partial, journal)
+        for output in plan.outputs:
+            output.files.finish(partial)
+        _write_manifest(options, plan, {"lineage": lineage, FINGERPRINT: identity["source"]}, partial, journal)
+        for source in sources.values():
+            check_unchanged(source)
+        return {name: SquaredError(*sums) for file in plan.files() for name, sums in journal.measured(file).items()}
+
+
+def _destination(options: RunOptions, identity: Mapping[str, Any]) -> AbstractContextManager[tuple[Path, Journal]]:
+    if isinstance(options.dst, str):
+        return new_upload(options.dst, overwrite=options.overwrite, sources=options.sources)
+    return new_directory(options.dst, identity, overwrite=options.overwrite, resume=options.resume)
+
+
+def _write_side_files(plan: ConversionPlan, files: Sequence[Path], partial: Path) -> None:
+    target = partial / plan.side_folder
+    target.mkdir(exist_ok=True)
+    copy_files(plan.side_files.path, files, target)
+    write_config(target, plan.config, plan.view.specs)
+    for output in plan.outputs[1:]:
+        (partial / FOLDER).mkdir(exist_ok=True)
+        (partial / FOLDER / "config.json").write_text(json.dumps(dict(output.view.config), indent=2) + "\n")
+
+
+def _write_manifest(
+    options: RunOptions, plan: ConversionPlan, source: Mapping[str, Any], partial: Path, journal: Journal
+) -> None:
+    """Writes the manifest of what has been written, digests included, in the order of names."""
+    digests: dict[str, TensorDigest] = {}
+    for file in plan.outputs[0].files.names:
+        digests |= journal.recorded(file) or {}
+    more = {"source": printable(plan.side_files.path.name), **source, "hf_layout": dict(plan.layout)}
+    written = Location(plan.kind, partial / "release" if plan.is_megatron else partial, partial)
+    tensors = {name: digests[name] for name in sorted(digests)}
+    files = described_files(written, [partial / FOLDER])
+    write_manifest(partial / MANIFEST, options.command(), tensors, files, more)
+
+
+def write_files(
+    plan: ConversionPlan, partial: Path, journal: Journal, wanted: Collection[str], workers: int | None, memory: int
+) -> None:
+    """Writes those of these files that are not finished yet, and records each."""
+    left = [[one for one in output.files.names if one in wanted] for output in plan.outputs]
+    if journal.count():
+        left = _unfinished(plan, journal, left)
+    for output, files in zip(plan.outputs, left, strict=True):
+        if files:
+            names = {name for file in files for name in output.files.names[file]}
+            writer = FilesWriter(partial, output.files, files, _recorder(plan, journal), journal.check_goes_on)
+            copy(output.view, writer, "writing", workers, only=names, memory=memory)
+
+
+def _recorder(plan: ConversionPlan, journal: Journal) -> Callable[[str, Digests], None]:
+    """Records a file that is whole, with the errors of the matrices in it."""
+    errors = plan.packing.errors if plan.packing else {}
+
+    def record(file: str, digests: Digests) -> None:
+        journal.record(file, digests, {name: errors[name] for name in digests if name in errors})
+
+    return record
+
+
+def _unfinished(plan: ConversionPlan, journal: Journal, wanted: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The files of each output that are to be written still. Says how much is kept of the run before."""
+    kept, nbytes, left = 0, 0, list[list[str]]()
+    for output, files in zip(plan.outputs, wanted, strict=True):
+        whole = {file for file in files if journal.intact(file, output.files)}
+        kept, nbytes = kept + len(whole), nbytes + sum(map(output.files.size, whole))
+        left.append([file for file in files if file not in whole])
+    note(f"kept {kept} of {sum(map(len, wanted))} files, {size(nbytes)}, of the run that was cut off")
+    return left

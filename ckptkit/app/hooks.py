@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import summarize
-from ckptkit.formats.deltas.chain import lone, require_sound
+from ckptkit.formats.deltas import lone, require_sound
 from ckptkit.formats.detect import is_deltas, require_own_files
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from converters.planner import dims_of, rules_of
@@ -25,9 +25,11 @@ from verify.check import Outcome
 from verify.checks.config.arguments import mismatches
 from verify.evidence.subject import Subject
 from verify.launch.judge import check_headers
+from verify.launch.preflight import preflight
 
 if TYPE_CHECKING:
     import torch
+
 
 __all__ = ["after_init", "after_save", "after_weight_write", "before_log_prob", "before_train_step"]
 
@@ -206,3 +208,28 @@ def _is_first_rank() -> bool:
     import torch
 
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+_MODEL = "actor_rollout_ref.model.path"
+
+
+def check_launch(words: Sequence[str]) -> None:
+    """Preflight of verl's overrides, where they name a model.
+
+    Raises CkptkitError with the findings that are errors. Says on standard error how it ended, and what it could not
+    look at, such as a model that is not a local directory.
+    """
+    settings = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)}
+    model = settings.get(_MODEL)
+    if not model:
+        return
+    if not Path(model).is_dir():
+        _say(f"{model} is not a directory here, so nothing was checked")
+        return
+    report = preflight(arguments=words)
+    raise_errors(report.checkpoint, Outcome(findings=list(report.findings)))
+    _say(f"preflight of {report.checkpoint}: {'; '.join([report.status, *report.reasons])}")
+
+
+def _say(text: str) -> None:
+    print(printable(f"ckptkit: {text}"), file=sys.stderr)

@@ -15,8 +15,7 @@ from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, fold
 from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.deltas.chain import chain_at
-from ckptkit.formats.deltas.replay import patches_of
+from ckptkit.formats.deltas import chain_at, patches_of
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.adapter import AdapterFiles, is_adapter
 from ckptkit.formats.hf.hub_cache import downloads_in

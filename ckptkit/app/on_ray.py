@@ -10,17 +10,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from ckptkit.app.conversion import write_files
 from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions
-from ckptkit.app.write import write_files
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import progress
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, place
 from ckptkit.transfer.journal import Journal
-from ckptkit.transfer.ray.cluster import connected
-from ckptkit.transfer.ray.tasks import check_gpus, cpus, outcomes, pieces_of
+from ckptkit.transfer.ray import check_gpus, connected, cpus, outcomes, pieces_of
 
 
 @dataclass(frozen=True)

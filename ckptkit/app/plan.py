@@ -13,8 +13,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
-from ckptkit.formats.deltas.chain import chain_at
-from ckptkit.formats.deltas.replay import base_of, open_deltas
+from ckptkit.formats.deltas import base_of, chain_at, open_deltas
 from ckptkit.formats.detect import Kind, Location, OfKind, locate
 from ckptkit.formats.files import FILE_BYTES, Files, part_bytes
 from ckptkit.formats.hf.adapter import AdapterFiles

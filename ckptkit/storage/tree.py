@@ -126,3 +126,33 @@ def _require_inside(link: str, bound: str, around: Sequence[str]) -> None:
 def _is_shared_blob(real: str, cache: str) -> bool:
     """Whether this is a file of the store that the models of a hub's cache share."""
     return real.startswith(cache) and _SHARED_BLOB.fullmatch(real[len(cache) :]) is not None
+
+
+Identity = tuple[int, int]
+
+
+def overlaps(target: Path, source: Path) -> bool:
+    """Whether writing or replacing directory `target`, which need not exist, would change `source`. Raises OSError."""
+    if not source.exists():
+        return False
+    folders = {_identity(found) for _, found in everything(source) if stat.S_ISDIR(found.st_mode)}
+    if not folders.isdisjoint(_identity(parent.stat()) for parent in target.resolve().parents):
+        return True
+    return target.exists() and not set(_read(source)).isdisjoint(_identity(found) for _, found in everything(target))
+
+
+def _read(root: Path) -> Iterator[Identity]:
+    """What would be lost: directories, files with one name, and whatever links lead to.
+
+    A file with a second name (a hard link) stays when the first is removed, and nothing is written in place.
+    """
+    for path, found in everything(root):
+        if not stat.S_ISLNK(found.st_mode):
+            if stat.S_ISDIR(found.st_mode) or found.st_nlink == 1:
+                yield _identity(found)
+        elif path.exists():
+            yield _identity(path.stat())
+
+
+def _identity(found: os.stat_result) -> Identity:
+    return found.st_dev, found.st_ino

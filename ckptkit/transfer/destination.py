@@ -16,8 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import MANIFEST
 from ckptkit.storage.lock import check_free, locked
-from ckptkit.storage.overlap import overlaps
-from ckptkit.storage.tree import everything
+from ckptkit.storage.tree import everything, overlaps
 from ckptkit.storage.whole import sync_tree
 from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.manifest import was_asked

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.legacy.files import LegacyFiles, RankFile
-from ckptkit.formats.megatron_config import config_in, hf_home
+from ckptkit.formats.hf.side_files import config_in, hf_home
+from ckptkit.formats.legacy import LegacyFiles, RankFile
 from ckptkit.formats.torch_save.saved_file import SavedTensor
 from ckptkit.storage.directory import Directory
 from converters.megatron.hybrid_model import stored_pattern

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptkit.app.verl import check_launch
+from ckptkit.app.hooks import check_launch
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.hooks import after_init, after_save, after_weight_write

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.transfer.ray.cluster import connected
-from ckptkit.transfer.ray.tasks import outcomes
+from ckptkit.transfer.ray import connected, outcomes
 
 PIECES = [["ends"]] * 8 + [["fails"]] + [["ends"]] * 40
 

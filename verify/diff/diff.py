@@ -11,7 +11,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import INSTALL_CONVERT, program_version
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import locate
-from ckptkit.formats.own_files import is_own
+from ckptkit.formats.hf.side_files import is_own
 from ckptkit.storage.fingerprint import unchanged
 from verify.diff.moved import moved_names, moves_of
 from verify.diff.pairs import Pair, pairs_of, pairs_of_headers

@@ -12,9 +12,8 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.plan import Plan
 from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.hf.side_files import config_in, quantization_of, stated_quantization
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
-from ckptkit.formats.hf.side_files import quantization_of, stated_quantization
-from ckptkit.formats.megatron_config import config_in
 from converters.experts import fuse, is_fused
 from converters.foreign import refuse_foreign
 from converters.foreign import refuse_stated as refuse_stated_format

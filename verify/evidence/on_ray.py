@@ -10,10 +10,9 @@ from pathlib import Path
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.own_files import is_own, weights_at
+from ckptkit.formats.hf.side_files import is_own, weights_at
 from ckptkit.storage.fingerprint import fingerprint
-from ckptkit.transfer.ray.cluster import connected
-from ckptkit.transfer.ray.tasks import cpus, outcomes, pieces_of
+from ckptkit.transfer.ray import connected, cpus, outcomes, pieces_of
 from verify.evidence.subject import Subject
 from verify.evidence.values import Groups, Values, common_groups, look, sides
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import progress
-from ckptkit.formats.torch_dist.optimizer import (
+from ckptkit.formats.torch_dist.reader import Chunk, Part, StoredTensor, parts_of
+from ckptkit.formats.torch_dist.training_state import (
     MASTERS,
     Bucket,
     OptimizerState,
@@ -19,7 +20,6 @@ from ckptkit.formats.torch_dist.optimizer import (
     optimizer_state,
     unflattened,
 )
-from ckptkit.formats.torch_dist.reader import Chunk, Part, StoredTensor, parts_of
 from verify.evidence.extremes import as_integers, digest_of, extremes, same_bytes
 from verify.evidence.reading import read_values, threads
 from verify.evidence.subject import Subject

@@ -8,9 +8,8 @@ from pathlib import Path
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.join import Joined
-from ckptkit.core.plan import Step, View
-from ckptkit.formats.deltas.replay import open_deltas
+from ckptkit.core.plan import Joined, Step, View
+from ckptkit.formats.deltas import open_deltas
 from ckptkit.formats.detect import MANIFEST, Location, is_deltas
 from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
 from ckptkit.formats.hf.side_files import is_quantized, stored_layout

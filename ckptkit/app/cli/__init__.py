@@ -29,16 +29,16 @@ from ckptkit.storage.url import refuse_credentials
 
 _MODULES = {
     "convert": "conversion",
-    "diff": "comparison",
+    "diff": "inspection",
     "quantize": "conversion",
     "inspect": "inspection",
     "lint": "inspection",
     "manifest": "inspection",
     "verify": "verification",
     "preflight": "verification",
-    "triage": "comparison",
-    "explain": "explanation",
-    "doctor": "explanation",
+    "triage": "inspection",
+    "explain": "inspection",
+    "doctor": "inspection",
 }
 
 

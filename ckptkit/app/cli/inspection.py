@@ -1,4 +1,4 @@
-"""The verbs about one checkpoint at rest: `inspect`, `lint` and `manifest`."""
+"""The verbs that look and make no checkpoint: `inspect`, `diff`, `lint`, `manifest`, `triage`, `explain`, `doctor`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ckptkit.app.cli import options as common
 from ckptkit.app.cli.ending import end, end_lint, end_manifest
 from ckptkit.app.cli.output import echo, echo_json
 from ckptkit.app.cli.verb import Verb
+from ckptkit.core.progress import size
 from quant.selection.readers import LIST_READERS
 
 _LISTED = 8  # files that inspect lists by name
@@ -68,9 +69,9 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
 
 def _scaled(count: int, unit: str) -> str:
     """`24.6 MB`, and with no unit `11.2 M ` or `11.2 B ` as models are named."""
-    for letter, size in (("T", 10**12), ("G" if unit else "B", 10**9), ("M", 10**6), ("k", 1000)):
-        if count >= size:
-            return f"{count / size:.1f} {letter}{unit or ' '}"
+    for letter, scale in (("T", 10**12), ("G" if unit else "B", 10**9), ("M", 10**6), ("k", 1000)):
+        if count >= scale:
+            return f"{count / scale:.1f} {letter}{unit or ' '}"
     return f"{count} {unit}"
 
 
@@ -134,3 +135,86 @@ def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | No
     written = make_manifest(path, output, hf=hf, workers=workers)
     echo(str(written))
     end_manifest(written)
+
+
+@click.command(cls=Verb, short_help="Say what a check or a symptom means, and what to do.")
+@click.argument("words", nargs=-1, metavar="[CODE | WORD...]")
+def explain(words: tuple[str, ...]) -> None:
+    """Say what the check CODE looks at, why it matters and what to do about a finding.
+
+    With words, as `explain garbled`, it lists symptoms of a job with the command that tells their cause, and checks,
+    whose text has all of them; without arguments every check.
+    """
+    from verify.explain import explain as run
+
+    echo(*run(" ".join(words)).split("\n"))
+
+
+@click.command(cls=Verb, short_help="Say what is installed, and which witnesses can run.")
+@click.argument("parts", nargs=-1, metavar="[PART...]")
+@common.pythons
+@common.as_json
+def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None:
+    """Say what is installed, which witnesses can run here, on which devices, and what to install for the others.
+
+    PART is one of convert, megatron, sglang, vllm, engine, ray, remote and sign: what you want to use. Exit code 0
+    unless one that is named, or ckptkit's own installation, is not usable; then 2.
+    """
+    from ckptkit.app.doctor import PARTS, examine, lines
+
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise click.UsageError(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
+    found = examine(common.pythons_of(options))
+    if as_json:
+        echo_json(found.to_json())
+    else:
+        echo(*lines(found))
+    if found.broken(parts):
+        raise SystemExit(2)
+
+
+@click.command(cls=Verb, short_help="Compare two checkpoints of any formats.")
+@click.argument("a", type=common.PATH)
+@click.argument("b", type=common.PATH)
+@common.local_hf
+@click.option("--exact", is_flag=True, help="A tensor in another dtype is a difference, even where a cast is equal.")
+@common.as_json
+def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
+    """Compare the checkpoints A and B, of any formats, tensor by tensor under HF names.
+
+    Says which tensors are equal, equal after a cast, moved (an expert, a layer, gate and up), differing and by how
+    much, or only on one side. Quantized HF weights are dequantized. Without torch it compares names and shapes alone.
+    Exit code 0: equal; 1: different; 2: unreadable, or inconclusive, since values were not compared.
+    """
+    from verify.diff.diff import diff as run
+    from verify.diff.text import lines
+
+    found = run(a, b, hf=hf, exact=exact)
+    if as_json:
+        echo_json(found.to_json())
+    else:
+        echo(*lines(found))
+    end(f"{sum(found.counts.values())} tensors, {size(found.nbytes)} read", as_json)
+    if found.status != "equal":
+        raise SystemExit(1 if found.status == "different" else 2)
+
+
+@click.command(cls=Verb, short_help="Name the known symptoms in a job's logs.")
+@click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=click.Path(allow_dash=True))
+@common.as_json
+def triage(logs: tuple[str, ...], as_json: bool) -> None:
+    """Name the known symptoms in the logs of a trainer or an engine, and the command that proves or rules out each.
+
+    `-` reads standard input. Exit code 0: no known symptom; 1: symptoms; 2: a log cannot be read, or is empty.
+    """
+    from verify.triage.triage import lines
+    from verify.triage.triage import triage as run
+
+    found = run(logs)
+    if as_json:
+        echo_json(found.to_json())
+    else:
+        echo(*lines(found))
+    end(f"{found.lines} lines", as_json)
+    if found.found:
+        raise SystemExit(1)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptkit.app.job.engines import Seat, Setup, State, seat_label
-from ckptkit.app.job.predicted import SHARED, Cut, Order, canonical, missing_parts, shared_part_of
-from ckptkit.app.job.sent import UNUSED, Sent
+from ckptkit.app.job.predicted import SHARED, UNUSED, Cut, Order, Sent, canonical, missing_parts, shared_part_of
 from ckptkit.core.specs import summarize
 
 Layout = tuple[tuple[str, str], ...]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ckptkit.app.job.engines import Digest, Engine, Server, Setup, State, waiting
 from ckptkit.app.job.judged import Judged, Known, changed_since, judge
-from ckptkit.app.job.sent import Sent
+from ckptkit.app.job.predicted import Sent
 from ckptkit.app.job.sglang import SglangEngine, computes_as, sglang_digest
 from ckptkit.app.job.vllm import Rpc, VllmEngine, vllm_digest
 from ckptkit.core.errors import CkptkitError

@@ -13,8 +13,8 @@ from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.json_text import MAX_BYTES, MAX_VALUES, parse
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, long_name, summarize
+from ckptkit.formats.detect import other_weights, refuse_other_format
 from ckptkit.formats.hf.shard import Shard, read_shard
-from ckptkit.formats.other_weights import other_weights, refuse_other_format
 from ckptkit.storage.directory import Directory, directory
 from ckptkit.storage.links import next_move, why_unreadable
 from ckptkit.storage.read import FileExtent

@@ -16,9 +16,10 @@ from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError, MissingError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, summarize
-from ckptkit.formats.detect import LOADED, SIGNATURE_ENDING, is_loaded
+from ckptkit.formats.detect import LEGACY_RANK, LOADED, SIGNATURE_ENDING, is_loaded, locate, require_own_files
 from ckptkit.formats.detect import MANIFEST as MANIFEST
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, QUANTIZATION_KEYS, read_json
+from ckptkit.storage.directory import Directory, directory
 from ckptkit.storage.links import fetch_again, target_of
 from ckptkit.storage.regular import open_regular
 from ckptkit.storage.tree import files_below
@@ -223,3 +224,48 @@ def layout_for(checkpoint: Checkpoint, layout: Mapping[str, list[str]]) -> dict[
             "name the right HF directory with --hf",
         )
     return dict(layout)
+
+
+def hf_home(path: Path, hf: str | Path | Directory | None) -> Directory:
+    """The HF directory of the iteration at `path`; it need not exist unless it is named. Raises CkptkitError then."""
+    if not hf:
+        return Directory(path.parent / "hf")
+    home = directory(hf)
+    require_own_files(home.path)
+    if not (home.path / "config.json").exists():
+        raise MissingError(f"{home} has no config.json", "name the HF directory of this model with --hf")
+    return home
+
+
+def config_in(home: Path | Directory, path: Path) -> Mapping[str, Any]:
+    """The config in `home` for the weights at `path`. Raises CkptkitError when there is none."""
+    home = directory(home)
+    file = home.path / "config.json"
+    if not file.exists():
+        raise MissingError(
+            f"{path}: the HF config of this model is not stored beside it", "name its HF directory with --hf"
+        )
+    # Megatron's weights are not quantized, even when the directory named is the INT4 release of the model.
+    return without_quantization(read_json(file, home.at("config.json")))
+
+
+_NAMES = frozenset({".metadata", MANIFEST, MANIFEST + SIGNATURE_ENDING})
+
+
+def is_own(relative: Path) -> bool:
+    """Whether a file of a checkpoint, relative to `weights_at`, is one that readers of checkpoints look at.
+
+    A log is none, nor is another checkpoint in a folder of this one, as a trainer makes them.
+    """
+    *folders, name = relative.parts
+    if folders and LEGACY_RANK.fullmatch(folders[0]):
+        return len(folders) == 1
+    return is_loaded(relative) or (not folders and (name in _NAMES or is_weight(name)))
+
+
+def weights_at(path: Path) -> Path:
+    """The directory of the weights, beside which a trainer may save more; `path` where there are none to be found."""
+    try:
+        return locate(path).path
+    except CkptkitError:
+        return path

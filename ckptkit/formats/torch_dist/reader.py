@@ -26,10 +26,9 @@ from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, Unsupp
 from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MAX_AXES, TensorSpec, long_name
-from ckptkit.formats.megatron_config import config_in, hf_home
-from ckptkit.formats.torch_dist.fsdp import COMMON, fsdp_format, torch_dist_keys
+from ckptkit.formats.hf.side_files import config_in, hf_home
 from ckptkit.formats.torch_dist.names import engine_name, whole_of
-from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
+from ckptkit.formats.torch_dist.plain_dcp import COMMON, fsdp_format, refuse_plain_dcp, torch_dist_keys
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob, dense_stride
 from ckptkit.formats.torch_save.records import Dtype, NotAllowed, is_bounded, kind_of

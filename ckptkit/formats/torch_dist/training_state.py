@@ -1,18 +1,140 @@
 """What a training run saved beside the weights: optimizer, random states, scheduler. From headers alone.
 
-Source of the keys: as of `optimizer.py`, and Megatron-LM `training/checkpointing.py`.
+Source of the keys: megatron-core `optimizer/distrib_optimizer.py` (`sharded_state_dict`), `optimizer/optimizer.py`
+(`Float16OptimizerWithFloat16Params`, `ChainedOptimizer`) and `dist_checkpointing/optimizer.py`, and Megatron-LM
+`training/checkpointing.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.dtypes import ITEMSIZE
-from ckptkit.formats.torch_dist.optimizer import BUCKET, NUMBERED, NUMBERED_MASTER, OPTIMIZER, STATE, WHOLE
-from ckptkit.formats.torch_dist.reader import CALIBRATION, StoredMetadata
+from ckptkit.formats.torch_dist.reader import CALIBRATION, NOT_WEIGHTS, StoredMetadata, StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.(.+)")
+STATE = re.compile(r"state\.([a-z0-9_]+)\.(.+)")
+BUCKET = re.compile(r"distributed\.dp_group_idx_\d+\.gbuf_idx_\d+\.dtype_\(torch\.(\w+), .+\)\.bucket_idx_\d+\.(.+)")
+# torch_dcp: state by the number of a parameter, and float32 copies by group and place in it.
+NUMBERED = re.compile(r"optimizer\.state\.(\d+)\.(?!step$)([a-z0-9_]+)")
+NUMBERED_MASTER = re.compile(r"fp32_from_fp16_params\.(\d+)\.(\d+)")
+WHOLE = re.compile(r"distributed\.dp_group_idx_\d+\.param_state(/.*)?")
+# The float32 copy that a step is made on: of a distributed optimizer by bucket and by parameter, and of others.
+MASTERS = ("param", "fp32_param")
+# What a model saves with its weights and no optimizer has.
+_BUFFER = re.compile(r".*\.(?:expert_bias|local_tokens_per_expert)")
+# Each parameter begins at a multiple of so many elements of its bucket (megatron-core `param_and_grad_buffer.py`).
+_ALIGNED = 64
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """State of parameters one after the other, without names; `dtype` is that of the parameters."""
+
+    key: str
+    dtype: str
+    kinds: Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """All of it by kind (`exp_avg`), for each key of weights, or for each bucket of a data parallel group.
+
+    `unknown`: keys of state that belong to a weight which is not there. `opaque`: objects that hold all of it.
+    """
+
+    weights: Mapping[str, StoredTensor]
+    by_weight: Mapping[str, Mapping[str, StoredTensor]]
+    buckets: tuple[Bucket, ...]
+    unknown: tuple[str, ...]
+    opaque: tuple[str, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is stored."""
+        return not (self.by_weight or self.buckets or self.unknown or self.opaque)
+
+
+def optimizer_state(metadata: StoredMetadata) -> OptimizerState:
+    """What `.metadata` says of it. The weights are those that an optimizer can have: no buffers."""
+    weights = {
+        key: stored
+        for key, stored in metadata.tensors.items()
+        if not NOT_WEIGHTS.fullmatch(key) and not _BUFFER.fullmatch(key)
+    }
+    by_weight: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    buckets: dict[tuple[str, str], dict[str, StoredTensor]] = defaultdict(dict)
+    unknown = []
+    for key, stored in metadata.tensors.items():
+        if not (found := OPTIMIZER.fullmatch(key)):
+            continue
+        if state := STATE.fullmatch(found[2]):
+            if state[2] in weights:
+                by_weight[state[2]][state[1]] = stored
+            else:
+                unknown.append(key)
+        elif bucket := BUCKET.fullmatch(found[2]):
+            buckets[key.removesuffix(f".{bucket[2]}"), bucket[1]][bucket[2]] = stored
+    opaque = tuple(key for key in metadata.objects if (found := OPTIMIZER.fullmatch(key)) and WHOLE.fullmatch(found[2]))
+    made = [Bucket(key, dtype, kinds) for (key, dtype), kinds in buckets.items()] + _numbered(metadata, weights)
+    return OptimizerState(weights, dict(by_weight), tuple(made), tuple(unknown), opaque)
+
+
+def _numbered(metadata: StoredMetadata, weights: Mapping[str, StoredTensor]) -> list[Bucket]:
+    """State by the number of a parameter, of which it is a bucket. Groups follow one another in both numberings."""
+    kinds: dict[int, dict[str, StoredTensor]] = defaultdict(dict)
+    masters: dict[tuple[int, int], StoredTensor] = {}
+    for key, stored in metadata.tensors.items():
+        name = key.removeprefix("optimizer.")
+        if state := NUMBERED.fullmatch(name):
+            kinds[int(state[1])][state[2]] = stored
+        elif master := NUMBERED_MASTER.fullmatch(name):
+            masters[int(master[1]), int(master[2])] = stored
+    if len(masters) == len(kinds):
+        for number, place in zip(sorted(kinds), sorted(masters), strict=True):
+            kinds[number]["fp32_param"] = masters[place]
+    dtypes = {stored.dtype for stored in weights.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "several"
+    return [Bucket(f"optimizer.optimizer.state.{number}", dtype, found) for number, found in sorted(kinds.items())]
+
+
+def is_flattened(weight: Shape, state: Shape) -> bool:
+    """Whether state of this shape is that of a weight, whose parts were flattened.
+
+    megatron-core up to 0.15 stores `fully_sharded_model_space` so: a weight [X, Y] in parts [x, y] as [X/x, Y/y, x*y].
+    """
+    *grid, elements = state if state else (0,)
+    if len(grid) != len(weight) or any(not count or size % count for size, count in zip(weight, grid, strict=True)):
+        return False
+    return elements * math.prod(grid) == math.prod(weight)
+
+
+def unflattened(state: Tensor, weight: Shape) -> Tensor:
+    """Such a tensor in the shape of its weight."""
+    grid = state.shape[:-1]
+    inner = [size // count for size, count in zip(weight, grid, strict=True)]
+    axes = [axis for pair in zip(range(len(grid)), range(len(grid), 2 * len(grid)), strict=True) for axis in pair]
+    return state.reshape(*grid, *inner).permute(axes).reshape(weight)
+
+
+def is_padding(offset: int, elements: int) -> bool:
+    """Whether a chunk of a bucket may be what lies between two parameters: memory that was never written.
+
+    A few elements of a parameter that two ranks share can look the same.
+    """
+    return offset % _ALIGNED != 0 and elements < _ALIGNED
+
 
 _OTHERS = {"rng_state": "random states", "rerun_state_machine": "rerun state machine"}
 # Formats that name state by parameter look alike on disk; content_metadata tells them apart.

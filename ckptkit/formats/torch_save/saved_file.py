@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE, torch_dtype
 from ckptkit.core.errors import CkptkitError, DamagedError, code_of
-from ckptkit.formats.torch_save.blob import Blob, is_layout, reach
-from ckptkit.formats.torch_save.crc32 import crc32
+from ckptkit.formats.torch_save.blob import Blob, crc32, is_layout, reach
 from ckptkit.formats.torch_save.records import Record, kind_of
 from ckptkit.storage.regular import open_regular
 

@@ -19,8 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from ckptkit.core.dtypes import ITEMSIZE, STORAGE_CLASS
-from ckptkit.formats.torch_save.blob import dense_stride
-from ckptkit.formats.torch_save.crc32 import crc32
+from ckptkit.formats.torch_save.blob import crc32, dense_stride
 from ckptkit.storage.buffers import cuts
 from ckptkit.storage.write import WrittenFile
 

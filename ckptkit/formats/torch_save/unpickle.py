@@ -1,17 +1,506 @@
-"""Reads the pickles inside a checkpoint without running anything that they name.
+"""Reads the pickles inside a checkpoint without running anything that they name, within bounds.
 
 A pickle may name any callable. Here every name becomes an inert `Record` that only remembers its arguments and its
-attributes, so nothing in a file can run code, and a class that is not installed is not an obstacle.
+attributes, so nothing in a file can run code, and a class that is not installed is not an obstacle. The only calls are
+those of `Record` and of torch.Size. Python's own unpickler also lets a small file use any amount of memory (an index
+of the memo of 10^8) or time (a key whose hash takes 2^40 steps): here keys, integers and names are bounded.
+
+Source: Python's `pickletools.py`, which describes each instruction of protocols 2 to 5.
 """
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from ckptkit.core.dtypes import ITEMSIZE
-from ckptkit.formats.torch_save.machine import Machine, NamedLater
 from ckptkit.formats.torch_save.records import Dtype, Items, NotAllowed, Record
+
+MAX_INTEGER = 32  # bytes of an integer: states of random generators have 16
+MAX_NAMES = 4096  # classes and functions that one pickle names
+MAX_OBJECTS = 20_000_000  # containers, texts and instances, up to 240 bytes each; 500,000 tensors have 17 million
+# Values on the stack, with those below each mark, and marks: Python writes containers in pieces of 1,000 items, but for
+# tuples, and no container inside more than some hundred others.
+MAX_STACK, MAX_MARKS = 1_000_000, 10_000
+_PIECE = 1 << 18  # bytes of instructions after which they are counted
+# The instructions that make objects.
+_MAKES = b"".join((pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET, pickle.SHORT_BINUNICODE)) + (
+    b"".join((pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.NEWOBJ, pickle.REDUCE))
+)
+_MAX_KEY = 1 << 60  # integers as keys: Python's hash of larger ones is the same for many of them
+_GET_1, _GET_4, _MEMOIZE, _STOP = (code[0] for code in (pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE, pickle.STOP))
+_INTEGER_1, _INTEGER_2, _TEXT = (code[0] for code in (pickle.BININT1, pickle.BININT2, pickle.SHORT_BINUNICODE))
+# Groups of instructions: a new object without arguments and the begin of its state; its end; a torch.Size of 3 axes.
+_NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.MEMOIZE + pickle.EMPTY_DICT + pickle.MEMOIZE + pickle.MARK
+_STATE = pickle.SETITEMS + pickle.BUILD
+_SIZE = pickle.TUPLE3 + pickle.MEMOIZE + pickle.TUPLE1 + pickle.MEMOIZE + pickle.REDUCE + pickle.MEMOIZE
+_EMPTY_TUPLE, _SET_ITEMS, _TUPLE_3 = _NEW[0], _STATE[0], _SIZE[0]
+_KEY_DEPTH, _KEY_PARTS = 4, 256  # of tuples as keys, which are hashed again each time
+
+
+class NamedLater:
+    """A function of a pickle that finds what lies inside a class, by the one call that it allows."""
+
+    def __init__(self, find: Callable[..., Any]) -> None:
+        self._find = find
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._find(*arguments)
+
+
+class Machine:
+    """A stack, the stacks below each mark, and the memo, as `pickletools` explains them."""
+
+    def __init__(self, content: bytes, named: Callable[[str, str], Any]) -> None:
+        self._content, self._named = content, named
+        self._at = 0
+        self._stack: list[Any] = []
+        self._marked: list[list[Any]] = []
+        self._memo: list[Any] = []
+        self._names: dict[tuple[str, str], Any] = {}
+
+    def run(self) -> Any:
+        """The object that the pickle builds. Raises pickle.UnpicklingError."""
+        if (objects := count_objects(self._content)) > MAX_OBJECTS:
+            raise pickle.UnpicklingError(f"about {objects} objects, and at most {MAX_OBJECTS} are read")
+        try:
+            return self._run()
+        except UnicodeDecodeError as error:
+            raise pickle.UnpicklingError(f"text that is not UTF-8 before byte {self._at + 1}") from error
+        except (LookupError, ValueError, struct.error) as error:
+            raise pickle.UnpicklingError(f"damaged before byte {self._at + 1}") from error
+
+    def _run(self) -> Any:
+        """Runs all instructions, the most frequent ones of `.metadata` and groups of them without a call for each.
+
+        A call would take longer than what they do. The groups do what their instructions do one by one.
+        """
+        content, memo, marked, at, stack = self._content, self._memo, self._marked, self._at, self._stack
+        state: dict[Any, Any]
+        counted = _PIECE
+        try:
+            while True:
+                if at >= counted:
+                    self._check_sizes(stack)
+                    counted = at + _PIECE
+                code = content[at]
+                if code == _GET_4:
+                    stack.append(memo[int.from_bytes(content[at + 1 : at + 5], "little")])
+                    at += 5
+                elif code == _GET_1:
+                    stack.append(memo[content[at + 1]])
+                    at += 2
+                elif code == _INTEGER_1:
+                    stack.append(content[at + 1])
+                    at += 2
+                elif code == _INTEGER_2:
+                    stack.append(content[at + 1] | content[at + 2] << 8)
+                    at += 3
+                elif code == _EMPTY_TUPLE and content.startswith(_NEW, at) and _is_record(stack[-1]):
+                    made, state = stack[-1](), {}
+                    stack[-1:] = made, state
+                    memo += made, state
+                    marked.append(stack)
+                    stack = []
+                    at += len(_NEW)
+                elif code == _SET_ITEMS and content.startswith(_STATE, at) and _takes_state(marked[-1]):
+                    items, stack = stack, marked.pop()
+                    state = stack.pop()
+                    _put(state, items)
+                    stack[-1].set_state(state)
+                    at += len(_STATE)
+                elif code == _TUPLE_3 and content.startswith(_SIZE, at) and stack[-4] is tuple:
+                    size = tuple(stack[-3:])
+                    stack[-4:] = (size,)
+                    memo += size, (size,), size
+                    at += len(_SIZE)
+                elif code == _MEMOIZE:
+                    memo.append(stack[-1])
+                    at += 1
+                elif code == _TEXT:
+                    begin = at + 2
+                    at = begin + content[at + 1]
+                    stack.append(content[begin:at].decode())
+                elif code == _STOP:
+                    return stack.pop()
+                else:
+                    self._at, self._stack = at, stack
+                    _DOES[code](self)
+                    at, stack = self._at, self._stack
+        finally:
+            self._at = at
+
+    def _check_sizes(self, stack: list[Any]) -> None:
+        """Raises pickle.UnpicklingError where more values wait on the stack or in the memo than any pickle needs."""
+        marked = self._marked
+        if len(marked) > MAX_MARKS or len(stack) + sum(map(len, marked)) > MAX_STACK:
+            raise pickle.UnpicklingError(f"more than {MAX_STACK} values that are not in a container")
+        if len(self._memo) > MAX_OBJECTS:
+            raise pickle.UnpicklingError(f"more than {MAX_OBJECTS} objects in its memo")
+
+    def unknown(self) -> NoReturn:
+        """An instruction of protocol 0 or 1, of the extension registry, for buffers elsewhere, or none at all."""
+        raise pickle.UnpicklingError(f"instruction {self._content[self._at]:#04x} at byte {self._at}, not allowed here")
+
+    def _take(self, nbytes: int) -> bytes:
+        """The argument of an instruction: the bytes behind its first one."""
+        begin = self._at + 1
+        self._at = begin + nbytes
+        if self._at > len(self._content):
+            raise pickle.UnpicklingError("it ends too early")
+        return self._content[begin : self._at]
+
+    def _sized(self, width: int) -> bytes:
+        """An argument that begins with its length, in `width` bytes."""
+        length = int.from_bytes(self._take(width), "little")
+        self._at -= 1
+        return self._take(length)
+
+    def _line(self) -> str:
+        end = self._content.index(b"\n", self._at + 1)
+        text = self._content[self._at + 1 : end].decode()
+        self._at = end
+        return text
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+        self._at += 1
+
+    def _to_mark(self) -> list[Any]:
+        """What was put on the stack since the last mark, which is removed."""
+        items, self._stack = self._stack, self._marked.pop()
+        self._at += 1
+        return items
+
+    # Plain values.
+
+    def protocol(self) -> None:
+        self._take(1)
+
+    def frame(self) -> None:
+        self._take(8)
+
+    def none(self) -> None:
+        self._push(None)
+
+    def true(self) -> None:
+        self._push(True)
+
+    def false(self) -> None:
+        self._push(False)
+
+    def signed_4(self) -> None:
+        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+
+    def long_1(self) -> None:
+        begin = self._at + 2
+        self._at = begin + self._content[self._at + 1]
+        self._integer(self._content[begin : self._at])
+
+    def long_4(self) -> None:
+        self._integer(self._sized(4))
+
+    def _integer(self, content: bytes) -> None:
+        if len(content) > MAX_INTEGER:
+            raise pickle.UnpicklingError(f"an integer of {len(content)} bytes")
+        self._stack.append(int.from_bytes(content, "little", signed=True))
+
+    def float_8(self) -> None:
+        self._stack.extend(struct.unpack(">d", self._take(8)))
+
+    def text_4(self) -> None:
+        self._stack.append(self._sized(4).decode())
+
+    def text_8(self) -> None:
+        self._stack.append(self._sized(8).decode())
+
+    def bytes_1(self) -> None:
+        self._stack.append(self._sized(1))
+
+    def bytes_4(self) -> None:
+        self._stack.append(self._sized(4))
+
+    def bytes_8(self) -> None:
+        self._stack.append(self._sized(8))
+
+    def bytearray_8(self) -> None:
+        self._stack.append(bytearray(self._sized(8)))
+
+    # Containers.
+
+    def mark(self) -> None:
+        self._marked.append(self._stack)
+        self._stack = []
+        self._at += 1
+
+    def tuple_0(self) -> None:
+        self._push(())
+
+    def tuple_1(self) -> None:
+        self._stack[-1] = (self._stack[-1],)
+        self._at += 1
+
+    def tuple_2(self) -> None:
+        first, last = self._stack[-2:]
+        self._stack[-2:] = [(first, last)]
+        self._at += 1
+
+    def tuple_3(self) -> None:
+        first, second, last = self._stack[-3:]
+        self._stack[-3:] = [(first, second, last)]
+        self._at += 1
+
+    def tuple_marked(self) -> None:
+        items = self._to_mark()
+        self._stack.append(tuple(items))
+
+    def empty_list(self) -> None:
+        self._push([])
+
+    def list_marked(self) -> None:
+        items = self._to_mark()
+        self._stack.append(items)
+
+    def empty_dict(self) -> None:
+        self._push({})
+
+    def dict_marked(self) -> None:
+        items = self._to_mark()
+        self._stack.append({})
+        self._put(items)
+
+    def empty_set(self) -> None:
+        self._push(set())
+
+    def frozen_set(self) -> None:
+        items = self._to_mark()
+        self._stack.append(frozenset(map(_key, items)))
+
+    def append(self) -> None:
+        item = self._stack.pop()
+        self._at += 1
+        self._extend([item])
+
+    def appends(self) -> None:
+        items = self._to_mark()
+        self._extend(items)
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is list:
+            target.extend(items)
+        elif not isinstance(target, Record):  # items of a subclass of list are of no interest
+            raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is not a list")
+
+    def add_items(self) -> None:
+        items = self._to_mark()
+        target = self._stack[-1]
+        if type(target) is set:
+            target.update(map(_key, items))
+        elif not isinstance(target, Record):
+            raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is not a set")
+
+    def set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._at += 1
+        self._put([key, value])
+
+    def set_items(self) -> None:
+        items = self._to_mark()
+        self._put(items)
+
+    def _put(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is dict or type(target) is Items:
+            _put(target, items)
+        elif not isinstance(target, Record):  # items of a subclass of dict are of no interest
+            raise pickle.UnpicklingError(f"keys for {type(target).__name__}, which is not a dict")
+
+    # The stack and the memo.
+
+    def pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+            self._at += 1
+        else:
+            self._to_mark()
+
+    def pop_mark(self) -> None:
+        self._to_mark()
+
+    def duplicate(self) -> None:
+        self._push(self._stack[-1])
+
+    def put_1(self) -> None:
+        self._keep(self._take(1))
+
+    def put_4(self) -> None:
+        self._keep(self._take(4))
+
+    def _keep(self, index: bytes) -> None:
+        at, memo = int.from_bytes(index, "little"), self._memo
+        if at > len(memo):
+            raise pickle.UnpicklingError(f"place {at} of the memo, which has {len(memo)}")
+        memo[at : at + 1] = [self._stack[-1]]
+
+    # Names, and what is built of them.
+
+    def named(self) -> None:
+        module, name = self._line(), self._line()
+        self._push(self._find(module, name))
+
+    def named_on_stack(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise pickle.UnpicklingError("a name that is not text")
+        self._push(self._find(module, name))
+
+    def _find(self, module: str, name: str) -> Any:
+        key = module, name
+        if key not in self._names:
+            if len(self._names) >= MAX_NAMES:
+                raise pickle.UnpicklingError(f"more than {MAX_NAMES} names of classes and functions")
+            self._names[key] = self._named(module, name)
+        return self._names[key]
+
+    def persistent(self) -> None:
+        """A storage inside a torch.save file stays its description, never its bytes."""
+        self._at += 1
+
+    def reduce(self) -> None:
+        arguments = self._stack.pop()
+        self._stack[-1] = _called(self._stack[-1], arguments)
+        self._at += 1
+
+    def new_object_with_keywords(self) -> None:
+        self._stack.pop()
+        self.reduce()
+
+    def build(self) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if isinstance(target, Record):
+            target.set_state(state)
+        elif type(target) is Items:
+            # torch hangs `_metadata`, versions of modules, on a state dict. Other attributes would be lost unseen.
+            if not isinstance(state, dict) or state.keys() - {"_metadata"}:
+                raise pickle.UnpicklingError("a state for a dict that is not `_metadata` of a state dict")
+        else:
+            raise pickle.UnpicklingError(f"a state for {type(target).__name__}, which has none")
+        self._at += 1
+
+
+def count_objects(content: bytes) -> int:
+    """About how many objects a pickle makes, told by its bytes before it is run: not fewer than it does.
+
+    A set takes the memory of four others, and an instance that of two.
+    """
+    instances = content.count(pickle.NEWOBJ) + content.count(pickle.REDUCE)
+    return len(content) - len(content.translate(None, _MAKES)) + 3 * content.count(pickle.EMPTY_SET) + instances
+
+
+def _put(target: dict[Any, Any], items: list[Any]) -> None:
+    if len(items) % 2:
+        raise pickle.UnpicklingError("a key without a value")
+    rest = iter(items)
+    for key in rest:
+        target[key if type(key) is str or isinstance(key, Record) else _key(key)] = next(rest)
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Record)
+
+
+def _takes_state(stack: list[Any]) -> bool:
+    """Whether a dict ends this stack, and below it is an object that it may be the state of."""
+    return type(stack[-1]) is dict and isinstance(stack[-2], Record)
+
+
+def _called(target: Any, arguments: Any) -> Any:
+    """What a call gives, of the few things that may be called."""
+    if type(arguments) is not tuple:
+        raise pickle.UnpicklingError("arguments that are not a tuple")
+    if target is tuple and len(arguments) == 1 and type(arguments[0]) in (tuple, list):
+        return tuple(arguments[0])
+    if _is_record(target):
+        return target(*arguments)
+    if isinstance(target, NamedLater):
+        return target(*arguments)
+    if target is Items and not arguments:
+        return Items()
+    kind = target if isinstance(target, type) else type(target)
+    raise pickle.UnpicklingError(f"a call of {kind.__name__}")
+
+
+def _key(value: Any) -> Any:
+    """The value, where it may be a key: its hash costs little, and few others have the same."""
+    level, left = [value], _KEY_PARTS
+    for _ in range(_KEY_DEPTH):
+        left -= len(level)
+        if left < 0 or not all(_may_be_in_a_key(one) for one in level):
+            break
+        level = [part for one in level if type(one) is tuple for part in one]
+        if not level:
+            return value
+    raise pickle.UnpicklingError("a key or an element of a set that is none, or has too many parts")
+
+
+def _may_be_in_a_key(value: Any) -> bool:
+    kind = type(value)
+    return (-_MAX_KEY < value < _MAX_KEY) if kind is int else kind in _IN_A_KEY or isinstance(value, (Record, type))
+
+
+_IN_A_KEY = frozenset({str, bytes, float, bool, type(None), tuple, Dtype})
+
+_INSTRUCTIONS: dict[bytes, Callable[[Machine], None]] = {
+    pickle.PROTO: Machine.protocol,
+    pickle.FRAME: Machine.frame,
+    pickle.NONE: Machine.none,
+    pickle.NEWTRUE: Machine.true,
+    pickle.NEWFALSE: Machine.false,
+    pickle.BININT: Machine.signed_4,
+    pickle.LONG1: Machine.long_1,
+    pickle.LONG4: Machine.long_4,
+    pickle.BINFLOAT: Machine.float_8,
+    pickle.BINUNICODE: Machine.text_4,
+    pickle.BINUNICODE8: Machine.text_8,
+    pickle.SHORT_BINBYTES: Machine.bytes_1,
+    pickle.BINBYTES: Machine.bytes_4,
+    pickle.BINBYTES8: Machine.bytes_8,
+    pickle.BYTEARRAY8: Machine.bytearray_8,
+    pickle.MARK: Machine.mark,
+    pickle.EMPTY_TUPLE: Machine.tuple_0,
+    pickle.TUPLE1: Machine.tuple_1,
+    pickle.TUPLE2: Machine.tuple_2,
+    pickle.TUPLE3: Machine.tuple_3,
+    pickle.TUPLE: Machine.tuple_marked,
+    pickle.EMPTY_LIST: Machine.empty_list,
+    pickle.LIST: Machine.list_marked,
+    pickle.EMPTY_DICT: Machine.empty_dict,
+    pickle.DICT: Machine.dict_marked,
+    pickle.EMPTY_SET: Machine.empty_set,
+    pickle.FROZENSET: Machine.frozen_set,
+    pickle.APPEND: Machine.append,
+    pickle.APPENDS: Machine.appends,
+    pickle.ADDITEMS: Machine.add_items,
+    pickle.SETITEM: Machine.set_item,
+    pickle.SETITEMS: Machine.set_items,
+    pickle.POP: Machine.pop,
+    pickle.POP_MARK: Machine.pop_mark,
+    pickle.DUP: Machine.duplicate,
+    pickle.BINPUT: Machine.put_1,
+    pickle.LONG_BINPUT: Machine.put_4,
+    pickle.GLOBAL: Machine.named,
+    pickle.STACK_GLOBAL: Machine.named_on_stack,
+    pickle.BINPERSID: Machine.persistent,
+    pickle.REDUCE: Machine.reduce,
+    pickle.NEWOBJ: Machine.reduce,
+    pickle.NEWOBJ_EX: Machine.new_object_with_keywords,
+    pickle.BUILD: Machine.build,
+}
+_DOES = tuple(_INSTRUCTIONS.get(bytes([code]), Machine.unknown) for code in range(256))
+
 
 # How pickles of protocol 2, which torch.save writes, spell modules.
 _OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}

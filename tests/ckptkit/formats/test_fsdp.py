@@ -19,7 +19,7 @@ from support.fsdp_saves import save_fsdp
 from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import DamagedError
-from ckptkit.formats.torch_dist.fsdp import torch_dist_keys
+from ckptkit.formats.torch_dist.plain_dcp import torch_dist_keys
 from ckptkit.formats.torch_dist.reader import read_metadata
 from verify.run import verify
 

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
-from ckptkit.formats.torch_dist.optimizer import optimizer_state
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from ckptkit.formats.torch_dist.training_state import training_state
+from ckptkit.formats.torch_dist.training_state import optimizer_state, training_state
 from ckptkit.formats.torch_save.records import Dtype, Record
 
 ARCHIVES = Path(__file__).parent / "megatron_versions"

@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptkit.formats.torch_save import machine, unpickle
-from ckptkit.formats.torch_save.machine import MAX_INTEGER, MAX_NAMES, MAX_OBJECTS, Machine
+from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.records import Record, is_bounded, kind_of
-from ckptkit.formats.torch_save.unpickle import _named
+from ckptkit.formats.torch_save.unpickle import MAX_INTEGER, MAX_NAMES, MAX_OBJECTS, Machine, _named
 
 _KEYS = st.one_of(st.text(), st.integers(-(2**59), 2**59), st.booleans(), st.none(), st.binary(), st.tuples(st.text()))
 _PLAIN = st.recursive(
@@ -125,9 +124,9 @@ def test_an_index_of_the_memo_takes_no_memory() -> None:
 
 
 _PIECES = [
-    *(machine._NEW, machine._STATE, machine._SIZE, b"(", b")", b"\x81", b"}", b"\x94", b"u", b"b", b"R", b"t", b"N"),
+    *(unpickle._NEW, unpickle._STATE, unpickle._SIZE, b"(", b")", b"\x81", b"}", b"\x94", b"u", b"b", b"R", b"t", b"N"),
     *(b"\x85", b"\x87", b"h\x00", b"h\x01", b"h\x05", b"q\x01", b"K\x01", b"M\x01\x02", b"\x8c\x01a", b"\x8c\x05state"),
-    *(b"h\x00" + machine._NEW, b"\x8c\x01bK\x03" + machine._STATE, b"h\x01K\x02K\x03M\x00\x01" + machine._SIZE),
+    *(b"h\x00" + unpickle._NEW, b"\x8c\x01bK\x03" + unpickle._STATE, b"h\x01K\x02K\x03M\x00\x01" + unpickle._SIZE),
 ]
 _CLASSES = b"\x80\x04cm\nn\n\x94ctorch\nSize\n\x94cm\nn\nctorch\nSize\n"
 
@@ -157,7 +156,7 @@ def test_groups_of_instructions_do_what_each_of_them_does(pieces: list[bytes]) -
     content = _CLASSES + b"".join(pieces) + b"."
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_NEW", "_STATE", "_SIZE"):
-            patch.setattr(machine, name, b"\0\0")
+            patch.setattr(unpickle, name, b"\0\0")
         expected = _outcome(content)
     assert _outcome(content) == expected
 
@@ -172,7 +171,7 @@ def test_more_names_than_a_pickle_has_are_refused() -> None:
     "made", [b"]", b"}", b"(", b"N\x85", b"NN\x86", b"NNN\x87", b"\x8c\x01a", b"h\0)\x81", b"h\0)R"]
 )
 def test_as_many_objects_as_the_bound_are_read_and_no_more(made: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MAX_OBJECTS", 100)
+    monkeypatch.setattr(unpickle, "MAX_OBJECTS", 100)
     end = b"N." if made == b"(" else b"."
     count = 50 if made.startswith(b"h") else 100  # an instance counts twice
     assert unpickle.loads(b"\x80\x02cm\nn\nq\0" + made * count + end) is not NotImplemented
@@ -182,8 +181,8 @@ def test_as_many_objects_as_the_bound_are_read_and_no_more(made: bytes, monkeypa
 
 @pytest.mark.parametrize("made", [b"N", b")", b"K\0", b"J\1\2\3\4", b"2", b"h\0", b"C\2ab", b"(NN"])
 def test_more_values_than_wait_in_any_pickle_are_refused(made: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MAX_STACK", 100)
-    monkeypatch.setattr(machine, "_PIECE", 8)
+    monkeypatch.setattr(unpickle, "MAX_STACK", 100)
+    monkeypatch.setattr(unpickle, "_PIECE", 8)
     begin, count = b"\x80\x02Nq\0", 50 if made.startswith(b"(") else 100
     assert unpickle.loads(begin + made * (count - 1) + b".") is not NotImplemented
     with pytest.raises(pickle.UnpicklingError, match="more than 100 values that are not in a container"):
@@ -191,11 +190,11 @@ def test_more_values_than_wait_in_any_pickle_are_refused(made: bytes, monkeypatc
 
 
 def test_marks_and_a_memo_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_PIECE", 8)
+    monkeypatch.setattr(unpickle, "_PIECE", 8)
     assert len(unpickle.loads(b"\x80\x02" + b"(" * 9_000 + b"l" * 9_000 + b".")) == 1
     with pytest.raises(pickle.UnpicklingError, match="not in a container"):
         unpickle.loads(b"\x80\x02" + b"(" * 10_010 + b"N.")
-    monkeypatch.setattr(machine, "MAX_OBJECTS", 100)
+    monkeypatch.setattr(unpickle, "MAX_OBJECTS", 100)
     with pytest.raises(pickle.UnpicklingError, match="more than 100 objects in its memo"):
         unpickle.loads(b"\x80\x04N" + b"\x94" * 120 + b".")
 
@@ -218,7 +217,7 @@ def _containers(value: Any) -> int:
 @settings(max_examples=60, deadline=None)
 @given(_PLAIN, st.sampled_from([4, 5]))
 def test_no_object_is_left_out_of_the_count(value: Any, protocol: int) -> None:
-    assert machine.count_objects(pickle.dumps(value, protocol)) >= _containers(value)
+    assert unpickle.count_objects(pickle.dumps(value, protocol)) >= _containers(value)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -238,7 +237,7 @@ def test_metadata_of_the_most_tensors_has_fewer_objects_than_the_bound(protocol:
         for n, name in enumerate(names)
     }
     content = pickle.dumps(Metadata(tensors, None, places), protocol)
-    assert machine.count_objects(content) / 200 * 500_000 < MAX_OBJECTS
+    assert unpickle.count_objects(content) / 200 * 500_000 < MAX_OBJECTS
 
 
 def test_one_name_is_one_class() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint, tiling_problem
-from ckptkit.formats.torch_save.machine import Machine
+from ckptkit.formats.torch_save.unpickle import Machine
 
 
 def test_what_megatron_expects_beside_the_tensors(converted: PathOf) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.transfer.ray.cluster import connected
+from ckptkit.transfer.ray import connected
 
 
 def refused(address: str) -> CkptkitError:

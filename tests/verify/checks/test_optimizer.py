@@ -15,8 +15,8 @@ from support import models
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptkit.formats.torch_dist.optimizer import is_flattened, is_padding, unflattened
 from ckptkit.formats.torch_dist.reader import read_metadata
+from ckptkit.formats.torch_dist.training_state import is_flattened, is_padding, unflattened
 from verify.check import Tally
 from verify.checks.headers.optimizer import no_optimizer, optimizer_whole
 from verify.checks.values.optimizer import masters_round, optimizer_sound

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ckptkit.formats.deltas.chain import FileFault, file_faults, order_faults
+from ckptkit.formats.deltas import FileFault, file_faults, order_faults
 from verify.check import Skip, Tally, check
 from verify.checks.deltas.replaying import PatchFault, base_in, chain_of, replay_of
 from verify.evidence.subject import Subject

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from ckptkit.core.errors import DamagedError
 from ckptkit.core.progress import progress
-from ckptkit.formats.deltas.chain import Chain, chain_at
-from ckptkit.formats.deltas.replay import Patch, base_of, patches_of
+from ckptkit.formats.deltas import Chain, Patch, base_of, chain_at, patches_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.storage.buffers import bytes_of
 from verify.evidence.reading import threads

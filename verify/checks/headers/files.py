@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.detect import other_weights, refuse_other_format
 from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.shard import Fault, Shard
 from ckptkit.formats.hf.side_files import is_read
-from ckptkit.formats.other_weights import other_weights, refuse_other_format
 from ckptkit.storage.links import fetch_again, in_words
 from converters.config.values import class_of
 from converters.registry import FAMILIES

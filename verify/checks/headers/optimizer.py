@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from ckptkit.formats.torch_dist.optimizer import MASTERS, OptimizerState, is_flattened
+from ckptkit.formats.torch_dist.training_state import MASTERS, OptimizerState, is_flattened
 from verify.check import Tally, check
 from verify.checks.headers.files import names_of
 from verify.evidence.optimizer import state_of

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptkit.formats.torch_dist.optimizer import MASTERS
+from ckptkit.formats.torch_dist.training_state import MASTERS
 from verify.check import Tally, check
 from verify.checks.headers.optimizer import AS_OBJECTS, SAVED_AGAIN, no_optimizer
 from verify.checks.values.values import counted

@@ -16,8 +16,7 @@ from typing import Any
 from safetensors import safe_open
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.join import Joined
-from ckptkit.core.plan import View
+from ckptkit.core.plan import Joined, View
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from ckptkit.formats.hf.side_files import copy_files, side_files, write_config

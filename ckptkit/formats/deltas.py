@@ -1,29 +1,161 @@
-"""Finds the published versions of a directory, and says what is wrong with their order and their files.
+"""Weight updates that trainers publish as changes: what is wrong with their order and files, and what they come to.
 
 A version `weight_vNNNNNN` is a full HF checkpoint, or a delta against the version before it. A delta is safetensors
 files of uint8, an encoded change for each tensor that changed, whose `__metadata__` has a checksum of the new bytes of
 each; and an index whose `metadata` has `version`, `base_version`, `delta_encoding`, `compression_format` and
 `checksum_format`. Version 0 is the checkpoint that training began with. Engines read every safetensors file, whatever
 the index says. Format as in `_write_delta_files` of slime 624b824a, miles 31f1ca96 and vime 03a8e1bf, which agree.
+
+Both encodings are over bytes and know no dtype; each is one zstd frame. `xor`: the old bytes XOR the new ones.
+`overwrite`: the number of changed bytes and their positions, all uint32 little-endian, then their new values. Format as
+in slime 624b824a, `diff_and_compress` and `overwrite_encode`, and in `_apply_delta` of its patch of SGLang.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError, UsageError, words_of
+from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.deltas.codec import CHECKSUMS, ENCODINGS
 from ckptkit.formats.detect import VERSION
-from ckptkit.formats.hf.reader import INDEX, read_json
+from ckptkit.formats.hf.reader import INDEX, HfCheckpoint, read_json
 from ckptkit.formats.hf.shard import Fault, Shard, scan_shard, unreadable
+from ckptkit.storage.buffers import bytes_of
+from ckptkit.storage.directory import Directory
 from ckptkit.storage.links import why_unreadable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from zstandard import ZstdDecompressionReader
+
+
+Bytes = NDArray[np.uint8]
+
+_PIECE = 4 << 20  # bytes, or positions, that are decoded at a time
+_WRONG = "the file was changed or cut, or the writer had a tensor of another dtype or shape"
+
+
+class _Hasher(Protocol):
+    def update(self, data: bytes | memoryview, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+class _Adler32:
+    """Adler-32 as the hashes of other libraries are used."""
+
+    def __init__(self) -> None:
+        self._value = 1
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        self._value = zlib.adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def _xxh3() -> _Hasher:
+    import xxhash
+
+    return xxhash.xxh3_128()
+
+
+CHECKSUMS: dict[str, Callable[[], _Hasher]] = {"xxh3-128": _xxh3, "blake3": blake3, "adler32": _Adler32}
+
+
+def checksum(algorithm: str, content: Bytes) -> str:
+    """The checksum of a tensor's bytes, in hex, by one of CHECKSUMS."""
+    hasher = CHECKSUMS[algorithm]()
+    hasher.update(content.data)
+    return hasher.hexdigest()
+
+
+def apply(encoding: str, payload: Bytes, state: Bytes) -> int:
+    """Changes the bytes of a tensor in place, and returns how many of them are others now.
+
+    `encoding`: one of ENCODINGS. Raises DamagedError for a payload that is not of a tensor of so many bytes; then
+    `state` is of no use any more.
+    """
+    import zstandard
+
+    try:
+        return ENCODINGS[encoding](payload, state)
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"its payload is not whole zstd data ({words_of(error)})", _WRONG) from error
+
+
+def _xor(payload: Bytes, state: Bytes) -> int:
+    changed, at, stream = 0, 0, _decoded(payload)
+    while len(piece := _next(stream, _PIECE)):
+        if at + len(piece) > len(state):
+            break
+        changed += int(np.count_nonzero(piece))
+        state[at : at + len(piece)] ^= piece
+        at += len(piece)
+    if len(piece) or at != len(state):
+        size = f"{at}" if not len(piece) else f"{at + len(piece)} or more"
+        raise DamagedError(f"its payload is for {size} bytes, and the tensor has {len(state)}", _WRONG)
+    return changed
+
+
+def _overwrite(payload: Bytes, state: Bytes) -> int:
+    positions, values = _decoded(payload), _decoded(payload)
+    head = _next(positions, 4)
+    count = int.from_bytes(head.tobytes(), "little") if len(head) == 4 else 0
+    if not 0 < count <= len(state):
+        raise DamagedError(f"its payload is for {count} changed bytes, and the tensor has {len(state)}", _WRONG)
+    _skip(values, 4 + 4 * count)
+    changed, last = 0, -1
+    for begin in range(0, count, _PIECE):
+        size = min(_PIECE, count - begin)
+        raw, new = _next(positions, 4 * size), _next(values, size)
+        if len(raw) != 4 * size or len(new) != size:
+            raise DamagedError(f"its payload ends before the last of {count} changed bytes", _WRONG)
+        at = raw.view("<u4").astype(np.int64)
+        if int(at.max()) >= len(state):
+            raise DamagedError(f"its payload changes byte {int(at.max())} of a tensor of {len(state)}", _WRONG)
+        if int(np.diff(at, prepend=last).min()) <= 0:
+            raise DamagedError("its payload has positions that do not ascend", _WRONG)
+        changed, last = changed + int(np.count_nonzero(state[at] != new)), int(at[-1])
+        state[at] = new
+    if len(_next(values, 1)):
+        raise DamagedError(f"its payload goes on after the last of {count} changed bytes", _WRONG)
+    return changed
+
+
+ENCODINGS: dict[str, Callable[[Bytes, Bytes], int]] = {"xor": _xor, "overwrite": _overwrite}
+
+
+def _decoded(payload: Bytes) -> ZstdDecompressionReader:
+    import zstandard
+
+    return zstandard.ZstdDecompressor().stream_reader(payload.data)
+
+
+def _next(stream: ZstdDecompressionReader, size: int) -> Bytes:
+    """The next bytes: fewer where the data ends."""
+    parts, missing = [], size
+    while missing and (part := stream.read(missing)):
+        parts.append(part)
+        missing -= len(part)
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _skip(stream: ZstdDecompressionReader, size: int) -> None:
+    while size and (skipped := len(_next(stream, min(size, _PIECE)))):
+        size -= skipped
+
 
 FileFault = tuple[Path, Fault]
 
@@ -190,3 +322,72 @@ def _index_faults(one: Version) -> Iterator[FileFault]:
     for name in (name for name, count in times.items() if count > 1):
         hint = "engines apply each of them, and a second XOR undoes the first (replicated embeddings of two stages)"
         yield index, Fault("each tensor once", f"it is in {times[name]} files", name, hint)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The change of a tensor from one version to the next."""
+
+    name: str
+    version: Version
+    shard: Shard
+
+    def apply(self, tensor: Tensor) -> int:
+        """Changes a tensor in place, and returns how many of its bytes are others now.
+
+        Raises DamagedError where the change cannot be decoded, or gives other bytes than the writer had.
+        """
+        stated, where = self.version.metadata, f"{self.shard.path}: {self.name}"
+        state = np.frombuffer(bytes_of(tensor), np.uint8)
+        try:
+            changed = apply(
+                stated["delta_encoding"], np.frombuffer(bytes_of(self.shard.read(self.name)), np.uint8), state
+            )
+        except DamagedError as error:
+            raise DamagedError(f"{where}: {error.message}", error.hint) from error
+        found, true = checksum(stated["checksum_format"], state), self.shard.metadata[self.name]
+        if found != true:
+            hint = "it was made against other bytes: name the base of this very run, or replace this version"
+            raise DamagedError(f"{where}: the new bytes have the checksum {found}, and the writer's had {true}", hint)
+        return changed
+
+
+def base_of(chain: Chain, given: str | Path | Directory | None) -> HfCheckpoint:
+    """The checkpoint to start from: the newest full version, else the one that was given. Raises UsageError without."""
+    base = chain.full or given
+    if base is None:
+        hint = "name the --hf-checkpoint of the run that published them (--hf; of `verify` --source)"
+        raise UsageError(f"{chain.root} holds deltas, and nothing to apply them to", hint)
+    return HfCheckpoint(base)
+
+
+def patches_of(chain: Chain) -> Mapping[str, Sequence[Patch]]:
+    """The changes of each tensor, in order. Looks at no fault."""
+    found: dict[str, list[Patch]] = {}
+    for one in chain.deltas:
+        for shard in one.shards:
+            for name in shard.specs:
+                found.setdefault(name, []).append(Patch(name, one, shard))
+    return found
+
+
+def open_deltas(path: Path, base: str | Path | Directory | None) -> View:
+    """The version at `path`, or the newest in that directory. Raises CkptkitError where a header shows a fault."""
+    chain = chain_at(path)
+    source = base_of(chain, base)
+    require_sound(chain, source.specs)
+    patches = patches_of(chain)
+    steps = tuple(_step(source, name, patches.get(name, ())) for names in source.groups for name in names)
+    return View(source, Plan(steps, source.specs, where=str(source.root), config=source.config))
+
+
+def _step(source: HfCheckpoint, name: str, patches: Sequence[Patch]) -> Step:
+    spec = source.specs[name]
+    return Step((name,), (spec,), partial(_patched, patches), "deltas") if patches else identity(spec)
+
+
+def _patched(patches: Sequence[Patch], tensors: Sequence[Tensor]) -> list[Tensor]:
+    tensor = tensors[0].clone()  # what was read may lie in a reader's memory
+    for patch in patches:
+        patch.apply(tensor)
+    return [tensor]

@@ -1,1 +1,0 @@
-"""Megatron's legacy `torch` format: the files of every rank."""

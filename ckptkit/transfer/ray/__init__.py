@@ -1,1 +1,0 @@
-"""Runs pieces of work as tasks on a Ray cluster."""
