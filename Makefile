@@ -43,7 +43,7 @@ help:  ## list the targets
 setup: $(stamp)  ## make the environment (about 4 minutes and 9 GB) or bring it up to date
 
 demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OUT
-	@$(python) -m ckptkit.app.demo "$(DEMO_OUT)"
+	@$(python) -m docs.examples.demo "$(DEMO_OUT)"
 
 # Two processes already use two cores, and many tests start more, one a rank, which compile nothing twice where bytecode
 # may be written. Files run in the order of tests/conftest.py. A process that dies ends the run, with the name of its
@@ -139,10 +139,10 @@ sglang-matrix: $(stamp)  ## load every test model in every format into SGLang (a
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(python) -W ignore -m support.sglang_matrix $(CELLS)
 
 failures: $(stamp)  ## make docs/failures.md again: what verify prints of the commonest failures
-	@$(python) docs/examples/failures.py
+	@$(python) -m docs.examples.failures
 
 examples: $(stamp)  ## make the reports of docs/examples again
-	@$(python) docs/examples/make.py
+	@$(python) -m docs.examples.make
 
 bench: $(stamp)  ## measure speed and memory
 	@$(python) benchmarks/run.py $(BENCH_ARGS)

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.app.api import quantize
-from ckptkit.app.demo import MOE, lose_a_shard, make_release, pack_routers
 from ckptkit.core.findings_text import plain
 from ckptkit.formats.hf.reader import INDEX
+from docs.examples.demo import MOE, lose_a_shard, make_release, pack_routers
 from quant.formats.scheme import QuantScheme
 from verify.reports.render import report_lines
 from verify.run import verify

@@ -1,6 +1,6 @@
 """`make examples`: reports of one run that passes and one that fails, in every format, and a screenshot of the page.
 
-The model is the small mixture of experts of `ckptkit.app.demo`, with seeded random weights. Nothing of the machine gets
+The model is the small mixture of experts of `docs.examples.demo`, with seeded random weights. Nothing of the machine gets
 into the reports: paths are relative to the directory that all is made in, and seconds are 0.
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from ckptkit.app.api import quantize
-from ckptkit.app.demo import MOE, make_release
 from ckptkit.core.installation import program_version
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.writer import SafetensorsFiles
 from ckptkit.transfer.files import FilesWriter
+from docs.examples.demo import MOE, make_release
 from quant.formats.scheme import QuantScheme
 from verify.report import CheckResult, Finding, Report
 from verify.reports import FORMATS, write_report

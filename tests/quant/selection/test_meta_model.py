@@ -522,7 +522,7 @@ def test_lint_of_a_config_with_a_kernel_fetches_nothing(tmp_path: Path, attempts
 
 
 def test_one_module_alone_hands_configs_to_transformers() -> None:
-    """Two others build models: the demo, from its own sizes, and the reference of `--logits`, in an offline process.
+    """The reference of `--logits` builds a model too, in an offline process.
 
     Three load tokenizers and processors alone, in offline processes; one asks which quantizers there are.
     """
@@ -546,5 +546,5 @@ def test_one_module_alone_hands_configs_to_transformers() -> None:
     others |= {f"verify/evidence/side/{file}.py" for file in ("texts", "processor_classes")}
     others |= {"verify/checks/quantization/quantization_config.py"}
     defaults = "verify/checks/config/config.py"
-    assert found == {"ckptkit/app/demo.py", "quant/selection/meta_model.py", defaults, *others}
+    assert found == {"quant/selection/meta_model.py", defaults, *others}
     assert importlib.import_module("quant.selection.meta_model")

@@ -1,4 +1,4 @@
-"""Shows the whole way once, with the real command line: `python -m ckptkit.app.demo OUT`.
+"""Shows the whole way once, with the real command line: `python -m docs.examples.demo OUT`.
 
 A small trained model and a mixture of experts with random weights go HF -> Megatron -> HF and to INT4, real Megatron
 and real SGLang load the results, and then copies are broken in the three ways that people meet most. The trained model
