@@ -1,7 +1,7 @@
 """`make examples`: reports of one run that passes and one that fails, in every format, and a screenshot of the page.
 
-The model is the small mixture of experts of `docs.examples.demo`, with seeded random weights. Nothing of the machine gets
-into the reports: paths are relative to the directory that all is made in, and seconds are 0.
+The model is the small mixture of experts of `docs.examples.demo`, with seeded random weights. Nothing of the machine
+gets into the reports: paths are relative to the directory that all is made in, and seconds are 0.
 """
 
 from __future__ import annotations

@@ -176,21 +176,6 @@ class Machine:
 
     # Plain values.
 
-    def protocol(self) -> None:
-        self._take(1)
-
-    def frame(self) -> None:
-        self._take(8)
-
-    def none(self) -> None:
-        self._push(None)
-
-    def true(self) -> None:
-        self._push(True)
-
-    def false(self) -> None:
-        self._push(False)
-
     def signed_4(self) -> None:
         self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
 
@@ -210,24 +195,6 @@ class Machine:
     def float_8(self) -> None:
         self._stack.extend(struct.unpack(">d", self._take(8)))
 
-    def text_4(self) -> None:
-        self._stack.append(self._sized(4).decode())
-
-    def text_8(self) -> None:
-        self._stack.append(self._sized(8).decode())
-
-    def bytes_1(self) -> None:
-        self._stack.append(self._sized(1))
-
-    def bytes_4(self) -> None:
-        self._stack.append(self._sized(4))
-
-    def bytes_8(self) -> None:
-        self._stack.append(self._sized(8))
-
-    def bytearray_8(self) -> None:
-        self._stack.append(bytearray(self._sized(8)))
-
     # Containers.
 
     def mark(self) -> None:
@@ -235,48 +202,10 @@ class Machine:
         self._stack = []
         self._at += 1
 
-    def tuple_0(self) -> None:
-        self._push(())
-
-    def tuple_1(self) -> None:
-        self._stack[-1] = (self._stack[-1],)
-        self._at += 1
-
-    def tuple_2(self) -> None:
-        first, last = self._stack[-2:]
-        self._stack[-2:] = [(first, last)]
-        self._at += 1
-
-    def tuple_3(self) -> None:
-        first, second, last = self._stack[-3:]
-        self._stack[-3:] = [(first, second, last)]
-        self._at += 1
-
-    def tuple_marked(self) -> None:
-        items = self._to_mark()
-        self._stack.append(tuple(items))
-
-    def empty_list(self) -> None:
-        self._push([])
-
-    def list_marked(self) -> None:
-        items = self._to_mark()
-        self._stack.append(items)
-
-    def empty_dict(self) -> None:
-        self._push({})
-
     def dict_marked(self) -> None:
         items = self._to_mark()
         self._stack.append({})
         self._put(items)
-
-    def empty_set(self) -> None:
-        self._push(set())
-
-    def frozen_set(self) -> None:
-        items = self._to_mark()
-        self._stack.append(frozenset(map(_key, items)))
 
     def append(self) -> None:
         item = self._stack.pop()
@@ -327,17 +256,8 @@ class Machine:
         else:
             self._to_mark()
 
-    def pop_mark(self) -> None:
-        self._to_mark()
-
     def duplicate(self) -> None:
         self._push(self._stack[-1])
-
-    def put_1(self) -> None:
-        self._keep(self._take(1))
-
-    def put_4(self) -> None:
-        self._keep(self._take(4))
 
     def _keep(self, index: bytes) -> None:
         at, memo = int.from_bytes(index, "little"), self._memo
@@ -453,44 +373,85 @@ def _may_be_in_a_key(value: Any) -> bool:
 
 _IN_A_KEY = frozenset({str, bytes, float, bool, type(None), tuple, Dtype})
 
-_INSTRUCTIONS: dict[bytes, Callable[[Machine], None]] = {
-    pickle.PROTO: Machine.protocol,
-    pickle.FRAME: Machine.frame,
-    pickle.NONE: Machine.none,
-    pickle.NEWTRUE: Machine.true,
-    pickle.NEWFALSE: Machine.false,
+
+def _skips(nbytes: int) -> Callable[[Machine], object]:
+    """An instruction whose argument means nothing here."""
+    return lambda machine: machine._take(nbytes)
+
+
+def _pushes(make: Callable[[], Any]) -> Callable[[Machine], object]:
+    """One that puts something on the stack."""
+    return lambda machine: machine._push(make())
+
+
+def _takes(width: int, make: Callable[[bytes], Any]) -> Callable[[Machine], object]:
+    """One that puts on the stack what its argument says, which begins with its length in `width` bytes."""
+    return lambda machine: machine._stack.append(make(machine._sized(width)))
+
+
+def _packs(count: int) -> Callable[[Machine], object]:
+    """One that makes a tuple of so many values of the stack."""
+
+    def pack(machine: Machine) -> None:
+        items = [machine._stack.pop() for _ in range(count)]
+        machine._push(tuple(reversed(items)))
+
+    return pack
+
+
+def _gathers(make: Callable[[list[Any]], Any]) -> Callable[[Machine], object]:
+    """One that makes something of all since the last mark."""
+
+    def gather(machine: Machine) -> None:
+        items = machine._to_mark()
+        machine._stack.append(make(items))
+
+    return gather
+
+
+def _keeps(width: int) -> Callable[[Machine], object]:
+    """One that puts what is on top of the stack into the memo, at a place of `width` bytes."""
+    return lambda machine: machine._keep(machine._take(width))
+
+
+_INSTRUCTIONS: dict[bytes, Callable[[Machine], object]] = {
+    pickle.PROTO: _skips(1),
+    pickle.FRAME: _skips(8),
+    pickle.NONE: _pushes(lambda: None),
+    pickle.NEWTRUE: _pushes(lambda: True),
+    pickle.NEWFALSE: _pushes(lambda: False),
     pickle.BININT: Machine.signed_4,
     pickle.LONG1: Machine.long_1,
     pickle.LONG4: Machine.long_4,
     pickle.BINFLOAT: Machine.float_8,
-    pickle.BINUNICODE: Machine.text_4,
-    pickle.BINUNICODE8: Machine.text_8,
-    pickle.SHORT_BINBYTES: Machine.bytes_1,
-    pickle.BINBYTES: Machine.bytes_4,
-    pickle.BINBYTES8: Machine.bytes_8,
-    pickle.BYTEARRAY8: Machine.bytearray_8,
+    pickle.BINUNICODE: _takes(4, bytes.decode),
+    pickle.BINUNICODE8: _takes(8, bytes.decode),
+    pickle.SHORT_BINBYTES: _takes(1, bytes),
+    pickle.BINBYTES: _takes(4, bytes),
+    pickle.BINBYTES8: _takes(8, bytes),
+    pickle.BYTEARRAY8: _takes(8, bytearray),
     pickle.MARK: Machine.mark,
-    pickle.EMPTY_TUPLE: Machine.tuple_0,
-    pickle.TUPLE1: Machine.tuple_1,
-    pickle.TUPLE2: Machine.tuple_2,
-    pickle.TUPLE3: Machine.tuple_3,
-    pickle.TUPLE: Machine.tuple_marked,
-    pickle.EMPTY_LIST: Machine.empty_list,
-    pickle.LIST: Machine.list_marked,
-    pickle.EMPTY_DICT: Machine.empty_dict,
+    pickle.EMPTY_TUPLE: _pushes(tuple),
+    pickle.TUPLE1: _packs(1),
+    pickle.TUPLE2: _packs(2),
+    pickle.TUPLE3: _packs(3),
+    pickle.TUPLE: _gathers(tuple),
+    pickle.EMPTY_LIST: _pushes(list),
+    pickle.LIST: _gathers(list),
+    pickle.EMPTY_DICT: _pushes(dict),
     pickle.DICT: Machine.dict_marked,
-    pickle.EMPTY_SET: Machine.empty_set,
-    pickle.FROZENSET: Machine.frozen_set,
+    pickle.EMPTY_SET: _pushes(set),
+    pickle.FROZENSET: _gathers(lambda items: frozenset(map(_key, items))),
     pickle.APPEND: Machine.append,
     pickle.APPENDS: Machine.appends,
     pickle.ADDITEMS: Machine.add_items,
     pickle.SETITEM: Machine.set_item,
     pickle.SETITEMS: Machine.set_items,
     pickle.POP: Machine.pop,
-    pickle.POP_MARK: Machine.pop_mark,
+    pickle.POP_MARK: Machine._to_mark,
     pickle.DUP: Machine.duplicate,
-    pickle.BINPUT: Machine.put_1,
-    pickle.LONG_BINPUT: Machine.put_4,
+    pickle.BINPUT: _keeps(1),
+    pickle.LONG_BINPUT: _keeps(4),
     pickle.GLOBAL: Machine.named,
     pickle.STACK_GLOBAL: Machine.named_on_stack,
     pickle.BINPERSID: Machine.persistent,
