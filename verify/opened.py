@@ -13,8 +13,7 @@ from ckptkit.core.errors import CkptkitError, DamagedError
 from ckptkit.core.extents import ByteRange, extents_of
 from ckptkit.core.plan import View
 from ckptkit.core.specs import TensorSpec, ranges
-from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.detect import Location, locate, refuse_url
+from ckptkit.formats.detect import Location, locate, refuse_hf, refuse_url
 from ckptkit.formats.hf.remote import opened
 from ckptkit.formats.hf.side_files import is_quantized
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint

@@ -11,13 +11,13 @@ from typing import Unpack
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.installation import program_version
-from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.detect import (
     TRACKER,
     is_legacy,
     is_nemo,
     iteration_of,
     locate,
+    refuse_hf,
     refuse_other_format,
     refuse_url,
     require_own_files,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from ckptkit.app.conversion import ConversionResult, run
 from ckptkit.app.inspection import inspect, model_arguments
 from ckptkit.app.run_options import GivenOptions, run_options
 from ckptkit.core.errors import UsageError
-from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.detect import locate, refuse_url
+from ckptkit.formats.detect import locate, refuse_hf, refuse_url
 from ckptkit.formats.hf.side_files import MANIFEST
 from ckptkit.storage.fingerprint import unchanged
 from ckptkit.transfer.manifest import (
+    check_new_manifest,
     described_files,
     digests_of,
-    replaceable_manifest,
     write_manifest,
 )
 from converters.open import open_checkpoint
@@ -63,8 +62,8 @@ def make_manifest(
 ) -> Path:
     """Writes the manifest of the checkpoint at `path`, HF or Megatron: to `output`, or `ckptkit.json` at its root.
 
-    A manifest that has digests is never replaced: `verify` compares with it. One without them, from an earlier version,
-    is completed. Returns where it was written. Raises CkptkitError where the checkpoint cannot be opened or read.
+    What is there is never replaced: `verify` compares with it. Returns where it was written. Raises CkptkitError where
+    the checkpoint cannot be opened or read.
     """
     if hf:
         refuse_url(hf)
@@ -76,11 +75,9 @@ def make_manifest(
             f"{path} holds deltas, which have checksums of their own", "convert them, and digest the result"
         )
     target = Path(output) if output else location.root / MANIFEST
-    before = replaceable_manifest(target, output is not None, path)
-    known: dict[str, Any] = {key: before[key] for key in ("source", "lineage", "hf_layout") if key in before}
+    check_new_manifest(target, path)
     with unchanged([location.path]):
         tensors = digests_of(open_checkpoint(path, hf=hf), workers)
         files = described_files(location, [location.root / FOLDER])
-    command = before.get("command", ["ckptkit", "manifest", str(path)])
-    write_manifest(target, command, tensors, files, known)
+    write_manifest(target, ["ckptkit", "manifest", str(path)], tensors, files, {})
     return target

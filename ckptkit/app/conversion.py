@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,15 +14,15 @@ from ckptkit.app.forecast import Forecast, forecast
 from ckptkit.app.packed import PackedSummary, summary
 from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions, Sources
+from ckptkit.app.write import write_files, write_on_ray
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.extents import byte_ranges_of
 from ckptkit.core.plan import View
 from ckptkit.core.printable import printable
-from ckptkit.core.progress import note, phase, size
+from ckptkit.core.progress import phase
 from ckptkit.core.specs import fold
 from ckptkit.formats.detect import MANIFEST, Location, locate, require_own_files
-from ckptkit.formats.files import Digests
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ckptkit.formats.hf.remote import check_unchanged, opened
 from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
@@ -31,9 +31,7 @@ from ckptkit.storage.digest import TensorDigest
 from ckptkit.storage.fingerprint import unchanged
 from ckptkit.storage.links import dangling_in, in_words
 from ckptkit.storage.url import is_url
-from ckptkit.transfer.copy import copy
 from ckptkit.transfer.destination import check_destination, finish_published, new_directory
-from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.manifest import (
     FINGERPRINT,
@@ -253,8 +251,6 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
                     meanwhile.submit(output.files.prepare)
                 write_files(plan, partial, journal, list(plan.files()), options.workers, options.memory)
         else:
-            from ckptkit.app.on_ray import write_on_ray  # here because few runs need it
-
             write_on_ray(options, plan, partial, journal)
         for output in plan.outputs:
             output.files.finish(partial)
@@ -292,38 +288,3 @@ def _write_manifest(
     tensors = {name: digests[name] for name in sorted(digests)}
     files = described_files(written, [partial / FOLDER])
     write_manifest(partial / MANIFEST, options.command(), tensors, files, more)
-
-
-def write_files(
-    plan: ConversionPlan, partial: Path, journal: Journal, wanted: Collection[str], workers: int | None, memory: int
-) -> None:
-    """Writes those of these files that are not finished yet, and records each."""
-    left = [[one for one in output.files.names if one in wanted] for output in plan.outputs]
-    if journal.count():
-        left = _unfinished(plan, journal, left)
-    for output, files in zip(plan.outputs, left, strict=True):
-        if files:
-            names = {name for file in files for name in output.files.names[file]}
-            writer = FilesWriter(partial, output.files, files, _recorder(plan, journal), journal.check_goes_on)
-            copy(output.view, writer, "writing", workers, only=names, memory=memory)
-
-
-def _recorder(plan: ConversionPlan, journal: Journal) -> Callable[[str, Digests], None]:
-    """Records a file that is whole, with the errors of the matrices in it."""
-    errors = plan.packing.errors if plan.packing else {}
-
-    def record(file: str, digests: Digests) -> None:
-        journal.record(file, digests, {name: errors[name] for name in digests if name in errors})
-
-    return record
-
-
-def _unfinished(plan: ConversionPlan, journal: Journal, wanted: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The files of each output that are to be written still. Says how much is kept of the run before."""
-    kept, nbytes, left = 0, 0, list[list[str]]()
-    for output, files in zip(plan.outputs, wanted, strict=True):
-        whole = {file for file in files if journal.intact(file, output.files)}
-        kept, nbytes = kept + len(whole), nbytes + sum(map(output.files.size, whole))
-        left.append([file for file in files if file not in whole])
-    note(f"kept {kept} of {sum(map(len, wanted))} files, {size(nbytes)}, of the run that was cut off")
-    return left

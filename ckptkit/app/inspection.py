@@ -14,9 +14,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec, fold
-from ckptkit.core.unused import refuse_hf
 from ckptkit.formats.deltas import chain_at, patches_of
-from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.adapter import AdapterFiles, is_adapter
 from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.formats.hf.reader import HfCheckpoint, stored_names

@@ -13,7 +13,6 @@ from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.printable import printable, without_credentials
-from ckptkit.core.unused import refuse_quantizing_options
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, place
@@ -34,30 +33,15 @@ Sources = Mapping[str, Directory]  # where each source is read, by its path or U
 class RunOptions:
     """What to write, from what, where, and with which resources. `run_options` makes one of what a user gave.
 
-    Up to `max_shard_size` the options decide what is written; those after it never change a byte.
+    Fields mean what the options of their names do, as `ckptkit convert --help` and `ckptkit quantize --help` say; those
+    after `max_shard_size` never change a byte. What the help does not say:
 
-    src, hf, like: absolute paths or URLs. `hf` is the HF directory that gives config, tokenizer and shard layout on the
-        way back; None: what was stored on the way there. `like`, an INT4 HF directory of the same model, says what is
-        packed and gives scales where they still fit.
-    merge: the directory of a PEFT adapter, which is merged into the weights; an HF source then stays HF.
-    dst: a path, or a URL as str.
-    dtype: of DTYPES; "auto": as in the source.
-    dialect: how Megatron's tensors are named: "mcore" (None means this) as megatron-core's GPTModel does, "slime" as
-        slime's modules do, "hybrid" as megatron-core's HybridModel does. That of a source follows from its names. A
-        Megatron source is converted to another dialect where this is given, else to HF.
-    unwitnessed: convert a kind of model that no released Megatron has loaded.
+    src, hf, like: absolute paths or URLs. hf: None: what was stored on the way there.
+    dialect: None means "mcore". That of a source follows from its names. A Megatron source is converted to another
+        dialect where this is given, else to HF.
     scheme: how weights are quantized; None: they are not, and a quantized source is dequantized.
-    preset: "rl" packs only what SGLang and vLLM can be updated with: routed experts, as slime's training rounds them.
-        None: all that may be packed.
-    readers: those of `quant.selection.readers.READERS` who must agree on what is packed.
-    tp: a tensor parallel size that SGLang's INT4 kernels must be able to load.
-    device: what quantizes, "cpu" or "cuda"; the bytes are the same.
-    max_shard_size: bytes of plain weights after which a file of the output ends; None: as in the release; of Megatron's
-        files an eighth of the weights, from 500 MB to 5 GB; else 5 GB.
-    workers: threads (None: `ckptkit.transfer.copy.threads`), or with `ray` concurrent tasks (None: one a core).
-    memory: bytes of tensors in flight.
-    ray: the address of a Ray cluster; "auto": the one at hand, or a new one on this machine.
-    resume: go on with what a run of the same options finished before it was cut off.
+    readers: those of `quant.selection.readers.READERS`.
+    max_shard_size, memory: bytes. workers: with `ray` concurrent tasks (None: one a core), else threads.
 
     Raises UsageError for options that contradict each other.
     """
@@ -104,15 +88,8 @@ class RunOptions:
         if self.dialect is not None and self.dialect not in DIALECTS:
             raise UsageError(f"unknown dialect {self.dialect!r}", f"choose one of {', '.join(DIALECTS)}")
         if self.scheme is None:
-            spelled = {
-                "like": "--like",
-                "preset": "--preset",
-                "tp": "--tp",
-                "readers": "--reader",
-                "device": "--device",
-            }
-            refuse_quantizing_options([option for name, option in spelled.items() if self._is_given(name)])
-
+            names = ("like", "preset", "tp", "readers", "device")
+            _refuse_quantizing([f"--{name.removesuffix('s')}" for name in names if self._is_given(name)])
         elif self.preset:
             if self.like:
                 raise UsageError("--like and --preset both say what is packed", "give one of them")
@@ -160,10 +137,23 @@ class RunOptions:
         return {"version": program_version(), "command": shlex.join(self.command()), "source": read}
 
 
+def _refuse_quantizing(given: Sequence[str]) -> None:
+    """Raises UsageError where a run that does not quantize was `given` options for it."""
+    if given:
+        hint = (
+            "leave it out, or add --quantize w4a16 on the way from Megatron to HF; "
+            "`ckptkit quantize` quantizes an HF checkpoint"
+        )
+        if "--tp" in given:
+            hint += "; what is converted to Megatron is not cut, and loads at any parallel size"
+        message = f"{', '.join(given)} is about quantized weights, and has no effect where none are written"
+        raise UsageError(message, hint)
+
+
 class GivenOptions(TypedDict, total=False):
     """What `ckptkit.convert` and `ckptkit.quantize` accept: the fields of RunOptions, as users write them.
 
-    Paths come in any form, sizes also as "5GB". `file_bytes` is the old name of `max_shard_size`.
+    Paths come in any form, sizes also as "5GB".
     """
 
     hf: str | Path | None
@@ -177,7 +167,6 @@ class GivenOptions(TypedDict, total=False):
     tp: int | None
     device: str
     max_shard_size: int | str | None
-    file_bytes: int | str | None
     workers: int | None
     memory: int
     ray: str | None
@@ -195,8 +184,7 @@ def run_options(
 ) -> RunOptions:
     """Makes RunOptions of what a user gave. Raises as RunOptions does, and TypeError for an unknown option."""
     options: dict[str, Any] = dict(given)
-    old_name = options.pop("file_bytes", None)
-    size = options.get("max_shard_size") or old_name
+    size = options.get("max_shard_size")
     options["max_shard_size"] = parse_size(size) if isinstance(size, str) else size
     options["readers"] = tuple(options.get("readers") or ALL_READERS)
     options |= {name: absolute(options[name]) for name in ("hf", "like", "merge") if options.get(name)}

@@ -296,6 +296,15 @@ def refuse_url(path: str | Path) -> None:
         raise CkptkitError(f"{url[1]}://{url[2]} is a URL, which is not read here", hint)
 
 
+def refuse_hf(hf: str | Path | None, path: str | Path) -> None:
+    """Raises UsageError when an HF directory is given beside what lies at `path`, which is HF itself."""
+    if hf:
+        raise UsageError(
+            "--hf gives the config of a Megatron checkpoint, and has no effect here",
+            f"leave it out: {path} is an HF checkpoint",
+        )
+
+
 def is_legacy(path: Path) -> bool:
     """Whether an iteration's directory holds one directory a rank and is not a torch_dist checkpoint."""
     return (
@@ -378,3 +387,20 @@ def _why_not(root: Path) -> str:
         return f"it has iterations but no {TRACKER}: give one of them, or restore the tracker"
     expected = "expected config.json with *.safetensors, or a Megatron directory with .metadata"
     return other_weights(root) or below(root) or expected
+
+
+def tracker_fault(checkpoint: Path) -> str | None:
+    """Why a trainer that is told the root would not load the checkpoint in it; None where it would.
+
+    Source: `read_metadata` and `get_checkpoint_name` in Megatron-LM's `megatron/training/checkpointing.py`.
+    """
+    tracker = checkpoint.parent / TRACKER
+    if not tracker.is_file():
+        return f"{tracker} is not there, so Megatron-LM would start from random weights"
+    text = tracker.read_text(errors="replace").strip()
+    if text != "release" and not text.isdecimal():
+        return f"{tracker} says {text[:40]!r}, which is neither release nor an iteration, so Megatron-LM would stop"
+    name = text if text == "release" else f"iter_{int(text):07d}"
+    if name != checkpoint.name:
+        return f"{tracker} says {text}, so Megatron-LM would load {name} instead"
+    return None

@@ -17,7 +17,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import MANIFEST
 from ckptkit.storage.lock import check_free, locked
 from ckptkit.storage.tree import everything, overlaps
-from ckptkit.storage.whole import sync_tree
+from ckptkit.storage.write import sync_tree
 from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.manifest import was_asked
 from ckptkit.transfer.replaceable import require_replaceable

@@ -17,8 +17,7 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.files import Digests, Files, Piece
 from ckptkit.storage.buffers import BUFFER, bytes_of, copy_bytes, new_buffer
 from ckptkit.storage.digest import TensorDigest
-from ckptkit.storage.whole import new_file
-from ckptkit.storage.write import Regions, WrittenFile
+from ckptkit.storage.write import Regions, WrittenFile, new_file
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,7 +29,7 @@ _NAME = re.compile(
     rf"{re.escape(JOURNAL)}/({re.escape(_ASKED)}|{_FILES}|{_RUN}[0-9a-f]{{16}}({re.escape(_STOPPED)})?"
     rf"|[^/]+\.(safetensors|distcp)({re.escape(_MEASURED)}|\.json))?(\.[0-9a-f]{{8}}\.tmp)?"
 )
-_TEMPORARY = re.compile(r"(.*/)?\.([^/]+)\.[0-9a-f]{16}\.tmp")  # as `ckptkit.storage.whole.new_file` names files
+_TEMPORARY = re.compile(r"(.*/)?\.([^/]+)\.[0-9a-f]{16}\.tmp")  # as `ckptkit.storage.write.new_file` names files
 # What every run may write: a manifest, configs, and what makes a checkpoint of weights.
 _ALWAYS = frozenset(
     {

@@ -28,7 +28,7 @@ from ckptkit.formats.torch_dist.reader import MAX_METADATA
 from ckptkit.storage.digest import TensorDigest, is_blake3
 from ckptkit.storage.regular import open_regular, read_regular
 from ckptkit.storage.tree import files_below
-from ckptkit.storage.whole import write_whole
+from ckptkit.storage.write import write_whole
 from ckptkit.transfer.copy import copy
 
 if TYPE_CHECKING:
@@ -136,28 +136,17 @@ def _header(path: Path) -> bytes:
         raise CkptkitError(f"{path}: {error.strerror}", "copy it again") from error
 
 
-def replaceable_manifest(target: Path, chosen: bool, checkpoint: str | Path) -> dict[str, Any]:
-    """What stands at `target`, where a manifest of `checkpoint` may be written: nothing, or one without digests.
-
-    `chosen`: its place was asked for.
-
-    Raises CkptkitError for anything else, and for a name that loaders read.
-    """
+def check_new_manifest(target: Path, checkpoint: str | Path) -> None:
+    """Raises CkptkitError where a manifest of `checkpoint` may not be written, and for a name that loaders read."""
     if not target.parent.is_dir():
         raise CkptkitError(f"{target.parent} does not exist", "create it first")
     if target.name in LOADED:
         raise CkptkitError(f"{target} has a name that loaders read", "name the manifest otherwise")
-    before = read_json(target) if target.exists() and not chosen else {}
-    if "tensors" in before or (chosen and target.exists()):
+    if target.exists():
         raise CkptkitError(
-            f"{target} exists already",
+            f"{target} exists already, and no manifest is replaced",
             f"compare with it: `ckptkit verify {checkpoint} --manifest {target}`; or choose another --output",
         )
-    if target.exists() and not str(before.get("schema", "")).startswith(SCHEMAS):
-        raise CkptkitError(
-            f"{target} is not a manifest, so it is not replaced", "move it away, or choose another place with --output"
-        )
-    return before
 
 
 def was_asked(path: Path, asked: Mapping[str, Any]) -> bool:
@@ -205,7 +194,7 @@ def read_manifest(path: Path) -> Manifest:
     tensors, files = content.get("tensors"), content.get("files")
     if not isinstance(tensors, dict) or not tensors or not isinstance(files, dict):
         raise CkptkitError(
-            f"{path} has no digests: an earlier version of ckptkit wrote it",
+            f"{path} has no digests",
             "make one of the sound checkpoint with `ckptkit manifest`",
         )
     if wrong := next((name for name, one in files.items() if not is_blake3(one)), None):

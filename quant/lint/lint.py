@@ -16,7 +16,7 @@ from ckptkit.core.specs import fold
 from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
 from ckptkit.formats.hf.side_files import quantization_of
-from ckptkit.storage.whole import write_whole
+from ckptkit.storage.write import write_whole
 from quant.lint.finding import ORDER, LintFinding, finding
 from quant.lint.low_precision import WRITTEN, LowPrecisionList
 from quant.lint.opening import open_subject

@@ -21,11 +21,10 @@ import safetensors
 from ckptkit.core import json_text
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
-from ckptkit.formats.detect import TRACKER, tracked
+from ckptkit.formats.detect import TRACKER, tracked, tracker_fault
 from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, read_json
 from ckptkit.formats.hf.shard import scan_shard
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from ckptkit.formats.torch_dist.tracker import not_found
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_file import SavedFile
@@ -185,8 +184,8 @@ def _tracker(folder: Path) -> Unit:
     def unit(data: bytes) -> None:
         (folder / TRACKER).write_bytes(data)
         with suppress(CkptkitError):
-            assert not_found(tracked(folder)) is None
-        not_found(folder / "release")
+            assert tracker_fault(tracked(folder)) is None
+        tracker_fault(folder / "release")
 
     return unit
 

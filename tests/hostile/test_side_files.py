@@ -181,229 +181,140 @@ def in_split(old: str, new: str) -> Change:
     return inside(change)
 
 
-# What is done to tokenizer.json, and what the finding names.
-TOKENIZERS: dict[str, tuple[Change, str]] = {
-    "whitespace": (
-        tokenizer(pre_tokenizer={"type": "Whitespace"}),
-        "pre_tokenizer is Whitespace but [Split, ByteLevel]",
-    ),
-    "no pre-tokenizer": (tokenizer(pre_tokenizer=None), "pre_tokenizer is missing"),
-    "digits": (in_split(r"|\p{N}|", r"|\p{N}{1,3}|"), "Regex"),
-    "contractions": (in_split("(?i:'s|'t|'re|'ve|'m|'ll|'d)|", ""), "Regex"),
-    "prefix space": (
-        inside(lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True)),
+# What a finding names, and what is done to tokenizer.json.
+TOKENIZERS: list[tuple[str, Change]] = [
+    ("pre_tokenizer is Whitespace but [Split, ByteLevel]", tokenizer(pre_tokenizer={"type": "Whitespace"})),
+    ("pre_tokenizer is missing", tokenizer(pre_tokenizer=None)),
+    ("Regex", in_split(r"|\p{N}|", r"|\p{N}{1,3}|")),
+    ("Regex", in_split("(?i:'s|'t|'re|'ve|'m|'ll|'d)|", "")),
+    (
         "add_prefix_space is True but False",
+        inside(lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True)),
     ),
-    "lowercase": (tokenizer(normalizer={"type": "Lowercase"}), "normalizer is Lowercase but NFC"),
-    "no normalizer": (tokenizer(normalizer=None), "normalizer is missing but NFC"),
-    "NFKC": (tokenizer(normalizer={"type": "NFKC"}), "normalizer is NFKC but NFC"),
-    "prepend": (tokenizer(normalizer={"type": "Prepend", "prepend": "z"}), "normalizer is Prepend 'z'"),
-    "strip": (tokenizer(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), "normalizer is Strip"),
-    "accents": (tokenizer(normalizer={"type": "StripAccents"}), "normalizer is StripAccents"),
-    "rare replacement": (
-        tokenizer(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, replaced("qzxw", "a")]}),
+    ("normalizer is Lowercase but NFC", tokenizer(normalizer={"type": "Lowercase"})),
+    ("normalizer is missing but NFC", tokenizer(normalizer=None)),
+    ("normalizer is NFKC but NFC", tokenizer(normalizer={"type": "NFKC"})),
+    ("normalizer is Prepend 'z'", tokenizer(normalizer={"type": "Prepend", "prepend": "z"})),
+    ("normalizer is Strip", tokenizer(normalizer={"type": "Strip", "strip_left": True, "strip_right": True})),
+    ("normalizer is StripAccents", tokenizer(normalizer={"type": "StripAccents"})),
+    (
         "normalizer is [NFC, Replace]",
+        tokenizer(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, replaced("qzxw", "a")]}),
     ),
-    "other decoder": (tokenizer(decoder={"type": "Fuse"}), "decoder is Fuse but ByteLevel"),
-    "no decoder": (tokenizer(decoder=None), "decoder is missing but ByteLevel"),
-    "replacing decoder": (
-        tokenizer(decoder={"type": "Sequence", "decoders": [BYTES, replaced("hello", "bye")]}),
+    ("decoder is Fuse but ByteLevel", tokenizer(decoder={"type": "Fuse"})),
+    ("decoder is missing but ByteLevel", tokenizer(decoder=None)),
+    (
         "decoder is [ByteLevel, Replace]",
+        tokenizer(decoder={"type": "Sequence", "decoders": [BYTES, replaced("hello", "bye")]}),
     ),
-    "begin of text": (tokenizer(post_processor=BEGIN), "ids around a text [301, 'A']"),
-    "begin of text in a sequence": (
-        tokenizer(post_processor={"type": "Sequence", "processors": [BYTES, BEGIN]}),
-        "ids around a text [301, 'A']",
-    ),
-    "reversed merges": (inside(lambda content: content["model"]["merges"].reverse()), "merge 0 is"),
-    "one merge less": (inside(lambda content: content["model"]["merges"].pop()), "9 merges but 10"),
-    "swapped ids": (inside(swap), "2 of the 303 tokens in the source have other ids"),
-    "other ids": (
+    ("ids around a text [301, 'A']", tokenizer(post_processor=BEGIN)),
+    ("ids around a text [301, 'A']", tokenizer(post_processor={"type": "Sequence", "processors": [BYTES, BEGIN]})),
+    ("merge 0 is", inside(lambda content: content["model"]["merges"].reverse())),
+    ("9 merges but 10", inside(lambda content: content["model"]["merges"].pop())),
+    ("2 of the 303 tokens in the source have other ids", inside(swap)),
+    (
+        "another model's tokenizer: 300 of the 303 tokens",
         inside(
             lambda content: content["model"]["vocab"].update(
                 {t: (n + 1) % 300 for t, n in content["model"]["vocab"].items()}
             )
         ),
-        "another model's tokenizer: 300 of the 303 tokens",
     ),
-    "dropped token": (inside(lambda content: content["added_tokens"].pop()), "'<|im_end|>'"),
-    "new token": (
-        inside(lambda content: content["added_tokens"].append({"id": 303, "content": "ball", **FLAGS})),
-        "'ball'",
-    ),
-    "token taken over": (
-        inside(lambda content: content["added_tokens"].append({"id": 303, "content": "hello", **FLAGS})),
-        "'hello'",
-    ),
-    "not special": (flag("special", False), "special of '<|im_start|>' is False but True"),
-    "lstrip": (flag("lstrip", True), "lstrip of '<|im_start|>' is True but False"),
-    "rstrip": (flag("rstrip", True), "rstrip of '<|im_start|>' is True but False"),
-    "single word": (flag("single_word", True), "single_word of '<|im_start|>' is True but False"),
-    "dropout": (inside(lambda content: content["model"].update(dropout=0.9)), "model.dropout is 0.9"),
-    "suffix": (
-        inside(lambda content: content["model"].update(end_of_word_suffix="h")),
-        "model.end_of_word_suffix is 'h'",
-    ),
-}
-# What is done to other files, the file that is named, and words of the finding.
-OTHERS: dict[str, tuple[Change, str, str]] = {
-    "class of Llama": (
-        settings(tokenizer_class="LlamaTokenizer"),
-        "tokenizer_config.json",
-        "tokenizer_class is 'LlamaTokenizer'",
-    ),
-    "class of GPT-2": (
-        settings(tokenizer_class="GPT2Tokenizer"),
-        "tokenizer_config.json",
-        "tokenizer_class is 'GPT2Tokenizer'",
-    ),
-    "space before": (settings(add_prefix_space=True), "tokenizer_config.json", "add_prefix_space is True but False"),
-    "split special": (settings(split_special_tokens=True), "tokenizer_config.json", "split_special_tokens is True"),
-    "cleaned up": (
-        settings(clean_up_tokenization_spaces=True),
-        "tokenizer_config.json",
-        "clean_up_tokenization_spaces",
-    ),
-    "end": (
-        settings(eos_token="<|im_start|>"),  # noqa: S106
-        "tokenizer_config.json",
-        "eos_token is '<|im_start|>' but '<|im_end|>'",
-    ),
-    "no end": (settings(eos_token=None), "tokenizer_config.json", "eos_token is missing but '<|im_end|>'"),
-    "padding": (
-        settings(pad_token="<|im_end|>"),  # noqa: S106
-        "tokenizer_config.json",
-        "pad_token is '<|im_end|>'",
-    ),
-    "map of special tokens": (
-        added("special_tokens_map.json", {"eos_token": "<|im_start|>"}),
-        "special_tokens_map.json",
-        "<|im_start|>",
-    ),
-    "more special tokens": (settings(extra_special_tokens=["hello"]), "tokenizer_config.json", "'hello'"),
-    "flags for transformers": (
-        changed("tokenizer_config.json", lambda content: content["added_tokens_decoder"]["301"].update(lstrip=True)),
+    ("'<|im_end|>'", inside(lambda content: content["added_tokens"].pop())),
+    ("'ball'", inside(lambda content: content["added_tokens"].append({"id": 303, "content": "ball", **FLAGS}))),
+    ("'hello'", inside(lambda content: content["added_tokens"].append({"id": 303, "content": "hello", **FLAGS}))),
+    ("special of '<|im_start|>' is False but True", flag("special", False)),
+    ("lstrip of '<|im_start|>' is True but False", flag("lstrip", True)),
+    ("rstrip of '<|im_start|>' is True but False", flag("rstrip", True)),
+    ("single_word of '<|im_start|>' is True but False", flag("single_word", True)),
+    ("model.dropout is 0.9", inside(lambda content: content["model"].update(dropout=0.9))),
+    ("model.end_of_word_suffix is 'h'", inside(lambda content: content["model"].update(end_of_word_suffix="h"))),
+]
+# A file, words of what a finding says of it, and what is done.
+OTHERS: list[tuple[str, str, Change]] = [
+    ("tokenizer_config.json", "tokenizer_class is 'LlamaTokenizer'", settings(tokenizer_class="LlamaTokenizer")),
+    ("tokenizer_config.json", "tokenizer_class is 'GPT2Tokenizer'", settings(tokenizer_class="GPT2Tokenizer")),
+    ("tokenizer_config.json", "add_prefix_space is True but False", settings(add_prefix_space=True)),
+    ("tokenizer_config.json", "split_special_tokens is True", settings(split_special_tokens=True)),
+    ("tokenizer_config.json", "clean_up_tokenization_spaces", settings(clean_up_tokenization_spaces=True)),
+    ("tokenizer_config.json", "eos_token is '<|im_start|>' but '<|im_end|>'", settings(eos_token="<|im_start|>")),  # noqa: S106
+    ("tokenizer_config.json", "eos_token is missing but '<|im_end|>'", settings(eos_token=None)),
+    ("tokenizer_config.json", "pad_token is '<|im_end|>'", settings(pad_token="<|im_end|>")),  # noqa: S106
+    ("special_tokens_map.json", "<|im_start|>", added("special_tokens_map.json", {"eos_token": "<|im_start|>"})),
+    ("tokenizer_config.json", "'hello'", settings(extra_special_tokens=["hello"])),
+    (
         "tokenizer_config.json",
         "lstrip of '<|im_start|>' is True but False",
+        changed("tokenizer_config.json", lambda content: content["added_tokens_decoder"]["301"].update(lstrip=True)),
     ),
-    "added_tokens.json": (added("added_tokens.json", {"hello": 3}), "added_tokens.json", "no such file"),
-    "vocab.json": (settings("vocab.json", a=1), "vocab.json", "its content"),
-    "merges.txt": (added("merges.txt", "#version: 0.2\nl l\nh e\n"), "merges.txt", "its content"),
-    "tokenizer.model": (added("tokenizer.model"), "tokenizer.model", "no such file"),
-    "tekken.json": (added("tekken.json", {"vocab": []}), "tekken.json", "no such file"),
-    "python": (added("modeling_x.py"), "modeling_x.py", "trust_remote_code"),
-    "tokenizer code": (added("tokenization_x.py"), "tokenization_x.py", "trust_remote_code"),
-    "generation code": (added("custom_generate/generate.py"), "custom_generate/generate.py", "trust_remote_code"),
-    "auto_map": (settings("config.json", auto_map={"AutoModel": "x.C"}), "config.json", "'x.C'"),
-    "remote auto_map": (
-        settings("config.json", auto_map={"AutoModel": "you/repo--x.C"}),
-        "config.json",
-        "'you/repo--x.C'",
-    ),
-    "auto_map of the tokenizer": (
-        settings(auto_map={"AutoTokenizer": ["x.T", None]}),
-        "tokenizer_config.json",
-        "'x.T'",
-    ),
-    "auto_map of a processor": (
-        settings("processor_config.json", auto_map={"AutoProcessor": "x.P"}),
-        "processor_config.json",
-        "'x.P'",
-    ),
-    "code in a folder": (added("pkg/evil.py"), "pkg/evil.py", "trust_remote_code"),
-    "code deep in folders": (added("a/b/c/d/e.py"), "a/b/c/d/e.py", "trust_remote_code"),
-    "code in a folder of generation": (
-        added("custom_generate/more/x.py"),
-        "custom_generate/more/x.py",
-        "trust_remote_code",
-    ),
-    "other code in a folder": (added("src/model.py", "y"), "src/model.py", "its content"),
-    "code behind a link": (linked("src/model.py", "src/other"), "src/model.py", "its content"),
-    "code in a linked folder": (
-        lambda path: (path / "pkg").symlink_to("src", target_is_directory=True),
-        "pkg/model.py",
-        "trust_remote_code",
-    ),
-    "auto_map of a folder": (
-        settings("config.json", auto_map={"AutoModel": "pkg/evil.Evil"}),
-        "config.json",
-        "'pkg/evil.Evil'",
-    ),
-    "auto_map of a package": (
-        settings("config.json", auto_map={"AutoModel": "pkg.evil.Evil"}),
-        "config.json",
-        "'pkg.evil.Evil'",
-    ),
-    "auto_map of an image processor": (
-        settings("processor_config.json", image_processor={"auto_map": {"AutoImageProcessor": "pkg/x.P"}}),
+    ("vocab.json", "its content", settings("vocab.json", a=1)),
+    ("merges.txt", "its content", added("merges.txt", "#version: 0.2\nl l\nh e\n")),
+    ("config.json", "'x.C'", settings("config.json", auto_map={"AutoModel": "x.C"})),
+    ("config.json", "'you/repo--x.C'", settings("config.json", auto_map={"AutoModel": "you/repo--x.C"})),
+    ("tokenizer_config.json", "'x.T'", settings(auto_map={"AutoTokenizer": ["x.T", None]})),
+    ("processor_config.json", "'x.P'", settings("processor_config.json", auto_map={"AutoProcessor": "x.P"})),
+    ("src/model.py", "its content", added("src/model.py", "y")),
+    ("src/model.py", "its content", linked("src/model.py", "src/other")),
+    ("pkg/model.py", "trust_remote_code", lambda path: (path / "pkg").symlink_to("src", target_is_directory=True)),
+    ("config.json", "'pkg/evil.Evil'", settings("config.json", auto_map={"AutoModel": "pkg/evil.Evil"})),
+    ("config.json", "'pkg.evil.Evil'", settings("config.json", auto_map={"AutoModel": "pkg.evil.Evil"})),
+    (
         "processor_config.json",
         "'pkg/x.P'",
+        settings("processor_config.json", image_processor={"auto_map": {"AutoImageProcessor": "pkg/x.P"}}),
     ),
-    "auto_map of a part of the model": (
-        settings("config.json", vision_config={"auto_map": {"AutoModel": "pkg/x.V"}}),
-        "config.json",
-        "'pkg/x.V'",
-    ),
-    "temperature": (
-        settings("generation_config.json", temperature=2),
-        "generation_config.json",
-        "temperature is 2 but 0.6",
-    ),
-    "penalty": (
-        settings("generation_config.json", repetition_penalty=3.0),
-        "generation_config.json",
-        "repetition_penalty is 3.0",
-    ),
-    "length": (settings("generation_config.json", max_new_tokens=1), "generation_config.json", "max_new_tokens is 1"),
-    "no top_p": (
-        changed("generation_config.json", lambda content: content.pop("top_p")),
+    ("config.json", "'pkg/x.V'", settings("config.json", vision_config={"auto_map": {"AutoModel": "pkg/x.V"}})),
+    ("generation_config.json", "temperature is 2 but 0.6", settings("generation_config.json", temperature=2)),
+    ("generation_config.json", "repetition_penalty is 3.0", settings("generation_config.json", repetition_penalty=3.0)),
+    ("generation_config.json", "max_new_tokens is 1", settings("generation_config.json", max_new_tokens=1)),
+    (
         "generation_config.json",
         "top_p is missing but 0.95",
+        changed("generation_config.json", lambda content: content.pop("top_p")),
     ),
-    "ends": (
-        settings("generation_config.json", eos_token_id=302),
+    (
         "generation_config.json",
         "eos_token_id is 302 but [302, 300]",
+        settings("generation_config.json", eos_token_id=302),
     ),
-    "no generation_config": (lost("generation_config.json"), "generation_config.json", "the file is missing"),
-    "template": (settings(chat_template=TEMPLATE + "x"), "tokenizer_config.json", "chat template 'default'"),
-    "blank in the template": (
-        settings(chat_template=TEMPLATE + " "),
-        "tokenizer_config.json",
-        "chat template 'default'",
-    ),
-    "template that overrides": (added("chat_template.jinja"), "chat_template.jinja", "chat template 'default'"),
-    "template of a processor": (
-        added("chat_template.json", {"chat_template": "x"}),
-        "chat_template.json",
-        "chat template 'default'",
-    ),
-    "template in processor_config": (
-        settings("processor_config.json", chat_template="x"),
-        "processor_config.json",
-        "chat template 'default'",
-    ),
-    "template for tools": (
-        added("additional_chat_templates/tool_use.jinja"),
-        "additional_chat_templates/tool_use.jinja",
-        "'tool_use'",
-    ),
-    "second template in a list": (
-        settings(chat_template=[{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": "x"}]),
+    ("generation_config.json", "the file is missing", lost("generation_config.json")),
+    ("tokenizer_config.json", "chat template 'default'", settings(chat_template=TEMPLATE + "x")),
+    ("tokenizer_config.json", "chat template 'default'", settings(chat_template=TEMPLATE + " ")),
+    ("chat_template.jinja", "chat template 'default'", added("chat_template.jinja")),
+    ("chat_template.json", "chat template 'default'", added("chat_template.json", {"chat_template": "x"})),
+    ("processor_config.json", "chat template 'default'", settings("processor_config.json", chat_template="x")),
+    ("additional_chat_templates/tool_use.jinja", "'tool_use'", added("additional_chat_templates/tool_use.jinja")),
+    (
         "tokenizer_config.json",
         "chat template 'rag'",
+        settings(chat_template=[{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": "x"}]),
     ),
-    "second template by name": (
-        settings(chat_template={"default": TEMPLATE, "rag": "x"}),
-        "tokenizer_config.json",
-        "'rag'",
+    ("tokenizer_config.json", "'rag'", settings(chat_template={"default": TEMPLATE, "rag": "x"})),
+    ("tokenizer_config.json", "missing", settings(chat_template=None)),
+    *(
+        (file, "trust_remote_code", added(file))
+        for file in (
+            "modeling_x.py",
+            "tokenization_x.py",
+            "custom_generate/generate.py",
+            "pkg/evil.py",
+            "a/b/c/d/e.py",
+            "custom_generate/more/x.py",
+        )
     ),
-    "no template": (settings(chat_template=None), "tokenizer_config.json", "missing"),
-    "preprocessor": (added("preprocessor_config.json", {"size": 3}), "preprocessor_config.json", "no such file"),
-    "modules": (added("modules.json", "[]"), "modules.json", "no such file"),
-    "sentence_bert": (added("sentence_bert_config.json", {}), "sentence_bert_config.json", "no such file"),
-    "params": (added("params.json", {}), "params.json", "no such file"),
-}
+    *(
+        (file, "no such file", added(file, {"a": 1}))
+        for file in (
+            "added_tokens.json",
+            "tekken.json",
+            "preprocessor_config.json",
+            "modules.json",
+            "sentence_bert_config.json",
+            "params.json",
+        )
+    ),
+    ("tokenizer.model", "no such file", added("tokenizer.model")),
+]
 
 
 def moved_template(path: Path) -> None:
@@ -466,17 +377,17 @@ SOUND: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_another_tokenizer_is_an_error(name: str, compare: Callable[..., list[Difference]]) -> None:
-    change, words = TOKENIZERS[name]
+@pytest.mark.parametrize(("words", "change"), TOKENIZERS)
+def test_another_tokenizer_is_an_error(words: str, change: Change, compare: Callable[..., list[Difference]]) -> None:
     found = [one for one in compare(change) if one.file == "tokenizer.json"]
     assert [one.severity for one in found] == ["error"], found
     assert words in found[0].words
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_or_a_new_file_is_an_error(name: str, compare: Callable[..., list[Difference]]) -> None:
-    change, file, words = OTHERS[name]
+@pytest.mark.parametrize(("file", "words", "change"), OTHERS)
+def test_another_or_a_new_file_is_an_error(
+    file: str, words: str, change: Change, compare: Callable[..., list[Difference]]
+) -> None:
     found = compare(change)
     assert [(one.file, one.severity) for one in found] == [(file, "error")], found
     assert words in found[0].words

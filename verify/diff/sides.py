@@ -10,8 +10,7 @@ from typing import Any
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
-from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.detect import Location, locate
+from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.reader import has_weights
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.megatron.legacy import LegacyCheckpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import json_text
 from ckptkit.formats.detect import LOADED, MANIFEST
-from ckptkit.storage.whole import write_whole
+from ckptkit.storage.write import write_whole
 from verify.report import Report
 
 __all__ = ["FORMATS", "fault_of", "text_of", "write_report"]

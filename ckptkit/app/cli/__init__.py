@@ -18,8 +18,7 @@ from types import FrameType
 
 import click
 
-from ckptkit.app.cli.output import echo, prepare_streams
-from ckptkit.app.cli.status import shown
+from ckptkit.app.cli.output import echo, prepare_streams, shown
 from ckptkit.app.cli.verb import GROUPS, anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError, MissingDependencyError, memory_for, words_of

@@ -11,8 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ckptkit.app.cli import options as common
-from ckptkit.app.cli.ending import end, reader_words
-from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.app.cli.output import echo, echo_json, end
 from ckptkit.app.cli.verb import Verb
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.formats.detect import is_deltas, locate
@@ -29,26 +28,26 @@ if TYPE_CHECKING:
 @click.command(cls=Verb, short_help="Convert HF to Megatron, or Megatron to HF.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
-@click.option(
+@common.option(
     "--hf",
     type=common.PATH_OR_URL,
     help="HF directory that gives config, tokenizer and shard layout on the way back.",
 )
-@click.option("--merge", type=common.PATH, help="A PEFT adapter (LoRA) to merge into the weights; HF then stays HF.")
-@click.option(
+@common.option("--merge", type=common.PATH, help="A PEFT adapter (LoRA) to merge into the weights; HF then stays HF.")
+@common.option(
     "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float16", "float32"])
 )
-@click.option(
+@common.option(
     "--dialect",
     type=click.Choice(["mcore", "slime", "hybrid"]),
     help="Names of Megatron's tensors: GPTModel's (mcore, the default), with slime's modules, or HybridModel's.",
 )
-@click.option(
+@common.option(
     "--unwitnessed",
     is_flag=True,
     help="Convert a kind of model that no released Megatron has loaded, by names read in another stack's source.",
 )
-@click.option("--quantize", "quantization", type=click.Choice(NAMES), help="Megatron -> quantized HF in one pass.")
+@common.option("--quantize", "quantization", type=click.Choice(NAMES), help="Megatron -> quantized HF in one pass.")
 @common.quantizing
 @common.writing
 @common.as_json
@@ -74,7 +73,7 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
 @click.command(cls=Verb, short_help="Quantize HF to INT4, FP8, MXFP4 or NVFP4.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
-@click.option(
+@common.option(
     "--scheme",
     default=DEFAULT,
     show_default=True,
@@ -137,7 +136,7 @@ def _run(options: RunOptions, as_json: bool) -> None:
         return
     beside = ["--hf", options.hf] if options.hf and is_deltas(Path(options.src)) else []
     beside += ["--adapter", options.merge] if options.merge else []
-    beside += reader_words(options.readers) if set(options.readers) != set(ALL_READERS) else []
+    beside += common.reader_words(options.readers) if set(options.readers) != set(ALL_READERS) else []
     source = (options.hf or "BASE") if result.format == "adapter" else options.src
     next_line = shlex.join(["ckptkit", "verify", str(options.dst), "--source", source, *beside])
     remote = is_url(options.dst) or is_url(options.src)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.app.cli import options as common
-from ckptkit.app.cli.ending import end, end_lint, end_manifest
-from ckptkit.app.cli.output import echo, echo_json
+from ckptkit.app.cli.output import echo, echo_json, end
 from ckptkit.app.cli.verb import Verb
-from ckptkit.core.progress import size
-from quant.selection.readers import LIST_READERS
+from ckptkit.core.progress import closing, size
+from quant.selection.readers import ALL_READERS, LIST_READERS
+
+if TYPE_CHECKING:
+    from quant.lint.lint import LintReport
 
 _LISTED = 8  # files that inspect lists by name
 
@@ -21,7 +24,7 @@ _LISTED = 8  # files that inspect lists by name
 @click.command(cls=Verb, short_help="Say what lies at a path.")
 @click.argument("path", type=common.PATH_OR_URL)
 @common.hf
-@click.option(
+@common.option(
     "--megatron-args",
     "as_args",
     is_flag=True,
@@ -82,14 +85,14 @@ def _short(value: Any) -> str:
 
 @click.command(cls=Verb, short_help="Say how every reader takes an ignore list.")
 @click.argument("path", type=common.PATH)
-@click.option(
+@common.option(
     "--reader",
     "readers",
     multiple=True,
     type=click.Choice(list(LIST_READERS)),
     help="Who must agree on what is packed. Repeatable. [default: all]",
 )
-@click.option(
+@common.option(
     "--fix",
     is_flag=True,
     help="Write the list that all readers take alike into config.json; the original stays as config.json.orig.",
@@ -111,14 +114,25 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
         echo(*lines(report))
     if strict and report.warnings:
         echo(f"--strict: warnings: {report.warnings}", err=True)
-    end_lint(report, readers, as_json)
+    _end_lint(report, readers, as_json)
     if (report.failed or (strict and report.warnings)) and not report.fixed:
         raise SystemExit(1)
 
 
+def _end_lint(report: LintReport, readers: Sequence[str], as_json: bool) -> None:
+    """Ends `lint`, which was given these readers."""
+    after: list[str] = []
+    if report.fixed:
+        known = common.reader_words([reader for reader in readers if reader in ALL_READERS])
+        after = ["verify", report.path, *known] if any(Path(report.path).glob("*.safetensors")) else []
+    elif report.findings and report.portable not in (None, tuple(report.patterns)):
+        after = ["lint", report.path, *common.reader_words(readers), "--fix"]
+    end(f"{report.packed} of {report.tensors} matrices are INT4", as_json, after)
+
+
 @click.command(cls=Verb, short_help="Write a digest of every tensor and side file.")
 @click.argument("path", type=common.PATH)
-@click.option(
+@common.option(
     "--output",
     type=common.PATH,
     help="Where to write it. [default: ckptkit.json at the root of PATH]",
@@ -131,10 +145,15 @@ def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | No
     `verify --manifest` proves a copy with it, with no source at hand.
     """
     from ckptkit.app.api import make_manifest
+    from ckptkit.core.specs import TensorSpec
+    from ckptkit.transfer.manifest import read_manifest
 
     written = make_manifest(path, output, hf=hf, workers=workers)
     echo(str(written))
-    end_manifest(written)
+    tensors = read_manifest(written).tensors
+    nbytes = sum(TensorSpec(name, one.shape, one.dtype).nbytes for name, one in tensors.items())
+    after = ["ckptkit", "verify", "COPY", "--manifest", str(written)]
+    closing(f"digested {len(tensors)} tensors, {size(nbytes)}", shlex.join(after))
 
 
 @click.command(cls=Verb, short_help="Say what a check or a symptom means, and what to do.")
@@ -177,7 +196,7 @@ def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None
 @click.argument("a", type=common.PATH)
 @click.argument("b", type=common.PATH)
 @common.local_hf
-@click.option("--exact", is_flag=True, help="A tensor in another dtype is a difference, even where a cast is equal.")
+@common.option("--exact", is_flag=True, help="A tensor in another dtype is a difference, even where a cast is equal.")
 @common.as_json
 def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B, of any formats, tensor by tensor under HF names.

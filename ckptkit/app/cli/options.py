@@ -1,9 +1,11 @@
-"""Options that several verbs have."""
+"""The table of options: how each is spelled, and what it has an effect beside; those that several verbs have."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,39 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.url import place
 from converters.config.bounds import MAX_RANKS
 from quant.selection.readers import ALL_READERS
+
+
+@dataclass(frozen=True)
+class Needs:
+    """An option with this has an effect only where one of `beside` is given too, in verbs that have one of them.
+
+    Names are those of click's parameters.
+    """
+
+    beside: tuple[str, ...]
+    hint: str
+
+
+class Option(click.Option):
+    """An option of a verb, and what it has an effect beside."""
+
+    def __init__(self, *words: Any, needs: tuple[Needs, ...] = (), **row: Any) -> None:
+        super().__init__(*words, **row)
+        self.needs = needs
+
+
+def option(*words: str, needs: Needs | tuple[Needs, ...] = (), **row: Any) -> Callable[[Any], Any]:
+    """`click.option` of an Option."""
+    return click.option(*words, cls=Option, needs=needs if isinstance(needs, tuple) else (needs,), **row)
+
+
+# Of these at most one is given: beside it the others would be left unread, or contradict it.
+EXCLUDES = (
+    (("quiet", "verbose"), "one says less, the other more: give one of them"),
+    (("every", "as_json"), "--json has every check and all details as it is: leave --all out"),
+    (("resume", "overwrite"), "--resume goes on with what is there, --overwrite replaces it: give one of them"),
+    (("like", "preset"), "both say what is packed: give one of them"),
+)
 
 
 class PathOrUrl(click.Path):
@@ -76,25 +111,25 @@ PATH = click.Path(path_type=Path)
 PARALLEL = click.IntRange(1, MAX_RANKS)  # a parallel size
 PATH_OR_URL = PathOrUrl(path_type=Path)
 _HF_HELP = "HF directory with the config of a Megatron checkpoint that does not carry it."
-hf = click.option("--hf", type=PATH_OR_URL, help=_HF_HELP)
-local_hf = click.option("--hf", type=PATH, help=_HF_HELP)
-workers = click.option(
+hf = option("--hf", type=PATH_OR_URL, help=_HF_HELP)
+local_hf = option("--hf", type=PATH, help=_HF_HELP)
+workers = option(
     "--workers",
     type=click.IntRange(1),
     help="Threads that read, compute and write. "
     "[default: three more than there are cores, one for each 48 MiB of --memory at most]",
 )
-ray = click.option(
+ray = option(
     "--ray",
     is_flag=False,
     flag_value="auto",
     metavar="[ADDRESS]",
     help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
 )
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
-strict = click.option("--strict", is_flag=True, help="Exit 1 also when there are warnings or a check was skipped.")
-every = click.option("--all", "every", is_flag=True, help="Print every check, and all details of all findings.")
-reports = click.option(
+as_json = option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
+strict = option("--strict", is_flag=True, help="Exit 1 also when there are warnings or a check was skipped.")
+every = option("--all", "every", is_flag=True, help="Print every check, and all details of all findings.")
+reports = option(
     "--report",
     "reports",
     multiple=True,
@@ -104,43 +139,51 @@ reports = click.option(
 )
 writing = together(
     workers,
-    click.option(
+    option(
         "--memory",
         callback=_size,
         default="512MB",
         show_default=True,
         help="Most bytes of tensors in flight: 512MB, 2GB.",
     ),
-    click.option(
+    option(
         "--max-shard-size",
         callback=_size,
         help="Where a file of DST ends: 5GB, 512MiB or bytes. [default: as in the release; of Megatron's files "
         "an eighth of the weights, 500MB to 5GB]",
     ),
-    click.option("--file-bytes", callback=_size, hidden=True),  # the old name
     ray,
-    click.option("--resume", is_flag=True, help="Go on with what a run that was cut off has finished."),
-    click.option(
+    option("--resume", is_flag=True, help="Go on with what a run that was cut off has finished."),
+    option(
         "--overwrite",
         is_flag=True,
         help="Replace what is at DST, once the new one is whole; at a URL, once its first file is.",
     ),
-    click.option(
+    option(
         "--dry-run",
         is_flag=True,
         help="Check everything; print the plan and what it will take. "
         "Writes only a file to measure the disk with, which is removed at once.",
     ),
 )
-PROGRAMS = ("megatron", "sglang", "vllm")  # that may be in environments of their own
+# Programs that may be in environments of their own, and what asks each.
+PROGRAMS = {
+    "megatron": Needs(("against_megatron",), "add --against-megatron, or leave it out"),
+    "sglang": Needs(
+        ("against_sglang", "engine", "update", "release_resume", "rollout_data"),
+        "add --against-sglang, --engine or --rollout-data, or leave it out",
+    ),
+    "vllm": Needs(("against_vllm",), "add --against-vllm, or leave it out"),
+}
 pythons = together(
     *(
-        click.option(
+        option(
             f"--{name}-python",
             type=click.Path(),
+            needs=needs,
             help=f"The Python of the environment that has it. [default: CKPTKIT_{name.upper()}_PYTHON, else this one]",
         )
-        for name in PROGRAMS
+        for name, needs in PROGRAMS.items()
     )
 )
 
@@ -153,7 +196,7 @@ def pythons_of(given: Mapping[str, str | None]) -> dict[str, str]:
 
 parallel = together(
     *(
-        click.option(
+        option(
             f"--{name}",
             default=1,
             show_default=True,
@@ -163,63 +206,78 @@ parallel = together(
         for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
     )
 )
+megatron_option = partial(
+    option,
+    needs=Needs(
+        ("against_megatron",),
+        "add --against-megatron, or leave it out: files and values do not depend on how Megatron is launched",
+    ),
+)
 megatron = together(
-    click.option("--cp", default=1, show_default=True, type=PARALLEL, help="Megatron: context parallel size."),
-    click.option(
+    megatron_option("--cp", default=1, show_default=True, type=PARALLEL, help="Megatron: context parallel size."),
+    megatron_option(
         "--pipeline-layout",
         "--pipeline-model-parallel-layout",
         metavar="LAYOUT",
         help="Megatron: what each pipeline stage holds, such as 'Et*3|(tt|)*29m|L'. It implies --vpp.",
     ),
-    click.option("--decoder-first-pipeline-num-layers", type=PARALLEL, help="Megatron: layers of the first stage."),
-    click.option("--decoder-last-pipeline-num-layers", type=PARALLEL, help="Megatron: layers of the last stage."),
-    click.option(
+    megatron_option("--decoder-first-pipeline-num-layers", type=PARALLEL, help="Megatron: layers of the first stage."),
+    megatron_option("--decoder-last-pipeline-num-layers", type=PARALLEL, help="Megatron: layers of the last stage."),
+    megatron_option(
         "--account-for-embedding-in-pipeline-split", is_flag=True, help="Megatron: the embedding counts as a layer."
     ),
-    click.option(
+    megatron_option(
         "--account-for-loss-in-pipeline-split", is_flag=True, help="Megatron: the output layer counts as a layer."
     ),
-    click.option(
+    megatron_option(
         "--ranks",
         "--rank",
         callback=_ranks,
         metavar="N[,N...]",
         help="Megatron: look at these ranks only, such as 0,5,56-63. The report says what was left out.",
     ),
-    click.option(
+    megatron_option(
         "--trainer-loader",
         is_flag=True,
         help="Megatron: load with Megatron-LM's own load_checkpoint, by the tracker in the root, as a trainer does.",
     ),
 )
+_quantizing = partial(
+    option,
+    needs=Needs(
+        ("quantization",),
+        "leave it out, or add --quantize w4a16 on the way from Megatron to HF; "
+        "`ckptkit quantize` quantizes an HF checkpoint",
+    ),
+)
 quantizing = together(
-    click.option(
+    _quantizing(
         "--group-size",
         type=click.Choice(["32", "64", "128", "channel"]),
         help="Weights that share a scale; channel: a whole row. [default: as an INT4 source has it, or 128]",
     ),
-    click.option(
+    _quantizing(
         "--grid",
         type=click.Choice(["qmax7", "minmax"]),
         help="Scale: absmax/7 (slime's QAT, Kimi) or absmax/7.5 (compressed-tensors). "
         "[default: as ckptkit recorded it in an INT4 source, or qmax7]",
     ),
-    click.option("--asymmetric", is_flag=True, default=None, help="A zero point for each scale; on the minmax grid."),
-    click.option(
+    _quantizing("--asymmetric", is_flag=True, default=None, help="A zero point for each scale; on the minmax grid."),
+    _quantizing(
         "--search",
         default="none",
         show_default=True,
         type=click.Choice(["none", "mse"]),
         help="mse: clip the largest weights where that rounds the others less; on the minmax grid.",
     ),
-    click.option(
+    _quantizing(
         "--scale-dtype",
         default="auto",
         show_default=True,
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
         help="What scales are stored in; auto: the weight's own dtype.",
     ),
-    click.option(
+    _quantizing(
         "--rounding",
         type=click.Choice(
             ["online", "slime", "slime-cuda", "transformers", "deepgemm", "compressed-tensors", "modelopt"]
@@ -228,40 +286,50 @@ quantizing = together(
         "compressed-tensors; mxfp8: modelopt; mxfp4: compressed-tensors; nvfp4: modelopt, compressed-tensors. "
         "[default: online, slime, modelopt, compressed-tensors, modelopt]",
     ),
-    click.option(
+    _quantizing(
         "--exact",
         is_flag=True,
         help="Floats: end with an error at a weight that rounding would change, as of an MXFP4 source where powers of "
         "two reach (fp8-block with --rounding deepgemm, mxfp8, mxfp4).",
     ),
-    click.option(
+    _quantizing(
         "--like", type=PATH_OR_URL, help="A checkpoint of the same model in the same scheme: pack what it has packed."
     ),
-    click.option(
+    _quantizing(
         "--preset",
         type=click.Choice(["rl"]),
         help="rl: what updates of an engine bring. w4a16: routed experts alone, symmetric and on the qmax7 grid, as "
         "slime's training rounds them; SGLang takes no other INT4 layers again, vLLM takes all. fp8-block, mxfp8: the "
         "rounding of trainers' updates.",
     ),
-    click.option("--tp", type=PARALLEL, help="Tensor parallel size that SGLang's INT4 kernels must be able to load."),
-    click.option(
+    _quantizing(
+        "--tp",
+        type=PARALLEL,
+        needs=Needs(("quantization",), "leave it out: converting needs no parallel sizes, and the output loads at any"),
+        help="Tensor parallel size that SGLang's INT4 kernels must be able to load.",
+    ),
+    _quantizing(
         "--reader",
         "readers",
         multiple=True,
         type=click.Choice(ALL_READERS),
         help="Who must agree on what is packed. Repeatable. [default: all]",
     ),
-    click.option(
+    _quantizing(
         "--device",
         default="cpu",
         show_default=True,
         type=click.Choice(["cpu", "cuda"]),
         help="What computes; the bytes are the same.",
     ),
-    click.option(
+    _quantizing(
         "--ignore",
         multiple=True,
         help="More modules to leave as they are: a module name, or `re:` and a regex. Repeatable.",
     ),
 )
+
+
+def reader_words(readers: Collection[str]) -> list[str]:
+    """The options of the next command that name the same readers."""
+    return [word for reader in readers for word in ("--reader", reader)]

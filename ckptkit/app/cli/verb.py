@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ckptkit.app.cli.effects import RULES, refusal
+from ckptkit.app.cli.options import EXCLUDES, Needs, Option
 
 _SIZES = frozenset({"--pp", "--ep", "--etp", "--vpp", "--cp"})
 _ANYWHERE = (
@@ -39,7 +39,7 @@ GROUPS = {
 }
 # The sections of the help of verbs that compare; what is in none of them comes last.
 _SECTIONS = {
-    "Compare with": {"--source", "--adapter", "--hf", "--manifest", "--manifest-key"},
+    "Compare with": {"--source", "--adapter", "--hf", "--manifest"},
     "Ask real programs": {
         *("--against-megatron", "--against-sglang", "--against-vllm", "--engine", "--update", "--release-resume"),
         *("--logits", "--rollout-data", "--rollout-temperature"),
@@ -51,7 +51,7 @@ _SECTIONS = {
         *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
         *("--ranks", "--trainer-loader"),
     },
-    "Output": {"--output", "--sign", "--key", "--report", "--strict", "--all", "--json", "--quiet", "--verbose"},
+    "Output": {"--report", "--strict", "--all", "--json", "--quiet", "--verbose"},
 }
 LAUNCH = "launch"  # the key in `Context.meta` of the words behind `--`
 
@@ -110,7 +110,7 @@ class Verb(click.Command):
             raise
         if ctx.resilient_parsing:  # a shell completes a line that is not whole yet
             return rest
-        if (text := refusal(RULES[str(self.name)], _given(ctx), _spelled(ctx))) is not None:
+        if (text := _refusal(ctx)) is not None:
             raise click.UsageError(text, ctx)
         return rest
 
@@ -123,6 +123,31 @@ class LaunchVerb(Verb):
         at = args.index("--") if "--" in args else len(args)
         ctx.meta[LAUNCH] = tuple(args[at + 1 :])
         return super().parse_args(ctx, args[:at])
+
+
+def needs_of(command: click.Command) -> dict[Needs, list[str]]:
+    """The options of a verb that have an effect only beside others, by what that is, where the verb has it."""
+    names = {*(one.name for one in command.params), LAUNCH}
+    found: dict[Needs, list[str]] = {}
+    for one in command.params:
+        for needs in one.needs if isinstance(one, Option) else ():
+            if not names.isdisjoint(needs.beside):
+                found.setdefault(needs, []).append(str(one.name))
+    return found
+
+
+def _refusal(ctx: click.Context) -> str | None:
+    """Why some of the options given are refused, or None where each has an effect."""
+    given, spelled = _given(ctx), _spelled(ctx)
+    for names, hint in EXCLUDES:
+        if len(named := [spelled[name] for name in names if name in given]) > 1:
+            return f"{' and '.join(named)} exclude each other: {hint}"
+    for needs, options in needs_of(ctx.command).items():
+        named = [spelled[name] for name in options if name in given]
+        if named and given.isdisjoint(needs.beside):
+            beside = " or ".join(spelled[name] for name in needs.beside)
+            return f"{', '.join(named)}: no effect without {beside}; {needs.hint}"
+    return None
 
 
 def _given(ctx: click.Context) -> set[str]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.app.cli import options as common
-from ckptkit.app.cli.ending import end_report
 from ckptkit.app.cli.output import echo, echo_json, saying
 from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
-from ckptkit.core.progress import phase
+from ckptkit.core.progress import closing, phase
 from quant.selection.readers import ALL_READERS
 from verify.witnesses.registry import ENGINES, WITNESSES
 
@@ -23,16 +23,21 @@ if TYPE_CHECKING:
 # What `verify` looks at, and how.
 _asking = common.together(
     click.argument("checkpoint", type=common.PATH),
-    click.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared."),
-    click.option("--adapter", type=common.PATH, help="A PEFT adapter (LoRA) that was merged into --source."),
+    common.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared."),
+    common.option(
+        "--adapter",
+        type=common.PATH,
+        needs=common.Needs(("source",), "add --source BASE, which it was merged into"),
+        help="A PEFT adapter (LoRA) that was merged into --source.",
+    ),
     common.local_hf,
-    click.option(
+    common.option(
         "--against-megatron",
         is_flag=True,
         help="Load it into real Megatron, one process a rank, and compare every parameter.",
     ),
     *(
-        click.option(
+        common.option(
             f"--against-{one.name}",
             is_flag=True,
             help=f"Load it into the real {one.label} model class, one process a rank, and compare every parameter.",
@@ -40,43 +45,54 @@ _asking = common.together(
         for one in ENGINES
     ),
     common.pythons,
-    click.option(
+    common.option(
         "--engine",
         is_flag=True,
         help="Serve it with a live engine: SGLang, with --against-vllm vLLM. Needs GPUs, as do the next two.",
     ),
-    click.option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change."),
-    click.option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost."),
-    click.option(
+    common.option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change."),
+    common.option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost."),
+    common.option(
         "--logits",
         is_flag=True,
         help="Does it predict text? Asks transformers, on the CPU. With --engine, compares what the engine computes "
         "with transformers; with --against-megatron, of a Megatron checkpoint, what Megatron computes.",
     ),
-    click.option(
+    common.option(
         "--rollout-data",
         type=common.PATH,
         help="A rollout that slime or miles recorded (--save-debug-rollout-data): log-probabilities and prompts are "
         "computed again with transformers.",
     ),
-    click.option(
+    common.option(
         "--rollout-temperature",
         type=click.FloatRange(0, min_open=True),
+        needs=common.Needs(("rollout_data",), "add --rollout-data FILE, which was sampled at it"),
         help="... and was sampled at this temperature. [default: as it says, or 1]",
     ),
-    click.option(
+    common.option(
         "--manifest",
         type=common.PATH,
         help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.",
     ),
     common.parallel,
-    click.option(
+    common.option(
         "--etp", type=common.PARALLEL, help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"
     ),
-    click.option("--dp-attention", is_flag=True, help="With --tp: SGLang keeps attention whole on every rank."),
-    click.option("--vpp", default=1, show_default=True, type=common.PARALLEL, help="Virtual pipeline stages a rank."),
+    common.option(
+        "--dp-attention",
+        is_flag=True,
+        needs=(
+            common.Needs(("against_sglang",), "add --against-sglang and --tp, or leave it out"),
+            common.Needs(("tp",), "add --tp: a single rank keeps attention whole as it is"),
+        ),
+        help="With --tp: SGLang keeps attention whole on every rank.",
+    ),
+    common.megatron_option(
+        "--vpp", default=1, show_default=True, type=common.PARALLEL, help="Virtual pipeline stages a rank."
+    ),
     common.megatron,
-    click.option(
+    common.option(
         "--reader",
         "readers",
         multiple=True,
@@ -120,10 +136,18 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.command(cls=LaunchVerb, short_help="Check a launch against its checkpoints, before the job.")
-@click.option("--hf-checkpoint", type=common.PATH, help="What the rollout engine loads.")
-@click.option("--load", type=common.PATH, help="What the trainer loads.")
-@click.option("--ref-load", type=common.PATH, help="What the reference model loads.")
-@click.option("--ckpt-step", type=click.IntRange(0), help="The iteration to load instead of the latest.")
+@common.option("--hf-checkpoint", type=common.PATH, help="What the rollout engine loads.")
+@common.option("--load", type=common.PATH, help="What the trainer loads.")
+@common.option("--ref-load", type=common.PATH, help="What the reference model loads.")
+@common.option(
+    "--ckpt-step",
+    type=click.IntRange(0),
+    needs=common.Needs(
+        ("load", "ref_load", "script", "launch"),
+        "add --load or --ref-load, or a launch: an HF directory has no iterations",
+    ),
+    help="The iteration to load instead of the latest.",
+)
 @common.parallel
 @common.reports
 @common.strict
@@ -182,8 +206,19 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
             echo_json(report.to_json())
         else:
             _show(report, every=every)
-    end_report(report, as_json, reports)
+    _end(report, as_json, reports)
     _exit(report, strict)
+
+
+def _end(report: Report, as_json: bool, files: Sequence[Path]) -> None:
+    """Says on standard error where the report is, and under --json what its text would have ended with."""
+    from verify.reports.text import groups, totals
+
+    lines = [totals(report)] if as_json else []
+    lines += [f"report in {', '.join(map(str, files))}"] if files else []
+    # The text has the counts and this command.
+    after = f"ckptkit explain {groups(report, 1)[0].code}" if as_json and report.findings else None
+    closing("; ".join(lines) or "done", after)
 
 
 def _show(report: Report, *, every: bool) -> None:

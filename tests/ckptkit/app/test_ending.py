@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from support.fixture_types import CopyOf, PathOf
 
-from ckptkit.app.cli import cli, status
-from ckptkit.app.cli.status import shown
+from ckptkit.app.cli import cli, output
+from ckptkit.app.cli.output import shown
 from ckptkit.core.progress import LOG, closing
 
 Ends = Callable[..., list[tuple[str, str | None]]]
@@ -105,17 +105,11 @@ def test_manifest_ends_with_what_it_digested_and_how_a_copy_is_verified(
     ]
 
 
-def test_what_is_written_ends_with_its_size_and_verify(ends: Ends, releases: PathOf, tmp_path: Path) -> None:
-    hf, out = releases("qwen3_moe"), tmp_path / "out"
-    assert [after for _, after in ends("convert", hf, out, "--dry-run")] == [None]
-    assert [after for _, after in ends("convert", hf, out)] == [f"ckptkit verify {out} --source {hf}"]
-
-
 def test_a_short_run_with_nothing_to_go_on_with_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {}
     for after in (None, "ckptkit explain CK505"):
         for long in (0.0, 3600.0):
-            monkeypatch.setattr(status, "_LONG_S", long)
+            monkeypatch.setattr(output, "_LONG_S", long)
             monkeypatch.setattr(sys, "stderr", stream := StringIO())
             with shown(()):
                 closing("done", after)

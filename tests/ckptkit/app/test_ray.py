@@ -23,12 +23,11 @@ from support.models import content
 from support.nightly import daily
 from support.processes import environment
 
-from ckptkit.app import on_ray
 from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import main
-from ckptkit.app.on_ray import TaskInput, batches_of, digest_of, write_batch
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions
+from ckptkit.app.write import TaskInput, _check_written, batches_of, digest_of, write_batch
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.transfer.files import FilesWriter
@@ -104,39 +103,15 @@ def test_a_worker_that_is_killed_costs_only_its_tasks(cluster: Any, to_megatron:
     assert not out.with_name(f"{out.name}.partial").exists()
 
 
-@pytest.mark.nightly
-def test_a_node_that_is_removed_costs_only_its_tasks(cluster: Any, to_megatron: Write, tmp_path: Path) -> None:
-    to_megatron(tmp_path / "plain")
-    nodes = {raylet_of(node): node for node in cluster.worker_nodes}
-    with midway(cluster, to_megatron, tmp_path, below=set(nodes)) as (out, running, busy):
-        cluster.remove_node(nodes[parent_of(busy[0])], allow_graceful=False)
-        os.kill(busy[0], signal.SIGKILL)  # the machine is gone, and its one worker with it
-    running.result(PATIENCE_S)
-    assert content(out) == content(tmp_path / "plain")
-    assert not out.with_name(f"{out.name}.partial").exists()
-
-
 def test_a_coordinator_that_is_killed_is_resumed(
     cluster: Any, releases: PathOf, to_megatron: Write, tmp_path: Path
 ) -> None:
     to_megatron(tmp_path / "plain")
     for attempt in count():
         out = tmp_path / f"out{attempt}"
-        words = [
-            sys.executable,
-            "-m",
-            "ckptkit",
-            "convert",
-            releases("qwen3_moe"),
-            out,
-            "--max-shard-size",
-            FILE_BYTES,
-            "--ray",
-            cluster.address,
-            "--workers",
-            1,
-        ]
-        with subprocess.Popen([*map(str, words)], env=environment()) as coordinator:
+        command = f"convert {releases('qwen3_moe')} {out} --max-shard-size {FILE_BYTES} --workers 1"
+        words = [sys.executable, "-m", "ckptkit", *command.split(), "--ray", cluster.address]
+        with subprocess.Popen(words, env=environment()) as coordinator:
             until_begun(out, lambda: coordinator.poll() is not None)
             coordinator.kill()
         assert coordinator.returncode in (0, -signal.SIGKILL)
@@ -192,16 +167,6 @@ def test_a_task_that_ends_while_another_fails_does_not_take_the_process_with_it(
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["40 failed, 40 stopped"]), ended.stderr
 
 
-@pytest.mark.nightly
-def test_a_report_of_a_sound_checkpoint_is_the_same(cluster: Any, releases: PathOf, converted: PathOf) -> None:
-    # Names as HF has them for the source, names on disk for the manifest.
-    report = same_report(
-        cluster, converted("qwen3_moe"), releases("qwen3_moe"), converted("qwen3_moe") / "ckptkit.json"
-    )
-    assert report["status"] == "passed"
-    assert report["counts"]["tensors_compared"] > 2 * len(models.tensors(releases("qwen3_moe")))
-
-
 @pytest.mark.parametrize("kind", daily(["HF", "Megatron"], ["Megatron"]))
 def test_a_report_of_a_broken_checkpoint_is_the_same(
     cluster: Any, releases: PathOf, converted: PathOf, copy_of: Callable[[Path], Path], kind: str
@@ -218,12 +183,9 @@ def test_a_report_of_a_broken_checkpoint_is_the_same(
     assert "gate_proj and up_proj are exchanged" in {finding["actual"] for finding in report["findings"]}
 
 
-def same_report(cluster: Any, checkpoint: Path, source: Path, manifest: Path | None = None) -> dict[str, Any]:
+def same_report(cluster: Any, checkpoint: Path, source: Path) -> dict[str, Any]:
     """The report of a checkpoint, which is the same with Ray and without, but for the seconds and the date."""
-    reports = [
-        verify(checkpoint, source=source, manifest=manifest, ray=address).to_json()
-        for address in (None, cluster.address)
-    ]
+    reports = [verify(checkpoint, source=source, ray=address).to_json() for address in (None, cluster.address)]
     for report in reports:
         del report["date"]
         for check in report["checks"]:
@@ -370,12 +332,12 @@ def test_a_node_that_sees_another_checkpoint_is_named(releases: PathOf) -> None:
 def test_a_file_that_arrived_in_part_is_missed(task: TaskInput) -> None:
     plan = make_plan(task.options)
     write_batch(task, list(plan.files()))
-    on_ray._check_written(plan, task.partial, Journal(task.partial))
+    _check_written(plan, task.partial, Journal(task.partial))
     file = task.partial / "release/__0_2.distcp"
     size = file.stat().st_size
     os.truncate(file, size - 1)
     with pytest.raises(CkptkitError, match=rf"__0_2.distcp has {size - 1} bytes instead of {size}"):
-        on_ray._check_written(plan, task.partial, Journal(task.partial))
+        _check_written(plan, task.partial, Journal(task.partial))
 
 
 def test_small_files_are_cut_into_several_tasks_a_worker(task: TaskInput) -> None:
@@ -387,23 +349,6 @@ def test_small_files_are_cut_into_several_tasks_a_worker(task: TaskInput) -> Non
         assert sum(batch.nbytes for batch in batches) == sum(plan.outputs[0].files.size(file) for file in plan.files())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "limit", "expected"),
-    [
-        ([3, 3, 3, 3], 6, ["ab", "cd"]),
-        ([3, 3, 3, 3], 7, ["ab", "cd"]),
-        ([9, 1, 1, 9], 6, ["a", "bc", "d"]),
-        ([9, 9], 1, ["a", "b"]),
-        ([0, 5, 0], 0, ["a", "b", "c"]),
-        ([], 5, []),
-    ],
-)
-def test_neighbours_share_a_task_up_to_the_limit(sizes: list[int], limit: int, expected: list[str]) -> None:
-    assert [
-        "".join(files) for files in ray_tasks._neighbours(dict(zip("abcd", sizes, strict=False)), limit)
-    ] == expected
-
-
 def recorded(out: Path) -> list[Path]:
     """The files of a run in progress that are finished, by the records of its journal."""
     partial = out.with_name(f"{out.name}.partial")
@@ -412,12 +357,10 @@ def recorded(out: Path) -> list[Path]:
 
 
 @contextmanager
-def midway(
-    cluster: Any, write: Write, folder: Path, below: set[int] | None = None
-) -> Iterator[tuple[Path, Future[None], list[int]]]:
+def midway(cluster: Any, write: Write, folder: Path) -> Iterator[tuple[Path, Future[None], list[int]]]:
     """Catches a run when some of its files are finished and some are not, and stops all workers while the block runs.
 
-    Yields the destination, the run, and the workers that are at a task, on the nodes of the raylets `below`.
+    Yields the destination, the run, and the workers that are at a task.
     A run that ended before it was caught is followed by another.
     """
     with ThreadPoolExecutor(1) as pool:
@@ -429,7 +372,7 @@ def midway(
             for pid in workers:
                 os.kill(pid, signal.SIGSTOP)
             try:
-                busy = [pid for pid in workers if title_of(pid) == TASK and (below is None or parent_of(pid) in below)]
+                busy = [pid for pid in workers if title_of(pid) == TASK]
                 if caught := busy and recorded(out) and not running.done():
                     yield out, running, busy
             finally:

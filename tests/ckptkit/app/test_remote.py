@@ -200,10 +200,8 @@ def test_errors_name_the_url(two: Path, bucket: Bucket) -> None:
     ("change", "message"),
     [
         (lambda content: content[:-1], "the file is truncated"),
-        (lambda content: content[:40], "too few for a header of"),
         (lambda content: content[:4], "too few for a header of"),
         (lambda content: (10**12).to_bytes(8, "little") + content[8:], "too few for a header of"),
-        (lambda content: content[:8] + b"{" * 20 + content[28:], "not JSON"),
         (None, "No such file or directory"),
     ],
 )

@@ -16,7 +16,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf import remote
 from ckptkit.formats.hf.remote import opened
-from ckptkit.storage.url import Store, is_url
+from ckptkit.storage.url import Store
 from ckptkit.transfer.upload import Upload
 
 
@@ -209,22 +209,6 @@ def test_url_that_is_no_store_is_refused(
     for command in commands:
         with pytest.raises(CkptkitError, match=message):
             CliRunner().invoke(cli, command, standalone_mode=False, catch_exceptions=False)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("s3://bucket/model", True),
-        ("simplecache::s3://bucket/model", True),
-        ("github+x.y-z://model", True),
-        ("/disk/model", False),
-        ("model", False),
-        ("./s3:/bucket", False),
-        (Path("s3://bucket/model"), False),
-    ],
-)
-def test_is_url_tells_urls_from_paths(text: str | Path, expected: bool) -> None:
-    assert is_url(text) is expected
 
 
 def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read() -> None:

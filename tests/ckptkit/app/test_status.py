@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.processes import python
 
-from ckptkit.app.cli import status
-from ckptkit.app.cli.status import shown
+from ckptkit.app.cli import output
+from ckptkit.app.cli.output import shown
 from ckptkit.core.progress import LOG, closing, phase, progress
 
 
@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_TICK_S", "_LONG_S", "_EVERY_S"):
-        monkeypatch.setattr(status, name, 0.001)
+        monkeypatch.setattr(output, name, 0.001)
 
 
 def wait_for(text: str, stream: io.StringIO) -> None:

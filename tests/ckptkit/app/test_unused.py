@@ -12,47 +12,14 @@ from support.fixture_types import PathOf
 
 from ckptkit.app import api
 from ckptkit.app.api import convert
-from ckptkit.app.cli import cli, effects, options
+from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from verify.run import verify
-
-QUANTIZING = [
-    ["--group-size", "64"],
-    ["--grid", "qmax7"],
-    ["--asymmetric"],
-    ["--search", "none"],  # also where it says what is so anyway
-    ["--scale-dtype", "auto"],
-    ["--rounding", "slime"],
-    ["--exact"],
-    ["--like", "{like}"],
-    ["--preset", "rl"],
-    ["--tp", "4"],
-    ["--reader", "sglang"],
-    ["--device", "cpu"],
-    ["--ignore", "lm_head"],
-]
 
 
 def run(*arguments: str | Path) -> str:
     """Runs the command line. Returns what it printed."""
     return CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False).output
-
-
-def test_every_quantizing_option_is_known() -> None:
-    decorated = options.quantizing(lambda: None)
-    assert {option.name for option in decorated.__click_params__} == set(effects.QUANTIZING)
-    assert {words[0] for words in QUANTIZING} == {option.opts[0] for option in decorated.__click_params__}
-
-
-@pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
-@pytest.mark.parametrize("words", QUANTIZING, ids=lambda words: words[0])
-def test_quantizing_option_without_quantize_is_refused(
-    words: list[str], direction: str, releases: PathOf, converted: PathOf, tmp_path: Path
-) -> None:
-    source = (releases if direction == "to Megatron" else converted)("qwen2-tied")
-    given = [word.format(like=releases("qwen2-tied")) for word in words]
-    assert f"{words[0]}: no effect without --quantize" in run("convert", source, tmp_path / "out", *given)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -72,25 +39,6 @@ def test_int4_argument_without_a_scheme_is_refused(
     with pytest.raises(CkptkitError, match=f"^{option} is about quantized weights"):
         convert(source, tmp_path / "out", **given)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_convert_without_such_options_still_works(releases: PathOf, tmp_path: Path) -> None:
-    run(
-        "convert",
-        releases("qwen2-tied"),
-        tmp_path / "out",
-        "--dtype",
-        "auto",
-        "--dialect",
-        "mcore",
-        "--workers",
-        "1",
-        "--memory",
-        "512MB",
-        "--max-shard-size",
-        "5GB",
-    )
-    assert (tmp_path / "out/release/.metadata").exists()
 
 
 def test_quantizing_into_or_from_megatron_names_the_command_with_the_scheme_that_was_asked_for(

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from ckptkit.app.cli import cli
-from ckptkit.app.cli.effects import RULES, Excludes, Needs
+from ckptkit.app.cli.options import EXCLUDES
+from ckptkit.app.cli.verb import needs_of
 
 CONTEXT = click.Context(cli)
 VERBS = {name: command for name in cli.list_commands(CONTEXT) if (command := cli.get_command(CONTEXT, name))}
@@ -17,23 +18,14 @@ ARGUMENTS = {"explain": [], "doctor": [], "preflight": ["--hf-checkpoint", "x"],
     "quantize": ["x", "y"],
     "diff": ["x", "y"],
 }
-# Each of these has an effect whatever else is given, as its help says.
-ALWAYS = {
-    "convert": "unwitnessed workers memory max_shard_size file_bytes ray resume overwrite dry_run as_json",
-    "quantize": "scheme rounding exact group_size grid asymmetric search scale_dtype like preset tp readers device "
-    "ignore workers memory max_shard_size file_bytes ray resume overwrite dry_run as_json",
-    "inspect": "as_args as_json",
-    "lint": "readers fix strict as_json",
-    "manifest": "output workers",
-    "verify": "source against_megatron against_sglang against_vllm engine update release_resume logits rollout_data "
-    "manifest tp pp ep etp readers ray every reports strict as_json",
-    "preflight": "every hf_checkpoint load ref_load tp pp ep reports strict as_json",
-    "diff": "exact as_json",
-    "triage": "as_json",
-    "explain": "",
-    "doctor": "megatron_python sglang_python vllm_python as_json",
+# Options that have an effect only beside others; every other one has one whatever else is given.
+NEEDING = {
+    "convert": "group_size grid asymmetric search scale_dtype rounding exact like preset tp readers device ignore",
+    "verify": "vpp cp pipeline_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers adapter ranks "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split trainer_loader dp_attention "
+    "rollout_temperature megatron_python sglang_python vllm_python",
+    "preflight": "ckpt_step",
 }
-GLOBAL = {"quiet", "verbose", "debug"}
 
 
 def options_of(verb: str) -> dict[str, click.Option]:
@@ -47,7 +39,7 @@ def words_of(option: click.Option) -> list[str]:
         return [spelled]
     if isinstance(option.type, click.Choice):
         return [spelled, str(option.type.choices[0])]
-    values = {"memory": "1GB", "max_shard_size": "1GB", "file_bytes": "1GB", "ranks": "0,2-3", "reports": "r.json"}
+    values = {"memory": "1GB", "max_shard_size": "1GB", "ranks": "0,2-3", "reports": "r.json"}
     return [spelled, values.get(str(option.name), "1")]
 
 
@@ -60,44 +52,14 @@ def parse(verb: str, *words: str) -> str:
     return ""
 
 
-# Options whose effect hangs on what lies at the paths: the run refuses them once it has looked.
-OF_CONTENT = {
-    "convert": frozenset({"hf", "dialect", "quantization", "merge", "dtype"}),
-    "diff": frozenset({"hf"}),
-    "inspect": frozenset({"hf"}),
-    "manifest": frozenset({"hf"}),
-    "verify": frozenset({"hf"}),
-}
-NEEDS = [
-    pytest.param(verb, option, rule, id=f"{verb} {option}")
-    for verb, rules in RULES.items()
-    for rule in rules
-    if isinstance(rule, Needs)
-    for option in rule.options
-]
-EXCLUDES = [
-    pytest.param(verb, rule, id=f"{verb} {' '.join(rule.options)}")
-    for verb, rules in RULES.items()
-    for rule in rules
-    if isinstance(rule, Excludes)
-]
-
-
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_option_is_said_to_have_an_effect_always_or_beside_others(verb: str) -> None:
-    needing = {name for rule in RULES[verb] if isinstance(rule, Needs) for name in rule.options}
-    always = set(ALWAYS[verb].split())
-    of_content = OF_CONTENT.get(verb, frozenset())
-    assert always.isdisjoint(needing | of_content)
-    assert always | needing | of_content | GLOBAL == set(options_of(verb))
-
-
-@pytest.mark.parametrize(("verb", "option", "rule"), NEEDS)
-def test_an_option_alone_is_refused_with_what_it_needs(verb: str, option: str, rule: Needs) -> None:
-    words = words_of(options_of(verb)[option])
-    said = parse(verb, *words)
-    assert f"{words[0]}: no effect without " in said
-    assert any(said.endswith(one.hint) for one in RULES[verb] if isinstance(one, Needs) and option in one.options)
+def test_options_without_an_effect_alone_are_refused_and_no_others(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = {name: parse(verb, *words_of(option)) for name, option in options_of(verb).items()}
+    assert {name for name, text in said.items() if text} == set(NEEDING.get(verb, "").split())
+    assert all(f"{options_of(verb)[name].opts[0]}: no effect without " in text for name, text in said.items() if text)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -109,22 +71,20 @@ def test_every_option_is_accepted_beside_what_it_needs(
     for name, option in options.items():
         words = {name: words_of(option)}
         for _ in range(2):  # what is needed may need another
-            for rule in RULES[verb]:
-                beside = rule.beside if isinstance(rule, Needs) and set(rule.options) & words.keys() else ()
-                if beside and words.keys().isdisjoint(beside):
-                    words[beside[0]] = words_of(options[beside[0]])
+            for needs, needing in needs_of(VERBS[verb]).items():
+                if set(needing) & words.keys() and words.keys().isdisjoint(needs.beside):
+                    words[needs.beside[0]] = words_of(options[needs.beside[0]])
         assert parse(verb, *(word for part in words.values() for word in part)) == "", name
 
 
-@pytest.mark.parametrize(("verb", "rule"), EXCLUDES)
-def test_options_that_exclude_each_other_are_refused_together(
-    verb: str, rule: Excludes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    own = options_of(verb)
-    words = [word for name in rule.options if name in own for word in words_of(own[name])]
-    beside = ["--quantize", "w4a16"] if verb == "convert" else []
-    assert rule.hint in parse(verb, *words, *beside)
+@pytest.mark.parametrize("names", [names for names, _ in EXCLUDES], ids=" ".join)
+def test_options_that_exclude_each_other_are_refused_together(names: tuple[str, ...]) -> None:
+    verbs = [verb for verb in VERBS if options_of(verb).keys() >= {*names}]
+    assert verbs
+    for verb in verbs:
+        words = [word for name in names for word in words_of(options_of(verb)[name])]
+        beside = ["--quantize", "w4a16"] if verb == "convert" else []
+        assert " exclude each other: " in parse(verb, *words, *beside)
 
 
 def test_refused_options_exit_with_2_and_say_why() -> None:

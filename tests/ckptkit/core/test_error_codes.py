@@ -25,8 +25,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptkit.core.unused import refuse_hf
-from ckptkit.formats.detect import TRACKER, locate, tracked
+from ckptkit.formats.detect import TRACKER, locate, refuse_hf, tracked
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.torch_dist.reader import read_metadata

@@ -23,7 +23,7 @@ import ckptkit
 from ckptkit.app.api import convert
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.torch_dist.reader import CALIBRATION, TorchDistCheckpoint
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 
 LAYER = "decoder.layers.self_attention."
 LEFT_OUT = [
@@ -104,15 +104,3 @@ def test_what_weights_need_is_not_left_out(converted: PathOf, copy_of: CopyOf, t
         convert(path, tmp_path / "back")
     assert LEFT_OUT[0] not in refused.value.message
     assert not (tmp_path / "back").exists()
-
-
-@pytest.mark.parametrize("key", LEFT_OUT)
-def test_names_of_calibration(key: str) -> None:
-    assert CALIBRATION.fullmatch(key)
-    assert CALIBRATION.fullmatch(f"module.{key}")
-    assert not CALIBRATION.fullmatch(f"{key}x")
-
-
-@pytest.mark.parametrize("key", REFUSED)
-def test_names_of_other_tensors(key: str) -> None:
-    assert not CALIBRATION.fullmatch(key)

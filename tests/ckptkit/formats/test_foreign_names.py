@@ -123,16 +123,6 @@ def test_a_damaged_object_is_not_taken_for_a_call(release: Path) -> None:
     assert "CK111" not in {finding.code for finding in verify(release.parent).findings}
 
 
-def test_a_call_in_metadata_is_refused(release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    metadata = pickle.loads((release / ".metadata").read_bytes())
-    metadata.planner_data = Evil()
-    (release / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CkptkitError, match=r"\.metadata names posix\.system, which torch does not write"):
-        refuse_foreign_names(release)
-    assert not (tmp_path / "ran").exists()
-
-
 def add_object(release: Path, key: str, value: object) -> None:
     """Stores one more object in a file of its own."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

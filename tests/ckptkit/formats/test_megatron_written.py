@@ -65,68 +65,6 @@ def test_the_saves_are_of_the_kinds_that_they_claim_to_be(saved: Path) -> None:
     )
 
 
-def test_a_mixer_is_stored_in_parts_that_ranks_cut_alone(saved: Path) -> None:
-    tensors = opened(saved / "hybrid, mixers").metadata.tensors
-    shapes = {
-        key.removeprefix("decoder.layers.4.mixer."): (one.shape, {chunk.sizes for chunk in one.chunks})
-        for key, one in tensors.items()
-        if key.startswith(("decoder.layers.4.mixer.in_proj.weight", "decoder.layers.4.mixer.conv1d.bias"))
-    }
-    assert shapes == {
-        "in_proj.weight.z": ((240, 128), {(120, 128)}),
-        "in_proj.weight.x": ((240, 128), {(120, 128)}),
-        "in_proj.weight.B": ((72, 128), {(36, 128)}),
-        "in_proj.weight.C": ((72, 128), {(36, 128)}),
-        "in_proj.weight.dt": ((12, 128), {(6, 128)}),
-        "conv1d.bias.x": ((240,), {(120,)}),
-        "conv1d.bias.B": ((72,), {(36,)}),
-        "conv1d.bias.C": ((72,), {(36,)}),
-    }
-
-
-def test_hybridmodel_stores_a_key_for_each_of_its_layers(saved: Path) -> None:
-    stored = opened(saved / "hybrid, experts").metadata
-    assert stored.tensors["decoder.layers.22.self_attention.linear_qkv.layer_norm_weight"].shape == (128,)
-    assert stored.tensors["decoder.layers.23.mlp.experts.experts.linear_fc2.weight"].shape == (12, 128, 96)
-    assert stored.tensors["decoder.layers.23.pre_mlp_layernorm.weight"].shape == (128,)
-    tied = opened(saved / "hybrid, tied and uneven").metadata
-    assert tied.tensors["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"].shape == (128,)
-    assert "output_layer._extra_state/shard_0_1" in tied.objects
-    assert "output_layer.weight" not in tied.tensors
-    for kept in (stored, tied):
-        assert "decoder.final_norm.weight" in kept.tensors
-        assert not [key for key in kept.tensors if "final_layernorm" in key or key.startswith("decoder.layers.mlp")]
-
-
-def test_which_pipeline_stage_wrote_which_layers(saved: Path) -> None:
-    """Its layers lie in the files of its own ranks."""
-
-    def stages(label: str) -> list[tuple[int, int]]:
-        """Runs of layers that one stage wrote: the stage, and how many."""
-        stored, pp = opened(saved / label).metadata.tensors, SAVES[label][1]["sizes"].pp
-        runs: list[tuple[int, int]] = []
-        for layer in range(12):
-            proj = stored.get(f"decoder.layers.{layer}.self_attention.linear_proj.weight")
-            chunks = (
-                proj.chunks
-                if proj
-                else [
-                    chunk
-                    for chunk in stored["decoder.layers.self_attention.linear_proj.weight"].chunks
-                    if chunk.offsets[0] == layer
-                ]
-            )
-            # Files are called __RANK_N.distcp, and the ranks of a stage follow one another.
-            (stage,) = {int(chunk.blob.path.name.split("_")[2]) * pp // 4 for chunk in chunks}
-            runs = [*runs[:-1], (stage, runs[-1][1] + 1)] if runs and runs[-1][0] == stage else [*runs, (stage, 1)]
-        return runs
-
-    assert stages("dense, four stages") == [(0, 2), (1, 3), (2, 3), (3, 4)]
-    assert stages("one key a layer, uneven") == [(0, 7), (1, 5)]
-    assert stages("tied, two chunks a stage") == [(0, 3), (1, 3), (0, 3), (1, 3)]
-    assert stages("one key a layer, two chunks a stage") == [(0, 3), (1, 3), (0, 3), (1, 3)]
-
-
 @pytest.mark.parametrize("label", LABELS)
 def test_what_training_saves_beside_the_weights_is_left_out(saved: Path, label: str) -> None:
     checkpoint = opened(saved / label)

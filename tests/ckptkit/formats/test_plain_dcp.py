@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint import save as dcp_save
 
 from ckptkit.app.api import convert
-from ckptkit.app.cli import main
 from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import UnsupportedError
 from verify.launch.preflight import preflight
@@ -88,23 +87,6 @@ def test_every_verb_names_the_format_and_keeps_it(saved: tuple[Path, str], below
         assert "keep this directory" in str(refused.value.hint)
         assert "cut short" not in str(refused.value)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("verb", ["inspect", "verify", "convert"])
-def test_exit_code_is_that_of_unreadable_input(
-    verb: str,
-    saved: tuple[Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    root, name = saved
-    words = ["ckptkit", verb, str(root), *([str(tmp_path / "out")] if verb == "convert" else [])]
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert name in " ".join(capsys.readouterr().err.split())
 
 
 def test_preflight_does_not_judge_it(saved: tuple[Path, str], releases: PathOf) -> None:

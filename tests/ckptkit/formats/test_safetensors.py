@@ -134,13 +134,6 @@ def test_key_that_is_there_twice_is_refused(tmp_path: Path, text: bytes, name: s
         read_shard(path)
 
 
-def test_a_shape_of_a_million_axes_is_refused_before_they_are_multiplied(tmp_path: Path) -> None:
-    shape = json.dumps([(1 << 59) + 1] * 1_000_000)
-    text = f'{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}'.encode()
-    with pytest.raises(CkptkitError, match="its header entry for a is not valid"):
-        read_shard(written(tmp_path / "x.safetensors", text))
-
-
 @pytest.mark.parametrize("character", ["x", ".", "é", "0."])
 def test_a_name_longer_than_any_real_one_is_refused_by_its_beginning(tmp_path: Path, character: str) -> None:
     for length, refused in ((4096, False), (4097, True)):
@@ -153,12 +146,6 @@ def test_a_name_longer_than_any_real_one_is_refused_by_its_beginning(tmp_path: P
         with pytest.raises(CkptkitError, match="a tensor name of 4097 characters that begins with") as error:
             read_shard(file)
         assert len(str(error.value)) < 500
-
-
-def test_a_header_that_is_not_in_utf_8_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "x.safetensors", (b'{"a":{%b}}' % ENTRY).decode().encode("utf-16-le"))
-    with pytest.raises(CkptkitError, match="a header that is not JSON"):
-        read_shard(path)
 
 
 @pytest.mark.parametrize("name", ['a":', "a:b", ":"])

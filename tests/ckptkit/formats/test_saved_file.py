@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -102,24 +101,6 @@ def test_torchs_old_format_is_refused_by_name(tmp_path: Path) -> None:
     torch.save({"it": BUFFER}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(CkptkitError, match="the format that torch wrote before 1.6"):
         SavedFile(path)
-
-
-class Evil:
-    """Pickles as a call of os.system."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, (f"touch '{self.path}'",)
-
-
-def test_code_in_it_is_not_run(tmp_path: Path) -> None:
-    path = save(tmp_path / "x.pt", {"it": BUFFER, "evil": Evil(tmp_path / "ran")})
-    assert torch.equal(read(path, "it"), BUFFER)
-    assert not (tmp_path / "ran").exists()
-    with pytest.raises(CkptkitError, match="evil is posix.system, no plain tensor"):
-        read(path, "evil")
 
 
 class Rebuilt:

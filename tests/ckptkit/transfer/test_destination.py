@@ -27,6 +27,21 @@ from ckptkit.transfer.destination import check_destination, new_directory
 ASKED = {"command": "ckptkit convert source out"}
 
 
+def refuse(path: Path, match: str, **options: bool) -> CkptkitError:
+    """What a run with this destination is refused with, before it writes anything."""
+    with pytest.raises(CkptkitError, match=match) as refused, new_directory(path, ASKED, **options):
+        pass
+    with pytest.raises(CkptkitError, match=match):
+        check_destination(path, **options)
+    return refused.value
+
+
+def write_model(out: Path) -> None:
+    """The least that is an HF checkpoint."""
+    write(out / "config.json")
+    write(out / "model.safetensors")
+
+
 def test_appears_only_when_finished(tmp_path: Path) -> None:
     with new_directory(tmp_path / "out", ASKED) as (partial, _):
         (partial / "x").write_text("1")
@@ -62,11 +77,9 @@ def test_finished_files_are_kept_only_where_the_same_job_may_go_on(
 
 
 def test_overwrite_replaces_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
-    write(tmp_path / "out/config.json")
-    write(tmp_path / "out/model.safetensors")
+    write_model(tmp_path / "out")
     old = content(tmp_path)
-    with pytest.raises(CkptkitError, match="out exists already"), new_directory(tmp_path / "out", ASKED):
-        pass
+    refuse(tmp_path / "out", "out exists already")
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED, overwrite=True):
         raise ZeroDivisionError
     assert content(tmp_path) == old
@@ -78,16 +91,14 @@ def test_overwrite_replaces_only_when_the_new_one_is_whole(tmp_path: Path) -> No
 
 def test_a_partial_of_a_dead_run_is_not_touched_without_overwrite(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
-    with pytest.raises(CkptkitError, match="out.partial exists already"), new_directory(tmp_path / "out", ASKED):
-        pass
+    refuse(tmp_path / "out", "out.partial exists already")
     with new_directory(tmp_path / "out", ASKED, overwrite=True):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_missing_parent_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="absent does not exist"), new_directory(tmp_path / "absent/out", ASKED):
-        pass
+    refuse(tmp_path / "absent/out", "absent does not exist")
 
 
 @pytest.mark.parametrize("destination", ["source", "source/inside", ".", "source.partial/..", "link", "dangling", "/"])
@@ -97,15 +108,13 @@ def test_destinations_that_would_lose_something(tmp_path: Path, destination: str
         (tmp_path / name / "config.json").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "source")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CkptkitError, match=r"overlaps|cannot be a destination"):
-        check_destination(tmp_path / destination, [tmp_path / "source", None], overwrite=True)
+    refuse(tmp_path / destination, [tmp_path / "source", None], r"overlaps|cannot be a destination", overwrite=True)
     assert (tmp_path / "source/config.json").read_text() == "x"
 
 
 def test_a_source_that_is_the_partial_of_the_destination(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
-    with pytest.raises(CkptkitError, match="overlaps"):
-        check_destination(tmp_path / "out", [tmp_path / "out.partial"], overwrite=True)
+    refuse(tmp_path / "out", [tmp_path / "out.partial"], "overlaps", overwrite=True)
 
 
 def test_overwrite_replaces_checkpoints_and_empty_directories_only(tmp_path: Path) -> None:
@@ -116,14 +125,12 @@ def test_overwrite_replaces_checkpoints_and_empty_directories_only(tmp_path: Pat
     write(tmp_path / "home/hf/README.md")
     check_destination(tmp_path / "home", overwrite=True)
     write(tmp_path / "home/thesis.txt")
-    with pytest.raises(CkptkitError, match=r"home holds what is not part of a checkpoint.*: thesis\.txt"):
-        check_destination(tmp_path / "home", overwrite=True)
+    refuse(tmp_path / "home", r"home holds what is not part of a checkpoint.*: thesis\.txt", overwrite=True)
 
 
 def test_a_neighbour_with_a_similar_name_is_left_alone(tmp_path: Path) -> None:
     for name in ("out", "out.old"):
-        write(tmp_path / name / "config.json")
-        write(tmp_path / name / "model.safetensors")
+        write_model(tmp_path / name)
     before = content(tmp_path / "out.old")
     with new_directory(tmp_path / "out", ASKED, overwrite=True):
         pass
@@ -132,8 +139,7 @@ def test_a_neighbour_with_a_similar_name_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "out/config.json")
-    write(tmp_path / "out/model.safetensors")
+    write_model(tmp_path / "out")
     old = content(tmp_path / "out")
     rename = os.rename
 
@@ -241,11 +247,7 @@ def test_what_only_has_the_names_of_a_checkpoint_is_never_replaced(tmp_path: Pat
     for other in others:
         write(tmp_path / place / other)
     before = content(tmp_path)
-    with (
-        pytest.raises(CkptkitError, match=rf"{place} is not a checkpoint, so it is not replaced"),
-        new_directory(tmp_path / "out", ASKED, overwrite=True),
-    ):
-        pass
+    refuse(tmp_path / "out", rf"{place} is not a checkpoint, so it is not replaced", overwrite=True)
     assert content(tmp_path) == before
 
 
@@ -278,11 +280,7 @@ def test_of_several_checkpoints_in_one_folder_none_is_replaced(tmp_path: Path, n
     for file in SEVERAL[name]:
         write(tmp_path / "out" / file)
     before = content(tmp_path)
-    with (
-        pytest.raises(CkptkitError, match="out holds weights of several checkpoints, so it is not replaced"),
-        new_directory(tmp_path / "out", ASKED, overwrite=True),
-    ):
-        pass
+    refuse(tmp_path / "out", "out holds weights of several checkpoints, so it is not replaced", overwrite=True)
     assert content(tmp_path) == before
 
 
@@ -295,19 +293,16 @@ def test_weights_that_an_index_does_not_name_are_another_checkpoint(tmp_path: Pa
     check_destination(out, overwrite=True)
     for name in ("model.safetensors", "consolidated.safetensors", "adapter_model.safetensors"):
         write(out / name)
-        with pytest.raises(CkptkitError, match=rf"several checkpoints.*{name.partition('.')[0]}"):
-            check_destination(out, overwrite=True)
+        refuse(out, rf"several checkpoints.*{name.partition('.')[0]}", overwrite=True)
         write_manifest(out, "config.json", name)
         check_destination(out, overwrite=True)
         write(out / name, "changed")
-        with pytest.raises(CkptkitError, match="several checkpoints"):
-            check_destination(out, overwrite=True)
+        refuse(out, "several checkpoints", overwrite=True)
         (out / name).unlink()
     for name in shards:
         (out / name).unlink()
     write(out / "model.safetensors")
-    with pytest.raises(CkptkitError, match="several checkpoints"):
-        check_destination(out, overwrite=True)
+    refuse(out, "several checkpoints", overwrite=True)
 
 
 def test_a_layout_of_a_manifest_and_an_index_of_other_weights(tmp_path: Path) -> None:
@@ -316,8 +311,7 @@ def test_a_layout_of_a_manifest_and_an_index_of_other_weights(tmp_path: Path) ->
         write(out / name)
     write(out / "model.safetensors.index.json", json.dumps({"weight_map": {"x": "b.safetensors"}}))
     write_manifest(out, "config.json", hf_layout={"a.safetensors": ["x"]})
-    with pytest.raises(CkptkitError, match=r"several checkpoints.*: a\.safetensors, b\.safetensors"):
-        check_destination(out, overwrite=True)
+    refuse(out, r"several checkpoints.*: a\.safetensors, b\.safetensors", overwrite=True)
 
 
 @pytest.mark.parametrize("key", ["optimizer.state.exp_avg.a", "chained_1.optimizer.param_groups", "app.optim.state.a"])
@@ -335,13 +329,9 @@ def test_the_optimizer_of_a_run_is_never_replaced(tmp_path: Path, key: str, fold
         if not is_run:
             check_destination(out, overwrite=True)
             continue
-        with pytest.raises(
-            CkptkitError, match=rf"holds the optimizer of a training run.*: {folder}\.metadata has {key}"
-        ):
-            check_destination(out, overwrite=True)
+        refuse(out, rf"holds the optimizer of a training run.*: {folder}\.metadata has {key}", overwrite=True)
         write_manifest(out, f"{folder}.metadata")  # as `ckptkit manifest` does
-        with pytest.raises(CkptkitError, match="holds the optimizer of a training run"):
-            check_destination(out, overwrite=True)
+        refuse(out, "holds the optimizer of a training run", overwrite=True)
 
 
 def test_the_optimizer_of_legacy_ranks_is_never_replaced(tmp_path: Path) -> None:
@@ -352,11 +342,9 @@ def test_the_optimizer_of_legacy_ranks_is_never_replaced(tmp_path: Path) -> None
         if not is_run:
             check_destination(tmp_path / "out", overwrite=True)
             continue
-        with pytest.raises(CkptkitError, match=r"holds the optimizer of a training run"):
-            check_destination(tmp_path / "out", overwrite=True)
+        refuse(tmp_path / "out", r"holds the optimizer of a training run", overwrite=True)
     torch.save({"model": {}}, file, _use_new_zipfile_serialization=False)
-    with pytest.raises(CkptkitError, match=r"is not replaced: .* is in the format that torch wrote before 1\.6"):
-        check_destination(tmp_path / "out", overwrite=True)
+    refuse(tmp_path / "out", r"is not replaced: .* is in the format that torch wrote before 1\.6", overwrite=True)
 
 
 @pytest.mark.parametrize("name", [".git/HEAD", ".env", "hf/.git/config", "figures/.a"])
@@ -365,8 +353,7 @@ def test_a_hidden_file_is_never_replaced_whatever_lists_it(tmp_path: Path, name:
     for file in ("config.json", "model.safetensors", name):
         write(out / file)
     write_manifest(out, "config.json", name)
-    with pytest.raises(CkptkitError, match=rf"not part of a checkpoint.*: {name}"):
-        check_destination(out, overwrite=True)
+    refuse(out, rf"not part of a checkpoint.*: {name}", overwrite=True)
 
 
 @pytest.mark.parametrize("place", ["out", "out.partial"])
@@ -395,8 +382,7 @@ def test_what_is_no_regular_file_is_in_the_way(tmp_path: Path, name: str, place:
             os.chdir(here)
     else:
         os.mkfifo(special)
-    with pytest.raises(CkptkitError, match=rf"{special} is not a regular file, but {kind}"):
-        check_destination(tmp_path / "out", overwrite=True)
+    refuse(tmp_path / "out", rf"{special} is not a regular file, but {kind}", overwrite=True)
     assert special.exists()
 
 
@@ -411,8 +397,7 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, pla
         pytest.skip("nothing can be mounted here")
     try:
         out = tmp_path / ("a b" if place == "a b" else "out")
-        with pytest.raises(CkptkitError, match=rf"{mounted} is a mount point, so (it|{out}) is not replaced"):
-            check_destination(out, overwrite=True)
+        refuse(out, rf"{mounted} is a mount point, so (it|{out}) is not replaced", overwrite=True)
         check_destination(mounted / "out", overwrite=True)
     finally:
         subprocess.run(["umount", mounted], check=True)
@@ -420,11 +405,9 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, pla
 
 @pytest.mark.parametrize("folder", [".git", "code", "release/inside"])
 def test_an_empty_foreign_folder_is_in_the_way(tmp_path: Path, folder: str) -> None:
-    write(tmp_path / "out/config.json")
-    write(tmp_path / "out/model.safetensors")
+    write_model(tmp_path / "out")
     (tmp_path / "out" / folder).mkdir(parents=True)
-    with pytest.raises(CkptkitError, match=rf"not part of a checkpoint.*: {folder}/"):
-        check_destination(tmp_path / "out", overwrite=True)
+    refuse(tmp_path / "out", rf"not part of a checkpoint.*: {folder}/", overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -468,8 +451,7 @@ def test_weights_that_an_index_or_a_manifest_names_may_be_called_anything(tmp_pa
     out = tmp_path / "out"
     for name in ("config.json", "mtp.safetensors"):
         write(out / name)
-    with pytest.raises(CkptkitError, match="not part of a checkpoint"):
-        check_destination(out, overwrite=True)
+    refuse(out, "not part of a checkpoint", overwrite=True)
     write(out / "model.safetensors.index.json", json.dumps({"weight_map": {"a": "mtp.safetensors"}}))
     check_destination(out, overwrite=True)
     (out / "model.safetensors.index.json").unlink()
@@ -477,30 +459,24 @@ def test_weights_that_an_index_or_a_manifest_names_may_be_called_anything(tmp_pa
     check_destination(out, overwrite=True)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "vocab.json"])
+OURS = {
+    "model.safetensors": ("config.json", "tokenizer.json", "vocab.json"),
+    "release/__0_0.distcp": ("release/.metadata", "hf/config.json", "hf/x.png"),
+}
+
+
+@pytest.mark.parametrize(("weights", "name"), [(file, name) for file, names in OURS.items() for name in (file, *names)])
 @pytest.mark.parametrize("change", ["cut", "gone"])
-def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, name: str, change: str) -> None:
+def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, weights: str, name: str, change: str) -> None:
     out = tmp_path / "out"
-    for file in ("model.safetensors", "config.json", "tokenizer.json", "vocab.json"):
+    for file in (weights, *OURS[weights]):
         write(out / file)
-    write_manifest(out, "config.json", "tokenizer.json", "vocab.json", hf_layout={"model.safetensors": ["a"]})
+    write_manifest(out, *OURS[weights], hf_layout={"model.safetensors": ["a"]})
     (out / name).unlink() if change == "gone" else os.truncate(out / name, 0)
     check_destination(out, overwrite=True)
-
-
-@pytest.mark.parametrize("name", ["release/.metadata", "release/__0_0.distcp", "hf/config.json"])
-@pytest.mark.parametrize("change", ["cut", "gone"])
-def test_an_output_in_megatrons_format_that_was_damaged_is_replaced(tmp_path: Path, name: str, change: str) -> None:
-    out, files = tmp_path / "out", ("release/.metadata", "release/__0_0.distcp", "hf/config.json", "hf/x.png")
-    for file in files:
-        write(out / file)
-    layout = {"model.safetensors": ["a"]}
-    write_manifest(out, "release/.metadata", "hf/config.json", "hf/x.png", hf_layout=layout)
-    (out / name).unlink() if change == "gone" else os.truncate(out / name, 0)
-    check_destination(out, overwrite=True)
-    write(out / "model.safetensors")
-    with pytest.raises(CkptkitError, match="not part of a checkpoint"):
-        check_destination(out, overwrite=True)
+    if weights != "model.safetensors":
+        write(out / "model.safetensors")
+        refuse(out, "not part of a checkpoint", overwrite=True)
 
 
 def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) -> None:
@@ -511,13 +487,11 @@ def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) ->
     check_destination(out, overwrite=True)
     for file in ("figures/b.png", "LICENSE", "modeling_y.py"):
         write(out / file)
-        with pytest.raises(CkptkitError, match=rf"not part of a checkpoint.*: {file}"):
-            check_destination(out, overwrite=True)
+        refuse(out, rf"not part of a checkpoint.*: {file}", overwrite=True)
         (out / file).unlink()
     for file in ("figures/a.png", "x.txt", "README.md", "modeling_x.py"):
         write(out / file, "my own work")
-        with pytest.raises(CkptkitError, match=rf"changed since ckptkit\.json was written, .*: {file}"):
-            check_destination(out, overwrite=True)
+        refuse(out, rf"changed since ckptkit\.json was written, .*: {file}", overwrite=True)
         write(out / file)
     write(out / "config.json", '{"model_type": "mine"}')  # as `lint --fix` does
     check_destination(out, overwrite=True)
@@ -527,8 +501,7 @@ def test_a_manifest_makes_no_checkpoint_of_a_project(tmp_path: Path) -> None:
     for file in ("config.json", "thesis.tex"):
         write(tmp_path / "out" / file, "{}")
     write_manifest(tmp_path / "out", "config.json", "thesis.tex")
-    with pytest.raises(CkptkitError, match="is not a checkpoint.*: it has no config.json"):
-        check_destination(tmp_path / "out", overwrite=True)
+    refuse(tmp_path / "out", "is not a checkpoint.*: it has no config.json", overwrite=True)
 
 
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "file", "pipe"])
@@ -544,9 +517,8 @@ def test_a_partial_that_is_no_directory_is_named(tmp_path: Path, kind: str, opti
     }
     make[kind]()
     what = r"out\.partial is (a link to|not a directory).*"
-    with pytest.raises(CkptkitError, match=what) as refused, new_directory(tmp_path / "out", ASKED, **options):
-        pass
-    assert "--overwrite" not in str(refused.value.hint)
+    refused = refuse(tmp_path / "out", what, **options)
+    assert "--overwrite" not in str(refused.hint)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "precious"]
 
 
@@ -565,11 +537,7 @@ def test_what_no_run_wrote_into_a_partial_is_never_removed(tmp_path: Path, name:
         raise ZeroDivisionError
     (partial / name).mkdir(parents=True) if name.endswith("/") else write(partial / name)
     before = content(tmp_path)
-    with (
-        pytest.raises(CkptkitError, match=rf"out\.partial holds what no run writes, .*: {name}"),
-        new_directory(tmp_path / "out", ASKED, **options),
-    ):
-        pass
+    refuse(tmp_path / "out", rf"out\.partial holds what no run writes, .*: {name}", **options)
     assert content(tmp_path) == before
     assert (partial / name).exists()
 
@@ -578,8 +546,7 @@ def test_a_journal_that_lists_nothing_makes_no_partial_of_a_project(tmp_path: Pa
     for text in ("{}", '{"files": 1}', '{"files": [1, {}]}', "x"):
         for file in (".ckptkit/asked.json", ".ckptkit/files", "thesis.tex"):
             write(tmp_path / "out.partial" / file, text)
-        with pytest.raises(CkptkitError, match=r"holds what no run writes, .*: thesis\.tex"):
-            check_destination(tmp_path / "out", overwrite=True)
+        refuse(tmp_path / "out", r"holds what no run writes, .*: thesis\.tex", overwrite=True)
 
 
 def test_a_partial_of_ours_is_replaced_with_all_that_a_run_writes(tmp_path: Path) -> None:
@@ -617,8 +584,7 @@ def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_
         raise ZeroDivisionError
     (partial / "release").symlink_to("/tmp")
     for options in ({"overwrite": True}, {"resume": True}):
-        with pytest.raises(CkptkitError, match="release"), new_directory(tmp_path / "out", ASKED, **options):
-            pass
+        refuse(tmp_path / "out", "release", **options)
 
 
 @pytest.mark.parametrize(
@@ -652,8 +618,7 @@ def test_a_run_that_dies_while_it_replaces_leaves_both_whole_and_the_next_one_cl
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     out, old, newer = tmp_path / "out", whole("config.json"), b'{"model_type": "newer"}'
-    write(out / "config.json")
-    write(out / "model.safetensors")
+    write_model(out)
     with monkeypatch.context() as patched:
         die_at(at, patched)
         with pytest.raises(KilledError), new_directory(out, ASKED, overwrite=True) as (partial, _):
@@ -728,8 +693,7 @@ def test_what_another_program_writes_there_meanwhile_is_not_replaced(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     out = tmp_path / "out"
-    for name in ("config.json", "model.safetensors"):
-        write(out / name)
+    write_model(out)
     with (
         pytest.raises(
             CkptkitError, match=r"out was written while the run worked \(.+\), so it is not replaced"
@@ -760,8 +724,7 @@ def test_a_destination_that_was_only_read_is_replaced(tmp_path: Path, touch: str
     out = tmp_path / "out"
     out.mkdir()
     if touch == "reads":
-        for name in ("config.json", "model.safetensors"):
-            write(out / name)
+        write_model(out)
     with new_directory(out, ASKED, overwrite=True) as (partial, _):
         write(partial / "new")
         assert content(out) is not None
@@ -775,8 +738,7 @@ def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
 ) -> None:
     """A program may write by a directory that it has open, wherever that is moved."""
     out, kept = tmp_path / "out", tmp_path / ASIDE / "replaced"
-    for name in ("config.json", "model.safetensors"):
-        write(out / name)
+    write_model(out)
     rename = os.rename
 
     def renamed(source: Path, target: Path) -> None:
@@ -790,12 +752,10 @@ def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
             pytest.raises(CkptkitError, match=r"out is whole, but what it replaced was written meanwhile") as refused,
             new_directory(out, ASKED, overwrite=True) as (partial, _),
         ):
-            write(partial / "config.json")
-            write(partial / "model.safetensors")
+            write_model(partial)
     assert str(kept) in str(refused.value.hint)
     assert (kept / "iter_0000100/__0_0.distcp").exists()
-    with pytest.raises(CkptkitError, match=r"replaced holds iterations of a training run"):
-        check_destination(out, overwrite=True)
+    refuse(out, r"replaced holds iterations of a training run", overwrite=True)
     shutil.rmtree(kept / "iter_0000100")
     with new_directory(out, ASKED, overwrite=True):
         pass
@@ -806,8 +766,7 @@ def test_what_took_the_place_of_the_old_output_and_the_old_output_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, rename = tmp_path / "out", os.rename
-    for name in ("config.json", "model.safetensors"):
-        write(out / name)
+    write_model(out)
     old = content(out)
 
     def renamed(source: Path, target: Path) -> None:
@@ -829,16 +788,14 @@ def test_what_took_the_place_of_the_old_output_and_the_old_output_stay(
 
 def test_a_run_that_was_to_replace_something_goes_on_when_that_is_moved_away(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for name in ("config.json", "model.safetensors"):
-        write(out / name)
+    write_model(out)
     with pytest.raises(CkptkitError) as failed, new_directory(out, ASKED, overwrite=True) as (_, journal):
         journal.record("x.safetensors", {})
         raise CkptkitError("no")
     told = f"move {out} away and give the same command with --resume instead of --overwrite"
     assert told in str(failed.value.__notes__)
-    with pytest.raises(CkptkitError, match="out exists already") as refused:
-        check_destination(out, resume=True)
-    assert told in str(refused.value.hint)
+    refused = refuse(out, "out exists already", resume=True)
+    assert told in str(refused.hint)
     out.rename(tmp_path / "old")
     with new_directory(out, ASKED, resume=True) as (_, journal):
         assert journal.count() == 1
@@ -847,8 +804,7 @@ def test_a_run_that_was_to_replace_something_goes_on_when_that_is_moved_away(tmp
 
 @pytest.mark.parametrize("made", ["file", "link", "more"])
 def test_what_is_not_ours_is_left_where_the_old_output_would_go(tmp_path: Path, made: str) -> None:
-    write(tmp_path / "out/config.json")
-    write(tmp_path / "out/model.safetensors")
+    write_model(tmp_path / "out")
     aside = tmp_path / ASIDE
     make = {
         "file": lambda: write(aside),
@@ -857,6 +813,5 @@ def test_what_is_not_ours_is_left_where_the_old_output_would_go(tmp_path: Path, 
     }
     make[made]()
     before = content(tmp_path)
-    with pytest.raises(CkptkitError, match=rf"{ASIDE} is in the way"):
-        check_destination(tmp_path / "out", overwrite=True)
+    refuse(tmp_path / "out", rf"{ASIDE} is in the way", overwrite=True)
     assert content(tmp_path) == before

@@ -223,30 +223,6 @@ def test_names_on_disk_are_compared_whatever_the_source(
     assert result.tensors_compared == len(promised(manifest)["tensors"])
 
 
-def test_a_manifest_with_digests_is_never_replaced(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
-    assert make_manifest(path) == path / "ckptkit.json"
-    with pytest.raises(CkptkitError, match="exists already"):
-        make_manifest(path)
-
-
-def test_a_manifest_from_before_digests_is_completed(converted: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
-    path = copy_of(converted("qwen2-tied"))
-    content = promised(path / "ckptkit.json")
-    old = {key: content[key] for key in ("schema", "version", "command", "source", "hf_layout")}
-    (path / "ckptkit.json").write_text(json.dumps(old))
-    with pytest.raises(CkptkitError, match="has no digests"):
-        read_manifest(path / "ckptkit.json")
-    convert(path, tmp_path / "hf")
-    make_manifest(path)
-    after = promised(path / "ckptkit.json")
-    assert (after["tensors"], after["hf_layout"], after["command"]) == (
-        content["tensors"],
-        content["hf_layout"],
-        content["command"],
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -287,12 +263,17 @@ def test_manifest_under_a_name_that_loaders_read_is_refused(releases: PathOf, co
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
-def test_manifest_over_a_file_that_is_no_manifest_is_refused(releases: PathOf, copy_of: CopyOf) -> None:
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_is_there_is_never_replaced_by_a_manifest(releases: PathOf, copy_of: CopyOf, is_ours: bool) -> None:
     model = copy_of(releases("qwen2-tied"))
-    (model / "ckptkit.json").write_text('{"notes": "of a user"}')
-    with pytest.raises(CkptkitError, match="is not a manifest, so it is not replaced"):
+    if is_ours:
+        assert make_manifest(model) == model / "ckptkit.json"
+    else:
+        (model / "ckptkit.json").write_text('{"notes": "of a user"}')
+    before = (model / "ckptkit.json").read_bytes()
+    with pytest.raises(CkptkitError, match="exists already, and no manifest is replaced"):
         make_manifest(model)
-    assert (model / "ckptkit.json").read_text() == '{"notes": "of a user"}'
+    assert (model / "ckptkit.json").read_bytes() == before
 
 
 def test_manifest_into_a_directory_that_is_not_there_is_refused_before_the_work(

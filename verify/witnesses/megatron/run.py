@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import ranges
+from ckptkit.formats.detect import tracker_fault
 from ckptkit.formats.hf.side_files import main_dtype
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from ckptkit.formats.torch_dist.tracker import not_found
 from converters.config.dims import ModelDims
 from converters.megatron.hybrid_model import hybrid_dims, needs_release
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
@@ -172,7 +172,7 @@ def run_megatron(subject: Subject) -> MegatronRun:
     at_once = 0 if gpu else _at_once(subject, sizes)
     if trainer:
         _check_trainer(subject, sizes, at_once)
-        if reason := not_found(subject.location.path.absolute()):
+        if reason := tracker_fault(subject.location.path.absolute()):
             return MegatronRun(sizes, _TRAINER, [], {}, not_found=reason)
     with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
         jobs = [replace(_job(subject, sizes, rank, Path(scratch), gpu), at_once=at_once) for rank in ranks]

@@ -107,14 +107,6 @@ def test_engine_that_missed_the_update_is_named() -> None:
     assert all(line.startswith(url) for line in raised.value.details)
 
 
-def test_new_version_with_old_weights_is_found() -> None:
-    engine = FakeEngine()
-    with checked(engine) as check:
-        send(check, [engine], 1, weights(1))
-        with pytest.raises(CkptkitError, match="as they were at the last check"):
-            send(check, [engine], 2, weights(2), {})
-
-
 def test_first_update_of_which_nothing_arrived_is_found() -> None:
     engine = FakeEngine()
     engine.load(weights(0), 0)
