@@ -138,7 +138,6 @@ def _global(module: str, name: str, argument: str) -> bytes:
 
 _TOUCH = f"touch {RAN}"
 _WRITE = f"open('{RAN}', 'w')"
-_SHARED = b"".join(b"\x94" + b"(" + b"h" + bytes([n]) + b"h" + bytes([n]) + b"t" for n in range(60))
 PICKLES: dict[str, bytes] = {
     "os.system by REDUCE": _global("os", "system", _TOUCH) + b"\x85R.",
     "posix.system by REDUCE": _global("posix", "system", _TOUCH) + b"\x85R.",
@@ -156,7 +155,7 @@ PICKLES: dict[str, bytes] = {
     "memo index of 2^31": b"\x80\x02Nr\xff\xff\xff\x7f.",
     "memo that is not there": b"\x80\x02j\xff\xff\xff\x7f.",
     "hash of nested tuples": b"\x80\x04}" + b")" + b"\x94h\x00\x86" * 200 + b"Ns.",
-    "billion laughs": b"\x80\x04]" + b"".join(b"\x94]h%ch%ce" % (bytes([n]), bytes([n])) for n in range(0)) + b".",
+    "billion laughs": b"\x80\x04]\x94" + b"".join(b"]\x94(h%ch%ch%ch%ce" % ((n,) * 4) for n in range(60)) + b".",
     "integer of 2 GiB": b"\x80\x02\x8b\xff\xff\xff\x7f.",
     "text of 2^63 bytes": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 63) + b".",
     "bytes of 4 GiB": b"\x80\x03B\xff\xff\xff\xff.",
@@ -175,9 +174,6 @@ PICKLES: dict[str, bytes] = {
     "a number": pickle.dumps(7),
     "random": bytes(range(256)) * 20,
 }
-PICKLES["billion laughs"] = (
-    b"\x80\x04]\x94" + b"".join(b"]\x94(h%ch%ch%ch%ce" % ((number,) * 4) for number in range(60)) + b"."
-)
 
 
 def _zip(data: bytes, entries: dict[str, bytes] | None = None, method: int = zipfile.ZIP_STORED) -> bytes:

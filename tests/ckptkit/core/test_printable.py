@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,35 +159,19 @@ HOSTILE = {
     found.__name__.removeprefix("with_"): found
     for found in (with_type, with_values, with_quantizer, with_tensor, with_files, with_a_path)
 }
-VERBS: Mapping[str, Callable[[Path, Path, Path], list[str | Path]]] = {
-    "inspect": lambda model, clean, out: ["inspect", model],
-    "inspect --json": lambda model, clean, out: ["inspect", model, "--json"],
-    "inspect --megatron-args": lambda model, clean, out: ["inspect", model, "--megatron-args"],
-    "convert": lambda model, clean, out: ["convert", model, out],
-    "convert --dry-run": lambda model, clean, out: ["convert", model, out, "--dry-run"],
-    "convert --debug": lambda model, clean, out: ["--debug", "convert", model, out],
-    "quantize --dry-run": lambda model, clean, out: ["quantize", model, out, "--group-size", "32", "--dry-run"],
-    "quantize --ignore": lambda model, clean, out: ["quantize", clean, out, "--group-size", "32", "--ignore", EVIL],
-    "lint": lambda model, clean, out: ["lint", model],
-    "lint --json": lambda model, clean, out: ["lint", model, "--json"],
-    "manifest": lambda model, clean, out: ["manifest", model, "--output", out],
-    "verify": lambda model, clean, out: [
-        "verify",
-        model,
-        "--source",
-        clean,
-        *(f"--report={out}{ending}" for ending in REPORTS),
-    ],
-    "verify as a source": lambda model, clean, out: ["verify", clean, "--source", model, "--json"],
-    "preflight": lambda model, clean, out: [
-        "preflight",
-        "--hf-checkpoint",
-        model,
-        "--load",
-        clean,
-        *(f"--report={out}{ending}" for ending in REPORTS),
-    ],
-}
+VERBS = (
+    *("inspect M", "inspect M --json", "inspect M --megatron-args", "convert M OUT", "convert M OUT --dry-run"),
+    *("--debug convert M OUT", "quantize M OUT --group-size 32 --dry-run", "lint M", "lint M --json"),
+    *("quantize CLEAN OUT --group-size 32 --ignore EVIL", "manifest M --output OUT", "verify CLEAN --source M --json"),
+    *("verify M --source CLEAN REPORTS", "preflight --hf-checkpoint M --load CLEAN REPORTS"),
+)
+
+
+def words_of(verb: str, model: Path, clean: Path, out: Path) -> Iterator[str]:
+    """The words of a verb that is given a hostile model, a clean one, and a place to write."""
+    known = {"M": str(model), "CLEAN": str(clean), "OUT": str(out), "EVIL": EVIL}
+    for word in verb.split(" "):
+        yield from (f"--report={out}{ending}" for ending in REPORTS) if word == "REPORTS" else [known.get(word, word)]
 
 
 @pytest.fixture
@@ -216,7 +200,7 @@ def test_names_of_a_checkpoint_are_printed_escaped(
     for path in clean.iterdir():
         (model / path.name).write_bytes(path.read_bytes())
     HOSTILE[hostile](model)
-    _, printed, said = run(*VERBS[verb](model, clean, tmp_path / "out"))
+    _, printed, said = run(*words_of(verb, model, clean, tmp_path / "out"))
     assert printed or said
     assert_harmless(printed)
     assert_harmless(said)
@@ -225,7 +209,7 @@ def test_names_of_a_checkpoint_are_printed_escaped(
             assert_harmless(written.read_text(encoding="utf-8").replace("\t", " "))
 
 
-@pytest.mark.parametrize("verb", ["lint", "lint --json", "inspect", "verify", "preflight", "convert"])
+@pytest.mark.parametrize("verb", ["lint M", "lint M --json", "inspect M", VERBS[-2], VERBS[-1], "convert M OUT"])
 def test_entries_of_an_ignore_list_are_printed_escaped(
     verb: str, run: Callable[..., tuple[int, str, str]], releases: PathOf, tmp_path: Path
 ) -> None:
@@ -237,14 +221,14 @@ def test_entries_of_an_ignore_list_are_printed_escaped(
         model / "config.json",
         quantization_config=scheme | {"ignore": [*scheme["ignore"], EVIL, f"re:{EVIL}", f"re:.*q_proj.*|{EVIL}"]},
     )
-    _, printed, said = run(*VERBS[verb](model, clean, tmp_path / "out"))
+    _, printed, said = run(*words_of(verb, model, clean, tmp_path / "out"))
     assert EVIL[-1] not in printed
     assert_harmless(printed)
     assert_harmless(said)
 
 
 @pytest.mark.parametrize("file", ["latest_checkpointed_iteration.txt", "hf/config.json"])
-@pytest.mark.parametrize("verb", ["inspect", "verify", "preflight", "convert", "manifest"])
+@pytest.mark.parametrize("verb", ["inspect M", VERBS[-2], VERBS[-1], "convert M OUT", "manifest M --output OUT"])
 def test_names_of_a_megatron_checkpoint_are_printed_escaped(
     verb: str,
     file: str,
@@ -259,7 +243,7 @@ def test_names_of_a_megatron_checkpoint_are_printed_escaped(
         (model / file).write_text(EVIL)
     else:
         with_type(model / "hf")
-    _, printed, said = run(*VERBS[verb](model, releases("qwen2-tied"), tmp_path / "out"))
+    _, printed, said = run(*words_of(verb, model, releases("qwen2-tied"), tmp_path / "out"))
     assert_harmless(printed)
     assert_harmless(said)
 

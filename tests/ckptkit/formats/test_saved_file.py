@@ -1,20 +1,36 @@
-"""Files of many tensors that torch.save wrote: read one at a time, by offset, with nothing run and damage found."""
+"""Files of torch.save: ours are read by torch itself, and its own one tensor at a time, with nothing run.
+
+A file in which torch's own reader would find another pickle than ckptkit does is refused.
+"""
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
+import struct
 import zipfile
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ckptkit.core.dtypes import STORAGE_CLASS, dtype_name, torch_dtype
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import TensorSpec
+from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.formats.torch_save import saved_file
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_file import SavedFile
+from ckptkit.formats.torch_save.saved_tensor import SavedLayout
+from ckptkit.storage.buffers import bytes_of
+from ckptkit.storage.write import Regions, WrittenFile
 
 BUFFER = torch.arange(3000, dtype=torch.float32)
 
@@ -143,3 +159,192 @@ def test_descriptions_that_reach_beyond_the_file(tmp_path: Path, arguments: Any,
         archive.writestr("x/data/0", bytes(24))
     with pytest.raises(CkptkitError, match=said):
         read(path, "it")
+
+
+SHAPES = [(3, 4), (1, 2, 5), (7,), (), (0, 4), (1000, 33)]
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Values that differ from one another, as far as the dtype has so many."""
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+def written(path: Path, tensor: torch.Tensor, offset: int = 0) -> SavedLayout:
+    """Writes it to `offset` of a new file."""
+    saved = SavedLayout.of(tuple(tensor.shape), dtype_name(tensor.dtype))
+    file = WrittenFile(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644), offset + saved.size, Regions())
+    content = bytes_of(tensor.contiguous())
+    saved.write(file, offset, lambda begin, end: content[begin:end])
+    file.close()
+    return saved
+
+
+@pytest.mark.parametrize("dtype", STORAGE_CLASS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_torch_and_ckptkit_read_it(tmp_path: Path, shape: tuple[int, ...], dtype: str) -> None:
+    tensor = numbers(shape, torch_dtype(dtype))
+    saved = written(tmp_path / "x", tensor, 1000)
+    assert (tmp_path / "x").stat().st_size == 1000 + saved.size
+    content = (tmp_path / "x").read_bytes()[1000:]
+    found = torch.load(io.BytesIO(content), weights_only=True)
+    assert found.dtype == tensor.dtype
+    assert found.stride() == tensor.stride()
+    assert torch.equal(found, tensor)
+    assert torch.equal(Blob(tmp_path / "x", 1000, saved.size).tensor(dtype, shape), tensor)
+
+
+def test_torch_maps_it_into_memory(tmp_path: Path) -> None:
+    tensor = numbers((64, 64), torch.bfloat16)
+    written(tmp_path / "x.pt", tensor)
+    assert torch.equal(torch.load(tmp_path / "x.pt", mmap=True, weights_only=True), tensor)
+
+
+def test_a_zip_whose_checksums_hold_and_whose_data_is_aligned(tmp_path: Path) -> None:
+    tensor = numbers((3, 5), torch.float32)
+    saved = written(tmp_path / "x", tensor)
+    with zipfile.ZipFile(tmp_path / "x") as archive:
+        assert archive.testzip() is None
+        assert archive.namelist() == ["archive/data.pkl", "archive/byteorder", "archive/version", "archive/data/0"]
+        assert archive.read("archive/data/0") == tensor.numpy().tobytes()
+        assert archive.read("archive/version") == b"3\n"
+    assert saved.data.begin % 64 == 0
+    assert (tmp_path / "x").read_bytes()[saved.data.begin :][:60] == tensor.numpy().tobytes()
+
+
+def test_the_pickle_is_what_torch_writes(tmp_path: Path) -> None:
+    tensor = numbers((2, 3, 4), torch.bfloat16)
+    saved = written(tmp_path / "ours", tensor)
+    torch.save(tensor, tmp_path / "archive.pt")
+    with zipfile.ZipFile(tmp_path / "archive.pt") as theirs, zipfile.ZipFile(tmp_path / "ours") as ours:
+        assert theirs.read("archive/data.pkl") == ours.read("archive/data.pkl")
+    assert saved.size == (tmp_path / "ours").stat().st_size
+
+
+def test_a_tensor_beyond_4_gib(tmp_path: Path) -> None:
+    shape = (5 << 30,)
+    saved = SavedLayout.of(shape, "uint8")
+    descriptor = os.open(tmp_path / "x", os.O_CREAT | os.O_WRONLY, 0o644)
+    # The data stays a hole in the file: reading 5 GB to check their sum would take long, and so is not asked for.
+    for content, offset in ((saved.header(0), 0), (saved.trailer(0), saved.data.end)):
+        os.pwrite(descriptor, content, offset)
+    os.close(descriptor)
+    found = torch.load(tmp_path / "x", mmap=True, weights_only=True)
+    assert found.shape == shape
+    assert (int(found[0]), int(found[-1])) == (0, 0)
+    (entry,) = [entry for name, entry in Blob(tmp_path / "x", 0, saved.size).entries().items() if name == "data/0"]
+    assert entry.file_size == 5 << 30
+
+
+def test_a_dtype_without_a_storage_class_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="output_layer.weight .* has a dtype that no Megatron checkpoint holds"):
+        TorchDistFiles({"output_layer.weight": TensorSpec("output_layer.weight", (2, 2), "float8_e4m3fn")}, {})
+
+
+_OURS, _THEIRS = {"a": 1}, {"b": 2}
+_END, _LOCATOR, _END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sLQL"), struct.Struct("<4sQ2H2L4Q")
+
+
+def _saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _by_torch(content: bytes) -> Any:
+    """What torch.load reads; None where it refuses."""
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, OSError, ValueError, EOFError, KeyError):
+        return None
+
+
+def _by_ckptkit(content: bytes) -> Any:
+    return Blob(Path("saved.pt"), 0, len(content), memoryview(content)).object()
+
+
+def _zipped(*entries: tuple[str | zipfile.ZipInfo, object]) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, value in entries:
+            archive.writestr(name, pickle.dumps(value, 2))
+        archive.writestr("x/version", "3\n")
+    return file.getvalue()
+
+
+def _called_otherwise(name: str, other: str) -> zipfile.ZipInfo:
+    """An entry with a Unicode path field, by which zipfile names it, and miniz does not."""
+    path = b"\1" + struct.pack("<L", zlib.crc32(name.encode())) + other.encode()
+    info = zipfile.ZipInfo(name)
+    info.extra = struct.pack("<HH", 0x7075, len(path)) + path
+    return info
+
+
+def _two_directories(chosen: int) -> bytes:
+    """Two saves in one file, each with a ZIP64 record; the locator names the `chosen` one, zipfile takes the last."""
+    first, last = _saved(_THEIRS), _saved(_OURS)
+    parts = [(content, content.rfind(b"PK\6\6")) for content in (first, last)]
+    heads = [_END_64.unpack_from(content, at)[-1] for content, at in parts]
+    body = b"".join(content[:head] for (content, _), head in zip(parts, heads, strict=True))
+    places = []
+    # The save whose entries begin the file keeps its offsets; the other's are moved.
+    for (content, at), head, moved in zip(parts, heads, (0, heads[0]), strict=True):
+        directory, begin = bytearray(content[head:at]), len(body)
+        entry = 0
+        while entry < len(directory):
+            lengths = struct.unpack_from("<3H", directory, entry + 28)
+            struct.pack_into("<L", directory, entry + 42, struct.unpack_from("<L", directory, entry + 42)[0] + moved)
+            entry += 46 + sum(lengths)
+        record = list(_END_64.unpack_from(content, at))
+        places.append(begin + len(directory))
+        body += bytes(directory) + _END_64.pack(*record[:-1], begin)
+    return body + _LOCATOR.pack(b"PK\6\7", 0, places[chosen], 1) + last[-_END.size :]
+
+
+_DIFFERENT = {
+    "the locator names another record": lambda: _two_directories(0),
+    "names differ in case": lambda: _zipped(("x/DATA.PKL", _THEIRS), ("x/data.pkl", _OURS)),
+    "a Unicode path": lambda: _zipped(
+        (_called_otherwise("x/data.pkl", "x/no"), _THEIRS), (_called_otherwise("x/no", "x/data.pkl"), _OURS)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", _DIFFERENT.values(), ids=_DIFFERENT)
+def test_a_file_in_which_torch_reads_another_pickle_is_refused(make: Callable[[], bytes]) -> None:
+    content = make()
+    assert _by_torch(content) == _THEIRS
+    said = "readers take differently|fields that torch|contradict each other|two entries have one name"
+    said += "|Corrupt zip64"  # of zipfile itself, since Python 3.12.3
+    with pytest.raises(CkptkitError, match=said):
+        _by_ckptkit(content)
+
+
+_BASES = [
+    _two_directories(0),
+    _two_directories(1),
+    _saved(_OURS),
+    _zipped(("x/data.pkl", _OURS), ("x/data.pkk", _THEIRS)),
+]
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(
+    st.sampled_from(_BASES),
+    st.lists(st.tuples(st.integers(0, 700), st.sampled_from([0, 1, 2, 8, 32, 64, 98, 107, 128, 255])), max_size=3),
+    st.sampled_from([b"", b"", b"\0", b"PK\5\6" + bytes(18)]),
+)
+def test_what_is_accepted_is_what_torch_reads(content: bytes, edits: list[tuple[int, int]], behind: bytes) -> None:
+    changed = bytearray(content)
+    for back, value in edits:
+        changed[-1 - back % len(changed)] = value
+    try:
+        found = _by_ckptkit(bytes(changed) + behind)
+    except CkptkitError:
+        return
+    assert _by_torch(bytes(changed) + behind) in (found, None)
+
+
+def test_a_file_of_torch_is_accepted_and_one_with_something_behind_it_is_not() -> None:
+    assert _by_ckptkit(_saved(_OURS)) == _OURS
+    with pytest.raises(CkptkitError, match="something follows them"):
+        _by_ckptkit(_saved(_OURS) + b"\0")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.models import content
+from support.processes import python
 from support.whole_files import write
 
 from ckptkit.app.api import convert, quantize
@@ -391,3 +392,13 @@ def test_new_files_have_the_permissions_that_the_umask_leaves(releases: Callable
             os.umask(before)
         files = [path for path in (tmp_path / f"{umask}").rglob("*") if path.is_file()]
         assert {path.stat().st_mode & 0o777 for path in files} == {left}
+
+
+@pytest.mark.nightly
+def test_what_was_killed_and_resumed_is_what_an_undisturbed_run_writes() -> None:
+    # In a process of its own, because it forks.
+    done = python("-m", "support.kills", "--runs", "10")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["runs"] == 10
+    assert found["kills"] >= 10
