@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json, end
-from ckptkit.app.cli.verb import Verb
+from ckptkit.app.cli.verb import Verb, option
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.formats.detect import is_deltas, locate
 from ckptkit.storage.url import is_url
@@ -28,26 +28,24 @@ if TYPE_CHECKING:
 @click.command(cls=Verb, short_help="Convert HF to Megatron, or Megatron to HF.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
-@common.option(
+@option(
     "--hf",
     type=common.PATH_OR_URL,
     help="HF directory that gives config, tokenizer and shard layout on the way back.",
 )
-@common.option("--merge", type=common.PATH, help="A PEFT adapter (LoRA) to merge into the weights; HF then stays HF.")
-@common.option(
-    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float16", "float32"])
-)
-@common.option(
+@option("--merge", type=common.PATH, help="A PEFT adapter (LoRA) to merge into the weights; HF then stays HF.")
+@option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float16", "float32"]))
+@option(
     "--dialect",
     type=click.Choice(["mcore", "slime", "hybrid"]),
     help="Names of Megatron's tensors: GPTModel's (mcore, the default), with slime's modules, or HybridModel's.",
 )
-@common.option(
+@option(
     "--unwitnessed",
     is_flag=True,
     help="Convert a kind of model that no released Megatron has loaded, by names read in another stack's source.",
 )
-@common.option("--quantize", "quantization", type=click.Choice(NAMES), help="Megatron -> quantized HF in one pass.")
+@option("--quantize", "quantization", type=click.Choice(NAMES), help="Megatron -> quantized HF in one pass.")
 @common.quantizing
 @common.writing
 @common.as_json
@@ -73,7 +71,7 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
 @click.command(cls=Verb, short_help="Quantize HF to INT4, FP8, MXFP4 or NVFP4.")
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
-@common.option(
+@option(
     "--scheme",
     default=DEFAULT,
     show_default=True,
@@ -112,11 +110,11 @@ def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) ->
     Raises click.UsageError for options of another scheme.
     """
     context = click.get_current_context()
-    for option in options_of_others(name):
-        if context.get_parameter_source(option) is ParameterSource.COMMANDLINE:
-            spelled = f"--{option.replace('_', '-')}"
+    for other in options_of_others(name):
+        if context.get_parameter_source(other) is ParameterSource.COMMANDLINE:
+            spelled = f"--{other.replace('_', '-')}"
             raise click.UsageError(f"{spelled}: no effect with the scheme {name}; leave it out", context)
-        options.pop(option)
+        options.pop(other)
     return None if name == UNQUANTIZED else scheme_module(name).from_options(name, options, reference)
 
 

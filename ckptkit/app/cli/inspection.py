@@ -11,7 +11,7 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json, end
-from ckptkit.app.cli.verb import Verb
+from ckptkit.app.cli.verb import Verb, option
 from ckptkit.core.progress import closing, size
 from quant.selection.readers import ALL_READERS, LIST_READERS
 
@@ -24,7 +24,7 @@ _LISTED = 8  # files that inspect lists by name
 @click.command(cls=Verb, short_help="Say what lies at a path.")
 @click.argument("path", type=common.PATH_OR_URL)
 @common.hf
-@common.option(
+@option(
     "--megatron-args",
     "as_args",
     is_flag=True,
@@ -85,14 +85,14 @@ def _short(value: Any) -> str:
 
 @click.command(cls=Verb, short_help="Say how every reader takes an ignore list.")
 @click.argument("path", type=common.PATH)
-@common.option(
+@option(
     "--reader",
     "readers",
     multiple=True,
     type=click.Choice(list(LIST_READERS)),
     help="Who must agree on what is packed. Repeatable. [default: all]",
 )
-@common.option(
+@option(
     "--fix",
     is_flag=True,
     help="Write the list that all readers take alike into config.json; the original stays as config.json.orig.",
@@ -132,7 +132,7 @@ def _end_lint(report: LintReport, readers: Sequence[str], as_json: bool) -> None
 
 @click.command(cls=Verb, short_help="Write a digest of every tensor and side file.")
 @click.argument("path", type=common.PATH)
-@common.option(
+@option(
     "--output",
     type=common.PATH,
     help="Where to write it. [default: ckptkit.json at the root of PATH]",
@@ -196,7 +196,7 @@ def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None
 @click.argument("a", type=common.PATH)
 @click.argument("b", type=common.PATH)
 @common.local_hf
-@common.option("--exact", is_flag=True, help="A tensor in another dtype is a difference, even where a cast is equal.")
+@option("--exact", is_flag=True, help="A tensor in another dtype is a difference, even where a cast is equal.")
 @common.as_json
 def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B, of any formats, tensor by tensor under HF names.

@@ -1,53 +1,20 @@
-"""The table of options: how each is spelled, and what it has an effect beside; those that several verbs have."""
+"""Options that several verbs have: how each is spelled, and what it has an effect beside."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ckptkit.app.cli.verb import Needs, option
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.url import place
 from converters.config.bounds import MAX_RANKS
 from quant.selection.readers import ALL_READERS
-
-
-@dataclass(frozen=True)
-class Needs:
-    """An option with this has an effect only where one of `beside` is given too, in verbs that have one of them.
-
-    Names are those of click's parameters.
-    """
-
-    beside: tuple[str, ...]
-    hint: str
-
-
-class Option(click.Option):
-    """An option of a verb, and what it has an effect beside."""
-
-    def __init__(self, *words: Any, needs: tuple[Needs, ...] = (), **row: Any) -> None:
-        super().__init__(*words, **row)
-        self.needs = needs
-
-
-def option(*words: str, needs: Needs | tuple[Needs, ...] = (), **row: Any) -> Callable[[Any], Any]:
-    """`click.option` of an Option."""
-    return click.option(*words, cls=Option, needs=needs if isinstance(needs, tuple) else (needs,), **row)
-
-
-# Of these at most one is given: beside it the others would be left unread, or contradict it.
-EXCLUDES = (
-    (("quiet", "verbose"), "one says less, the other more: give one of them"),
-    (("every", "as_json"), "--json has every check and all details as it is: leave --all out"),
-    (("resume", "overwrite"), "--resume goes on with what is there, --overwrite replaces it: give one of them"),
-    (("like", "preset"), "both say what is packed: give one of them"),
-)
 
 
 class PathOrUrl(click.Path):
@@ -100,8 +67,8 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Makes one decorator of several options, which --help lists in this order."""
 
     def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
+        for one in reversed(options):
+            command = one(command)
         return command
 
     return decorate

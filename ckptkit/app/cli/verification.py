@@ -11,7 +11,7 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json, saying
-from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
+from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Needs, Verb, option
 from ckptkit.core.progress import closing, phase
 from quant.selection.readers import ALL_READERS
 from verify.witnesses.registry import ENGINES, WITNESSES
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 # What `verify` looks at, and how.
 _asking = common.together(
     click.argument("checkpoint", type=common.PATH),
-    common.option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared."),
-    common.option(
+    option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared."),
+    option(
         "--adapter",
         type=common.PATH,
-        needs=common.Needs(("source",), "add --source BASE, which it was merged into"),
+        needs=Needs(("source",), "add --source BASE, which it was merged into"),
         help="A PEFT adapter (LoRA) that was merged into --source.",
     ),
     common.local_hf,
-    common.option(
+    option(
         "--against-megatron",
         is_flag=True,
         help="Load it into real Megatron, one process a rank, and compare every parameter.",
     ),
     *(
-        common.option(
+        option(
             f"--against-{one.name}",
             is_flag=True,
             help=f"Load it into the real {one.label} model class, one process a rank, and compare every parameter.",
@@ -45,46 +45,44 @@ _asking = common.together(
         for one in ENGINES
     ),
     common.pythons,
-    common.option(
+    option(
         "--engine",
         is_flag=True,
         help="Serve it with a live engine: SGLang, with --against-vllm vLLM. Needs GPUs, as do the next two.",
     ),
-    common.option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change."),
-    common.option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost."),
-    common.option(
+    option("--update", is_flag=True, help="... and load it again, by tensor and from disk: nothing may change."),
+    option("--release-resume", is_flag=True, help="... and release its memory and resume: nothing may be lost."),
+    option(
         "--logits",
         is_flag=True,
         help="Does it predict text? Asks transformers, on the CPU. With --engine, compares what the engine computes "
         "with transformers; with --against-megatron, of a Megatron checkpoint, what Megatron computes.",
     ),
-    common.option(
+    option(
         "--rollout-data",
         type=common.PATH,
         help="A rollout that slime or miles recorded (--save-debug-rollout-data): log-probabilities and prompts are "
         "computed again with transformers.",
     ),
-    common.option(
+    option(
         "--rollout-temperature",
         type=click.FloatRange(0, min_open=True),
-        needs=common.Needs(("rollout_data",), "add --rollout-data FILE, which was sampled at it"),
+        needs=Needs(("rollout_data",), "add --rollout-data FILE, which was sampled at it"),
         help="... and was sampled at this temperature. [default: as it says, or 1]",
     ),
-    common.option(
+    option(
         "--manifest",
         type=common.PATH,
         help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.",
     ),
     common.parallel,
-    common.option(
-        "--etp", type=common.PARALLEL, help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"
-    ),
-    common.option(
+    option("--etp", type=common.PARALLEL, help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"),
+    option(
         "--dp-attention",
         is_flag=True,
         needs=(
-            common.Needs(("against_sglang",), "add --against-sglang and --tp, or leave it out"),
-            common.Needs(("tp",), "add --tp: a single rank keeps attention whole as it is"),
+            Needs(("against_sglang",), "add --against-sglang and --tp, or leave it out"),
+            Needs(("tp",), "add --tp: a single rank keeps attention whole as it is"),
         ),
         help="With --tp: SGLang keeps attention whole on every rank.",
     ),
@@ -92,7 +90,7 @@ _asking = common.together(
         "--vpp", default=1, show_default=True, type=common.PARALLEL, help="Virtual pipeline stages a rank."
     ),
     common.megatron,
-    common.option(
+    option(
         "--reader",
         "readers",
         multiple=True,
@@ -136,13 +134,13 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.command(cls=LaunchVerb, short_help="Check a launch against its checkpoints, before the job.")
-@common.option("--hf-checkpoint", type=common.PATH, help="What the rollout engine loads.")
-@common.option("--load", type=common.PATH, help="What the trainer loads.")
-@common.option("--ref-load", type=common.PATH, help="What the reference model loads.")
-@common.option(
+@option("--hf-checkpoint", type=common.PATH, help="What the rollout engine loads.")
+@option("--load", type=common.PATH, help="What the trainer loads.")
+@option("--ref-load", type=common.PATH, help="What the reference model loads.")
+@option(
     "--ckpt-step",
     type=click.IntRange(0),
-    needs=common.Needs(
+    needs=Needs(
         ("load", "ref_load", "script", "launch"),
         "add --load or --ref-load, or a launch: an HF directory has no iterations",
     ),

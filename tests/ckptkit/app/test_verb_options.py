@@ -16,8 +16,7 @@ from support.fixture_types import PathOf
 from ckptkit.app import api
 from ckptkit.app.api import convert
 from ckptkit.app.cli import cli
-from ckptkit.app.cli.options import EXCLUDES
-from ckptkit.app.cli.verb import needs_of
+from ckptkit.app.cli.verb import EXCLUDES, needs_of
 from ckptkit.core.errors import CkptkitError
 from verify.run import verify
 
