@@ -108,13 +108,15 @@ def test_destinations_that_would_lose_something(tmp_path: Path, destination: str
         (tmp_path / name / "config.json").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "source")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    refuse(tmp_path / destination, [tmp_path / "source", None], r"overlaps|cannot be a destination", overwrite=True)
+    with pytest.raises(CkptkitError, match=r"overlaps|cannot be a destination"):
+        check_destination(tmp_path / destination, [tmp_path / "source", None], overwrite=True)
     assert (tmp_path / "source/config.json").read_text() == "x"
 
 
 def test_a_source_that_is_the_partial_of_the_destination(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
-    refuse(tmp_path / "out", [tmp_path / "out.partial"], "overlaps", overwrite=True)
+    with pytest.raises(CkptkitError, match="overlaps"):
+        check_destination(tmp_path / "out", [tmp_path / "out.partial"], overwrite=True)
 
 
 def test_overwrite_replaces_checkpoints_and_empty_directories_only(tmp_path: Path) -> None:
