@@ -30,9 +30,9 @@ from ckptkit.app.run_options import RunOptions
 from ckptkit.app.write import TaskInput, _check_written, batches_of, digest_of, write_batch
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.fingerprint import fingerprint
+from ckptkit.transfer import ray as ray_tasks
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import JOURNAL, Journal
-from ckptkit.transfer.ray import tasks as ray_tasks
 from quant.schemes.w4a16 import int4_scheme
 from verify.evidence import on_ray as values_on_ray
 from verify.run import verify

@@ -467,7 +467,11 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize(("weights", "name"), [(file, name) for file, names in OURS.items() for name in (file, *names)])
+# Of a file that no loader reads, the bytes must be those of the manifest.
+DAMAGED = [(file, name) for file, names in OURS.items() for name in (file, *names) if name != "hf/x.png"]
+
+
+@pytest.mark.parametrize(("weights", "name"), DAMAGED)
 @pytest.mark.parametrize("change", ["cut", "gone"])
 def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, weights: str, name: str, change: str) -> None:
     out = tmp_path / "out"
