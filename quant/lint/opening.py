@@ -23,7 +23,7 @@ from quant.formats.scheme import listed
 from quant.lint.low_precision import LowPrecisionList
 from quant.lint.subject import IgnoreList
 from quant.lists.table import KEYS, LISTS, Method, readers_of_method
-from quant.patterns.entries import check_entries
+from quant.patterns import check_entries
 from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, fused_experts, matrices_named
 from quant.selection.readers import ALL_READERS, LIST_READERS, readers_of

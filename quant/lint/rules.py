@@ -13,7 +13,7 @@ from quant.formats.part_names import PACKED
 from quant.lint.beside_lists import fusion, groups, indexer_key, kv_cache, not_known, two_configs
 from quant.lint.finding import ORDER, LintFinding, finding
 from quant.lint.subject import IgnoreList, Severity
-from quant.patterns.entries import matcher
+from quant.patterns import matcher
 from quant.selection.matrices import forbidden
 from quant.selection.portable import NOTHING_PACKED, OTHER_FORMAT, Divergence, kind_of, reason_of, without_numbers
 from quant.selection.readers import SGLANG, TRAINERS, VLLM, refuses_own_format

@@ -13,7 +13,7 @@ from converters.hf_names import FUSED
 from converters.registry import FAMILIES
 from quant.lists.rules import INDEXED, PLAIN, Rule, Run, exact, never
 from quant.lists.table import NAMES, ListReader
-from quant.patterns.entries import check_lookups
+from quant.patterns import check_lookups
 from quant.selection.matrices import Matrix, fused_layer, names_in_vllm
 from quant.selection.readers import SGLANG
 from quant.selection.reading import Answer, Reading

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from quant.patterns.cost import MAX_NAME
-from quant.patterns.entries import matcher
+from quant.patterns import MAX_NAME, matcher
 
 Covers = Callable[[str], bool]
 Rule = Callable[[str], Covers]

@@ -26,7 +26,7 @@ from quant.formats.squared_error import SquaredError
 from quant.kernels.float_roundings import Fp8Weight, blocks_of
 from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 from quant.kernels.rounding_error import float_error
-from quant.patterns.entries import check_entries
+from quant.patterns import check_entries
 from quant.schemes.interface import Request
 from quant.selection import tiles
 from quant.selection.class_tree import class_tree

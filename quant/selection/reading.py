@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from converters.registry import FAMILIES
 from quant.formats.groups import LINEAR, Kind, Target
-from quant.patterns.entries import check_lookups, matcher
+from quant.patterns import check_lookups, matcher
 from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
 from quant.selection.readers import LINEAR_CLASSES, RULES, VLLM, sglang, sglang_suffix
 from quant.selection.tree import DRAFT_LAYER

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckptkit.core.errors import CkptkitError
 from converters.hf_names import FUSED, IN_LAYER, LATENT_DOWN
-from quant.patterns.entries import matcher
+from quant.patterns import matcher
 
 _SHARD = re.compile(r"(?:\((?P<several>\w+(?:\|\w+)*)\)|\b(?P<one>q|k|v|gate|up))_proj")
 # The shards of the layers that releases may also spell as one, and the fused name, without `_proj`.
