@@ -19,7 +19,7 @@ from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, place
 from ckptkit.transfer.copy import IN_FLIGHT
 from converters.planner import DIALECTS
-from quant.schemes.registry import DEFAULT, UNQUANTIZED
+from quant.schemes.interface import DEFAULT, UNQUANTIZED
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:

@@ -1,15 +1,14 @@
-"""Describes a quantized release by its headers, and the protocol that every quantized format follows."""
+"""Describes a quantized release by its headers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
 
@@ -64,25 +63,3 @@ class Release:
         """Raises CkptkitError for NaN or infinity in `values`, the largest that this tensor can produce."""
         if not bool(values.isfinite().all()):
             raise self.refused(name, "gives NaN or infinity", DAMAGED)
-
-
-class Format(Protocol):
-    """How a release stores its quantized weights."""
-
-    @property
-    def words(self) -> str:
-        """The format in a few words, for people."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Endings of tensor names that only make sense beside a quantized weight."""
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """Endings of tensors that quantize activations, which plain weights do not need."""
-
-    def steps(self, release: Release) -> Iterator[Step]:
-        """Yields a step for each quantized weight; the first input is its main tensor.
-
-        Raises CkptkitError for parts that are missing or do not fit.
-        """

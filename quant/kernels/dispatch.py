@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.isolation import refuse_numba_settings
+from ckptkit.transfer.copy import cores
 from quant.formats.grids import check, quantize
-from quant.formats.packing import Packed as Packed
+from quant.formats.packing import Packed
 from quant.formats.scheme import QuantScheme
 
 refuse_numba_settings()  # here and not in a thread that is the first to need Numba
@@ -29,7 +34,7 @@ def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequenc
         raise CkptkitError(where, "quantize the tensors of one device at a time")
     if scheme.search == "none" and weights[0].is_cuda:
         # Imported here because it needs Triton, which comes with CUDA builds of torch.
-        from quant.kernels.triton_launch import quantize_pack_cuda
+        from quant.kernels.triton_kernels import quantize_pack_cuda
 
         return quantize_pack_cuda(weights, scheme, names)
     for weight, name in zip(weights, names, strict=True):
@@ -39,3 +44,18 @@ def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequenc
 
         return quantize_pack_cpu(weights, scheme, names)
     return [Packed.of(*quantize(weight, scheme, name)) for weight, name in zip(weights, names, strict=True)]
+
+
+def bits_of(floats: Tensor) -> Tensor:
+    """The bits of float32, bfloat16 or float16 as integers."""
+    return floats.view(torch.int32 if floats.dtype == torch.float32 else torch.int16)
+
+
+@cache
+def pool() -> ThreadPoolExecutor:
+    """As many threads as cores, shared by all callers of the process."""
+    return ThreadPoolExecutor(cores(), "ckptkit-quantize")
+
+
+# Threads do not survive a fork, and the child would wait for them.
+os.register_at_fork(after_in_child=pool.cache_clear)

@@ -1,46 +1,32 @@
-"""The protocol of a quantization scheme. Reading its weights back is a `Format` of `quant.formats`."""
+"""The schemes of quantization by name, and what is asked of them. Imports no torch: a scheme is loaded when used.
+
+Reading its weights back is a `Format` of `quant.formats`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.specs import TensorSpec
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quant.formats.squared_error import SquaredError
+    from quant.formats.scheme import QuantScheme
+    from quant.schemes.floats import FloatScheme, FloatWeights
+    from quant.schemes.w4a16 import PackedWeights
 
 
-class Scheme(Protocol):
-    """What a user asks for, as data; its constructor refuses contradictions."""
-
-    @property
-    def name(self) -> str:
-        """The scheme as `--quantize` takes it."""
-
-    @property
-    def title(self) -> str:
-        """The scheme in messages."""
-
-    @property
-    def ignore(self) -> tuple[str, ...]:
-        """Entries for modules that are not quantized, beside the model's own."""
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether one core does not keep up with a disk."""
-
-    def command_line(self) -> list[str]:
-        """The options of `ckptkit quantize` that give this scheme."""
-
-    def check_preset(self) -> None:
-        """Raises CkptkitError where training does not round weights so (`--preset rl`)."""
+# What a user asks for, as data; the constructor refuses contradictions.
+Scheme: TypeAlias = "QuantScheme | FloatScheme"
+# Which weights of one checkpoint become quantized, and into what.
+Packing: TypeAlias = "PackedWeights | FloatWeights"
 
 
 @dataclass(frozen=True)
@@ -63,43 +49,6 @@ class Request:
     device: str = "cpu"
 
 
-class Packing(Protocol):
-    """Which weights of one checkpoint become quantized, and into what."""
-
-    @property
-    def names(self) -> Collection[str]:
-        """The weights that are quantized."""
-
-    @property
-    def label(self) -> str:
-        """What happens to a weight, for the dry run."""
-
-    @property
-    def together(self) -> Sequence[tuple[str, ...]]:
-        """Weights that are quantized in one step, since they share a scale; every other one has a step of its own."""
-
-    def shapes(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """The tensors that a weight becomes."""
-
-    def pack(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Quantizes weights, those of one step, to what `shapes` announces, one after the other."""
-
-    def config(self) -> Mapping[str, Any]:
-        """The `quantization_config` of the result."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What to know before the result is served."""
-
-    @property
-    def advice(self) -> str | None:
-        """Which options would lose less, where they may be used."""
-
-    @property
-    def errors(self) -> Mapping[str, SquaredError]:
-        """How far each weight that `pack` has packed is from its source, by the name of the tensor with its codes."""
-
-
 class SchemeModule(Protocol):
     """What a module of `quant.schemes` has."""
 
@@ -114,3 +63,37 @@ class SchemeModule(Protocol):
 
     def quantize_sample(self, weight: Tensor, scheme: Scheme) -> None:
         """Quantizes a matrix, so that a forecast can measure how long it takes."""
+
+
+DEFAULT = "w4a16"  # of `ckptkit quantize`
+# By the name that `--quantize` takes.
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "w4a16": "quant.schemes.w4a16",
+        "fp8-block": "quant.schemes.floats",
+        "fp8-channel": "quant.schemes.floats",
+        "mxfp8": "quant.schemes.floats",
+        "mxfp4": "quant.schemes.floats",
+        "nvfp4": "quant.schemes.floats",
+    }
+)
+NAMES = tuple(_MODULES)
+UNQUANTIZED = "none"  # of `ckptkit quantize`: no scheme, so that a quantized source is dequantized
+# Command line options, by their parameters' names, that only the schemes of one module have.
+_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "quant.schemes.w4a16": ("group_size", "grid", "asymmetric", "search", "scale_dtype", "tp"),
+        "quant.schemes.floats": ("rounding", "exact"),
+    }
+)
+
+
+def options_of_others(name: str) -> tuple[str, ...]:
+    """The options that have no effect on the scheme called `name`, or with none."""
+    others = tuple(option for module, own in _OPTIONS.items() if module != _MODULES.get(name) for option in own)
+    return (*others, "ignore") if name == UNQUANTIZED else others
+
+
+def scheme_module(name: str) -> SchemeModule:
+    """The module of the scheme called `name`."""
+    return cast("SchemeModule", import_module(_MODULES[name]))

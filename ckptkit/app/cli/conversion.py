@@ -17,7 +17,7 @@ from ckptkit.app.cli.verb import Verb
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.formats.detect import is_deltas, locate
 from ckptkit.storage.url import is_url
-from quant.schemes.registry import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
+from quant.schemes.interface import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:

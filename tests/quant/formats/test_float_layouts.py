@@ -21,9 +21,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from converters.foreign import MODELOPT_READ
-from quant.formats.dequantize import dequantized, described, format_of
+from quant.formats.dequantize import dequantized, described, format_of, modelopt_format
 from quant.formats.floats.release import Floats
-from quant.formats.floats.stated import modelopt_format
 
 ROWS, COLUMNS = 48, 96
 

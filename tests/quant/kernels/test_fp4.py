@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import ml_dtypes
 import pytest
 import torch
@@ -16,8 +14,7 @@ from support.quant_weights import DTYPES, hard_weights
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
-from quant.kernels.float_roundings import Fp8Weight
-from quant.kernels.floats import check_exact, quantize_mxfp4, quantize_mxfp4_in_torch, quantize_nvfp4
+from quant.kernels.floats import check_exact, quantize_mxfp4, quantize_nvfp4
 
 WRITER = "compressed-tensors"
 NVFP4_WRITERS = ["modelopt", WRITER]
@@ -47,19 +44,19 @@ def group(*numbers: float) -> Tensor:
 def test_a_group_has_the_exponent_and_codes_of_its_writer(
     numbers: tuple[float, ...], exponent: int, codes: str
 ) -> None:
-    found = quantize_mxfp4(group(*numbers), WRITER, "a")
+    found = quantize_mxfp4(group(*numbers), "a")
     assert found.scales.tolist() == [[exponent]]
     assert "".join(f"{code:x}" for code in nibbles(found.codes)[0, : len(codes)].tolist()) == codes
 
 
-@pytest.mark.parametrize("quantize", [quantize_mxfp4, quantize_mxfp4_in_torch])
-def test_every_bfloat16_is_rounded_to_a_code_as_ml_dtypes_does(quantize: Callable[..., Fp8Weight]) -> None:
+@pytest.mark.parametrize("kernel", [True, False])
+def test_every_bfloat16_is_rounded_to_a_code_as_ml_dtypes_does(kernel: bool) -> None:
     """All below 7, beside a 4, so that the scale is 1."""
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     numbers = every[every.abs() < 7]
     weight = torch.zeros(len(numbers), 32, dtype=torch.bfloat16)
     weight[:, 0], weight[:, 1] = 4, numbers
-    found = quantize(weight, WRITER, "a")
+    found = quantize_mxfp4(weight, "a", kernel=kernel)
     assert bool((found.scales == 127).all())
     wanted = numbers.float().clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).view("uint8") & 15
     wanted[(numbers == 0).numpy()] = 0  # -0 loses its sign
@@ -70,7 +67,7 @@ def test_every_bfloat16_is_rounded_to_a_code_as_ml_dtypes_does(quantize: Callabl
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_gives_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
     weight = torch.cat([hard_weights(dtype, 320) for _ in range(5)])
-    found, wanted = (run(weight, WRITER, "a") for run in (quantize_mxfp4, quantize_mxfp4_in_torch))
+    found, wanted = (quantize_mxfp4(weight, "a", kernel=kernel) for kernel in (True, False))
     assert torch.equal(found.codes, wanted.codes)
     assert torch.equal(found.scales, wanted.scales)
 
@@ -84,14 +81,14 @@ def test_mxfp4_is_what_compressed_tensors_packs_itself(dtype: torch.dtype) -> No
     scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     wanted = MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
-    found = quantize_mxfp4(weight, WRITER, "a")
+    found = quantize_mxfp4(weight, "a")
     assert torch.equal(found.codes, wanted["weight_packed"])
     assert torch.equal(found.scales, wanted["weight_scale"])
 
 
 def test_the_largest_weights_stay_finite() -> None:
     """compressed-tensors gives them a scale of NaN, byte 255."""
-    found = quantize_mxfp4(group(torch.finfo(torch.bfloat16).max, -1e38), WRITER, "a")
+    found = quantize_mxfp4(group(torch.finfo(torch.bfloat16).max, -1e38), "a")
     assert found.scales.tolist() == [[252]]
     assert nibbles(found.codes)[0, :2].tolist() == [7, 0xC]
 
@@ -101,25 +98,25 @@ def test_what_is_not_finite_is_refused_with_the_tensors_name(value: float) -> No
     weight = torch.ones(130, 160, dtype=torch.bfloat16)
     weight[129, 159] = value
     with pytest.raises(CkptkitError, match=r"a\.weight holds NaN or infinity"):
-        quantize_mxfp4(weight, WRITER, "a.weight")
+        quantize_mxfp4(weight, "a.weight")
 
 
 def test_columns_that_groups_do_not_divide_are_refused() -> None:
     with pytest.raises(CkptkitError, match=r"a\.weight has 48 columns, which groups of 32 do not divide"):
-        quantize_mxfp4(torch.ones(4, 48), WRITER, "a.weight")
+        quantize_mxfp4(torch.ones(4, 48), "a.weight")
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0)])
 def test_an_empty_matrix_has_no_codes(shape: tuple[int, int]) -> None:
-    assert quantize_mxfp4(torch.empty(shape), WRITER, "a").codes.shape == (shape[0], shape[1] // 2)
+    assert quantize_mxfp4(torch.empty(shape), "a").codes.shape == (shape[0], shape[1] // 2)
 
 
 def test_exact_means_every_weight() -> None:
     weight = group(6.0, -0.5, 3.0) * 0.125
-    check_exact(weight, quantize_mxfp4(weight, WRITER, "a"), (1, 32), "a.weight")
+    check_exact(weight, quantize_mxfp4(weight, "a"), (1, 32), "a.weight")
     weight[0, 2] = 0.4
     with pytest.raises(CkptkitError, match=r"a\.weight: 1 of 32 weights are not exact: \[0, 2\] is 0\.400"):
-        check_exact(weight, quantize_mxfp4(weight, WRITER, "a"), (1, 32), "a.weight")
+        check_exact(weight, quantize_mxfp4(weight, "a"), (1, 32), "a.weight")
 
 
 # The largest product of a code of E2M1 and a scale: beside it the scale of a tensor is 1.

@@ -15,10 +15,10 @@ from support.quant_weights import DTYPES, ct_packed, hard_weights
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import quantize
-from quant.formats.packing import pack, pack_zero_point
+from quant.formats.packing import Packed, pack, pack_zero_point
 from quant.formats.scheme import QuantScheme
-from quant.kernels import cpu_kernel
-from quant.kernels.dispatch import Packed, quantize_pack
+from quant.kernels import cpu
+from quant.kernels.dispatch import quantize_pack
 
 GRIDS = [("qmax7", True), ("minmax", True), ("minmax", False)]
 
@@ -137,12 +137,12 @@ def test_empty_matrices(shape: tuple[int, int], scheme: QuantScheme) -> None:
 def test_without_a_writable_cache_the_kernel_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scheme = torch.randn(8, 64), QuantScheme(32, "qmax7")
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
-    cpu_kernel.kernel.cache_clear()
+    cpu.kernel.cache_clear()
     try:
         assert same(quantize_pack([weight], scheme, ["a"])[0], by_formula(weight, scheme))
-        assert cpu_kernel.kernel(torch.float32, torch.float32, "qmax7", True).stats.cache_path is None  # type: ignore[attr-defined]
+        assert cpu.kernel(torch.float32, torch.float32, "qmax7", True).stats.cache_path is None  # type: ignore[attr-defined]
     finally:
-        cpu_kernel.kernel.cache_clear()
+        cpu.kernel.cache_clear()
 
 
 def test_nothing_at_all() -> None:
@@ -200,7 +200,7 @@ def test_a_search_goes_through_the_same_door() -> None:
 
 
 def test_a_reciprocal_rounds_to_the_quotient_of_bfloat16() -> None:
-    """The CUDA kernel's substitute for division (`quant.kernels.triton_pairs`) is exact for all pairs of significands.
+    """The CUDA kernel's substitute for division (`paired`) is exact for all pairs of significands.
 
     Powers of two change nothing.
     """

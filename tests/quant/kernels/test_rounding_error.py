@@ -13,8 +13,7 @@ from quant.formats.packing import Packed, unpack, unpack_zero_point
 from quant.formats.scheme import QuantScheme
 from quant.formats.squared_error import SquaredError
 from quant.kernels.dispatch import quantize_pack
-from quant.kernels.float_roundings import Fp8Weight
-from quant.kernels.floats import quantize_fp8, quantize_mxfp4
+from quant.kernels.floats import Fp8Weight, quantize_fp8, quantize_mxfp4
 from quant.kernels.rounding_error import float_error, int4_error
 
 
@@ -61,7 +60,7 @@ def test_e2m1_error_is_that_of_codes_times_scales() -> None:
     packed = Fp8Weight(torch.tensor([[7 | 9 << 4]], dtype=torch.uint8), torch.tensor([[126]], dtype=torch.uint8))
     assert float_error(torch.tensor([[2.5, 0.25]]), packed, (1, 2)) == SquaredError(0.5, 6.3125)
     exact = torch.tensor([[6.0, -0.5, 1.5, -3.0] * 8])
-    assert float_error(exact, quantize_mxfp4(exact, "compressed-tensors", "weight"), (1, 32)).error == 0
+    assert float_error(exact, quantize_mxfp4(exact, "weight"), (1, 32)).error == 0
 
 
 def test_zeros_have_no_error_and_squares_beyond_float32_no_number() -> None:

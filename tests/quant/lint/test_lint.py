@@ -28,8 +28,7 @@ from support.published import (
 import ckptkit
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from quant.lint.lint import LintReport, lint
-from quant.lint.text import lines
+from quant.lint.lint import LintReport, lines, lint
 from quant.selection.readers import VLLM
 
 ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"

@@ -10,8 +10,8 @@ from support.published import QWEN, packed, quantization, write
 
 from ckptkit.core.specs import TensorSpec
 from quant.lint.lint import lint
-from quant.selection.class_tree import class_tree
 from quant.selection.readers import SGLANG, VLLM
+from quant.selection.tree import class_tree
 from verify.evidence.agreement import agreement
 
 CONFIG = QWEN | {"num_hidden_layers": 2}

@@ -19,11 +19,11 @@ from support.processes import run_logged
 from support.published import GLM, KIMI, QWEN
 from support.vllm_runs import release as vllm_release
 
-from quant.lists import rules
-from quant.lists.reading import read_list
+from quant.lists import table as rules
 from quant.lists.table import KEYS, LISTS, Method, readers_of_method
-from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named
+from quant.selection.reading import read_list
+from quant.selection.tree import class_tree
 from verify.witnesses.process.interpreter import python_of
 
 L3, L5 = "model.layers.3", "model.layers.5"

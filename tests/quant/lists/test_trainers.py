@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quant.lists.trainers import miles_fp8, miles_mxfp8, miles_nvfp4, slime_fp8, verl_fp8
+from quant.lists.table import miles_fp8, miles_mxfp8, miles_nvfp4, slime_fp8, verl_fp8
 
 L = "model.layers.3"
 # A parameter, and whether it is packed by: slime FP8, miles FP8, miles MXFP8, miles NVFP4, verl FP8.

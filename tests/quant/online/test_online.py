@@ -14,7 +14,7 @@ from support import models, quantized
 from support.online_model import GLM, GROUP, QWEN, config, flat, names_of, quantizer, release, same
 from torch import Tensor
 
-import quant.online.int4
+import quant.online.form
 from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import INDEX, HfCheckpoint
@@ -83,7 +83,7 @@ def test_a_grid_that_the_config_does_not_say_can_be_given() -> None:
 def test_a_layers_experts_come_in_one_bucket_from_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
     monkeypatch.setattr(
-        quant.online.int4, "quantize_pack", lambda weights, scheme, names: calls.append(names) or [*map(Fake, weights)]
+        quant.online.form, "quantize_pack", lambda weights, scheme, names: calls.append(names) or [*map(Fake, weights)]
     )
     tensors = release()
     # Experts of both layers in turn, each layer's last: only then is a bucket due.

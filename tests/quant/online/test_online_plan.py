@@ -25,8 +25,7 @@ from quant.formats.packing import pack
 from quant.formats.scheme import QuantScheme
 from quant.kernels.floats import quantize_fp8
 from quant.online.cuda import looks_like
-from quant.online.fp8 import Fp8Form
-from quant.online.int4 import Int4Form
+from quant.online.form import Fp8Form, Int4Form
 from quant.online.quantizer import OnlineQuantizer
 from quant.online.served import Served
 

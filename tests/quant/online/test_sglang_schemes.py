@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from support.forking import run_script
 
 from quant.formats.grids import quantize
-from quant.formats.packing import pack_zero_point
+from quant.formats.packing import for_sglang_experts, pack_zero_point
 from quant.formats.scheme import QuantScheme, quantization_config
-from quant.formats.zero_points import for_sglang_experts
 
 pytestmark = pytest.mark.sglang
 

@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM
 from ckptkit.core.errors import CkptkitError
 from converters.hf_names import tail
 from converters.registry import FAMILIES
-from quant.selection.class_tree import class_tree, family_tree, release_of
-from quant.selection.meta_tree import meta_tree
-from quant.selection.tree import ClassTree
+from quant.selection.meta_model import meta_tree
+from quant.selection.tree import ClassTree, class_tree, family_tree, release_of
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = {name: config_of(case) for name, case in HF_CASES.items()}
@@ -164,7 +163,7 @@ def test_an_unknown_model_type_has_no_class_tree() -> None:
 def test_modules_of_a_family_are_told_without_torch(tmp_path: Path) -> None:
     (tmp_path / "configs.json").write_text(json.dumps([CONFIGS[name] for name in PACKABLE]))
     code = (
-        "import json, sys; from quant.selection.class_tree import class_tree\n"
+        "import json, sys; from quant.selection.tree import class_tree\n"
         "trees = [class_tree(config) for config in json.load(open(sys.argv[1]))]\n"
         "print(len(trees), sorted({'torch', 'transformers', 'compressed_tensors'} & sys.modules.keys()))"
     )

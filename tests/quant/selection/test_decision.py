@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2MoeConfig
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from quant.formats.scheme import QuantScheme, quantization_config
-from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, packed_modules, resolve
+from quant.selection.tree import class_tree
 
 FAMILIES = sorted(models.configs())
 # Names written by hand from the releases of these families.

@@ -16,11 +16,11 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from quant.formats.scheme import QuantScheme
 from quant.lint.lint import lint
-from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
 from quant.selection.matrices import matrices_named
 from quant.selection.readers import RULES
 from quant.selection.reading import read_all
+from quant.selection.tree import class_tree
 
 QWEN2 = {key: value for key, value in QWEN.items() if key not in ("num_experts", "moe_intermediate_size")} | {
     "model_type": "qwen2",

@@ -16,9 +16,9 @@ from torch import nn
 
 from ckptkit.core.specs import TensorSpec
 from converters.registry import FAMILIES
-from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
 from quant.selection.reading import read_all
+from quant.selection.tree import class_tree
 
 CONFIGS = {name: config_of(case) for name, case in HF_CASES.items()}
 # Vision and audio towers, and layers of other kinds than attention. Not where the release names tensors otherwise.

@@ -27,10 +27,8 @@ from transformers.models.auto import auto_factory, configuration_auto
 from ckptkit.core.errors import CkptkitError
 from converters.registry import FAMILIES
 from quant.lint.lint import lint
-from quant.selection.class_tree import release_of
-from quant.selection.meta_model import text_model, whole_model
-from quant.selection.meta_tree import meta_tree
-from quant.selection.tree import ClassTree
+from quant.selection.meta_model import meta_tree, text_model, whole_model
+from quant.selection.tree import ClassTree, release_of
 
 RELEASES = {
     model_type: family.release

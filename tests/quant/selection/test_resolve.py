@@ -18,10 +18,10 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.planner import dims_of, expected_hf
 from quant.formats.scheme import QuantScheme
-from quant.selection.class_tree import class_tree
 from quant.selection.decision import Verdict, default_ignore, resolve
 from quant.selection.readers import ALL_READERS, RULES
 from quant.selection.tiles import check_tiles, unrunnable
+from quant.selection.tree import class_tree
 
 NOT_INT4 = (
     "bailing_moe",
