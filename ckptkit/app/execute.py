@@ -23,7 +23,7 @@ from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.manifest import FINGERPRINT, described_files, lineage_of, write_manifest
 from ckptkit.transfer.upload import new_upload
 from converters.passthrough import FOLDER
-from quant.formats.squared_error import SquaredError
+from quant.schemes.interface import SquaredError
 
 
 def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict[str, SquaredError]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.floats.layout import Layout, compressed_fp8, compressed_nvfp4, mxfp4, mxfp8
-from quant.formats.floats.release import Floats
 from quant.formats.groups import Group, group_of, groups_of
 from quant.formats.packing import PackedInt4
 from quant.formats.part_names import FP8_SCALE
+from quant.formats.release import Floats
 from quant.formats.scheme import (
     BITS,
     EXPERTS_ZERO_POINTS,

@@ -33,10 +33,9 @@ from quant.formats.floats.layout import (
     quark_fp8,
     quark_nvfp4,
 )
-from quant.formats.floats.release import Floats, step_of
 from quant.formats.packing import PackedInt4
 from quant.formats.part_names import FP8_SCALE
-from quant.formats.release import Release
+from quant.formats.release import Floats, Release, step_of
 
 if TYPE_CHECKING:
     from torch import Tensor

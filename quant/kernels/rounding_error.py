@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ckptkit.transfer.copy import cores
 from quant.formats.packing import Packed, unpack_zero_point
-from quant.formats.squared_error import SquaredError
 from quant.kernels.floats import Fp8Weight
+from quant.schemes.interface import SquaredError
 
 _TASK = 1 << 20  # weights that a thread takes at a time
 # Codes as they are stored: INT4 and E2M1 two a byte, the even column in the low half.

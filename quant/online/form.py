@@ -12,9 +12,9 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.dequantize import format_of
-from quant.formats.floats.release import Floats
 from quant.formats.grids import check, not_finite
 from quant.formats.part_names import FP8_SCALE_INV, PACKED, SCALE, SHAPE
+from quant.formats.release import Floats
 from quant.formats.scheme import CODES_PER_WORD, QuantScheme
 from quant.kernels.dispatch import quantize_pack
 from quant.kernels.floats import blocks_of, check_matrix, quantize_fp8_matrices, scale_dtype

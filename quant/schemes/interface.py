@@ -5,12 +5,13 @@ Reading its weights back is a `Format` of `quant.formats`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from ckptkit.core.checkpoint import Checkpoint
 from quant.selection.readers import ALL_READERS
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from quant.formats.scheme import QuantScheme
     from quant.schemes.floats import FloatScheme, FloatWeights
     from quant.schemes.w4a16 import PackedWeights
-
 
 # What a user asks for, as data; the constructor refuses contradictions.
 Scheme: TypeAlias = "QuantScheme | FloatScheme"
@@ -97,3 +97,26 @@ def options_of_others(name: str) -> tuple[str, ...]:
 def scheme_module(name: str) -> SchemeModule:
     """The module of the scheme called `name`."""
     return cast("SchemeModule", import_module(_MODULES[name]))
+
+
+class SquaredError(NamedTuple):
+    """Sums over weights: the squares of what packing changed, and those of the weights themselves."""
+
+    error: float
+    weights: float
+
+    @classmethod
+    def total(cls, parts: Iterable[SquaredError]) -> SquaredError:
+        """The sums over several matrices."""
+        found = list(parts)
+        return cls(sum(one.error for one in found), sum(one.weights for one in found))
+
+    @property
+    def relative(self) -> float | None:
+        """The Frobenius norm of the change, as a share of that of the weights; 0 where all are zeros.
+
+        None where a square is beyond float32: of weights of more than 1e19.
+        """
+        if not math.isfinite(self.error + self.weights):
+            return None
+        return math.sqrt(self.error / self.weights) if self.weights else 0.0

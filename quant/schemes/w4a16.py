@@ -38,10 +38,9 @@ from quant.formats.packing import (
 )
 from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
 from quant.formats.scheme import GRIDS, KEPT_SCALES, Grid, QuantScheme, Search, parse, quantization_config
-from quant.formats.squared_error import SquaredError
 from quant.kernels.dispatch import quantize_pack
 from quant.kernels.rounding_error import int4_error
-from quant.schemes.interface import Request
+from quant.schemes.interface import Request, SquaredError
 from quant.selection import tiles
 from quant.selection.decision import default_ignore, resolve
 from quant.selection.reading import ignored

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from quant.formats.packing import Packed, unpack, unpack_zero_point
 from quant.formats.scheme import QuantScheme
-from quant.formats.squared_error import SquaredError
 from quant.kernels.dispatch import quantize_pack
 from quant.kernels.floats import Fp8Weight, quantize_fp8, quantize_mxfp4
 from quant.kernels.rounding_error import float_error, int4_error
+from quant.schemes.interface import SquaredError
 
 
 def relative(weight: Tensor, unpacked: Tensor) -> float:
