@@ -28,7 +28,7 @@ from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
 from ckptkit.transfer.upload import check_upload
 from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
-from quant.schemes.interface import DEFAULT
+from quant.schemes.registry import DEFAULT
 
 
 @dataclass(frozen=True)

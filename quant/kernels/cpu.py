@@ -27,7 +27,7 @@ from ckptkit.transfer.copy import cores
 from quant.formats.grids import not_finite
 from quant.formats.packing import CODES_PER_WORD, Packed, pack_zero_point
 from quant.formats.scheme import Grid, QuantScheme
-from quant.kernels.dispatch import bits_of, pool
+from quant.kernels.threads import bits_of, pool
 
 refuse_numba_settings()
 from numba import njit, types  # noqa: E402

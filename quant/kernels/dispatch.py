@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
-import torch
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.isolation import refuse_numba_settings
-from ckptkit.transfer.copy import cores
 from quant.formats.grids import check, quantize
 from quant.formats.packing import Packed
 from quant.formats.scheme import QuantScheme
@@ -44,18 +39,3 @@ def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequenc
 
         return quantize_pack_cpu(weights, scheme, names)
     return [Packed.of(*quantize(weight, scheme, name)) for weight, name in zip(weights, names, strict=True)]
-
-
-def bits_of(floats: Tensor) -> Tensor:
-    """The bits of float32, bfloat16 or float16 as integers."""
-    return floats.view(torch.int32 if floats.dtype == torch.float32 else torch.int16)
-
-
-@cache
-def pool() -> ThreadPoolExecutor:
-    """As many threads as cores, shared by all callers of the process."""
-    return ThreadPoolExecutor(cores(), "ckptkit-quantize")
-
-
-# Threads do not survive a fork, and the child would wait for them.
-os.register_at_fork(after_in_child=pool.cache_clear)

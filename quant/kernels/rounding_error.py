@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ckptkit.transfer.copy import cores
 from quant.formats.packing import Packed, unpack_zero_point
-from quant.kernels.floats import Fp8Weight
+from quant.kernels.float_roundings import Fp8Weight
 from quant.schemes.interface import SquaredError
 
 _TASK = 1 << 20  # weights that a thread takes at a time
@@ -44,7 +44,7 @@ def _measured(
     weight: Tensor, stored: Tensor, scales: Tensor, zeros: Tensor, block: tuple[int, int], codes: _Codes
 ) -> SquaredError:
     # Imported here, and below, because Numba takes a while.
-    from quant.kernels.dispatch import bits_of, pool
+    from quant.kernels.threads import bits_of, pool
 
     rows, columns = weight.shape
     step = max(1, _TASK // max(1, columns * block[0])) * block[0]

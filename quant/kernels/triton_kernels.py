@@ -36,7 +36,7 @@ from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import check, not_finite
 from quant.formats.packing import Packed
 from quant.formats.scheme import CODES_PER_WORD, QuantScheme
-from quant.kernels.floats import ROUNDINGS, Fp8Weight, blocks_of, scale_dtype, tiny
+from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight, blocks_of, scale_dtype, tiny
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23
 _MAGIC = tl.constexpr(12582912.0 + 8.0)  # and the 8 added to every code

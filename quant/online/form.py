@@ -17,7 +17,8 @@ from quant.formats.part_names import FP8_SCALE_INV, PACKED, SCALE, SHAPE
 from quant.formats.release import Floats
 from quant.formats.scheme import CODES_PER_WORD, QuantScheme
 from quant.kernels.dispatch import quantize_pack
-from quant.kernels.floats import blocks_of, check_matrix, quantize_fp8_matrices, scale_dtype
+from quant.kernels.float_roundings import blocks_of, scale_dtype
+from quant.kernels.floats import check_matrix, quantize_fp8_matrices
 
 if TYPE_CHECKING:
     from quant.kernels.triton_kernels import Launcher

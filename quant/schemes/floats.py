@@ -21,7 +21,8 @@ from converters.registry import family_of
 from converters.stored import as_stored
 from quant.formats.floats.layout import Layout, compressed_nvfp4, modelopt_nvfp4, mxfp4
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
-from quant.kernels.floats import Fp8Weight, blocks_of, check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from quant.kernels.float_roundings import Fp8Weight, blocks_of
+from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 from quant.kernels.rounding_error import float_error
 from quant.patterns import check_entries
 from quant.schemes.interface import Request, SquaredError
@@ -94,7 +95,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 class FloatScheme:
     """How weights become 8-bit or 4-bit floats, and which modules do not.
 
-    `rounding` is the writer whose bytes are wanted, of `quant.kernels.floats`; None: the first that the scheme
+    `rounding` is the writer whose bytes are wanted, of `quant.kernels.float_roundings`; None: the first that the scheme
     has. Raises CkptkitError for a name or a rounding that is not known, and patterns that `check_entries` refuses.
     """
 

@@ -14,10 +14,8 @@ from triton import language as tl
 
 from ckptkit.core.errors import CkptkitError
 from quant.kernels import triton_kernels
+from quant.kernels.float_roundings import NVFP4, ROUNDINGS, Fp8Weight
 from quant.kernels.floats import (
-    NVFP4,
-    ROUNDINGS,
-    Fp8Weight,
     quantize_fp8,
     quantize_fp8_in_torch,
     quantize_fp8_matrices,

@@ -13,7 +13,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from quant.kernels.floats import ROUNDINGS, Fp8Weight, blocks_of, quantize_fp8_in_torch, scale_dtype
+from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight, blocks_of, scale_dtype
+from quant.kernels.floats import quantize_fp8_in_torch
 from quant.kernels.triton_kernels import fp8_launcher
 from support.quant_weights import hard_weights
 

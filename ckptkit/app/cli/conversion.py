@@ -17,13 +17,13 @@ from ckptkit.app.cli.verb import Verb
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.formats.detect import is_deltas, locate
 from ckptkit.storage.url import is_url
-from quant.schemes.interface import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
+from quant.schemes.registry import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
     from ckptkit.app.run_options import RunOptions
-    from quant.schemes.interface import Scheme
+    from quant.schemes.registry import Scheme
 
 
 @click.command(cls=Verb, short_help="Convert HF to Megatron, or Megatron to HF.")

@@ -21,15 +21,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from ckptkit.core.errors import CkptkitError
-from quant.kernels.floats import (
-    ROUNDINGS,
-    Fp8Weight,
-    check_exact,
-    quantize_fp8,
-    quantize_fp8_in_torch,
-    quantize_mxfp4,
-    quantize_nvfp4,
-)
+from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
+from quant.kernels.floats import check_exact, quantize_fp8, quantize_fp8_in_torch, quantize_mxfp4, quantize_nvfp4
 
 BLOCKS = [(128, 128), (1, None), (1, 32)]
 # One block each: weights, and by the writer the scale's bits and the codes, from runs of the writers' own code.

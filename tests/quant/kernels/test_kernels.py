@@ -22,7 +22,8 @@ from quant.formats.packing import Packed, pack, pack_zero_point, unpack, unpack_
 from quant.formats.scheme import QuantScheme
 from quant.kernels import cpu
 from quant.kernels.dispatch import quantize_pack
-from quant.kernels.floats import Fp8Weight, quantize_fp8, quantize_mxfp4
+from quant.kernels.float_roundings import Fp8Weight
+from quant.kernels.floats import quantize_fp8, quantize_mxfp4
 from quant.kernels.rounding_error import float_error, int4_error
 from quant.schemes.interface import SquaredError
 

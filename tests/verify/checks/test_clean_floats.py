@@ -22,7 +22,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.registry import FAMILIES
 from quant.lint.lint import lint
 from quant.schemes.floats import FloatScheme
-from quant.schemes.interface import NAMES
+from quant.schemes.registry import NAMES
 from verify.run import verify
 
 CODES = ("F8_E4M3", "U8")

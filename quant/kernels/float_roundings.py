@@ -1,0 +1,189 @@
+"""The formulas by which writers of FP8, MXFP4 and NVFP4 checkpoints make a scale of the largest weight of a block.
+
+All give the same error, but other bits: more than half of the scales differ in the last place. So a file is equal to
+what another tool writes, or to what an engine receives in an update, only by that tool's own formula.
+A weight's code is weight / scale, or weight x (1 / scale), rounded half to even to float8_e4m3fn or E2M1; all in
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_VALUE = 448.0  # the largest float8_e4m3fn
+_INVERSE = 1 / 448  # rounded to float32 where it is multiplied by: what CUDA makes of a division by a number
+_EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
+_HALF_OF_THE_SMALLEST = 0x00400000  # 2^-127 as bits, half of the smallest normal float32
+_LARGEST_FP4_EXPONENT = 252
+_LARGEST_PRODUCT = 6 * MAX_VALUE  # of a code of E2M1 and a scale
+_SMALLEST_SCALE = 2.0**-9  # of float8_e4m3fn
+_SCALE_OF_ZEROS = 0.125  # instead of a scale that compressed-tensors rounds to zero
+
+
+class Fp8Weight(NamedTuple):
+    """Codes and scales [blocks down, blocks across] in the dtype of the formula.
+
+    Codes are float8_e4m3fn [rows, columns], or E2M1: uint8 [rows, columns / 2], the even column in the low half.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+def blocks_of(shape: Sequence[int], block: tuple[int, int | None]) -> tuple[int, int]:
+    """Scales down and across of a matrix [rows, columns]."""
+    rows, columns = shape
+    return -(-rows // block[0]), -(-columns // (block[1] or max(columns, 1)))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A writer's formula.
+
+    `scales` makes of the largest absolute weights of blocks, in the weight's dtype: the scales as they are stored, and
+    the float32 factors that weights are divided by, or multiplied by unless it `divides`.
+    """
+
+    writer: str
+    scales: Callable[[Tensor], tuple[Tensor, Tensor]]
+    divides: bool = False
+    # Whether a quotient is rounded to the weight's dtype before it becomes a code.
+    in_weight_dtype: bool = False
+    # Whether codes are E2M1, not float8_e4m3fn.
+    four_bit: bool = False
+
+
+def _slime(largest: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _divided(_at_least_tiny(largest))
+    return scale, scale
+
+
+def _slime_cuda(largest: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _at_least_tiny(largest) * _INVERSE
+    return scale, scale
+
+
+def _online(largest: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest.float().clamp(min=1e-10) * _INVERSE
+    return scale, scale.reciprocal()
+
+
+def _transformers(largest: Tensor) -> tuple[Tensor, Tensor]:
+    # A number divided by a tensor is its reciprocal times the number in torch: two roundings.
+    inverse = largest.float().reciprocal() * MAX_VALUE
+    # A block of zeros, or of numbers so small that transformers itself would store NaN, has a scale of 1.
+    inverse = torch.where(inverse.isinf(), 1.0, inverse)
+    return inverse.reciprocal(), inverse
+
+
+def _deepgemm(largest: Tensor) -> tuple[Tensor, Tensor]:
+    above = _divided(largest.float().clamp(min=1e-4)).view(torch.int32) + _MANTISSA
+    scale = (above & _EXPONENT).view(torch.float32)
+    return scale, scale.reciprocal()
+
+
+def _compressed_tensors(largest: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _divided(largest.float()).to(largest.dtype)
+    scale = torch.where(scale == 0, torch.finfo(largest.dtype).eps, scale)
+    return scale, scale.float()
+
+
+def _modelopt(largest: Tensor) -> tuple[Tensor, Tensor]:
+    # Transformer Engine `float_to_e8m0`: up to the next power of two, as the exponent that float8_e8m0fnu stores.
+    bits = (largest.float() * _INVERSE).view(torch.int32)
+    exponent = bits.masked_fill_(bits <= _HALF_OF_THE_SMALLEST, 0).add_(_MANTISSA).bitwise_right_shift_(23)
+    stored = exponent.to(torch.uint8)
+    return stored, exponent.neg_().add_(254).bitwise_left_shift_(23).view(torch.float32)
+
+
+def _mxfp4(largest: Tensor) -> tuple[Tensor, Tensor]:
+    # compressed-tensors `generate_mx_scales`: the power of two next to the largest weight, from a mantissa of 1.75 on
+    # the one above, becomes 4. Beyond exponent 252 the largest code would be infinite in bfloat16.
+    bits = largest.float().view(torch.int32) + 0x00200000
+    exponent = bits.bitwise_right_shift_(23).sub_(2).clamp_(0, _LARGEST_FP4_EXPONENT)
+    powers = exponent.bitwise_left_shift(23).masked_fill_(exponent == 0, _HALF_OF_THE_SMALLEST)
+    return exponent.to(torch.uint8), powers.view(torch.float32)
+
+
+def _nvfp4_modelopt(largest: Tensor) -> tuple[Tensor, Rounding]:
+    # ModelOpt `NVFP4QTensor`. Of zeros alone it would be 0, and every weight NaN.
+    second = _divided(largest.float(), _LARGEST_PRODUCT)
+    second = torch.where(second < torch.finfo(torch.float32).tiny, 1.0, second)
+
+    def scales(each: Tensor) -> tuple[Tensor, Tensor]:
+        scale = each.float() / (6 * second)
+        stored = torch.where(scale == 0, 1.0, scale).clamp(_SMALLEST_SCALE, MAX_VALUE).to(torch.float8_e4m3fn)
+        return stored, stored.float() * second
+
+    return second, Rounding("nvidia-modelopt", scales, divides=True, four_bit=True)
+
+
+def _nvfp4_compressed_tensors(largest: Tensor) -> tuple[Tensor, Rounding]:
+    # compressed-tensors `generate_gparam`, `calculate_qparams`: in the weights' dtype. float16 overflows there.
+    wide = torch.float32 if largest.dtype == torch.float16 else largest.dtype
+    inverse = largest.to(wide).clamp(min=torch.finfo(wide).tiny).reciprocal() * _LARGEST_PRODUCT
+    second = inverse.nan_to_num(nan=1.0, posinf=1.0).float().reshape(1)
+
+    def scales(each: Tensor) -> tuple[Tensor, Tensor]:
+        scale = (_divided(each.to(wide), 6.0).float() * second).clamp(max=MAX_VALUE).to(torch.float8_e4m3fn).float()
+        scale = torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
+        return scale.to(torch.float8_e4m3fn), scale / second
+
+    return second, Rounding("compressed-tensors and llm-compressor", scales, divides=True, four_bit=True)
+
+
+def _divided(largest: Tensor, by: float = MAX_VALUE) -> Tensor:
+    # The divisor is a tensor: a number is multiplied by its rounded inverse on a GPU.
+    return largest / torch.full_like(largest, by)
+
+
+def _at_least_tiny(largest: Tensor) -> Tensor:
+    """At least 1e-12 in the weight's dtype, in float32. float16 cannot hold it, and has it as float32 does."""
+    return largest.float().clamp(min=tiny(largest.dtype))
+
+
+def tiny(weight: torch.dtype) -> float:
+    """What slime holds the largest weight of a block to at least."""
+    return float(torch.tensor(1e-12, dtype=torch.float32 if weight == torch.float16 else weight))
+
+
+def scale_dtype(rounding: str, weight: torch.dtype) -> torch.dtype:
+    """The dtype of stored scales: float32, uint8 for exponents, or the weight's."""
+    return ROUNDINGS[rounding].scales(torch.zeros(1, dtype=weight))[0].dtype
+
+
+# By the name that `--rounding` takes. Zero blocks: a scale that is not zero, and codes of zero.
+ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
+    {
+        "online": Rounding("the Triton kernel of slime, miles and verl, which updates an engine", _online),
+        "slime": Rounding(
+            "slime `tools/convert_hf_to_fp8.py` on a CPU; miles, and vLLM a channel", _slime, divides=True
+        ),
+        "slime-cuda": Rounding("the same on a GPU, which is its default", _slime_cuda, divides=True),
+        "transformers": Rounding("transformers `Fp8Quantize`; Transformer Engine with float32 scales", _transformers),
+        "deepgemm": Rounding("DeepGEMM `per_block_cast_to_fp8`: powers of two (`scale_fmt` ue8m0)", _deepgemm),
+        "compressed-tensors": Rounding(
+            "compressed-tensors and llm-compressor on a CPU", _compressed_tensors, divides=True, in_weight_dtype=True
+        ),
+        "modelopt": Rounding("nvidia-modelopt, Transformer Engine, miles and vLLM: MXFP8's powers of two", _modelopt),
+    }
+)
+# Zero blocks: codes of zero.
+MXFP4 = Rounding(
+    "compressed-tensors, llm-compressor, Quark and vLLM online",
+    _mxfp4,
+    divides=True,
+    in_weight_dtype=True,
+    four_bit=True,
+)
+# By writer: what makes of the largest absolute weight of all tensors that share a scale, [] in their dtype, that scale
+# (float32, [] or [1] as it is stored), and how they are rounded. Groups of zeros: as above.
+NVFP4: Mapping[str, Callable[[Tensor], tuple[Tensor, Rounding]]] = MappingProxyType(
+    {"modelopt": _nvfp4_modelopt, "compressed-tensors": _nvfp4_compressed_tensors}
+)
