@@ -37,7 +37,7 @@ from quant.formats.grids import quantize
 from quant.formats.packing import pack
 from quant.formats.scheme import QuantScheme, quantization_config
 from quant.kernels.floats import quantize_fp8, quantize_fp8_in_torch
-from quant.online.fp8 import Fp8Form
+from quant.online.form import Fp8Form
 from quant.online.quantizer import OnlineQuantizer
 
 ROUNDS = 15

@@ -17,7 +17,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
 from ckptkit.formats.hf.shard import Fault
 from converters.config.values import flag, integer, number
-from quant.patterns.entries import REGEX, Match, matcher
+from quant.patterns import REGEX, Match, matcher
 
 ROOT = "base_model.model."  # which PEFT writes before every name
 BY_HAND = "merge it with the program that made it"

@@ -1,4 +1,4 @@
-"""Times the online INT4 quantizer on a GPU with and without the kernel in inline PTX (quant/kernels/triton_pairs.py).
+"""Times the online INT4 quantizer on a GPU with and without the kernel in inline PTX (quant/kernels/triton_kernels.py).
 
 `PYTHONPATH=.:benchmarks python lab/triton_pairs.py`, with torch for CUDA and Triton. Layers and ways of timing are
 those of `benchmarks/cuda.py`; both kernels run on the same matrices in the same process, pass after pass.
@@ -15,16 +15,16 @@ import torch
 import triton
 
 from quant.formats.scheme import QuantScheme, quantization_config
-from quant.kernels import triton_launch
+from quant.kernels import triton_kernels
 from quant.online.quantizer import OnlineQuantizer
 
-WITH = triton_launch.launcher
+WITH = triton_kernels.launcher
 
 
 def without(scheme, rows, columns, dtype):
-    """`launcher` without its branch for pairs, which is what remains when triton_pairs.py is deleted."""
+    """`launcher` without its branch for pairs, which is what remains when `paired` is deleted."""
     stored = scheme.scale_dtype or dtype
-    types = triton_launch.TYPES
+    types = triton_kernels.TYPES
     options = {
         "WEIGHT": types[dtype],
         "STORED": types[stored],
@@ -32,13 +32,13 @@ def without(scheme, rows, columns, dtype):
         "MINMAX": scheme.grid == "minmax",
         "ASYMMETRIC": not scheme.symmetric,
         "EPS": torch.finfo(stored).eps,
-        "TILE": triton_launch._TILE,
-        "num_warps": triton_launch._WARPS,
+        "TILE": triton_kernels._TILE,
+        "num_warps": triton_kernels._WARPS,
     } | ({"zeros": None} if scheme.symmetric else {})
     groups = rows * scheme.groups(columns)
-    blocks = triton.cdiv(groups, triton_launch._TILE // scheme.group_size)
-    return triton_launch.Launcher(
-        triton_launch.grouped, blocks, options | {"groups": groups, "GROUP": scheme.group_size}
+    blocks = triton.cdiv(groups, triton_kernels._TILE // scheme.group_size)
+    return triton_kernels.Launcher(
+        triton_kernels.grouped, blocks, options | {"groups": groups, "GROUP": scheme.group_size}
     )
 
 
@@ -51,7 +51,7 @@ def compare(layer: cuda.Layer, speed: float) -> None:
         scheme = QuantScheme(group, grid)
         ways, found = {}, {}
         for label, make in (("PTX", WITH), ("plain", without)):
-            triton_launch.launcher = make  # read where a bucket is planned
+            triton_kernels.launcher = make  # read where a bucket is planned
             config = {"num_hidden_layers": 1, "quantization_config": quantization_config(scheme)}
             online = OnlineQuantizer(config, names)
             found[label] = dict(online.quantize(named))

@@ -15,11 +15,11 @@ from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
 from converters.experts import only_fused
 from quant.formats.groups import refusals
-from quant.schemes.interface import Packing, Request, Scheme
-from quant.schemes.registry import scheme_module
-from quant.selection.class_tree import release_of
+from quant.schemes.interface import Request
+from quant.schemes.registry import Packing, Scheme, scheme_module
 from quant.selection.readers import readers_of
 from quant.selection.reading import covering
+from quant.selection.tree import release_of
 
 
 def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[View, Packing]:

@@ -22,7 +22,7 @@ from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
 
 if TYPE_CHECKING:
-    from quant.schemes.interface import Scheme
+    from quant.schemes.registry import Scheme
 
 __all__ = ["convert", "inspect", "make_manifest", "model_arguments", "quantize"]
 

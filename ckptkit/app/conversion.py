@@ -47,7 +47,7 @@ from converters.megatron.run_config import peft_settings
 from converters.megatron_adapter import as_peft, only_adapters
 from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
-from quant.formats.squared_error import SquaredError
+from quant.schemes.interface import SquaredError
 from quant.schemes.registry import DEFAULT
 
 

@@ -18,8 +18,7 @@ from ckptkit.core.plan import read_and_held
 from ckptkit.core.progress import size
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.copy import STREAM, cores, may_stream, threads
-from quant.schemes.interface import Scheme
-from quant.schemes.registry import scheme_module
+from quant.schemes.registry import Scheme, scheme_module
 
 START = 5.0  # seconds from a command's start to the first byte: imports
 _PIECE = 8 << 20

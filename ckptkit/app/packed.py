@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from ckptkit.app.plan import ConversionPlan
 from ckptkit.core.plan import View
 from ckptkit.core.progress import size
-from quant.formats.squared_error import SquaredError
-from quant.schemes.interface import Packing
+from quant.schemes.interface import SquaredError
+from quant.schemes.registry import Packing
 
 _EXPERTS = ("experts", "shared_experts", "shared_expert")
 

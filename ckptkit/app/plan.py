@@ -42,7 +42,7 @@ from converters.stored import remarks, require_mtp
 from verify.evidence.plain import as_release, plain, reference_of
 
 if TYPE_CHECKING:
-    from quant.schemes.interface import Packing, Scheme
+    from quant.schemes.registry import Packing, Scheme
 
 Layout = Mapping[str, list[str]]
 

@@ -22,7 +22,7 @@ from quant.schemes.registry import DEFAULT, UNQUANTIZED
 from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
-    from quant.schemes.interface import Scheme
+    from quant.schemes.registry import Scheme
 
 DTYPES = ("auto", *COMPUTED)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.formats.floats.layout import Layout
-from quant.formats.floats.release import Floats
-from quant.formats.floats.table import compressed_fp8, compressed_nvfp4, mxfp4, mxfp8
+from quant.formats.floats.layout import Layout, compressed_fp8, compressed_nvfp4, mxfp4, mxfp8
 from quant.formats.groups import Group, group_of, groups_of
-from quant.formats.int4 import PackedInt4
+from quant.formats.packing import PackedInt4
 from quant.formats.part_names import FP8_SCALE
+from quant.formats.release import Floats
 from quant.formats.scheme import (
     BITS,
     EXPERTS_ZERO_POINTS,

@@ -145,29 +145,10 @@ def _rounded(groups: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def _qmax7(groups: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor, None]:
-    scale = _qmax7_scale(groups)
-    return (groups.float() / scale.unsqueeze(-1)).round_().to(torch.int8), scale.to(stored), None
-
-
-def _qmax7_scale(groups: Tensor) -> Tensor:
     absmax = groups.abs().amax(-1).float()
-    return (absmax * torch.tensor(1 / 7, dtype=torch.float32, device=absmax.device)).clamp_(min=_SMALLEST_QMAX7_SCALE)
-
-
-def fake_quantize(weight: Tensor, group_size: int) -> Tensor:
-    """Rounds a weight [rows, columns] as slime's quantization-aware training does; the result keeps its dtype.
-
-    scale = max(absmax * float32(1/7), 1e-5) in groups of `group_size` columns; round(w / scale) * scale in float32 is
-    rounded once to the weight's dtype. With scales stored in float32, `dequantize(*quantize(w))` in that dtype gives
-    the same bits; docs/int4.md says what a bfloat16 scale changes. Where slime gives -0.0 this gives 0.0, as codes do.
-    Gradients do not pass through the rounding: the trainer provides the straight-through estimator.
-    Raises CkptkitError when the columns do not divide into groups. Source: slime `fake_int4_quantization_ste`.
-    """
-    check(weight, QuantScheme(group_size, "qmax7"), "the weight")
-    groups = weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size).float()
-    scale = _qmax7_scale(groups).unsqueeze(-1)
-    rounded: Tensor = (groups / scale).round_().add_(0.0) * scale
-    return rounded.flatten(1).to(weight.dtype)
+    scale = absmax * torch.tensor(1 / 7, dtype=torch.float32, device=absmax.device)
+    scale.clamp_(min=_SMALLEST_QMAX7_SCALE)
+    return (groups.float() / scale.unsqueeze(-1)).round_().to(torch.int8), scale.to(stored), None
 
 
 def _shrunken(

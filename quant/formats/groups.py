@@ -15,7 +15,7 @@ from ckptkit.core.installation import package_release
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.scheme import FORMAT
-from quant.patterns.entries import matcher
+from quant.patterns import matcher
 
 Kind = Literal["packs", "other"]  # what a group makes of its modules: packed integers, or any other format
 # Widths that every engine loads from packed words. Source: `WNA16_SUPPORTED_BITS` of SGLang 0.5.16; vLLM has more.

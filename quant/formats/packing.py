@@ -1,15 +1,27 @@
-"""Packs and unpacks INT4 codes, eight to an int32 word, in compressed-tensors' order.
+"""INT4 weights packed eight to an int32 word, as compressed-tensors and Kimi K2 Thinking store them; zero points too.
 
-Element i of a row goes to word i // 8, bits 4 * (i % 8) and up, stored as code + 8 (so 0..15). The bytes are those of
-compressed-tensors' `pack_to_int32`, which needs int32 temporaries of 8 bytes a code and takes several times as long.
+`N.weight` is stored as `N.weight_packed` int32 [rows, columns / 8], `N.weight_scale` [rows, groups], `N.weight_shape`
+[2] and, if the grid is asymmetric, `N.weight_zero_point` int32 [rows / 8, groups]. It gets the scale's dtype, which is
+the dtype that it had before. Source: compressed-tensors `compressors/pack_quantized/base.py`. Element i of a row is in
+word i // 8, bits 4 * (i % 8) and up, stored as code + 8 (so 0..15). The bytes are those of `pack_to_int32` there, which
+needs int32 temporaries of 8 bytes a code and takes several times as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Step
+from ckptkit.core.specs import TensorSpec
+from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
+from quant.formats.part_names import INT4_ENDINGS, PACKED, SCALE, SHAPE, ZERO_POINT
+from quant.formats.release import Release
 from quant.formats.scheme import CODES_PER_WORD as CODES_PER_WORD
+from quant.formats.scheme import SCALE_DTYPES, QuantScheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,3 +86,179 @@ class Packed(NamedTuple):
     def of(cls, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Packed:
         """From int8 codes [rows, columns] and int8 zero points [rows, groups], all in -8..7."""
         return cls(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))
+
+
+# Which of eight rows each nibble of a word holds, lowest nibble first: AWQ's order.
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_EXPERTS = ".experts."
+# Inputs of a tile of SGLang's Marlin kernel for experts, which chooses the smaller or the larger by how many fit a GPU
+# (on an H100 the smaller). Of each tile it reads one group's zero points, and takes those of further groups from memory
+# that nobody wrote. Source: `marlin_moe/marlin_template.h` of 0.5.16 and 0.5.23, whose `zp_sh_wr_pred` covers one
+# group; that of dense layers is without the fault.
+SMALL_TILE, LARGE_TILE = 64, 128
+_READ_AS_STORED = frozenset({"vllm", "transformers"})  # readers that take compressed-tensors' own layout
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor belongs to a routed expert."""
+    return _EXPERTS in name
+
+
+def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Sequence[str]) -> bool:
+    """Whether to store the zero points of routed experts in SGLang's layout, which no other reader takes.
+
+    `has_experts`: whether routed experts are quantized. Raises CkptkitError when they need zero points and `readers` is
+    neither SGLang alone nor without it: no layout suits SGLang and another reader. slime and miles send weights to it.
+    """
+    if scheme.symmetric or not has_experts or (readers and _READ_AS_STORED.issuperset(readers)):
+        return False
+    if tuple(readers) == ("sglang",):
+        if is_misread(scheme.group_size):
+            raise CkptkitError(
+                f"zero points of experts in groups of {scheme.group_size}: SGLang's kernel reads those of one group in "
+                f"{SMALL_TILE} inputs or more, and its answers change from one request to the next",
+                f"--group-size {LARGE_TILE} or channel; or quantize symmetrically",
+            )
+        return True
+    raise CkptkitError(
+        "SGLang reads the zero points of routed experts in another layout "
+        "than compressed-tensors stores and every other reader takes",
+        "quantize symmetrically; or, for one engine alone, use --reader sglang or --reader vllm",
+    )
+
+
+def is_misread(group_size: int | None) -> bool:
+    """Whether SGLang's kernel for experts misses zero points of groups of this size; None: a group is a row."""
+    return group_size is not None and group_size < SMALL_TILE
+
+
+def for_sglang_experts(zero_point: Tensor, rows: int, name: str) -> Tensor:
+    """Converts int32 [ceil(rows / 8), groups] (compressed-tensors) to int32 [groups, rows / 8] (SGLang).
+
+    A word of the result holds eight rows in AWQ's order. Raises CkptkitError when the rows do not fill words.
+    Source: SGLang `moe_awq_to_marlin_zero_points`, which takes this layout, and `FusedMoE.weight_loader`, which
+    transposes everything but zero points.
+    """
+    if rows % CODES_PER_WORD:
+        raise CkptkitError(
+            f"{name}: {rows} output features do not fill words of {CODES_PER_WORD} zero points",
+            "quantize symmetrically, or ignore it",
+        )
+    groups = zero_point.shape[1]
+    codes = unpack_zero_point(zero_point, (rows, groups)).T.reshape(groups, rows // CODES_PER_WORD, CODES_PER_WORD)
+    return pack(codes[:, :, list(_ORDER)].reshape(groups, rows))
+
+
+def of_sglang_experts(zero_point: Tensor) -> Tensor:
+    """The zero points int8 [rows, groups] of int32 [groups, rows / 8] in SGLang's layout."""
+    groups, words = zero_point.shape
+    codes = unpack(zero_point, (groups, words * CODES_PER_WORD)).view(groups, words, CODES_PER_WORD)
+    order = [_ORDER.index(row) for row in range(CODES_PER_WORD)]
+    return codes[:, :, order].reshape(groups, -1).T.contiguous()
+
+
+_MAX_DISTANCE = 15  # steps between a code and a zero point
+_INTEGERS = ("int64", "int32")
+
+
+@dataclass(frozen=True)
+class PackedInt4:
+    """One variant of packed INT4."""
+
+    group: int | None  # neighbours in a row that share a scale; None: one scale a row
+    symmetric: bool
+    unused: tuple[str, ...] = ()  # endings of tensors that quantize activations
+    sglang_experts: bool = False  # zero points of routed experts are in SGLang's layout (`quant.formats.packing`)
+
+    @cached_property
+    def words(self) -> str:
+        """The format in a few words."""
+        each = "row" if self.group is None else f"{self.group} weights"
+        return (
+            f"INT4 (compressed-tensors pack-quantized, {'' if self.symmetric else 'a'}symmetric, "
+            f"one scale for each {each})"
+        )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Endings of a packed weight's parts."""
+        return INT4_ENDINGS
+
+    def steps(self, release: Release) -> Iterator[Step]:
+        """Yields a step for every packed weight, which turns its parts into the weight."""
+        for spec in release.specs.values():
+            if spec.name.endswith(PACKED):
+                yield self._step(release, spec)
+
+    def _step(self, release: Release, packed: TensorSpec) -> Step:
+        module = packed.name.removesuffix(PACKED)
+        parts = [
+            release.require(module + ending, packed.name)
+            for ending in (SCALE, SHAPE, *([] if self.symmetric else [ZERO_POINT]))
+        ]
+        scale, stored_shape = parts[:2]
+        if len(packed.shape) != 2 or len(scale.shape) != 2:
+            raise release.refused(
+                packed.name,
+                f"with {scale} is not a packed matrix",
+                "only one matrix a module is supported, not fused experts",
+            )
+        rows, groups = packed.shape[0], scale.shape[1] if self.group else 1
+        shape = rows, groups * self.group if self.group else packed.shape[1] * CODES_PER_WORD
+        release.check(scale.name, (rows, groups), SCALE_DTYPES, self.words, packed)
+        release.check(packed.name, (rows, -(-shape[1] // CODES_PER_WORD)), ("int32",), self.words, scale)
+        release.check(stored_shape.name, (2,), _INTEGERS, self.words, packed)
+        if not self.symmetric:
+            words = -(-rows // CODES_PER_WORD)
+            zeros = (groups, words) if self._of_sglang(packed.name) else (words, groups)
+            release.check(module + ZERO_POINT, zeros, ("int32",), self.words, packed)
+
+        # A large model has 70,000 of these steps, so each is kept small.
+        of_sglang = self._of_sglang(packed.name)
+        run = partial(_dequantized, release, packed, scale, stored_shape.name, shape, of_sglang)
+        names = (packed.name, *[part.name for part in parts])
+        return Step(names, (TensorSpec(f"{module}.weight", shape, scale.dtype),), run, "dequantize INT4")
+
+    def _of_sglang(self, name: str) -> bool:
+        return self.sglang_experts and is_expert(name)
+
+
+def _dequantized(
+    release: Release,
+    packed: TensorSpec,
+    scale: TensorSpec,
+    stored_shape: str,
+    shape: tuple[int, int],
+    of_sglang: bool,
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    words, scales, stored, *zero = tensors
+    if tuple(stored.tolist()) != shape:
+        hint = "config.json states another group size, or one part belongs to another weight: restore both"
+        raise release.refused(
+            stored_shape, f"says {stored.tolist()}, but {packed.name} and {scale.name} make {list(shape)}", hint
+        )
+    release.check_finite(scale.name, scales * _MAX_DISTANCE)
+    if not zero:
+        return [unpacked(words, scales, shape)]
+    zero_point = of_sglang_experts(zero[0]) if of_sglang else unpack_zero_point(zero[0], scale.shape)
+    return [unpacked(words, scales, shape, zero_point)]
+
+
+def unpacked(words: Tensor, scales: Tensor, shape: tuple[int, int], zero_point: Tensor | None = None) -> Tensor:
+    """Unpacks and dequantizes a weight of `shape` [rows, columns]; the result has the dtype of `scales`.
+
+    `words`: int32 [rows, ceil(columns / 8)]. `scales`, `zero_point` (int8): [rows, groups].
+    """
+    import torch
+
+    from quant.formats.grids import dequantize
+
+    rows, columns = shape
+    weight = torch.empty(shape, dtype=scales.dtype)
+    for begin, end in row_cuts(rows, columns * weight.itemsize, ON_THE_WAY):
+        at = slice(begin, end)
+        weight[at] = dequantize(
+            unpack(words[at], (end - begin, columns)), scales[at], None if zero_point is None else zero_point[at]
+        )
+    return weight

@@ -1,17 +1,19 @@
-"""Describes a quantized release by its headers, and the protocol that every quantized format follows."""
+"""Describes a quantized release by its headers, finds its weights in low-precision floats, and dequantizes these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.formats.floats.layout import E4M3, PACKED_GROUP, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,23 +68,156 @@ class Release:
             raise self.refused(name, "gives NaN or infinity", DAMAGED)
 
 
-class Format(Protocol):
-    """How a release stores its quantized weights."""
+CACHE_SCALES = tuple(f".{which}_{what}" for which in "kvq" for what in ("scale", "zero_point"))
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One weight in low-precision floats, by headers. Parts may be missing or not fit."""
+
+    name: str  # of the plain weight
+    layout: Layout
+    codes: TensorSpec
+    shape: tuple[int, ...] | None  # of the weight, [..., rows, columns]; None: the codes are of no matrix
+    scale: str  # the name that is stored or, where none is, the usual one
+    second: str | None
+    inputs: tuple[str, ...]
 
     @property
+    def needed(self) -> tuple[str, ...]:
+        """Names of the parts without which the weight has no value, the codes first."""
+        return (self.codes.name, self.scale, *([self.second] if self.second else []))
+
+
+@dataclass(frozen=True)
+class Floats:
+    """A release's formats. `of_module`: the layout that config.json names for a module, where it has several."""
+
+    layouts: tuple[Layout, ...]
+    of_module: Callable[[str], Layout | None] | None = None
+    cache: bool = False  # whether scales of a key-value cache may be stored
+
+    @cached_property
     def words(self) -> str:
-        """The format in a few words, for people."""
+        """The formats in a few words."""
+        return " and ".join(dict.fromkeys(layout.words for layout in self.layouts))
 
-    @property
+    @cached_property
     def parts(self) -> tuple[str, ...]:
         """Endings of tensor names that only make sense beside a quantized weight."""
+        return tuple(dict.fromkeys(part for layout in self.layouts for part in layout.parts))
 
-    @property
+    @cached_property
     def unused(self) -> tuple[str, ...]:
-        """Endings of tensors that quantize activations, which plain weights do not need."""
+        """Endings of tensors that quantize activations or a cache, which plain weights do not need."""
+        found = [ending for layout in self.layouts for ending in layout.inputs]
+        return tuple(dict.fromkeys((*found, *(CACHE_SCALES if self.cache else ()))))
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """Endings of parts other than codes."""
+        found = (ending for layout in self.layouts for ending in (*layout.scales, layout.second))
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    def weights(self, specs: Mapping[str, TensorSpec]) -> Iterator[StoredWeight]:
+        """Yields every weight that is stored in codes."""
+        for spec in specs.values():
+            if (found := self.weight(spec, specs)) is not None:
+                yield found
+
+    def weight(self, codes: TensorSpec, specs: Mapping[str, TensorSpec]) -> StoredWeight | None:
+        """Returns the weight whose codes this tensor holds; None where it holds none."""
+        if codes.name.endswith(self._ends):
+            return None
+        fitting = [layout for layout in self.layouts if layout.is_codes(codes)]
+        if not fitting:
+            return None
+        if len(fitting) > 1 and self.of_module is not None:
+            module = fitting[0].weight(codes.name).removesuffix(".weight")
+            stated = self.of_module(module)
+            fitting = [stated] if stated in fitting else fitting
+        several = [_stored(layout, codes, specs) for layout in fitting]
+        return next((one for one in several if wrong_scale(one, specs) is None), several[0])
 
     def steps(self, release: Release) -> Iterator[Step]:
-        """Yields a step for each quantized weight; the first input is its main tensor.
+        """Yields a step for every weight, which turns its parts into bfloat16."""
+        for stored in self.weights(release.specs):
+            yield step_of(release, stored)
 
-        Raises CkptkitError for parts that are missing or do not fit.
-        """
+
+def _stored(layout: Layout, codes: TensorSpec, specs: Mapping[str, TensorSpec]) -> StoredWeight:
+    name = layout.weight(codes.name)
+    names = [layout.beside(name, ending) for ending in layout.scales]
+    scale = next((one for one in names if one in specs), names[0])
+    second = layout.beside(name, layout.second) if layout.second else None
+    inputs = tuple(layout.beside(name, ending) for ending in layout.inputs)
+    return StoredWeight(name, layout, codes, layout.shape(codes), scale, second, inputs)
+
+
+def wrong_scale(stored: StoredWeight, specs: Mapping[str, TensorSpec]) -> str | None:
+    """Returns the shape and dtypes that the stored scale should have, in words; None where it is as it should be."""
+    spec = specs.get(stored.scale)
+    if stored.shape is None or spec is None:
+        return "a matrix and its scale"
+    shapes, dtypes = stored.layout.scale_shapes(stored.shape), stored.layout.scale_dtypes
+    fits = spec.shape in shapes and spec.dtype in dtypes
+    return None if fits else f"{list(shapes[0])} {' or '.join(dtypes)}"
+
+
+def step_of(release: Release, stored: StoredWeight) -> Step:
+    """Returns what dequantizes a weight. Raises CkptkitError, naming tensor and file, for parts that do not fit."""
+    layout, codes, shape = stored.layout, stored.codes, stored.shape
+    if shape is None or (layout.axes == "groups" and codes.dtype != "uint8"):
+        raise _not_a_matrix(release, stored)
+    scale = release.require(stored.scale, codes.name)
+    shapes = layout.scale_shapes(shape)
+    fitting = scale.shape if scale.shape in shapes else shapes[0]
+    release.check(scale.name, fitting, layout.scale_dtypes, codes, layout.words)
+    if stored.second is not None:
+        second = release.require(stored.second, codes.name)
+        one = second.shape if second.shape in ((), (1,), shape[:-2]) else ()
+        release.check(second.name, one, ("float32",), codes, layout.words)
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [_dequantized(release, stored, shape, tensors)]
+
+    # gpt-oss holds experts transposed in its plain weights.
+    plain = (shape[0], shape[2], shape[1]) if layout.axes == "groups" else shape
+    label = f"dequantize {layout.words.partition(' ')[0]}"
+    return Step(stored.needed, (TensorSpec(stored.name, plain, "bfloat16"),), run, label)
+
+
+def _not_a_matrix(release: Release, stored: StoredWeight) -> CkptkitError:
+    if stored.layout.axes == "groups":
+        return release.refused(
+            stored.codes.name,
+            f"must be [experts, rows, groups, {PACKED_GROUP}] uint8",
+            "only gpt-oss's layout of MXFP4 is supported under these names",
+        )
+    short = stored.layout.words.partition(" ")[0]
+    return release.refused(
+        stored.codes.name,
+        f"is {short} and not a matrix",
+        "no release quantizes vectors: compare the shard with the release",
+    )
+
+
+def _dequantized(release: Release, stored: StoredWeight, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:
+    import torch
+
+    from quant.formats.floats.decode import dequantize, factors, has_nan
+
+    codes, scales, *more = tensors
+    layout, second = stored.layout, more[0] if more else None
+    if scales.dtype is torch.uint8 and bool((scales > layout.max_exponent).any()):
+        raise release.refused(
+            stored.scale, f"holds exponents above {layout.max_exponent}, which give NaN or infinity", DAMAGED
+        )
+    if second is not None and (not bool(second.isfinite().all()) or (layout.divides and not bool(second.all()))):
+        raise release.refused(str(stored.second), "gives NaN or infinity", DAMAGED)
+    largest = factors(layout, scales, second, shape) * layout.largest
+    release.check_finite(stored.scale, largest.to(torch.bfloat16))
+    if layout.number == E4M3 and has_nan(codes):
+        raise release.refused(stored.codes.name, "holds NaN, which some quantizers make of a block of zeros", DAMAGED)
+    weight = dequantize(layout, codes, scales, second)
+    return weight.transpose(-1, -2).contiguous() if layout.axes == "groups" else weight

@@ -10,7 +10,7 @@ from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from quant.patterns.entries import check_entries
+from quant.patterns import check_entries
 
 if TYPE_CHECKING:
     import torch

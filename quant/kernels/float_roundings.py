@@ -174,17 +174,13 @@ ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
         "modelopt": Rounding("nvidia-modelopt, Transformer Engine, miles and vLLM: MXFP8's powers of two", _modelopt),
     }
 )
-# By scheme and writer. Zero blocks: codes of zero.
-FOUR_BIT: Mapping[tuple[str, str], Rounding] = MappingProxyType(
-    {
-        ("mxfp4", "compressed-tensors"): Rounding(
-            "compressed-tensors, llm-compressor, Quark and vLLM online",
-            _mxfp4,
-            divides=True,
-            in_weight_dtype=True,
-            four_bit=True,
-        ),
-    }
+# Zero blocks: codes of zero.
+MXFP4 = Rounding(
+    "compressed-tensors, llm-compressor, Quark and vLLM online",
+    _mxfp4,
+    divides=True,
+    in_weight_dtype=True,
+    four_bit=True,
 )
 # By writer: what makes of the largest absolute weight of all tensors that share a scale, [] in their dtype, that scale
 # (float32, [] or [1] as it is stored), and how they are rounded. Groups of zeros: as above.

@@ -10,14 +10,14 @@ from torch.nn import functional
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.copy import cores
+from quant.formats.floats.layout import E2M1_NUMBERS
 from quant.formats.grids import not_finite
-from quant.kernels.cpu import bits_of, pool
-from quant.kernels.float_roundings import FOUR_BIT, MAX_VALUE, NVFP4, ROUNDINGS, Fp8Weight, Rounding
+from quant.kernels.float_roundings import MAX_VALUE, MXFP4, NVFP4, ROUNDINGS, Fp8Weight, Rounding
+from quant.kernels.threads import bits_of, pool
 
 _TASK = 1 << 20  # weights worked on at a time, at least a row of blocks: they stay in the cache
 _NARROW = 32  # the width of MXFP8's and MXFP4's groups
 _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the numbers of E2M1; every other one is rounded up
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def quantize_fp8(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str) -> Fp8Weight:
@@ -37,7 +37,7 @@ def quantize_fp8_matrices(
         check_matrix(weight, name)
     if weights and weights[0].is_cuda:
         # Imported here because it needs Triton, which comes with CUDA builds of torch.
-        from quant.kernels.triton_floats import has_kernel, quantize_fp8_cuda
+        from quant.kernels.triton_kernels import has_kernel, quantize_fp8_cuda
 
         if all(has_kernel(weight, block) and weight.device == weights[0].device for weight in weights):
             return quantize_fp8_cuda(weights, block, rounding, names)
@@ -60,20 +60,14 @@ def quantize_fp8_in_torch(weight: Tensor, block: tuple[int, int | None], roundin
     return _quantized(weight, block, ROUNDINGS[rounding], name, kernel=False)
 
 
-def quantize_mxfp4(weight: Tensor, writer: str, name: str) -> Fp8Weight:
+def quantize_mxfp4(weight: Tensor, name: str, *, kernel: bool = True) -> Fp8Weight:
     """Quantizes as `quantize_fp8` does, to E2M1 with a power of two for each 32 neighbours in a row.
 
-    Scales are the exponents that float8_e8m0fnu stores, uint8. `writer`: of `FOUR_BIT`. Raises CkptkitError as
-    `quantize_fp8`, and where 32 does not divide the columns.
+    Scales are the exponents that float8_e8m0fnu stores, uint8. Without `kernel` in plain torch on every device. Raises
+    CkptkitError as `quantize_fp8`, and where 32 does not divide the columns.
     """
     check_matrix(weight, name)
-    return _quantized(weight, (1, 32), FOUR_BIT["mxfp4", writer], name, kernel=weight.device.type == "cpu")
-
-
-def quantize_mxfp4_in_torch(weight: Tensor, writer: str, name: str) -> Fp8Weight:
-    """As `quantize_mxfp4`, in plain torch on every device: what the kernel's bits are held to."""
-    check_matrix(weight, name)
-    return _quantized(weight, (1, 32), FOUR_BIT["mxfp4", writer], name, kernel=False)
+    return _quantized(weight, (1, 32), MXFP4, name, kernel=kernel and weight.device.type == "cpu")
 
 
 def quantize_nvfp4(
@@ -126,7 +120,7 @@ def numbers_of(codes: Tensor) -> Tensor:
     """The number of each code, float32 [rows, columns]. E2M1 is uint8, two codes a byte."""
     if codes.dtype != torch.uint8:
         return codes.float()
-    each = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=codes.device)
+    each = torch.tensor(E2M1_NUMBERS, device=codes.device)
     return each[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
 
 
@@ -167,7 +161,7 @@ class _Job:
     def run_kernel(self, first: int, last: int) -> tuple[Tensor, bool]:
         """Quantizes these rows. Returns their scales, and whether all weights are finite."""
         # Imported here because Numba takes a while.
-        from quant.kernels.floats_cpu import codes_kernel, largest_kernel
+        from quant.kernels.cpu import codes_kernel, largest_kernel
 
         weight, codes, four_bit = self.weight[first:last], self.codes[first:last], self.rounding.four_bit
         height, width = self.block

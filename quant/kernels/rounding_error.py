@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ckptkit.transfer.copy import cores
 from quant.formats.packing import Packed, unpack_zero_point
-from quant.formats.squared_error import SquaredError
 from quant.kernels.float_roundings import Fp8Weight
+from quant.schemes.interface import SquaredError
 
 _TASK = 1 << 20  # weights that a thread takes at a time
 # Codes as they are stored: INT4 and E2M1 two a byte, the even column in the low half.
@@ -44,7 +44,7 @@ def _measured(
     weight: Tensor, stored: Tensor, scales: Tensor, zeros: Tensor, block: tuple[int, int], codes: _Codes
 ) -> SquaredError:
     # Imported here, and below, because Numba takes a while.
-    from quant.kernels.cpu import bits_of, pool
+    from quant.kernels.threads import bits_of, pool
 
     rows, columns = weight.shape
     step = max(1, _TASK // max(1, columns * block[0])) * block[0]
@@ -75,7 +75,7 @@ def _kernel(weight: torch.dtype, codes: _Codes) -> Callable[..., tuple[float, fl
     Weights are the bits of their floats [rows, columns], codes uint8; scales and zeros are float32 [blocks down, blocks
     across], a block being `height` rows and `width` columns. Sums are float32 within a row of a block, else float64.
     """
-    from quant.kernels.cpu_kernel import KINDS, compiled, from_bits
+    from quant.kernels.cpu import KINDS, compiled, from_bits
 
     kind, in_pairs, linear = KINDS[weight], codes != "e4m3", codes == "int4"
     f32 = np.float32

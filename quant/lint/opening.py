@@ -15,19 +15,17 @@ from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from converters.foreign import refuse_stated
 from converters.registry import FAMILIES
 from converters.stored import as_spelled, with_unused
-from quant.formats.floats.table import quantized_in
+from quant.formats.floats.layout import quantized_in
 from quant.formats.groups import Group, Kind, Target, groups_of, targets_of
 from quant.formats.modelopt import flattened
 from quant.formats.part_names import SCALE, packed_in
 from quant.formats.scheme import listed
-from quant.lint.low_precision import LowPrecisionList
-from quant.lint.subject import IgnoreList
+from quant.lint.subject import IgnoreList, LowPrecisionList
 from quant.lists.table import KEYS, LISTS, Method, readers_of_method
-from quant.patterns.entries import check_entries
-from quant.selection.class_tree import class_tree
+from quant.patterns import check_entries
 from quant.selection.matrices import Matrix, fused_experts, matrices_named
 from quant.selection.readers import ALL_READERS, LIST_READERS, readers_of
-from quant.selection.tree import ClassTree
+from quant.selection.tree import ClassTree, class_tree
 
 # Linear layers that every engine holds unquantized, whatever the list.
 _NEVER = (".indexer.weights_proj",)

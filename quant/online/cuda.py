@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex, overload
 import torch
 from torch import Tensor
 
-from quant.kernels.triton_launch import Launcher, done, working_on
+from quant.kernels.triton_kernels import Launcher, done, working_on
 from quant.online.form import Form, Pair, Part
 
 MIN_MATRICES = 16  # packed matrices in a bucket that make a plan worth keeping

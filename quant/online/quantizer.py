@@ -15,10 +15,8 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from quant.formats.scheme import Grid, read_scheme
-from quant.online.form import Form
-from quant.online.fp8 import Fp8Form, fp8_form, refuse_nvfp4, served_in_fp8
-from quant.online.int4 import Int4Form
-from quant.online.served import served
+from quant.online.form import Form, Fp8Form, Int4Form, fp8_form, refuse_nvfp4
+from quant.online.served import served, served_in_fp8
 
 if TYPE_CHECKING:
     from quant.online.cuda import BucketPlan

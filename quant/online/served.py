@@ -17,10 +17,10 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import HfCheckpoint, shard_names
 from converters.hf_names import GATE_UP, LATENT_DOWN, QKV
 from quant.formats.packing import CODES_PER_WORD
-from quant.formats.part_names import INT4_ENDINGS, PACKED, packed_in, unpacked_name
+from quant.formats.part_names import FP8_SCALE_INV, INT4_ENDINGS, PACKED, packed_in, unpacked_name
 from quant.formats.scheme import QuantScheme
+from quant.selection.matrices import ignore_options, spell
 from quant.selection.readers import compressed_tensors
-from quant.selection.spelling import ignore_options, spell
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,6 +97,30 @@ def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path
     return served_of(weights, _shapes(specs, packed), whole=whole)
 
 
+def served_in_fp8(reference: str | Path | Iterable[str] | None) -> Served:
+    """What an engine serves from the FP8 checkpoint at `reference`: its directory, or its tensor names.
+
+    Every tensor that has a `_scale_inv` there is quantized. Raises CkptkitError without a reference, and where that has
+    no such tensor.
+    """
+    names, specs = names_of(reference)
+    if names is None:
+        raise CkptkitError(
+            "which weights an engine has in FP8 is not known from its config alone",
+            "give `reference`, the checkpoint that it serves, or the names of its tensors",
+        )
+    known = set(names)
+    scales = {name + FP8_SCALE_INV for name in known} & known
+    weights = {name: name + FP8_SCALE_INV in scales for name in names if name not in scales}
+    if not any(weights.values()):
+        raise CkptkitError(
+            f"the engine's checkpoint has no tensor that ends in {FP8_SCALE_INV}",
+            "give the FP8 checkpoint that the engine serves, not the BF16 one",
+        )
+    shapes = {name: specs[name].shape for name in weights if name in specs and len(specs[name].shape) > 1}
+    return served_of(weights, shapes, together=False)
+
+
 def served_of(
     weights: Mapping[str, bool], shapes: Mapping[str, tuple[int, ...]], *, whole: bool = True, together: bool = True
 ) -> Served:
@@ -140,8 +164,8 @@ def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[
         modules = set(packed_in(names))
         return {unpacked_name(name): name.endswith(PACKED) for name in names if not _is_part(name, modules)}, True
     # Imported here because they import transformers, which takes seconds.
-    from quant.selection.class_tree import class_tree
     from quant.selection.decision import packed_modules
+    from quant.selection.tree import class_tree
 
     tree, packed = class_tree(config), packed_modules((), config)
     return {f"{module}.weight": module in packed for module in (*sorted(tree.linears), *tree.others)}, False

@@ -19,18 +19,16 @@ from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
 from converters.registry import family_of
 from converters.stored import as_stored
-from quant.formats.floats.layout import Layout
-from quant.formats.floats.table import compressed_nvfp4, modelopt_nvfp4, mxfp4
+from quant.formats.floats.layout import Layout, compressed_nvfp4, modelopt_nvfp4, mxfp4
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
-from quant.formats.squared_error import SquaredError
 from quant.kernels.float_roundings import Fp8Weight, blocks_of
 from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 from quant.kernels.rounding_error import float_error
-from quant.patterns.entries import check_entries
-from quant.schemes.interface import Request
+from quant.patterns import check_entries
+from quant.schemes.interface import Request, SquaredError
 from quant.selection import tiles
-from quant.selection.class_tree import class_tree
-from quant.selection.eight_bit import select_eight_bit, sharing_a_scale
+from quant.selection.decision import select_eight_bit, sharing_a_scale
+from quant.selection.tree import class_tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,27 +163,28 @@ def from_options(name: str, given: dict[str, Any], reference: str | Path | None)
 
 @dataclass(frozen=True)
 class FloatWeights:
-    """The `Packing` of 8-bit and 4-bit floats."""
+    """Which weights of one checkpoint are quantized, and how, to 8-bit and 4-bit floats."""
 
     scheme: FloatScheme
     names: Collection[str]
     ignore: tuple[str, ...]  # whole names of modules that are not quantized
     device: str = "cpu"
-    notes: tuple[str, ...] = ()
-    together: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()  # what to know before the result is served
+    together: tuple[tuple[str, ...], ...] = ()  # weights quantized in one step, since they share a scale
     quantized: tuple[str, ...] = ()  # modules by every name that an engine asks by
     # Whether MXFP8 is spelled as vLLM's class of ModelOpt's format reads it.
     for_vllm: bool = False
-    advice: str | None = None
+    advice: str | None = None  # which options would lose less, where they may be used
+    # How far each weight that `pack` has packed is from its source, by the name of the tensor with its codes.
     errors: dict[str, SquaredError] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """As `Packing.label`."""
+        """What happens to a weight, for the dry run."""
         return f"quantize {self.scheme.name}"
 
     def shapes(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """As `Packing.shapes`."""
+        """The tensors that a weight becomes."""
         if (layout := self.scheme.layout) is not None:
             codes = TensorSpec(spec.name + layout.codes, (spec.shape[0], spec.shape[1] // 2), layout.code_dtypes[0])
             scales = TensorSpec(spec.name + layout.scales[0], layout.grid(spec.shape), layout.scale_dtypes[0])
@@ -197,7 +196,7 @@ class FloatWeights:
         return (TensorSpec(spec.name, spec.shape, "float8_e4m3fn"), TensorSpec(spec.name + ending, grid, dtype))
 
     def pack(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As `Packing.pack`."""
+        """Quantizes weights, those of one step, to what `shapes` announces, one after the other."""
         scheme, names = self.scheme, [spec.name for spec in specs]
         weights = [tensor.to(self.device) for tensor in tensors]
         packed, second = _quantize(weights, scheme, names)
@@ -212,7 +211,7 @@ class FloatWeights:
         return [part.cpu() for one in packed for part in (*one, *shared)]
 
     def config(self) -> dict[str, Any]:
-        """As `Packing.config`."""
+        """The `quantization_config` of the result."""
         if self.scheme.name == "nvfp4" and not self._is_compressed_tensors:
             algorithm = {"quant_algo": "W4A16_NVFP4", "group_size": self.scheme.kind.block[1]}
             layers = dict.fromkeys(self.quantized, algorithm)
@@ -243,7 +242,7 @@ def _quantize(
     if scheme.name == "nvfp4":
         return quantize_nvfp4(weights, scheme.formula, names)
     if scheme.layout is not None:
-        return [quantize_mxfp4(*one) for one in zip(weights, [scheme.formula] * len(names), names, strict=True)], None
+        return [quantize_mxfp4(weight, name) for weight, name in zip(weights, names, strict=True)], None
     block, rounding = scheme.kind.block, scheme.formula
     return [quantize_fp8(weight, block, rounding, name) for weight, name in zip(weights, names, strict=True)], None
 

@@ -1,14 +1,47 @@
-"""Names the schemes. Imports no torch: a scheme's module is loaded when it is used."""
+"""The schemes of quantization by name. Imports no torch: a scheme's module is loaded when it is used.
+
+Reading its weights back is a `Format` of `quant.formats`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+from ckptkit.core.checkpoint import Checkpoint
+from quant.schemes.interface import Request
 
 if TYPE_CHECKING:
-    from quant.schemes.interface import SchemeModule
+    from torch import Tensor
+
+    from quant.formats.scheme import QuantScheme
+    from quant.schemes.floats import FloatScheme, FloatWeights
+    from quant.schemes.w4a16 import PackedWeights
+
+# What a user asks for, as data; the constructor refuses contradictions.
+Scheme: TypeAlias = "QuantScheme | FloatScheme"
+# Which weights of one checkpoint become quantized, and into what.
+Packing: TypeAlias = "PackedWeights | FloatWeights"
+
+
+class SchemeModule(Protocol):
+    """What a module of `quant.schemes` has."""
+
+    def from_options(self, name: str, given: dict[str, Any], reference: str | Path | None) -> Scheme:
+        """Makes the scheme called `name` of command line options, which it takes out of `given`.
+
+        Options not given default to those of the checkpoint at `reference`. Raises CkptkitError.
+        """
+
+    def select(self, source: Checkpoint, scheme: Scheme, request: Request) -> Packing:
+        """Decides from headers what is quantized. Raises CkptkitError where readers would disagree about it."""
+
+    def quantize_sample(self, weight: Tensor, scheme: Scheme) -> None:
+        """Quantizes a matrix, so that a forecast can measure how long it takes."""
+
 
 DEFAULT = "w4a16"  # of `ckptkit quantize`
 # By the name that `--quantize` takes.

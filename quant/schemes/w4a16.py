@@ -1,11 +1,14 @@
 """INT4 weights in groups, eight to an int32 word (compressed-tensors pack-quantized), as a scheme.
 
 `N.weight` becomes `N.weight_packed`, `N.weight_scale`, `N.weight_shape` and, if asymmetric, `N.weight_zero_point`.
+Weights of an INT4 checkpoint keep its scales where these still give the weight. A fresh scale could move weights that
+nobody changed: it follows from the group's largest weight, which need not be at the end of the grid that it was rounded
+to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,23 +22,138 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.remote import config_at
-from ckptkit.formats.hf.side_files import describe_quantization
+from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from converters.registry import family_of
 from converters.stored import as_stored
-from quant.formats.packing import CODES_PER_WORD, Packed
+from quant.formats.grids import check, dequantize
+from quant.formats.packing import (
+    CODES_PER_WORD,
+    Packed,
+    check_zero_point_layout,
+    for_sglang_experts,
+    is_expert,
+    pack,
+    pack_zero_point,
+    unpack_zero_point,
+)
 from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
-from quant.formats.scheme import Grid, QuantScheme, Search, quantization_config
-from quant.formats.squared_error import SquaredError
-from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
+from quant.formats.scheme import GRIDS, KEPT_SCALES, Grid, QuantScheme, Search, parse, quantization_config
 from quant.kernels.dispatch import quantize_pack
 from quant.kernels.rounding_error import int4_error
-from quant.requantize import StoredScheme, requantize, stored_parts, stored_scheme
-from quant.schemes.interface import Request
+from quant.schemes.interface import Request, SquaredError
 from quant.selection import tiles
-from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
-from quant.selection.fused_experts import refuse_for_transformers
 from quant.selection.reading import ignored
+from quant.selection.tiles import refuse_for_transformers
+from quant.selection.tree import class_tree
+
+_BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
+
+
+@dataclass(frozen=True)
+class StoredScheme:
+    """What the config of an INT4 checkpoint says about its scales."""
+
+    group_size: int | None  # None: one scale a row
+    symmetric: bool
+    grid: Grid | None = None  # None: another tool wrote the config
+    scale_dtype: torch.dtype | None = None  # None: the weight's own
+    kept_scales: bool = False  # scales of another grid may be among them
+
+    def fits(self, scheme: QuantScheme) -> bool:
+        """Whether scales cover the same groups of weights as in `scheme`."""
+        return (self.group_size, self.symmetric) == (scheme.group_size, scheme.symmetric)
+
+    def has_others(self, scheme: QuantScheme) -> bool:
+        """Whether scales kept from here may be of another grid than that of `scheme`."""
+        return self.kept_scales or self.grid != scheme.grid
+
+
+def stored_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
+    """Reads what a whole config.json says about INT4 scales; None when the weights are not INT4.
+
+    Raises CkptkitError for a quantization that ckptkit cannot read.
+    """
+    from quant.formats.dequantize import format_of
+    from quant.formats.packing import PackedInt4
+
+    if quantization_of(config) is None or not isinstance(form := format_of(config), PackedInt4):
+        return None
+    weights = next(iter(parse(quantization_of(config)).config_groups.values())).weights
+    grid = weights.observer_kwargs.get("grid")
+    kept_scales = weights.observer_kwargs.get(KEPT_SCALES) is True
+    known = grid if grid in GRIDS else None
+    return StoredScheme(form.group, form.symmetric, known, weights.scale_dtype, kept_scales)
+
+
+def stored_parts(reference: Checkpoint, module: str, symmetric: bool) -> Packed | None:
+    """Reads the packed parts of a module from an INT4 checkpoint; None when the module is not packed.
+
+    Raises CkptkitError when a part is missing.
+    """
+    names = [module + part for part in (PACKED, SCALE, *([] if symmetric else [ZERO_POINT]))]
+    if names[0] not in reference.specs:
+        return None
+    if missing := [name for name in names if name not in reference.specs]:
+        raise CkptkitError(
+            f"the reference has {names[0]} but no {missing[0]}",
+            "download the missing shard, or leave the reference out",
+        )
+    found = [*reference.read(names).values()]
+    return Packed(found[0], found[1], None if symmetric else found[2])
+
+
+def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -> Packed:
+    """Packs [rows, columns]; groups that the scales and zero points of `before` reproduce keep them.
+
+    A group keeps its scale when (code - zero point) x scale, with code = round(w / scale) + zero point in -8..7, equals
+    each of its weights in the weight's dtype. The sign of a zero does not count: no code holds it. Other groups get
+    fresh scales. Scales are stored in the scheme's dtype, or in that of `before` if the scheme has none.
+    Raises CkptkitError as `quantize_pack` does, and when `before` has other groups.
+    """
+    scheme = replace(scheme, scale_dtype=scheme.scale_dtype or before.scale.dtype)
+    check(weight, scheme, name)
+    rows, columns = weight.shape
+    if before.scale.shape != (rows, scheme.groups(columns)):
+        wanted = [rows, scheme.groups(columns)]
+        raise CkptkitError(
+            f"{name}: the reference has scales {list(before.scale.shape)}, not {wanted}",
+            "give a reference of the same model",
+        )
+    scale = before.scale.to(device=weight.device, dtype=scheme.scale_dtype)
+    zero_point = (
+        None
+        if before.zero_point is None
+        else unpack_zero_point(before.zero_point.to(weight.device), before.scale.shape)
+    )
+    codes, reused = _codes(weight, scale, zero_point, scheme)
+    if bool(reused.all()):
+        return Packed.of(codes, scale, zero_point)
+    (fresh,) = quantize_pack([weight], scheme, [name])
+    own, new = (words.reshape(*reused.shape, -1) for words in (pack(codes), fresh.words))
+    words = torch.where(reused.unsqueeze(-1), own, new)
+    scale = torch.where(reused, scale, fresh.scale)
+    if zero_point is not None and fresh.zero_point is not None:
+        zero_point = torch.where(reused, zero_point, unpack_zero_point(fresh.zero_point, reused.shape))
+    return Packed(words.flatten(1), scale, None if zero_point is None else pack_zero_point(zero_point))
+
+
+def _codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """Returns codes int8 [rows, columns] for these scales, and bool [rows, groups]: which groups they reproduce."""
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    reused = torch.ones(scale.shape, dtype=torch.bool, device=weight.device)
+    size = scheme.group_size or weight.shape[1]
+    step = max(1, _BLOCK // max(weight.shape[1], 1))
+    for start in range(0, weight.shape[0] if weight.numel() else 0, step):
+        block = slice(start, start + step)
+        zero = None if zero_point is None else zero_point[block]
+        groups = weight[block].reshape(-1, reused.shape[1], size)
+        quotient = groups.float() / scale[block].float().unsqueeze(-1)
+        exact = quotient.round_() if zero is None else quotient.round_().add_(zero.unsqueeze(-1))
+        codes[block] = exact.nan_to_num_(nan=0.0).clamp_(-8, 7).to(torch.int8).flatten(1)
+        meant = dequantize(codes[block], scale[block], zero).to(weight.dtype)
+        reused[block] = (meant.reshape(groups.shape) == groups).all(-1) & scale[block].isfinite() & (scale[block] != 0)
+    return codes, reused
 
 
 def from_options(name: str, given: dict[str, Any], reference: str | Path | None) -> QuantScheme:
@@ -77,7 +195,7 @@ def int4_scheme(
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The `Packing` of INT4."""
+    """Which weights of one checkpoint are quantized, and how, to INT4."""
 
     # With the whole `ignore` list.
     scheme: QuantScheme
@@ -85,22 +203,23 @@ class PackedWeights:
     device: str = "cpu"
     # An INT4 checkpoint with the same groups, whose scales are kept where they still give the weight.
     reference: Checkpoint | None = None
-    # Whether zero points of routed experts are stored in the layout of SGLang (`quant.formats.zero_points`).
+    # Whether zero points of routed experts are stored in the layout of SGLang (`quant.formats.packing`).
     sglang_experts: bool = False
     # Whether scales of `reference` may be on another grid than that of the scheme.
     kept_scales: bool = False
-    notes: tuple[str, ...] = ()
-    together: tuple[tuple[str, ...], ...] = ()
-    advice: str | None = None
+    notes: tuple[str, ...] = ()  # what to know before the result is served
+    together: tuple[tuple[str, ...], ...] = ()  # weights quantized in one step, since they share a scale
+    advice: str | None = None  # which options would lose less, where they may be used
+    # How far each weight that `pack` has packed is from its source, by the name of the tensor with its codes.
     errors: dict[str, SquaredError] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """As `Packing.label`."""
+        """What happens to a weight, for the dry run."""
         return f"quantize {self.scheme.grid}"
 
     def shapes(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """As `Packing.shapes`."""
+        """The tensors that a weight becomes."""
         rows, columns = spec.shape
         groups = self.scheme.groups(columns)
         packed, scale, shape, zero_point = _part_names(spec.name)
@@ -118,7 +237,7 @@ class PackedWeights:
         return (*parts, TensorSpec(zero_point, zeros, "int32"))
 
     def pack(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As `Packing.pack`."""
+        """Quantizes weights, those of one step, to what `shapes` announces, one after the other."""
         return [part for spec, tensor in zip(specs, tensors, strict=True) for part in self._packed(spec, tensor)]
 
     def _packed(self, spec: TensorSpec, tensor: Tensor) -> list[Tensor]:
@@ -139,7 +258,7 @@ class PackedWeights:
         return parts
 
     def config(self) -> dict[str, Any]:
-        """As `Packing.config`."""
+        """The `quantization_config` of the result."""
         return quantization_config(self.scheme, sglang_experts=self.sglang_experts, kept_scales=self.kept_scales)
 
     def _is_turned(self, spec: TensorSpec) -> bool:

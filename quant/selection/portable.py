@@ -6,15 +6,16 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold, summarize
-from quant.formats.groups import LINEAR, Target
-from quant.selection.matrices import Matrix
+from converters.registry import FAMILIES
+from quant.formats.groups import LINEAR, Target, groups_of
+from quant.selection.matrices import Matrix, candidates
+from quant.selection.readers import RULES, severity_of
 from quant.selection.reading import BY_CLASS, Answer, Reading, read, read_all
-from quant.selection.spelling import candidates
-from quant.selection.tree import DRAFT_LAYER
+from quant.selection.tree import DRAFT_LAYER, ClassTree
 
 OTHER_FORMAT = (
     "no entry of `ignore` tells layers of another format: do not quantize updates of this model with slime or miles"
@@ -208,3 +209,36 @@ def _respell(pattern: str, question: Question, ignore: Sequence[str]) -> str | N
 
 def _unique(*entries: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(entry for several in entries for entry in several))
+
+
+def is_published(model_type: str, ignore: Sequence[str], tree: ClassTree) -> bool:
+    """Whether the list is one of a known release, or is written out as llm-compressor saves it.
+
+    Written out: whole module names and no pattern, the head and every router among them.
+    """
+    family = FAMILIES.get(model_type)
+    if family and family.release and frozenset(ignore) in family.release.published_ignore:
+        return True
+    routers = tree.gates | {name for name in tree.others if ".layers." in f".{name}"}
+    return not any(entry.startswith("re:") for entry in ignore) and {tree.head, *routers} <= set(ignore)
+
+
+def severities(
+    config: Mapping[str, Any],
+    ignore: Sequence[str],
+    tree: ClassTree,
+    asked: Sequence[str] | None,
+    engine: str = "sglang",
+    *,
+    updated: bool | None = False,
+) -> dict[str, Literal["error", "warning"]]:
+    """The severity, for each reader, of a list that contradicts the packed weights: see `severity_of`.
+
+    A config of several groups is made for engines too: trainers read the first alone. `updated` None: the trainer packs
+    what is stored packed, so that slime's reading of the list does not matter.
+    """
+    published = len(groups_of(config)) > 1 or is_published(str(config.get("model_type")), ignore, tree)
+    readers = (reader for reader in RULES if updated is not None or reader != "slime")
+    return {
+        reader: severity_of(reader, asked, engine, published=published, updated=bool(updated)) for reader in readers
+    }

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ckptkit.core.errors import CkptkitError
-from quant.patterns.entries import matcher
+from quant.patterns import matcher
 
 Rule = Callable[[str, str], bool]
 VLLM = ("vLLM 0.26", "vLLM 0.33")

@@ -21,9 +21,9 @@ from ckptkit.app.cli import main as ckptkit
 
 _IMPORTS = (
     *("torch", "torch.distributed.checkpoint", "safetensors.torch", "compressed_tensors", "transformers"),
-    *("ckptkit.app.api", "ckptkit.app.conversion", "ckptkit.app.conversion", "ckptkit.app.inspection", "numba"),
-    *("quant.lint.lint", "quant.kernels.cpu", "quant.kernels.cpu_kernel", "quant.planner", "converters.planner"),
-    *("ckptkit.app.cli.conversion", "ckptkit.app.cli.inspection", "ckptkit.app.cli.inspection"),
+    *("ckptkit.app.api", "ckptkit.app.conversion", "ckptkit.app.inspection", "numba"),
+    *("quant.lint.lint", "quant.kernels.cpu", "quant.planner", "converters.planner"),
+    *("ckptkit.app.cli.conversion", "ckptkit.app.cli.inspection"),
     *("ckptkit.app.cli.verification", "verify.run", "verify.launch.preflight", "verify.diff.diff", "verify.diff.text"),
     *("verify.reports", "verify.reports.render", "verify.reports.html", "verify.triage.triage"),
 )

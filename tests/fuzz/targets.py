@@ -30,7 +30,7 @@ from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_file import SavedFile
 from ckptkit.transfer.manifest import read_manifest
 from converters.planner import dims_of, mappings_of, rules_of
-from quant.patterns.entries import check_entries, matcher
+from quant.patterns import check_entries, matcher
 from verify.launch.job import Launch
 from verify.launch.options.given import given_arguments
 from verify.launch.settings.config import Config, UnresolvedError

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import language as tl
 
 from ckptkit.core.errors import CkptkitError
-from quant.kernels import triton_floats
+from quant.kernels import triton_kernels
 from quant.kernels.float_roundings import NVFP4, ROUNDINGS, Fp8Weight
 from quant.kernels.floats import (
     quantize_fp8,
@@ -78,14 +78,14 @@ def exhaustive(dtype: torch.dtype) -> Tensor:
 def test_a_gpu_gives_the_bytes_of_the_cpu(dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the GPU's own conversion to float8_e4m3fn, and with the arithmetic that stands for it on older ones."""
     if not native:
-        monkeypatch.setattr(triton_floats, "_converts", lambda device: False)
+        monkeypatch.setattr(triton_kernels, "_converts", lambda device: False)
     torch.manual_seed(1)
     hard = torch.cat([hard_weights(dtype, 300)[:-1] for _ in range(5)])
     hard[:128, :128] = 0
     wide = (torch.randn(1000, 4100) * torch.rand(1000, 1)).to(dtype)
     cases = [(weight, *case) for weight in (wide, exhaustive(dtype)) for case in offered()]
     for weight, block, rounding in [*((hard, *case) for case in product(BLOCKS, ROUNDINGS)), *cases]:
-        assert triton_floats.has_kernel(weight.cuda(), block)
+        assert triton_kernels.has_kernel(weight.cuda(), block)
         found, wanted = quantize_fp8(weight.cuda(), block, rounding, "a"), quantize_fp8(weight, block, rounding, "a")
         assert_same(found, wanted, (tuple(weight.shape), rounding, block))
 
@@ -96,8 +96,8 @@ def test_four_bits_on_a_gpu_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     torch.manual_seed(7)
     weights = [hard_weights(dtype, 320), (torch.randn(1000, 4096) * torch.rand(1000, 1)).to(dtype)]
     for weight in weights:
-        found = quantize_mxfp4(weight.cuda(), "compressed-tensors", "a")
-        assert_same(found, quantize_mxfp4(weight, "compressed-tensors", "a"), "mxfp4")
+        found = quantize_mxfp4(weight.cuda(), "a")
+        assert_same(found, quantize_mxfp4(weight, "a"), "mxfp4")
     for writer, several in product(NVFP4, (weights, weights[1:])):
         found_all, second = quantize_nvfp4([weight.cuda() for weight in several], writer, NAMES[: len(several)])
         wanted_all, wanted = quantize_nvfp4(several, writer, NAMES[: len(several)])
@@ -129,7 +129,7 @@ def test_views_that_are_not_aligned_or_contiguous_and_what_has_no_kernel() -> No
             wanted = quantize_fp8(cut(storage), block, "online", name)
             assert_same(quantize_fp8(cut(storage.cuda()), block, "online", name), wanted, (name, block))
     wide = (torch.randn(2, 70000) / 50).bfloat16()
-    assert not triton_floats.has_kernel(wide.cuda(), (1, None))
+    assert not triton_kernels.has_kernel(wide.cuda(), (1, None))
     assert_same(
         quantize_fp8(wide.cuda(), (1, None), "slime", "wide"), quantize_fp8(wide, (1, None), "slime", "wide"), ""
     )

@@ -13,9 +13,9 @@ from torch import Tensor
 from ckptkit.app import api
 from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import quantize
-from quant.formats.packing import pack, pack_zero_point
+from quant.formats.packing import Packed, pack, pack_zero_point
 from quant.formats.scheme import QuantScheme
-from quant.kernels.dispatch import Packed, quantize_pack
+from quant.kernels.dispatch import quantize_pack
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
 

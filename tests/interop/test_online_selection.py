@@ -1,4 +1,4 @@
-"""What trainers' own online quantizers pack, tensor by tensor, against `quant.lists.trainers`.
+"""What trainers' own online quantizers pack, tensor by tensor, against `quant.lists.table`.
 
 `SLIME`, `MILES` and `VERL` name checkouts. Only the quantizers' files run, with a stand-in for the kernels.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from quant.lists import rules, trainers
+from quant.lists import table as rules
 
 _PROCESSORS = "backends/megatron_utils/megatron_to_hf/processors"
 _ROOT = "module.module.decoder.layers.3"
@@ -97,7 +97,7 @@ def test_slime_packs_by_its_list(checkout: Callable[[str], Path]) -> None:
     file = checkout("SLIME") / "slime" / _PROCESSORS / "quantizer_fp8.py"
     own = functions_of(file, _quantize_param=packed)["quantize_params_fp8"]
     found = chosen(own, FP8, SimpleNamespace())
-    assert found == {name: trainers.slime_fp8(name, {}) for name in found}
+    assert found == {name: rules.slime_fp8(name, {}) for name in found}
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -107,10 +107,10 @@ def test_miles_packs_by_its_lists(checkout: Callable[[str], Path], interleaved: 
     config = {"indexer_rope_interleave": interleaved}
     own = functions_of(folder / "quantizer_fp8.py", _quantize_param=packed_of_miles)["quantize_params_fp8"]
     found = chosen(own, FP8, args)
-    assert found == {name: trainers.miles_fp8(name, config) for name in found}
+    assert found == {name: rules.miles_fp8(name, config) for name in found}
     own = functions_of(folder / "quantizer_mxfp8.py", _quantize_param=packed)["quantize_params_mxfp8"]
     found = chosen(own, {"quant_method": "mxfp8"}, args)
-    assert found == {name: trainers.miles_mxfp8(name, config) for name in found}
+    assert found == {name: rules.miles_mxfp8(name, config) for name in found}
 
 
 def test_miles_packs_nvfp4_less_its_list(checkout: Callable[[str], Path]) -> None:
@@ -131,7 +131,7 @@ def test_miles_packs_nvfp4_less_its_list(checkout: Callable[[str], Path]) -> Non
         ]
         for name in several
     }
-    assert back == {name: trainers.miles_nvfp4(name, {}) for name in back}
+    assert back == {name: rules.miles_nvfp4(name, {}) for name in back}
     entries = [
         f"{_L}.mlp.experts",
         f"{_L}.",
@@ -153,7 +153,7 @@ def test_verl_packs_by_parts_of_names(checkout: Callable[[str], Path]) -> None:
     helper = functions_of(root / "fp8_utils.py")["FP8QuantizerHelper"](FP8)
     every = [name for several in EXPORTED.values() for name in several]
     every += [f"{_L}.block_sparse_moe.experts.7.w1.weight", f"{_L}.self_attn.q_proj.bias"]
-    assert [name for name in every if helper.should_quantize_param(name) != trainers.verl_fp8(name, {})] == []
+    assert [name for name in every if helper.should_quantize_param(name) != rules.verl_fp8(name, {})] == []
     matches = functions_of(root / "sglang" / "sglang_fp8_utils.py", FP8QuantizerHelper=object)["_matches_ignored_layer"]
     entries = [
         "mlp.gate",

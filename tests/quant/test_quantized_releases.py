@@ -135,9 +135,6 @@ RELEASES = {
 }
 
 
-MODULES = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-
-
 def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
     """Asserts equal names, dtypes, shapes and bytes."""
     assert left.keys() == right.keys()
@@ -237,13 +234,3 @@ def test_real_megatron_holds_the_dequantized_weights(tmp_path: Path) -> None:
     report = verify(tmp_path / "megatron", source=tmp_path / "release", against=frozenset({"megatron"}))
     assert report.findings == []
     assert [check.status for check in report.checks if check.code == "CK402"] == ["passed"]
-
-
-def test_values_that_are_not_the_release_s_are_found(tmp_path: Path) -> None:
-    release = RELEASES["asymmetric INT4"]
-    save(release.case, CASES[release.case], tmp_path / "plain", torch.bfloat16)
-    quantized.write(tmp_path / "plain", tmp_path / "release", release.wanted, release.quantizer, release.edit)
-    convert(tmp_path / "plain", tmp_path / "megatron")
-    report = verify(tmp_path / "megatron", source=tmp_path / "release")
-    names = {finding.tensor for finding in report.findings if finding.code == "CK202"}
-    assert names == {f"model.layers.{{0..11}}.{module}.weight" for module in MODULES}

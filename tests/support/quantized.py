@@ -18,7 +18,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quant.formats import zero_points
+from quant.formats import packing
 
 # A weight to its parts, by what is appended to its name, and to what these mean.
 Quantizer = Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]]
@@ -165,5 +165,5 @@ def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
 def small_groups_allowed() -> Iterator[None]:
     """Lets experts have zero points in small groups, which SGLang loads and repacks rightly but computes wrongly."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_points, "SMALL_TILE", 0)
+        patch.setattr(packing, "SMALL_TILE", 0)
         yield

@@ -14,12 +14,10 @@ from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, packed_in
 from quant.formats.scheme import listed
-from quant.selection.class_tree import class_tree
 from quant.selection.matrices import Matrix, forbidden, matrices_named, matrices_of
-from quant.selection.portable import Divergence, Question, advice, described
-from quant.selection.published import severities
+from quant.selection.portable import Divergence, Question, advice, described, severities
 from quant.selection.readers import RULES, counting
-from quant.selection.tree import ClassTree
+from quant.selection.tree import ClassTree, class_tree
 from verify.issue import Issue
 from verify.report import Severity
 

@@ -21,9 +21,7 @@ from converters.planner import dims_of, rules_in, rules_of, tied_head
 from converters.registry import family_of
 from converters.stored import OtherSpelling, as_stored, other_spelling, refuse_older, remarks
 from quant.formats.dequantize import floats_of
-from quant.formats.floats.layout import E4M3
-from quant.formats.floats.release import Floats
-from quant.formats.floats.table import MXFP4_EXPERTS, fp8
+from quant.formats.floats.layout import E4M3, MXFP4_EXPERTS, fp8
 from quant.formats.groups import Group, group_of, groups_of
 from quant.formats.part_names import (
     PACKED,
@@ -33,6 +31,7 @@ from quant.formats.part_names import (
     WEIGHT_SHAPE,
     WEIGHT_ZERO_POINT,
 )
+from quant.formats.release import Floats
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.skip import Skip, Unable

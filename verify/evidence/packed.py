@@ -115,7 +115,7 @@ def part_shapes(
 
     Source: compressed-tensors `pack_quantized/base.py`.
 
-    Zero points of routed experts may be stored as SGLang reads them (`quant.formats.zero_points`).
+    Zero points of routed experts may be stored as SGLang reads them (`quant.formats.packing`).
     """
     rows, columns = shape
     groups = form.groups(columns)

@@ -22,7 +22,7 @@ from quant.selection.readers import ALL_READERS
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
     from ckptkit.app.run_options import RunOptions
-    from quant.schemes.interface import Scheme
+    from quant.schemes.registry import Scheme
 
 
 @click.command(cls=Verb, short_help="Convert HF to Megatron, or Megatron to HF.")

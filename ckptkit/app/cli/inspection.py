@@ -104,8 +104,8 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
 
     INT4, FP8, MXFP8, MXFP4 or NVFP4. A lone config.json is enough.
     """
+    from quant.lint.lint import lines
     from quant.lint.lint import lint as run
-    from quant.lint.text import lines
 
     report = run(path, readers=readers or None, fix=fix)
     if as_json:

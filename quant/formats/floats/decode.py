@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
-from quant.formats.floats.layout import E4M3, Block, Layout
+from quant.formats.floats.layout import E2M1_NUMBERS, E4M3, Block, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _NAN = 0x7F  # NaN without its sign bit
 _PRODUCTS, _ROWS = 1 << 14, 1 << 8  # products and rows of weights worked on at a time: they stay in the cache
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FEW = 256  # weights of a block, below which a table of its products costs more than the products
 
 
@@ -192,7 +191,7 @@ def _pairs() -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
     """Returns a table of the two bfloat16 numbers of each byte at each scale, as one int32 at 256 x scale + byte."""
     import torch
 
-    numbers = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    numbers = torch.tensor(E2M1_NUMBERS)
     byte = torch.arange(256)
     both = torch.stack([numbers[byte & 0xF], numbers[byte >> 4]], dim=1)
     powers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()

@@ -1,18 +1,43 @@
-"""Describes how one spelling of a low-precision format stores a weight: names, dtypes and shapes of its parts.
+"""How each spelling of a low-precision format stores a weight: names, dtypes and shapes of its parts.
 
 A weight is a number of few bits (a code) times the scale of its block and, in NVFP4, times a scale of the whole tensor.
-Imports no torch.
+Imports no torch. The spellings that files are met in:
+
+| row | tensors | written by |
+| --- | --- | --- |
+| `fp8` | `N.weight`, `N.weight_scale_inv` (or `_scale`, `N.scale`; Mistral `N.qscale_weight`) | DeepSeek, Qwen, slime |
+| `compressed_fp8` | `N.weight`, `N.weight_scale` | compressed-tensors, llm-compressor, GLM |
+| `modelopt_fp8` | scales [], [rows], or [rows / 128, 1, columns / 128, 1] | NVIDIA ModelOpt |
+| `quark_fp8` | the same with scales [] or [rows] | AMD Quark |
+| `mxfp8` | `N.weight`, `N.weight_scale_inv` or `N.weight_scale` | miles, MiniMax-M3, ModelOpt, compressed-tensors |
+| `MXFP4_EXPERTS` | `N_blocks`, `N_scales` | gpt-oss |
+| `MXFP4_BYTES` | `N.weight` int8, `N.scale` or `N.weight_scale_inv` | DeepSeek-V4's experts |
+| `mxfp4` | `N.weight` or `N.weight_packed`, `N.weight_scale` | Quark and ModelOpt; compressed-tensors |
+| `modelopt_nvfp4` | `N.weight`, `N.weight_scale`, `N.weight_scale_2` (multiplies) | ModelOpt, miles |
+| `quark_nvfp4` | the same, and `N.input_scale_2` for `N.input_scale` | AMD Quark |
+| `compressed_nvfp4` | `N.weight_packed`, `N.weight_scale`, `N.weight_global_scale` (divides) | compressed-tensors |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from ckptkit.core.specs import TensorSpec
+from quant.formats.part_names import (
+    FP8_SCALE,
+    FP8_SCALE_INV,
+    GLOBAL_SCALE,
+    INPUT_SCALES,
+    MISTRAL_INPUT,
+    MISTRAL_SCALE,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    SCALE_2,
+)
 from quant.formats.scheme import SCALE_DTYPES
 
 Number = Literal["float8_e4m3fn", "float4_e2m1fn"]
@@ -20,6 +45,9 @@ Axes = Literal["grid", "row", "four", "groups"]
 E4M3: Number = "float8_e4m3fn"
 E2M1: Number = "float4_e2m1fn"
 Block = tuple[int | None, int | None]
+# The numbers of the codes of E2M1: a sign, two bits of exponent, one of mantissa.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_NUMBERS = (*_E2M1, *(-number for number in _E2M1))
 LARGEST: Mapping[str, float] = {E4M3: 448.0, E2M1: 6.0}
 EXPONENTS = "float8_e8m0fnu"  # powers of two
 FLOAT_SCALES = (*SCALE_DTYPES, EXPONENTS)
@@ -115,3 +143,160 @@ class Layout:
 
 def _is_grouped(codes: TensorSpec) -> bool:
     return len(codes.shape) == 4 and codes.shape[-1] == PACKED_GROUP
+
+
+_MX = 32  # weights that share a power of two
+_POWERS = ("uint8", EXPONENTS)
+_PACKED = "_packed"
+_MXFP4 = "MXFP4 (4-bit floats, one power of two for each 32 weights)"
+_MXFP8 = "MXFP8 (float8_e4m3fn, one power of two for each 32 weights)"
+
+
+def _fp8_words(block: Block) -> str:
+    rows, columns = block
+    each = "tensor" if rows is None else "row" if columns is None else f"block of {rows} x {columns}"
+    return f"FP8 (float8_e4m3fn, one scale for each {each})"
+
+
+def fp8(block: Block, *, exponents: bool = False, static: bool = False, only: str = "") -> Layout:
+    """`quant_method` fp8. `exponents`: uint8 scales are powers of two; `static`: activations have stored scales."""
+    dtypes = (*FLOAT_SCALES, "uint8") if exponents else FLOAT_SCALES
+    return Layout(
+        _fp8_words(block),
+        E4M3,
+        block,
+        (FP8_SCALE_INV, FP8_SCALE, ".scale", MISTRAL_SCALE),
+        dtypes,
+        inputs=(*INPUT_SCALES, MISTRAL_INPUT) if static else (),
+        needs_input=static,
+        only=only,
+    )
+
+
+def compressed_fp8(block: Block, *, static: bool = False) -> Layout:
+    """compressed-tensors' `float-quantized`."""
+    inputs = (".input_scale", ".input_zero_point") if static else ()
+    return Layout(_fp8_words(block), E4M3, block, (FP8_SCALE,), inputs=inputs, needs_input=static)
+
+
+def modelopt_fp8(block: Block, *, static: bool = False) -> Layout:
+    """ModelOpt's FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO. Source: `qtensor/fp8_tensor.py` of nvidia-modelopt."""
+    axes: Axes = "row" if block[1] is None else "four"
+    return Layout(_fp8_words(block), E4M3, block, (FP8_SCALE,), inputs=(".input_scale",), needs_input=static, axes=axes)
+
+
+def quark_fp8(block: Block, *, static: bool = False) -> Layout:
+    """Quark's fp8_e4m3."""
+    axes: Axes = "row" if block[1] is None else "grid"
+    return Layout(
+        _fp8_words(block),
+        E4M3,
+        block,
+        (FP8_SCALE,),
+        (*FLOAT_SCALES, "uint8"),
+        inputs=(".input_scale",),
+        needs_input=static,
+        axes=axes,
+    )
+
+
+def mxfp8(*scales: str) -> Layout:
+    """MXFP8, with these endings of the scale's name."""
+    return Layout(_MXFP8, E4M3, (1, _MX), scales or (FP8_SCALE_INV, FP8_SCALE), _POWERS)
+
+
+MXFP4_EXPERTS = Layout(
+    _MXFP4,
+    E2M1,
+    (1, _MX),
+    (MXFP4_SCALES,),
+    ("uint8",),
+    MXFP4_BLOCKS,
+    ("uint8", "int8"),  # int8 is refused, by name
+    axes="groups",
+)
+MXFP4_BYTES = Layout(
+    _MXFP4, E2M1, (1, _MX), (".scale", FP8_SCALE_INV, FP8_SCALE), (EXPONENTS, "uint8", "float32"), "", ("int8", "uint8")
+)
+
+
+def mxfp4(packed: bool) -> Layout:
+    """MXFP4, `packed`: as compressed-tensors names it, else as Quark and ModelOpt do."""
+    return Layout(_MXFP4, E2M1, (1, _MX), (FP8_SCALE,), _POWERS, _PACKED if packed else "", ("uint8",))
+
+
+def _nvfp4_words(group: int) -> str:
+    return f"NVFP4 (4-bit floats, one scale for each {group} weights and one for the tensor)"
+
+
+def modelopt_nvfp4(group: int = 16, *, static: bool = True) -> Layout:
+    """NVFP4 as ModelOpt and miles store it. `static`: activations are NVFP4 too, with a stored scale."""
+    return Layout(
+        _nvfp4_words(group),
+        E2M1,
+        (1, group),
+        (FP8_SCALE,),
+        (E4M3,),
+        "",
+        ("uint8",),
+        SCALE_2,
+        inputs=(".input_scale",),
+        needs_input=static,
+    )
+
+
+def quark_nvfp4() -> Layout:
+    """Quark's fp4 in groups of 16 below fp8_e4m3 of the tensor. Source: `schemes/quark_nvfp4.py` of vLLM 0.26."""
+    return replace(modelopt_nvfp4(), inputs=(".input_scale_2",))
+
+
+def compressed_nvfp4(*, static: bool = True) -> Layout:
+    """compressed-tensors' `nvfp4-pack-quantized`."""
+    return Layout(
+        _nvfp4_words(16),
+        E2M1,
+        (1, 16),
+        (FP8_SCALE,),
+        (E4M3,),
+        _PACKED,
+        ("uint8",),
+        GLOBAL_SCALE,
+        divides=True,
+        inputs=(".input_global_scale",),
+        needs_input=static,
+    )
+
+
+# One row of each spelling, whatever its block.
+_ROWS = (
+    fp8((None, None), static=True),
+    compressed_fp8((None, None), static=True),
+    mxfp8(),
+    MXFP4_EXPERTS,
+    MXFP4_BYTES,
+    mxfp4(packed=True),
+    modelopt_nvfp4(),
+    quark_nvfp4(),
+    compressed_nvfp4(),
+)
+# Endings that only scales have, those of activations too.
+SCALE_ENDINGS = tuple(dict.fromkeys(part for row in _ROWS for part in (*row.parts, *row.inputs) if part != row.codes))
+_CODES = tuple(dict.fromkeys(row.codes for row in _ROWS if row.codes))
+_SCALES = tuple(dict.fromkeys(scale for row in _ROWS for scale in row.scales))
+
+
+def quantized_in(names: Iterable[str]) -> Iterator[str]:
+    """Yields the modules whose weight these tensors store in codes, in any spelling of floats: by names alone."""
+    known = frozenset(names)
+    for name in known:
+        if name.endswith(_CODES):
+            yield _stem(name, _CODES).removesuffix(".weight")
+        elif name.endswith(_SCALES):
+            stem = _stem(name, _SCALES)
+            weight = f"{stem}.weight" if name[len(stem)] == "." else stem
+            if any(weight + codes in known for codes in ("", *_CODES)):
+                yield weight.removesuffix(".weight")
+
+
+def _stem(name: str, endings: tuple[str, ...]) -> str:
+    return next(name.removesuffix(ending) for ending in endings if name.endswith(ending))

@@ -127,7 +127,7 @@ ONE_LINE = {
     "ckptkit/formats/torch_save/blob.py": "the restricted unpickler",
     "ckptkit/formats/yaml_text.py": "PyYAML, whose lines are joined",
     "converters/megatron/run_config.py": "`formats/yaml_text.py`",
-    "quant/patterns/entries.py": "re",
+    "quant/patterns.py": "re",
     "verify/evidence/expected.py": "int and float",
     "verify/launch/python/expressions.py": "Python's operators",
     "verify/launch/settings/config.py": "arithmetic",

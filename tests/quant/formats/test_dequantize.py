@@ -1,18 +1,23 @@
-"""Dequantizing by hand-worked numbers, by slow formulas, and by the code of transformers and compressed-tensors."""
+"""Dequantizing every format in every spelling: by hand, by slow formulas, by transformers and compressed-tensors."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import save_file
 from support import quantized
 from support.installed import since
 from support.models import InMemory
@@ -21,10 +26,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.dequantize import dequantized
+from ckptkit.formats.hf.reader import HfCheckpoint
+from converters.foreign import MODELOPT_READ
+from quant.formats.dequantize import dequantized, described, format_of, modelopt_format
+from quant.formats.release import Floats
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 def compressed(weights: Mapping[str, Any], form: str = "pack-quantized", **more: Any) -> dict[str, Any]:
@@ -39,10 +47,10 @@ def compressed(weights: Mapping[str, Any], form: str = "pack-quantized", **more:
     }
 
 
-def read(quantization: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read(quantization: Mapping[str, Any], tensors: Mapping[str, Tensor], **config: Any) -> dict[str, Tensor]:
     """Every tensor that a checkpoint of these tensors dequantizes to."""
-    view = dequantized(InMemory({"model_type": "x", "quantization_config": quantization}, tensors), "here")
-    assert view.config == {"model_type": "x"}
+    view = dequantized(InMemory({"quantization_config": quantization, **config}, tensors), "here")
+    assert view.config == config
     return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
 
 
@@ -243,7 +251,7 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
         (torch.arange(rows) % 253).to(torch.uint8).reshape(1, rows, 1).expand(3, rows, 5).contiguous()
     )  # beyond, 6 is not a bfloat16
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    found = read(MXFP4, {f"{name}_blocks": blocks, f"{name}_scales": scales})
+    found = read(GPT_OSS, {f"{name}_blocks": blocks, f"{name}_scales": scales})
     assert found[name].shape == (3, 160, rows)
     assert same(found[name], convert_moe_packed_tensors(blocks, scales))
 
@@ -285,3 +293,343 @@ def test_a_quantized_copy_is_the_original(quantizer: quantized.Quantizer, said: 
     found = view.read(["draft.weight"])["draft.weight"]
     assert torch.equal(found, head)
     assert not torch.equal(dequantized(InMemory(config, tensors), "here").read(["draft.weight"])["draft.weight"], head)
+
+
+ROWS, COLUMNS = 48, 96
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def bytes_of(*shape: int, low: int = 0, high: int = 256) -> Tensor:
+    return torch.randint(low, high, shape, dtype=torch.uint8, generator=seeded())
+
+
+def float_groups(form: str, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": "float", "symmetric": True, **weights}, "format": form, **more}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": []}
+
+
+NVFP4 = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+MXFP4 = {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+MXFP8 = {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+
+
+def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
+
+
+def scheme_of(weights: Mapping[str, Any], form: str) -> QuantizationScheme:
+    return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(type="float", **weights), format=form)
+
+
+def nvfp4(divisor: float) -> dict[str, Tensor]:
+    """Any codes, and every block scale that is a number above zero."""
+    scales = (torch.arange(ROWS * COLUMNS // 16) % 126 + 1).to(torch.uint8).view(torch.float8_e4m3fn)
+    return {
+        "x.weight_packed": bytes_of(ROWS, COLUMNS // 2),
+        "x.weight_scale": scales.reshape(ROWS, COLUMNS // 16),
+        "x.weight_global_scale": torch.tensor([divisor]),
+        "x.input_global_scale": torch.tensor([3.0]),
+    }
+
+
+@pytest.mark.parametrize("divisor", [28928.0, 28822.37, 2.0**14, 0.3])
+def test_nvfp4_is_what_compressed_tensors_makes_of_it(divisor: float) -> None:
+    stored, form = nvfp4(divisor), "nvfp4-pack-quantized"
+    parts = {name.removeprefix("x."): tensor for name, tensor in stored.items()}
+    meant = NVFP4PackedCompressor.decompress(parts, scheme_of(NVFP4, form))["weight"]
+    found = read(float_groups(form, NVFP4, input_activations=INPUTS), stored)
+    assert list(found) == ["x.weight"]
+    assert same(found["x.weight"], meant.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_modelopts_nvfp4_multiplies_what_compressed_tensors_divides(shape: tuple[int, ...]) -> None:
+    """By a power of two, both are exact."""
+    stored, form = nvfp4(2.0**14), "nvfp4-pack-quantized"
+    parts = {name.removeprefix("x."): tensor for name, tensor in stored.items()}
+    meant = NVFP4PackedCompressor.decompress(parts, scheme_of(NVFP4, form))["weight"]
+    tensors = {
+        "x.weight": stored["x.weight_packed"],
+        "x.weight_scale": stored["x.weight_scale"],
+        "x.weight_scale_2": torch.full(shape, 2.0**-14),
+        "x.input_scale": torch.tensor(0.1),
+        "x.k_scale": torch.tensor(0.1),
+    }
+    for algorithm in ("NVFP4", "W4A16_NVFP4"):
+        found = read(modelopt(algorithm, kv_cache_scheme={"type": "float"}), tensors)
+        assert list(found) == ["x.weight"]
+        assert same(found["x.weight"], meant.to(torch.bfloat16))
+
+
+def test_quarks_nvfp4_is_modelopts_with_another_name_of_the_inputs_scale() -> None:
+    tensors = {
+        "x.weight": bytes_of(16, 32),
+        "x.weight_scale": torch.rand(16, 4, generator=seeded()).to(torch.float8_e4m3fn),
+        "x.weight_scale_2": torch.tensor(0.5),
+    }
+    meant = read(modelopt("NVFP4"), {**tensors, "x.input_scale": torch.ones(())})
+    scheme = [
+        {"dtype": "fp4", "qscheme": "per_group", "group_size": 16},
+        {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+    ]
+    quark = {"weight": scheme, "input_tensors": scheme}
+    content = {"quant_method": "quark", "global_quant_config": quark}
+    assert same(read(content, {**tensors, "x.input_scale_2": torch.ones(())})["x.weight"], meant["x.weight"])
+
+
+@pytest.mark.parametrize("bias", [0, 90, 127, 252 - 31])
+def test_mxfp4_is_what_compressed_tensors_and_transformers_make_of_it(bias: int) -> None:
+    codes, scales = bytes_of(ROWS, COLUMNS // 2), bytes_of(ROWS, COLUMNS // 32, high=32) + bias
+    parts = {"weight_packed": codes, "weight_scale": scales}
+    by_transformers = convert_moe_packed_tensors(
+        codes.reshape(1, ROWS, COLUMNS // 32, 16), scales.reshape(1, ROWS, COLUMNS // 32)
+    )[0].T
+    found = read(float_groups("mxfp4-pack-quantized", MXFP4), {f"x.{name}": tensor for name, tensor in parts.items()})
+    assert same(found["x.weight"], by_transformers)
+    if bias:  # 2^-127 is less than compressed-tensors can compute with
+        meant = MXFP4PackedCompressor.decompress(parts, scheme_of(MXFP4, "mxfp4-pack-quantized"))["weight"]
+        assert same(found["x.weight"], meant)
+    quark = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}}
+    as_weight = {"x.weight": codes, "x.weight_scale": scales}
+    for content in ({"quant_method": "quark", "global_quant_config": quark}, modelopt("MXFP4")):
+        assert same(read(content, as_weight)["x.weight"], by_transformers)
+
+
+def test_deepseek_v4s_experts_beside_its_fp8() -> None:
+    codes, scales = bytes_of(ROWS, COLUMNS // 2), bytes_of(ROWS, COLUMNS // 32, low=100, high=140)
+    meant = convert_moe_packed_tensors(
+        codes.reshape(1, ROWS, COLUMNS // 32, 16), scales.reshape(1, ROWS, COLUMNS // 32)
+    )[0].T
+    weight = torch.randn(130, 200, generator=seeded()).to(torch.float8_e4m3fn)
+    exponents = torch.tensor([[120, 121], [127, 130]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    tensors = {
+        "layers.0.ffn.experts.0.w1.weight": codes.view(torch.int8),
+        "layers.0.ffn.experts.0.w1.scale": scales.view(torch.float8_e8m0fnu),
+        "layers.0.attn.wq_a.weight": weight,
+        "layers.0.attn.wq_a.scale": exponents,
+        "layers.0.hc_attn_scale": torch.ones(3),
+    }
+    content = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    found = read(content, tensors, expert_dtype="fp4")
+    assert list(found) == [name for name in tensors if not name.endswith(".scale")]
+    assert same(found["layers.0.ffn.experts.0.w1.weight"], meant)
+    factors = exponents.float().repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :200]
+    assert same(found["layers.0.attn.wq_a.weight"], (weight.float() * factors).to(torch.bfloat16))
+    text = described({"quantization_config": content, "expert_dtype": "fp4"}, InMemory({}, tensors).specs)
+    assert text is not None
+    assert "MXFP4 (4-bit floats, one power of two for each 32 weights): 1 tensors" in text
+    assert "FP8 (float8_e4m3fn, one scale for each block of 128 x 128): 1 tensors" in text
+
+
+@since("compressed-tensors", (0, 17), "it has no MXFP8 before")
+def test_mxfp8_is_what_compressed_tensors_makes_of_it() -> None:
+    from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
+
+    weight = torch.randn(ROWS, COLUMNS, generator=seeded()).to(torch.float8_e4m3fn)
+    scales = bytes_of(ROWS, COLUMNS // 32, low=60, high=200)
+    parts = {"weight": weight, "weight_scale": scales}
+    meant = MXFP8QuantizationCompressor.decompress(parts, scheme_of(MXFP8, "mxfp8-quantized"))["weight"]
+    expected = meant.to(torch.bfloat16)
+    stored = {f"x.{name}": tensor for name, tensor in parts.items()}
+    miles = {"quant_method": "mxfp8", "fmt": "e4m3", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
+    for content in (float_groups("mxfp8-quantized", MXFP8), modelopt("MXFP8"), miles, {"quant_method": "mxfp8"}):
+        assert same(read(content, stored)["x.weight"], expected)
+    inverse = {"x.weight": weight, "x.weight_scale_inv": scales}
+    assert same(read(miles, inverse)["x.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shape", "block"),
+    [("FP8", (), (256, 384)), ("FP8_PER_CHANNEL_PER_TOKEN", (256,), (1, 384)), ("fp8_pb_wo", (2, 1, 3, 1), (128, 128))],
+)
+def test_modelopts_fp8(algorithm: str, shape: tuple[int, ...], block: tuple[int, int]) -> None:
+    weight = torch.randn(256, 384, generator=seeded()).to(torch.float8_e4m3fn)
+    scales = torch.rand(shape, generator=seeded()) * 0.01 + 1e-4
+    factors = torch.kron(scales.reshape(256 // block[0], 384 // block[1]), torch.ones(block))
+    found = read(modelopt(algorithm), {"x.weight": weight, "x.weight_scale": scales, "x.input_scale": torch.ones(())})
+    assert same(found["x.weight"], (weight.float() * factors).to(torch.bfloat16))
+
+
+def test_each_module_of_a_mixed_release_has_its_own_format() -> None:
+    codes, scales = bytes_of(16, 32), torch.full((16, 4), 1.0).to(torch.float8_e4m3fn)
+    weight = torch.randn(16, 64, generator=seeded()).to(torch.float8_e4m3fn)
+    layers = {
+        "a": {"quant_algo": "FP8"},
+        "b.mlp": {"quant_algo": "NVFP4", "group_size": 16},
+        "c": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    }
+    rows = torch.rand(16, generator=seeded())
+    tensors = {
+        "a.weight": weight,
+        "a.weight_scale": torch.tensor(0.5),
+        "b.mlp.up.weight": codes,
+        "b.mlp.up.weight_scale": scales,
+        "b.mlp.up.weight_scale_2": torch.tensor(1.0),
+        "c.weight": weight,
+        "c.weight_scale": rows,
+    }
+    found = read(modelopt("MIXED_PRECISION", quantized_layers=layers), tensors)
+    assert same(found["a.weight"], (weight.float() * 0.5).to(torch.bfloat16))
+    assert same(found["c.weight"], (weight.float() * rows[:, None]).to(torch.bfloat16))
+    one = convert_moe_packed_tensors(codes.reshape(1, 16, 2, 16), torch.full((1, 16, 2), 127, dtype=torch.uint8))
+    assert same(found["b.mlp.up.weight"], one[0].T)
+
+
+def test_groups_of_one_compressed_tensors_config() -> None:
+    weight = torch.randn(64, 64, generator=seeded()).to(torch.float8_e4m3fn)
+    rows = torch.rand(64, 1, generator=seeded())
+    content = float_groups("nvfp4-pack-quantized", NVFP4)
+    content["config_groups"]["group_1"] = {
+        "targets": ["re:.*attn.*"],
+        "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+        "format": "float-quantized",
+    }
+    content["format"] = "mixed-precision"
+    parts = {f"mlp.{name.removeprefix('x.')}": tensor for name, tensor in nvfp4(64.0).items()}
+    del parts["mlp.input_global_scale"]
+    found = read(content, parts | {"attn.weight": weight, "attn.weight_scale": rows})
+    assert list(found) == ["mlp.weight", "attn.weight"]
+    assert same(found["attn.weight"], (weight.float() * rows).to(torch.bfloat16))
+
+
+def test_hf_quant_config_alone_says_how(tmp_path: Path) -> None:
+    tensors = {
+        "x.weight": bytes_of(16, 32),
+        "x.weight_scale": torch.ones(16, 4).to(torch.float8_e4m3fn),
+        "x.weight_scale_2": torch.tensor(0.5),
+        "norm.weight": torch.ones(3),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x"}))
+    assert HfCheckpoint(tmp_path).config == {"model_type": "x"}
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    view = dequantized(HfCheckpoint(tmp_path), str(tmp_path))
+    assert view.config == {"model_type": "x"}
+    assert {name: spec.shape for name, spec in view.specs.items()} == {"norm.weight": (3,), "x.weight": (16, 64)}
+    beside["quantization"] = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert HfCheckpoint(tmp_path).config == {"model_type": "x"}
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CkptkitError, match=r"hf_quant_config\.json has no object `quantization`"):
+        HfCheckpoint(tmp_path)
+
+
+def test_every_algorithm_that_is_not_refused_is_read() -> None:
+    for algorithm in MODELOPT_READ:
+        layers = {"a": {"quant_algo": "FP8"}} if algorithm == "MIXED_PRECISION" else None
+        assert modelopt_format(modelopt(algorithm, quantized_layers=layers)).layouts
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (modelopt("NVFP4_AWQ"), "'modelopt' with quant_algo 'NVFP4_AWQ' is not supported"),
+        (modelopt("NVFP4", group_size=0), "group_size is 0"),
+        (modelopt("MIXED_PRECISION"), "quantized_layers is None"),
+        ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, "MXFP8 with weight_block_size"),
+        ({"quant_method": "mxfp8", "fmt": "e5m2"}, "MXFP8 with fmt 'e5m2' is not supported"),
+        ({"quant_method": "quark", "global_quant_config": {}}, "quark quantizes no weights"),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}}},
+            "'quark' with weights of .*int4.* is not supported",
+        ),
+        (float_groups("mxfp6-quantized", MXFP4), "format mxfp6-quantized is not supported"),
+        (float_groups("mxfp4-pack-quantized", MXFP4 | {"group_size": 16}), "group_size 16 is not supported"),
+        (float_groups("nvfp4-pack-quantized", NVFP4 | {"symmetric": False}), "symmetric False is not supported"),
+    ],
+    ids=str,
+)
+def test_what_is_not_read_is_named(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(CkptkitError, match=message) as error:
+        format_of({"quantization_config": content})
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("x.weight_scale", None, r"has no x\.weight_scale beside it"),
+        ("x.weight_scale_2", None, r"has no x\.weight_scale_2 beside it"),
+        ("x.weight_scale", torch.ones(16, 2).to(torch.float8_e4m3fn), r"must be \[16, 4\] float8_e4m3fn"),
+        ("x.weight_scale", torch.ones(16, 4), r"must be \[16, 4\] float8_e4m3fn"),
+        ("x.weight_scale_2", torch.ones(2), r"must be \[\] float32"),
+        ("x.weight_scale_2", torch.tensor(torch.nan), r"x\.weight_scale_2 \[\] float32 gives NaN"),
+        ("x.weight", torch.zeros(16, dtype=torch.uint8), "is NVFP4 and not a matrix"),
+    ],
+)
+def test_parts_of_nvfp4_that_do_not_fit(name: str, tensor: Tensor | None, message: str) -> None:
+    tensors = {
+        "x.weight": bytes_of(16, 32),
+        "x.weight_scale": torch.ones(16, 4).to(torch.float8_e4m3fn),
+        "x.weight_scale_2": torch.tensor(1.0),
+    }
+    tensors = {key: value for key, value in (tensors | {name: tensor}).items() if value is not None}
+    with pytest.raises(CkptkitError, match=message):
+        read(modelopt("NVFP4"), tensors)
+
+
+def test_a_config_of_integers_and_floats_has_its_floats() -> None:
+    from quant.formats.compressed import compressed_floats
+
+    content = float_groups("nvfp4-pack-quantized", NVFP4)
+    content["config_groups"]["group_1"] = {
+        "targets": ["re:.*experts.*"],
+        "weights": {"num_bits": 4, "type": "int", "group_size": 32},
+    }
+    found = compressed_floats(content)
+    assert isinstance(found, Floats)
+    assert len(found.layouts) == 1
+    assert compressed_floats({"config_groups": {"g": content["config_groups"]["group_1"]}}) is None
+
+
+BYTES = range(256)
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def number(code: int, scale: int) -> float:
+    """What four bits mean at a scale: a float has every product."""
+    value = math.ldexp(MAGNITUDES[code & 7], scale - 127)
+    return -value if code & 8 else value
+
+
+def decoded_bytes(layout: str, scales: range) -> torch.Tensor:
+    """What all bytes mean at each of these scales, in a row each."""
+    rows = len(scales)
+    codes = torch.tensor(BYTES, dtype=torch.uint8).repeat(rows, 1)
+    powers = torch.tensor(scales, dtype=torch.uint8).reshape(rows, 1).repeat(1, 16)
+    tensors = {"x.weight_packed": codes, "x.weight_scale": powers}
+    config: dict[str, object] = {"quantization_config": float_groups("mxfp4-pack-quantized", MXFP4)}
+    if layout == "gpt-oss":
+        tensors = {"x_blocks": codes.reshape(1, rows, 16, 16), "x_scales": powers.reshape(1, rows, 16)}
+        config = {"quantization_config": {"quant_method": "mxfp4"}}
+    elif layout == "deepseek-v4":
+        tensors = {"x.weight": codes.view(torch.int8), "x.scale": powers.view(torch.float8_e8m0fnu)}
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        config = {"quantization_config": fp8, "expert_dtype": "fp4"}
+    view = dequantized(InMemory(config, tensors), "here")
+    (name,) = view.specs
+    found = view.read([name])[name]
+    return found[0].T if layout == "gpt-oss" else found
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gpt-oss", "deepseek-v4"])
+def test_every_byte_at_every_scale_is_exact_in_bfloat16(layout: str) -> None:
+    expected = [[number(half, scale) for byte in BYTES for half in (byte & 15, byte >> 4)] for scale in range(253)]
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    found = decoded_bytes(layout, range(253))
+    assert torch.equal(found.double(), wanted)
+    assert torch.equal(found.signbit(), wanted.signbit())
+    assert (number(1, 0), number(7, 252)) == (2.0**-128, 1.5 * 2.0**127)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gpt-oss", "deepseek-v4"])
+@pytest.mark.parametrize("scale", [253, 254, 255])
+def test_scales_that_may_give_infinity_or_are_nan_are_refused(scale: int, layout: str) -> None:
+    """6 x 2^126 is more than BF16 has, and 255 is NaN."""
+    with pytest.raises(CkptkitError, match=r"scale.* (gives|give) NaN or infinity"):
+        decoded_bytes(layout, range(scale, scale + 1))

@@ -18,13 +18,12 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.grids import dequantize
 from quant.formats.grids import quantize as by_formula
-from quant.formats.packing import pack, pack_zero_point, unpack, unpack_zero_point
+from quant.formats.packing import Packed, pack, pack_zero_point, unpack, unpack_zero_point
 from quant.formats.scheme import QuantScheme, quantization_config
-from quant.kernels.dispatch import Packed, quantize_pack
+from quant.kernels.dispatch import quantize_pack
 from quant.planner import quantized as as_int4
-from quant.requantize import StoredScheme, requantize, stored_parts, stored_scheme
 from quant.schemes.interface import Request
-from quant.schemes.w4a16 import int4_scheme
+from quant.schemes.w4a16 import StoredScheme, int4_scheme, requantize, stored_parts, stored_scheme
 from verify.run import verify
 
 SCHEMES = [

@@ -15,9 +15,8 @@ from ckptkit.app.api import inspect, quantize
 from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import dequantize
 from quant.formats.grids import quantize as by_formula
-from quant.formats.packing import pack_zero_point
+from quant.formats.packing import check_zero_point_layout, for_sglang_experts, is_expert, pack_zero_point
 from quant.formats.scheme import QuantScheme
-from quant.formats.zero_points import check_zero_point_layout, for_sglang_experts, is_expert
 from verify.evidence.plain import plain
 
 ASYMMETRIC = QuantScheme(32, "minmax", (), symmetric=False)

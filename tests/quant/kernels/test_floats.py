@@ -1,23 +1,28 @@
-"""FP8 codes and scales: against values written by hand, torch's own conversion, transformers and compressed-tensors."""
+"""Codes and scales of FP8 and E2M1: by hand, torch's and ml_dtypes' conversion, transformers, compressed-tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
-from itertools import product
+from functools import partial
 from types import SimpleNamespace
 
+import ml_dtypes
 import pytest
 import torch
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils.helpers import calculate_qparams
+from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
+from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 from support.quant_weights import DTYPES, hard_weights
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from ckptkit.core.errors import CkptkitError
-from quant.kernels.float_roundings import ROUNDINGS
-from quant.kernels.floats import check_exact, quantize_fp8, quantize_fp8_in_torch
+from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
+from quant.kernels.floats import check_exact, quantize_fp8, quantize_fp8_in_torch, quantize_mxfp4, quantize_nvfp4
 
 BLOCKS = [(128, 128), (1, None), (1, 32)]
 # One block each: weights, and by the writer the scale's bits and the codes, from runs of the writers' own code.
@@ -104,15 +109,6 @@ def test_every_float_is_rounded_to_a_code_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_kernel_gives_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
-    weight = ragged(dtype)
-    for rounding, block in product(ROUNDINGS, BLOCKS):
-        found, wanted = (run(weight, block, rounding, "a") for run in (quantize_fp8, quantize_fp8_in_torch))
-        assert same(found.codes, wanted.codes), (rounding, block)
-        assert same(found.scales, wanted.scales), (rounding, block)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transformers_rounding_is_what_it_writes_itself(dtype: torch.dtype) -> None:
     weight = hard_weights(dtype, 256)[:32].repeat(8, 1)
     config = SimpleNamespace(weight_block_size=[128, 128], scale_fmt="float")
@@ -139,26 +135,6 @@ def test_compressed_tensors_rounding_is_what_it_writes_itself(strategy: str, dty
     assert same(found.codes, wanted["weight"])
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_refused_with_the_tensors_name(value: float, block: tuple[int, int | None]) -> None:
-    weight = torch.ones(130, 160, dtype=torch.bfloat16)
-    weight[129, 159] = value
-    with pytest.raises(CkptkitError, match=r"a\.weight holds NaN or infinity"):
-        quantize_fp8(weight, block, "online", "a.weight")
-
-
-@pytest.mark.parametrize("weight", [torch.ones(4), torch.ones(4, 4, dtype=torch.int8)])
-def test_what_is_not_a_float_matrix_is_refused(weight: Tensor) -> None:
-    with pytest.raises(CkptkitError, match="only matrices in bfloat16, float16 or float32 can be quantized"):
-        quantize_fp8(weight, (128, 128), "online", "a.weight")
-
-
-@pytest.mark.parametrize("shape", [(0, 128), (128, 0)])
-def test_an_empty_matrix_has_no_codes(shape: tuple[int, int]) -> None:
-    assert quantize_fp8(torch.empty(shape), (128, 128), "online", "a").codes.shape == shape
-
-
 def mxfp4_values(spread: int) -> Tensor:
     """Every E2M1 number in groups of 32 whose exponents differ by up to `spread`; bfloat16 [128, 128]."""
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).repeat(128, 8)
@@ -181,7 +157,208 @@ def test_mxfp4_is_always_exact_in_mxfp8() -> None:
     check_exact(weight, quantize_fp8(weight, (1, 32), "modelopt", "a"), (1, 32), "a")
 
 
-def test_float_scales_are_not_exact() -> None:
-    weight = mxfp4_values(0)
-    with pytest.raises(CkptkitError, match="weights are not exact"):
-        check_exact(weight, quantize_fp8(weight, (128, 128), "online", "a"), (128, 128), "a")
+WRITER = "compressed-tensors"
+NVFP4_WRITERS = ["modelopt", WRITER]
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """One code each, the low half of a byte first."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def group(*numbers: float) -> Tensor:
+    """One group of 32 that begins so and ends in zeros."""
+    return torch.tensor([[*numbers, *[0.0] * (32 - len(numbers))]]).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "exponent", "codes"),
+    [
+        ((6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75), 127, "70224466" + "8a"),
+        ((6.03125, 1.0, 0.5, -3.0), 127, "721d"),
+        ((7.0, -3.0), 128, "6b"),
+        ((1.75, -0.5), 126, "6a"),
+        ((0.0, -0.0), 0, "00"),
+        ((1e-38, -1e-38), 0, "3b"),
+    ],
+)
+def test_a_group_has_the_exponent_and_codes_of_its_writer(
+    numbers: tuple[float, ...], exponent: int, codes: str
+) -> None:
+    found = quantize_mxfp4(group(*numbers), "a")
+    assert found.scales.tolist() == [[exponent]]
+    assert "".join(f"{code:x}" for code in nibbles(found.codes)[0, : len(codes)].tolist()) == codes
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_every_bfloat16_is_rounded_to_a_code_as_ml_dtypes_does(kernel: bool) -> None:
+    """All below 7, beside a 4, so that the scale is 1."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    numbers = every[every.abs() < 7]
+    weight = torch.zeros(len(numbers), 32, dtype=torch.bfloat16)
+    weight[:, 0], weight[:, 1] = 4, numbers
+    found = quantize_mxfp4(weight, "a", kernel=kernel)
+    assert bool((found.scales == 127).all())
+    wanted = numbers.float().clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).view("uint8") & 15
+    wanted[(numbers == 0).numpy()] = 0  # -0 loses its sign
+    assert nibbles(found.codes)[:, 1].tolist() == wanted.tolist()
+    assert set(wanted.tolist()) == set(range(16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+def test_mxfp4_is_what_compressed_tensors_packs_itself(dtype: torch.dtype) -> None:
+    """Not of float16: there its scales below 2^-24 become 1, and their weights zero."""
+    args = MXFP4A16["weights"]
+    weight = hard_weights(dtype, 512)
+    groups = weight.unflatten(1, (-1, 32))
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    wanted = MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    found = quantize_mxfp4(weight, "a")
+    assert torch.equal(found.codes, wanted["weight_packed"])
+    assert torch.equal(found.scales, wanted["weight_scale"])
+
+
+def test_the_largest_weights_stay_finite() -> None:
+    """compressed-tensors gives them a scale of NaN, byte 255."""
+    found = quantize_mxfp4(group(torch.finfo(torch.bfloat16).max, -1e38), "a")
+    assert found.scales.tolist() == [[252]]
+    assert nibbles(found.codes)[0, :2].tolist() == [7, 0xC]
+
+
+# The largest product of a code of E2M1 and a scale: beside it the scale of a tensor is 1.
+LARGEST = torch.zeros(1, 16).index_fill_(1, torch.tensor([0]), 6 * 448)
+
+
+def in_groups(numbers: Tensor) -> Tensor:
+    """A row for each number, which begins with a 6: the scale is 1."""
+    weight = torch.zeros(len(numbers), 16, dtype=numbers.dtype)
+    weight[:, 0], weight[:, 1] = 6, numbers
+    return weight
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("writer", NVFP4_WRITERS)
+def test_every_bfloat16_is_rounded_to_nvfp4_as_ml_dtypes_does(writer: str, kernel: bool) -> None:
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    numbers = every[every.abs() <= 6]
+    both = [LARGEST.bfloat16(), in_groups(numbers)]
+    (_, found), second = quantize_nvfp4(both, writer, ["a", "b"], kernel=kernel)
+    assert second.tolist() == (1 if writer == "modelopt" else [1])
+    assert bool((found.scales.float() == 1).all())
+    wanted = numbers.float().numpy().astype(ml_dtypes.float4_e2m1fn).view("uint8") & 15
+    wanted[(numbers == 0).numpy()] = 0  # -0 loses its sign
+    assert nibbles(found.codes)[:, 1].tolist() == wanted.tolist()
+    assert set(wanted.tolist()) == set(range(16))
+
+
+@pytest.mark.parametrize("writer", NVFP4_WRITERS)
+def test_scales_are_the_nearest_float8(writer: str) -> None:
+    """Of every positive bfloat16 up to 448, each the sixth part of a group's largest weight."""
+    every = torch.arange(1, 1 << 15).to(torch.int16).view(torch.bfloat16)
+    scales = every[every <= 448].float()
+    weight = torch.cat([scales[:, None] * 6, torch.zeros(len(scales), 15)], 1)
+    (_, found), _ = quantize_nvfp4([LARGEST, weight], writer, ["a", "b"])
+    wanted = torch.from_numpy(scales.numpy().astype(ml_dtypes.float8_e4m3fn).view("uint8").copy())
+    wanted[wanted == 0] = 1 if writer == "modelopt" else 0x20  # 2^-9, and 0.125
+    assert torch.equal(found.scales.view(torch.uint8)[:, 0], wanted)
+    assert set(wanted.tolist()) >= set(range(0x20, 0x7F))
+
+
+@pytest.mark.parametrize(("writer", "zeros", "tiny"), [("modelopt", 0x38, 0x01), (WRITER, 0x20, 0x20)])
+def test_a_group_of_zeros_has_its_writers_scale(writer: str, zeros: int, tiny: int) -> None:
+    weight = torch.zeros(3, 16)
+    weight[0, 0], weight[1, 0], weight[1, 1], weight[2, 3] = 2688, 2e-3, -2e-3, -0.0
+    (found,), _ = quantize_nvfp4([weight], writer, ["a"])
+    assert found.scales.view(torch.uint8).flatten().tolist() == [0x7E, tiny, zeros]
+    small = [2, 0xA, 0, 0] if tiny == 1 else [0, 8, 0, 0]
+    assert nibbles(found.codes)[:, :4].tolist() == [[7, 0, 0, 0], small, [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("writer", NVFP4_WRITERS)
+@pytest.mark.parametrize("largest", [0.0, 1e-40])
+def test_a_set_of_zeros_keeps_a_scale_that_is_one(writer: str, largest: float) -> None:
+    """Of zeros alone ModelOpt would give a scale of 0 and NaN in every group."""
+    both = [torch.zeros(2, 32), torch.full((1, 16), largest)]
+    found, second = quantize_nvfp4(both, writer, ["a", "b"])
+    assert second.flatten().tolist() == [1]
+    for one in found:
+        assert not one.codes.any()
+        assert bool((one.scales.float() > 0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+def test_nvfp4_is_what_compressed_tensors_packs_itself(dtype: torch.dtype) -> None:
+    """Of three weights that share a scale. Not of float16, in which compressed-tensors' scale overflows."""
+    args = NVFP4A16["weights"]
+    torch.manual_seed(2)
+    weights = [hard_weights(dtype, 512) * 2.0**-126, *(torch.randn(64, 512).to(dtype) * size for size in (0.02, 0.5))]
+    every = torch.cat(weights)
+    shared = generate_gparam(every.amin(), every.amax())
+    found, second = quantize_nvfp4(weights, WRITER, ["a", "b", "c"])
+    assert torch.equal(second, shared)
+    for weight, ours in zip(weights, found, strict=True):
+        groups = weight.unflatten(1, (-1, 16))
+        scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale=shared)
+        parts = {"weight": weight, "weight_scale": scale, "weight_global_scale": shared}
+        wanted = NVFP4PackedCompressor.compress(parts, QuantizationScheme(targets=["Linear"], weights=args))
+        assert torch.equal(ours.codes, wanted["weight_packed"])
+        assert torch.equal(ours.scales.view(torch.uint8), wanted["weight_scale"].view(torch.uint8))
+
+
+def in_nvfp4(writer: str, weight: Tensor, name: str, *, kernel: bool = True) -> Fp8Weight:
+    """As the last of several weights that share a scale."""
+    (_, found), second = quantize_nvfp4([torch.ones_like(weight), weight], writer, ["other", name], kernel=kernel)
+    return found._replace(scales=torch.cat([found.scales.float().flatten(), second.flatten()]))
+
+
+def in_fp8(
+    block: tuple[int, int | None], rounding: str, weight: Tensor, name: str, *, kernel: bool = True
+) -> Fp8Weight:
+    return (quantize_fp8 if kernel else quantize_fp8_in_torch)(weight, block, rounding, name)
+
+
+FORMATS: dict[str, Callable[..., Fp8Weight]] = {
+    **{f"fp8 {rounding} {block}": partial(in_fp8, block, rounding) for rounding in ROUNDINGS for block in BLOCKS},
+    "mxfp4": quantize_mxfp4,
+    **{f"nvfp4 {writer}": partial(in_nvfp4, writer) for writer in NVFP4_WRITERS},
+}
+FEW = [name for name in FORMATS if "fp8" not in name or "online" in name]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_gives_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
+    for name, quantize in FORMATS.items():
+        weight = ragged(dtype) if "fp8" in name else torch.cat([hard_weights(dtype, 320) for _ in range(5)])
+        found, wanted = (quantize(weight, "a", kernel=kernel) for kernel in (True, False))
+        assert same(found.codes, wanted.codes), name
+        assert same(found.scales, wanted.scales), name
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused_with_the_tensors_name(value: float, name: str) -> None:
+    weight = torch.ones(130, 160, dtype=torch.bfloat16)
+    weight[129, 159] = value
+    with pytest.raises(CkptkitError, match=r"a\.weight holds NaN or infinity"):
+        FORMATS[name](weight, "a.weight")
+
+
+@pytest.mark.parametrize("weight", [torch.ones(4), torch.ones(4, 4, dtype=torch.int8)])
+@pytest.mark.parametrize("name", FEW)
+def test_what_is_not_a_float_matrix_is_refused(name: str, weight: Tensor) -> None:
+    with pytest.raises(CkptkitError, match="only matrices in bfloat16, float16 or float32 can be quantized"):
+        FORMATS[name](weight, "a.weight")
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0)])
+def test_an_empty_matrix_has_no_codes(shape: tuple[int, int], name: str) -> None:
+    columns = shape[1] if "fp8" in name else shape[1] // 2
+    assert FORMATS[name](torch.empty(shape), "a").codes.shape == (shape[0], columns)
+
+
+@pytest.mark.parametrize(("name", "groups"), [("mxfp4", 32), ("nvfp4 modelopt", 16)])
+def test_columns_that_groups_do_not_divide_are_refused(name: str, groups: int) -> None:
+    with pytest.raises(CkptkitError, match=rf" has 24 columns, which groups of {groups} do not divide"):
+        FORMATS[name](torch.ones(4, 24), "a.weight")

@@ -1,4 +1,4 @@
-"""The one-pass CPU kernel, bit for bit against the formulas of `quant.formats.grids` and compressed-tensors itself."""
+"""The one-pass CPU kernel, bit for bit against the formulas of `quant.formats.grids`, and the error that it reports."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from itertools import product
 
 import pytest
 import torch
-from support.quant_weights import DTYPES, ct_packed, hard_weights
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from support.quant_weights import DTYPES, hard_weights
+from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.grids import quantize
-from quant.formats.packing import pack, pack_zero_point
+from quant.formats.packing import Packed, pack, pack_zero_point, unpack, unpack_zero_point
 from quant.formats.scheme import QuantScheme
-from quant.kernels import cpu_kernel
-from quant.kernels.dispatch import Packed, quantize_pack
+from quant.kernels import cpu
+from quant.kernels.dispatch import quantize_pack
+from quant.kernels.float_roundings import Fp8Weight
+from quant.kernels.floats import quantize_fp8, quantize_mxfp4
+from quant.kernels.rounding_error import float_error, int4_error
+from quant.schemes.interface import SquaredError
 
 GRIDS = [("qmax7", True), ("minmax", True), ("minmax", False)]
 
@@ -50,20 +57,6 @@ def test_every_bit_is_that_of_the_formula(dtype: torch.dtype, grid: str, symmetr
         (packed,) = quantize_pack([rows], scheme, ["a"])
         assert packed.words.dtype == torch.int32
         assert same(packed, by_formula(rows, scheme)), scheme
-
-
-@pytest.mark.parametrize(
-    "scheme", [QuantScheme(32, "minmax"), QuantScheme(None, "minmax", (), False), QuantScheme(128, "minmax", (), False)]
-)
-def test_minmax_is_what_compressed_tensors_stores(scheme: QuantScheme) -> None:
-    weight = hard_weights(torch.bfloat16)[:-2]
-    expected = ct_packed(weight, scheme)
-    (packed,) = quantize_pack([weight], scheme, ["a"])
-    assert torch.equal(packed.words, expected["weight_packed"])
-    assert torch.equal(packed.scale, expected["weight_scale"])
-    if packed.zero_point is not None:
-        assert torch.equal(packed.zero_point, expected["weight_zero_point"])
-        assert packed.zero_point.shape == (-(-weight.shape[0] // 8), packed.scale.shape[1])
 
 
 @pytest.mark.parametrize("columns", [8, 24, 32, 40, 4104])
@@ -137,12 +130,12 @@ def test_empty_matrices(shape: tuple[int, int], scheme: QuantScheme) -> None:
 def test_without_a_writable_cache_the_kernel_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scheme = torch.randn(8, 64), QuantScheme(32, "qmax7")
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
-    cpu_kernel.kernel.cache_clear()
+    cpu.kernel.cache_clear()
     try:
         assert same(quantize_pack([weight], scheme, ["a"])[0], by_formula(weight, scheme))
-        assert cpu_kernel.kernel(torch.float32, torch.float32, "qmax7", True).stats.cache_path is None  # type: ignore[attr-defined]
+        assert cpu.kernel(torch.float32, torch.float32, "qmax7", True).stats.cache_path is None  # type: ignore[attr-defined]
     finally:
-        cpu_kernel.kernel.cache_clear()
+        cpu.kernel.cache_clear()
 
 
 def test_nothing_at_all() -> None:
@@ -200,7 +193,7 @@ def test_a_search_goes_through_the_same_door() -> None:
 
 
 def test_a_reciprocal_rounds_to_the_quotient_of_bfloat16() -> None:
-    """The CUDA kernel's substitute for division (`quant.kernels.triton_pairs`) is exact for all pairs of significands.
+    """The CUDA kernel's substitute for division (`paired`) is exact for all pairs of significands.
 
     Powers of two change nothing.
     """
@@ -208,3 +201,56 @@ def test_a_reciprocal_rounds_to_the_quotient_of_bfloat16() -> None:
     quotient = (weight.double() / scale.double()).bfloat16()
     assert torch.equal((weight * (1 / scale)).bfloat16(), quotient)
     assert torch.equal((weight / scale).bfloat16(), quotient)
+
+
+def relative(weight: Tensor, unpacked: Tensor) -> float:
+    return float((unpacked.double() - weight.double()).norm() / weight.double().norm())
+
+
+@pytest.mark.parametrize("group", [32, 128, None])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int4_error_is_that_of_what_compressed_tensors_unpacks(
+    dtype: torch.dtype, symmetric: bool, group: int | None
+) -> None:
+    weight = (torch.randn(300, 8192, generator=torch.Generator().manual_seed(0)) * 0.02 + 0.01).to(dtype)
+    (packed,) = quantize_pack([weight], QuantScheme(group, "minmax", symmetric=symmetric), ["weight"])
+    args = QuantizationArgs(num_bits=4, symmetric=symmetric, strategy="group" if group else "channel", group_size=group)
+    zero = None if packed.zero_point is None else unpack_zero_point(packed.zero_point, packed.scale.shape)
+    codes = unpack(packed.words, weight.shape)
+    expected = relative(weight, dequantize(codes, packed.scale.double(), zero, args))
+    assert int4_error(weight, packed).relative == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_error_of_a_few_weights_by_hand() -> None:
+    """Codes 7 and 1 at a scale of 0.5 are 3.5 and 0.5: 0.5 and -0.25 away."""
+    weight = torch.tensor([[3.0, 0.75, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    word = torch.tensor([[7 + 8 | (1 + 8) << 4] + [0x88] * 3], dtype=torch.uint8).view(torch.int32)
+    found = int4_error(weight, Packed(word, torch.tensor([[0.5]]), None))
+    assert found == SquaredError(0.3125, 9.5625)
+    assert SquaredError.total([found, found]).relative == pytest.approx(0.1807754)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, None), (1, 32)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_error_is_that_of_codes_times_scales(dtype: torch.dtype, block: tuple[int, int | None]) -> None:
+    weight = (torch.randn(200, 320, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+    packed = quantize_fp8(weight, block, "slime", "weight")
+    scales = packed.scales.repeat_interleave(block[0], 0).repeat_interleave(block[1] or 320, 1)[:200, :320]
+    expected = relative(weight, packed.codes.double() * scales)
+    assert float_error(weight, packed, block).relative == pytest.approx(expected, rel=1e-4)
+
+
+def test_e2m1_error_is_that_of_codes_times_scales() -> None:
+    """Codes 7 (6.0) and 9 (-0.5) at an exponent of -1 (126): 3.0 and -0.25."""
+    packed = Fp8Weight(torch.tensor([[7 | 9 << 4]], dtype=torch.uint8), torch.tensor([[126]], dtype=torch.uint8))
+    assert float_error(torch.tensor([[2.5, 0.25]]), packed, (1, 2)) == SquaredError(0.5, 6.3125)
+    exact = torch.tensor([[6.0, -0.5, 1.5, -3.0] * 8])
+    assert float_error(exact, quantize_mxfp4(exact, "weight"), (1, 32)).error == 0
+
+
+def test_zeros_have_no_error_and_squares_beyond_float32_no_number() -> None:
+    assert SquaredError(0.0, 0.0).relative == 0
+    weight = torch.full((1, 32), 1e30)
+    (packed,) = quantize_pack([weight], QuantScheme(32, "minmax"), ["weight"])
+    assert int4_error(weight, packed).relative is None

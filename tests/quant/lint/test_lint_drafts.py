@@ -21,8 +21,8 @@ from converters.registry import FAMILIES
 from quant.lint import opening
 from quant.lint.lint import lint
 from quant.lint.opening import open_subject
-from quant.selection.class_tree import class_tree
 from quant.selection.readers import SGLANG, VLLM
+from quant.selection.tree import class_tree
 from verify.evidence.agreement import agreement
 
 # DeepSeek-R1 less its middle: layers 0 to 2 are dense, layer 61 is the draft.

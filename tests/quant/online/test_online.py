@@ -1,26 +1,29 @@
-"""What comes out of the online quantizer and in which buckets; SGLang's side is in test_online_sglang.py."""
+"""What comes out of the online quantizer, and what it refuses; SGLang's side is in test_online_sglang.py."""
 
 from __future__ import annotations
 
 import json
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import models, quantized
-from support.online_model import GLM, GROUP, QWEN, config, flat, names_of, quantizer, release, same
+from support.engine_models import saved
+from support.online_model import GLM, GROUP, KIMI, QWEN, config, flat, names_of, quantizer, release, same
 from torch import Tensor
 
-import quant.online.int4
+import quant.online.form
 from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import INDEX, HfCheckpoint
 from quant.formats.scheme import QuantScheme
 from quant.online.quantizer import OnlineQuantizer
 from quant.online.trainer_hooks import UpdateCheck, quantize_params
+from quant.schemes.floats import FloatScheme
 
 
 def test_parts_come_in_order_and_are_what_compressed_tensors_makes() -> None:
@@ -83,7 +86,7 @@ def test_a_grid_that_the_config_does_not_say_can_be_given() -> None:
 def test_a_layers_experts_come_in_one_bucket_from_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
     monkeypatch.setattr(
-        quant.online.int4, "quantize_pack", lambda weights, scheme, names: calls.append(names) or [*map(Fake, weights)]
+        quant.online.form, "quantize_pack", lambda weights, scheme, names: calls.append(names) or [*map(Fake, weights)]
     )
     tensors = release()
     # Experts of both layers in turn, each layer's last: only then is a bucket due.
@@ -225,3 +228,260 @@ def test_the_check_of_the_trainers_names_what_was_not_sent(served: Path) -> None
         match=r"left out 2 packed weight\(s\).*: model\.layers\.\{0\.\.1\}\.mlp\.experts\.1\.down_proj\.weight",
     ):
         part.finish()
+
+
+CONFIG: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+NAME = "model.layers.0.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme"),
+    [("mla", FloatScheme("fp8-block")), ("dense", FloatScheme("fp8-block", "deepgemm")), ("moe", FloatScheme("mxfp8"))],
+    ids=lambda value: value if isinstance(value, str) else f"{value.name} {value.formula}",
+)
+def test_an_update_has_the_bytes_of_the_file(model: str, scheme: FloatScheme, tmp_path: Path) -> None:
+    source = saved(model, tmp_path)
+    quantize(source, tmp_path / "served", scheme)
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    online = OnlineQuantizer(config, tmp_path / "served")
+    found = {name: tensor for bucket in online.stream(models.tensors(source).items()) for name, tensor in bucket}
+    wanted = models.tensors(tmp_path / "served")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_a_scale_follows_its_weight_and_what_is_not_fp8_passes() -> None:
+    online = OnlineQuantizer(CONFIG, [NAME, f"{NAME}_scale_inv", "lm_head.weight"])
+    weight, head = torch.ones(130, 256).bfloat16(), torch.ones(8, 256).bfloat16()
+    bucket = online.quantize([("lm_head.weight", head), (NAME, weight)])
+    assert [(name, tuple(tensor.shape)) for name, tensor in bucket] == [
+        ("lm_head.weight", (8, 256)),
+        (NAME, (130, 256)),
+        (f"{NAME}_scale_inv", (2, 2)),
+    ]
+    assert bucket[0][1].data_ptr() == head.data_ptr()
+
+
+def test_a_part_of_the_weights_may_be_sent_but_no_half_of_what_an_engine_joins() -> None:
+    parts = [f"model.layers.0.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    online = OnlineQuantizer(CONFIG, [*parts, *(f"{name}_scale_inv" for name in parts), NAME, f"{NAME}_scale_inv"])
+    weight = torch.ones(128, 128).bfloat16()
+    session = online.begin()
+    assert session.add([(parts[0], weight)]) == []
+    (bucket,) = session.add([(parts[1], weight)])
+    assert [name for name, _ in bucket] == [part for name in parts for part in (name, f"{name}_scale_inv")]
+    assert session.finish() == []
+    torn = online.begin()
+    torn.add([(parts[0], weight)])
+    with pytest.raises(CkptkitError, match="what SGLang joins with .*q_a_proj.weight was not sent"):
+        torn.finish()
+
+
+def test_a_tensor_that_the_engine_lacks_is_refused() -> None:
+    online = OnlineQuantizer(CONFIG, [NAME, f"{NAME}_scale_inv"])
+    with pytest.raises(CkptkitError, match="is not a tensor of the engine's checkpoint"):
+        online.quantize([("model.layers.9.self_attn.o_proj.weight", torch.ones(128, 128))])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_block_size": [64, 64]}, r"fp8 with weight_block_size \[64, 64\] are not sent"),
+        ({"weight_block_size": None}, "fp8 with weight_block_size None are not sent"),
+        ({"activation_scheme": "static"}, "fp8 with activation_scheme 'static' are not sent"),
+    ],
+)
+def test_what_trainers_do_not_send_is_refused(change: dict[str, Any], message: str) -> None:
+    config = {"quantization_config": CONFIG["quantization_config"] | change}
+    with pytest.raises(CkptkitError, match=message):
+        OnlineQuantizer(config, [NAME, f"{NAME}_scale_inv"])
+
+
+def test_a_reference_is_needed_and_must_be_in_fp8() -> None:
+    with pytest.raises(CkptkitError, match="not known from its config alone"):
+        OnlineQuantizer(CONFIG)
+    with pytest.raises(CkptkitError, match="no tensor that ends in _scale_inv"):
+        OnlineQuantizer(CONFIG, [NAME])
+    with pytest.raises(CkptkitError, match="a grid is of INT4"):
+        OnlineQuantizer(CONFIG, [NAME, f"{NAME}_scale_inv"], grid="qmax7")
+
+
+def refused(config: Mapping[str, Any], reference: Iterable[str] | None, message: str, hint: str = "") -> None:
+    with pytest.raises(CkptkitError, match=message) as caught:
+        OnlineQuantizer(config, reference)
+    assert re.search(hint, caught.value.hint or "")
+
+
+def test_int4_linear_layers_are_refused_with_the_entries_to_add() -> None:
+    names = names_of(release(), lambda name: ".experts." in name or ".o_proj." in name)
+    ignore = [entry for entry in KIMI if "self_attn" not in entry]
+    refused(
+        config(ignore),
+        names,
+        r"INT4 Linear layers a second time.*: model\.layers\.\{0\.\.1\}\.self_attn\.o_proj\.weight",
+        "--ignore 're:.*self_attn.*o_proj.*'",
+    )
+
+
+def test_packed_shared_experts_are_refused() -> None:
+    names = [*names_of(release()), *names_of(["model.layers.1.mlp.shared_experts.up_proj.weight"], lambda name: True)]
+    refused(
+        config(KIMI[:2]),
+        names,
+        r"second time.*: model\.layers\.1\.mlp\.shared_experts\.up_proj\.weight",
+        "--ignore 're:.*shared_experts.*'",
+    )
+
+
+def test_asymmetric_scales_are_refused() -> None:
+    refused(
+        config(symmetric=False), names_of(release()), "zero points of routed experts in another layout", "symmetric"
+    )
+
+
+def test_several_groups_are_refused() -> None:
+    """D7: slime reads the first one only."""
+    both = config()
+    groups = both["quantization_config"]["config_groups"]
+    groups["group_1"] = groups["group_0"] | {"targets": ["re:.*down_proj"]}
+    refused(both, names_of(release()), "number of config_groups is 2")
+
+
+def test_a_layer_packed_in_part_is_refused() -> None:
+    """D5: SGLang looks at expert 0 and would drop what it does not expect."""
+    names = names_of(release(), lambda name: ".experts." in name and "layers.1.mlp.experts.2.up_proj" not in name)
+    refused(
+        config(),
+        names,
+        r"model\.layers\.1\.mlp\.experts is packed in part.*: "
+        r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight would be dropped",
+    )
+
+
+def test_packed_experts_that_ignore_covers_are_refused() -> None:
+    refused(
+        config([*KIMI, r"re:.*layers\.1\.mlp\.experts.*"]),
+        names_of(release()),
+        r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight is packed .* covers it with",
+    )
+
+
+def test_plain_experts_that_ignore_does_not_cover_are_refused() -> None:
+    names = names_of(release(), lambda name: "layers.0.mlp.experts" in name)
+    refused(config(), names, r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight is not packed .* does not cover it")
+    in_a_draft_layer = config() | {"num_hidden_layers": 1}
+    OnlineQuantizer(in_a_draft_layer, names)
+    OnlineQuantizer(
+        {"text_config": in_a_draft_layer, "quantization_config": in_a_draft_layer["quantization_config"]}, names
+    )
+
+
+def test_a_reference_with_nothing_packed_is_refused() -> None:
+    refused(config(), list(release()), "has no weight_packed", "not the BF16 one")
+
+
+def test_a_config_without_quantization_is_refused() -> None:
+    refused({"num_hidden_layers": 2}, names_of(release()), "no quantization_config")
+
+
+def unsent(name: str, shape: tuple[int, ...], message: str, online: OnlineQuantizer | None = None) -> None:
+    session = (online or quantizer()).begin()
+    with pytest.raises(CkptkitError, match=message):
+        session.add([(name, torch.zeros(shape, dtype=torch.bfloat16))])
+
+
+def test_unknown_names_are_refused() -> None:
+    unsent(
+        "model.layers.2.mlp.experts.0.up_proj.weight",
+        (64, 128),
+        r"layers\.2\.mlp\.experts\.0\.up_proj\.weight \[64, 128\] is not a tensor",
+    )
+    unsent("model.layers.0.mlp.experts.gate_up_proj", (3, 128, 128), r"experts\.gate_up_proj \[3, 128, 128\] is not")
+    unsent("vision.layers.0.mlp.gate.weight", (3, 128), r"vision\.layers\.0\.mlp\.gate\.weight")
+
+
+def test_a_name_that_may_mean_two_tensors_is_refused() -> None:
+    reference = [*names_of(release("language_model.model.")), *names_of(release("model.language_model."))]
+    unsent(
+        "model.layers.0.mlp.gate.weight",
+        (3, 128),
+        r"may be any of .*layers\.0\.mlp\.gate\.weight",
+        OnlineQuantizer(config(), reference),
+    )
+
+
+def test_a_shard_of_a_tensor_is_refused(releases: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(GROUP, "qmax7", QWEN))
+    online = OnlineQuantizer(HfCheckpoint(tmp_path / "int4").config, tmp_path / "int4")
+    unsent(
+        "model.layers.0.mlp.experts.0.up_proj.weight",
+        (48, 128),
+        r"up_proj\.weight is \[48, 128\], the engine's checkpoint has it as \[96, 128\]",
+        online,
+    )
+    unsent(
+        "model.layers.0.self_attn.o_proj.weight",
+        (128, 160),
+        r"o_proj\.weight is \[128, 160\], the engine's checkpoint has it as \[128, 320\]",
+        online,
+    )
+
+
+def test_broken_weights_are_named() -> None:
+    tensors = release()
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] = torch.nan
+    with pytest.raises(CkptkitError, match=r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight holds NaN"):
+        list(quantizer().stream(tensors.items()))
+
+
+def test_a_tensor_that_comes_twice_is_refused() -> None:
+    tensors = release()
+    session = quantizer().begin()
+    session.add(tensors.items())
+    with pytest.raises(CkptkitError, match=r"model\.norm\.weight came twice"):
+        session.add([("model.norm.weight", tensors["model.norm.weight"])])
+
+
+def test_an_update_that_leaves_experts_out_is_refused() -> None:
+    tensors = {name: tensor for name, tensor in release().items() if "layers.1.mlp.experts.0" not in name}
+    session = quantizer().begin()
+    session.add(tensors.items())
+    with pytest.raises(
+        CkptkitError, match=r"left out 3 packed weight\(s\).*: model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight"
+    ):
+        session.finish()
+
+
+def test_an_update_that_leaves_a_sibling_out_is_refused() -> None:
+    session = quantizer().begin()
+    session.add((name, tensor) for name, tensor in release().items() if "layers.1.self_attn.kv_a" not in name)
+    with pytest.raises(CkptkitError, match=r"joins with model\.layers\.1\.self_attn\.q_a_proj\.weight was not sent"):
+        session.finish()
+
+
+def test_a_finished_update_takes_no_more() -> None:
+    session = quantizer().begin()
+    session.add(release().items())
+    assert session.finish() == []
+    with pytest.raises(CkptkitError, match="this update is finished"):
+        session.add(release().items())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"}},
+        },
+    ],
+    ids=["all", "by layer"],
+)
+def test_nvfp4_is_refused_since_sglang_repacks_it(content: dict[str, Any]) -> None:
+    refused(
+        config() | {"quantization_config": content}, names_of(release()), "NVFP4 weights a second time", "fp8-block"
+    )

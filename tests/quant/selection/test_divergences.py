@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.published import GLM, KIMI, QWEN, write
+from support.published import KIMI, QWEN, write
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from quant.formats.scheme import QuantScheme
 from quant.lint.lint import lint
-from quant.selection.class_tree import class_tree
 from quant.selection.decision import default_ignore, resolve
 from quant.selection.matrices import matrices_named
 from quant.selection.readers import RULES
 from quant.selection.reading import read_all
+from quant.selection.tree import class_tree
 
 QWEN2 = {key: value for key, value in QWEN.items() if key not in ("num_experts", "moe_intermediate_size")} | {
     "model_type": "qwen2",
@@ -54,10 +54,6 @@ def refused(config: dict[str, Any], ignore: list[str], message: str, hint: str, 
     assert hint in (caught.value.hint or "")
 
 
-def accepted(config: dict[str, Any], ignore: list[str], *more: str) -> None:
-    resolve(specs(config, *more), config, QuantScheme(32, "qmax7", tuple(ignore)))
-
-
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [("re:.*mlp.gate$", "KKKKKKP"), (r"re:.*mlp\.gate\..*", "KKPPKKK"), (r"re:.*\.mlp\.gate(\.weight)?$", "KKKKKKK")],
@@ -71,13 +67,6 @@ def test_d1_on_a_linear() -> None:
     ignore = ["lm_head", "model.embed_tokens"]
     assert verdicts(QWEN2, [*ignore, r"re:.*o_proj\..*"], f"{L3}.self_attn.o_proj") == "PPPPPPK"
     assert verdicts(QWEN2, [*ignore, r"re:.*o_proj$"], f"{L3}.self_attn.o_proj") == "KKKKKKP"
-    refused(
-        QWEN2,
-        [*ignore, "re:.*o_proj$"],
-        r"slime would pack model\.layers\.\{0\.\.11\}\.self_attn\.o_proj",
-        r"'re:.*o_proj(\.weight)?$'",
-    )
-    accepted(QWEN2, [*ignore, r"re:.*o_proj(\.weight)?$"])
 
 
 @pytest.mark.parametrize(
@@ -153,43 +142,7 @@ def test_d5_expert_0_answers_for_all() -> None:
     ignore = [*default_ignore(QWEN), r"re:.*\.experts\.(5|6)\..*"]
     assert verdicts(QWEN, ignore, f"{L3}.mlp.experts.5.up_proj") == "KKPPPPK"
     assert verdicts(QWEN, ignore, f"{L3}.mlp.experts.0.up_proj") == "PPPPPPP"
-    refused(QWEN, ignore, r"would pack .*experts\.\{5\.\.6\}\.down_proj", r"'re:.*\.experts\..*'")
     assert verdicts(QWEN, [*default_ignore(QWEN), r"re:.*\.experts\.0\..*"], f"{L3}.mlp.experts.5.up_proj") == "PPKKKKP"
-
-
-def test_d6_a_shared_expert_beside_packed_experts(tmp_path: Path) -> None:
-    """Every reader agrees on the names; SGLang must be told not to join the shared expert to the others."""
-    config = GLM | {"num_nextn_predict_layers": 0}
-    ignore = [*default_ignore(config), r"re:.*shared_experts.*"]
-    assert verdicts(config, ignore, f"{L3}.mlp.shared_experts.up_proj") == "KKKKKKK"
-    (note,) = lint(write(tmp_path, config, ignore)).findings
-    assert (note.severity, note.kind, note.hint) == (
-        "note",
-        "shared expert",
-        "start SGLang with --disable-shared-experts-fusion",
-    )
-
-
-def test_config_with_several_groups_is_found_for_slime(tmp_path: Path) -> None:
-    (finding,) = lint(write(tmp_path, QWEN, default_ignore(QWEN), groups=2)).findings
-    assert (finding.kind, finding.readers) == ("groups", ("slime",))
-
-
-def test_draft_layers_are_packed_by_slime_and_engines_only() -> None:
-    """compressed-tensors and transformers do not build them; slime packs them; SGLang says model.decoder."""
-    ignore, draft = list(default_ignore(GLM)), "model.layers.4"
-    more = (f"{draft}.eh_proj", f"{draft}.self_attn.o_proj")
-    assert verdicts(GLM, ignore[:-1], more[0], *more) == "EEKKKKP"
-    assert verdicts(GLM, ignore[:-1], more[1], *more) == "EEPPPPP"
-    assert verdicts(GLM, [*ignore[:-1], r"re:model\.layers\.4\..*"], more[1], *more) == "EEKKPPK"
-    refused(
-        GLM,
-        ignore[:-1],
-        r"slime would pack model\.layers\.4\.eh_proj",
-        r"add 're:model\.(layers\.4|decoder)\..*'",
-        *more,
-    )
-    accepted(GLM, ignore, *more)
 
 
 NEXT = {

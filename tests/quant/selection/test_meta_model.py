@@ -27,10 +27,8 @@ from transformers.models.auto import auto_factory, configuration_auto
 from ckptkit.core.errors import CkptkitError
 from converters.registry import FAMILIES
 from quant.lint.lint import lint
-from quant.selection.class_tree import release_of
-from quant.selection.meta_model import text_model, whole_model
-from quant.selection.meta_tree import meta_tree
-from quant.selection.tree import ClassTree
+from quant.selection.meta_model import meta_tree, text_model, whole_model
+from quant.selection.tree import ClassTree, release_of
 
 RELEASES = {
     model_type: family.release
@@ -279,17 +277,10 @@ def test_no_key_that_picks_code_has_an_effect(attempts: Callable[..., list[str]]
 def every_name() -> set[str]:
     """Returns every possible key in transformers' code for configs, models and kernels and in the classes used here."""
     root = Path(transformers.__file__).parent
-    files = [
-        *(
-            root / f"{name}.py"
-            for name in ("configuration_utils", "modeling_utils", "backbone_utils", "modeling_flash_attention_utils")
-        )
-    ]
-    files += [
-        *(root / "integrations").glob("*.py"),
-        *(root / "models" / "auto").glob("*.py"),
-        *(root / "generation").glob("config*.py"),
-    ]
+    names = ("configuration_utils", "modeling_utils", "backbone_utils", "modeling_flash_attention_utils")
+    files = [root / f"{name}.py" for name in names]
+    for place in ("integrations/*.py", "models/auto/*.py", "generation/config*.py"):
+        files += root.glob(place)
     kinds = {(names.model_type or kind).removesuffix("_text") for kind, names in RELEASES.items()} | {"siglip"}
     files += [file for kind in kinds for file in (root / "models" / kind).glob("*.py")]
     return {word for file in files for word in re.findall(r"[A-Za-z_]\w+", file.read_text())}
@@ -340,91 +331,32 @@ def names_in(value: Any) -> set[str]:
     )
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 # Keys with checked values, written out: whoever adds one has to think about it here too.
-SIZES = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *(
-        "moe_intermediate_size",
-        "shared_expert_intermediate_size",
-        "n_shared_experts",
-        "num_shared_experts",
-        "n_routed_experts",
-        "num_experts",
-        "num_local_experts",
-    ),
-    *(
-        "num_experts_per_tok",
-        "first_k_dense_replace",
-        "decoder_sparse_step",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-    ),
-    *(
-        "v_head_dim",
-        "index_head_dim",
-        "index_n_heads",
-        "index_topk",
-        "index_topk_freq",
-        "index_skip_topk_offset",
-        "linear_conv_kernel_dim",
-    ),
-    *(
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "full_attention_interval",
-    ),
-    *("moe_num_experts", "moe_k", "moe_num_shared_experts"),
-    *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
-    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "chunk_size"),
-    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
-    *("shared_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
-    *("global_head_dim", "num_global_key_value_heads", "top_k_experts", "num_kv_shared_layers"),
-    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+SIZES = words(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "moe_intermediate_size shared_expert_intermediate_size n_shared_experts num_shared_experts n_routed_experts "
+    "num_experts num_local_experts num_experts_per_tok first_k_dense_replace decoder_sparse_step q_lora_rank "
+    "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim index_head_dim index_n_heads index_topk "
+    "index_topk_freq index_skip_topk_offset linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
+    "linear_num_key_heads linear_num_value_heads full_attention_interval moe_num_experts moe_k moe_num_shared_experts "
+    "moe_layer_start_index moe_layer_end_index moe_layer_interval mamba_num_heads mamba_head_dim n_groups "
+    "ssm_state_size conv_kernel chunk_size mamba_n_heads mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv "
+    "mamba_expand shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size global_head_dim "
+    "num_global_key_value_heads top_k_experts num_kv_shared_layers hidden_size_per_layer_input "
+    "vocab_size_per_layer_input"
 )
 SWITCHES = ("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp")
-VISION_SIZES = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_channels",
-        "image_size",
-        "patch_size",
-    ),
-    *(
-        "depth",
-        "num_heads",
-        "in_channels",
-        "spatial_merge_size",
-        "temporal_patch_size",
-        "out_hidden_size",
-        "num_position_embeddings",
-    ),
+VISION_SIZES = words(
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_channels image_size patch_size depth "
+    "num_heads in_channels spatial_merge_size temporal_patch_size out_hidden_size num_position_embeddings"
 )
-WORDS = (
-    "hidden_act",
-    "hidden_activation",
-    "layer_types",
-    "mlp_layer_types",
-    "indexer_types",
-    "index_topk_pattern",
-    "mlp_only_layers",
-    "mlp_hidden_act",
-    "layers_block_type",
-    "hybrid_override_pattern",
+WORDS = words(
+    "hidden_act hidden_activation layer_types mlp_layer_types indexer_types index_topk_pattern mlp_only_layers "
+    "mlp_hidden_act layers_block_type hybrid_override_pattern"
 )
 VISION_WORDS = ("hidden_act", "deepstack_visual_indexes", "vision_use_head")
 OVERRIDING = ("per_layer_config",)

@@ -131,33 +131,6 @@ def matrix(layer: str, module: str = "other") -> Matrix:
     return Matrix(f"{module}.weight", True, None, layer, layer, module)
 
 
-@pytest.mark.parametrize(
-    ("layer", "ignore", "mapping", "names"),
-    [
-        (f"{L0}.self_attn.o_proj", [], QKV, [f"{L0}.self_attn.o_proj"]),
-        (f"{L0}.self_attn.qkv_proj", [], {}, [f"{L0}.self_attn.qkv_proj"]),
-        (f"{L0}.self_attn.qkv_proj", [], QKV, [f"{L0}.self_attn.{name}" for name in ATTENTION]),
-        (f"{L0}.self_attn.qkv_proj", [f"{L0}.self_attn.qkv_proj"], QKV, [f"{L0}.self_attn.qkv_proj"]),
-        (
-            f"{L0}.self_attn.fused_qkv_a_proj_with_mqa",
-            [],
-            LATENT,
-            [f"{L0}.self_attn.q_a_proj", f"{L0}.self_attn.kv_a_proj_with_mqa"],
-        ),
-        (
-            f"{L0}.mlp.experts",
-            [],
-            QKV,
-            [f"{L0}.mlp.experts.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")],
-        ),
-    ],
-)
-def test_names_that_sglang_looks_up(
-    layer: str, ignore: list[str], mapping: dict[str, tuple[str, ...]], names: list[str]
-) -> None:
-    assert list(names_in_sglang(matrix(layer), ignore, mapping)) == names
-
-
 def test_vllm_takes_every_fused_layer_apart_unless_the_release_has_it_so() -> None:
     """GLM-4 stores gate_up_proj as one."""
     layer = f"{L0}.mlp.gate_up_proj"
@@ -212,25 +185,6 @@ def test_the_output_layer_is_no_layer_that_sglang_quantizes_by_class(sglang_quan
     """Neither is an embedding: SGLang looks for a scheme for its Linear layers and experts alone."""
     config = sglang_quantization.config.from_config(quantization_config(QuantScheme(32, "qmax7")))
     assert config.get_quant_method(torch.nn.Embedding(1, 1, device="meta"), "lm_head") is None
-
-
-@pytest.mark.sglang
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_sglang_accepts_the_quantization_config(sglang_quantization: Any, group_size: int) -> None:
-    content = quantization_config(QuantScheme(group_size, "qmax7", ("lm_head", r"re:.*\.mlp\.gate(\.weight)?$")))
-    config = sglang_quantization.config.from_config(content)
-    assert config.quant_format == "pack-quantized"
-    assert config.ignore == ["lm_head", r"re:.*\.mlp\.gate(\.weight)?$"]
-    scheme = config.target_scheme_map["Linear"]
-    assert scheme["input_activations"] is None
-    assert (scheme["weights"].num_bits, scheme["weights"].group_size, scheme["weights"].symmetric) == (
-        4,
-        group_size,
-        True,
-    )
-    # The predicates by which SGLang picks its W4A16 schemes for Linear and MoE layers.
-    assert config._is_wNa16_group_channel(scheme["weights"], None)
-    assert config._is_wint4abf16(scheme["weights"], None)
 
 
 _PARTS = st.lists(

@@ -15,8 +15,8 @@ from support.installed import release
 
 from converters.registry import FAMILIES
 from quant.formats.groups import RUN_BY_TRANSFORMERS
-from quant.selection.class_tree import class_tree
 from quant.selection.matrices import matrices_named, names_in_sglang
+from quant.selection.tree import class_tree
 
 pytestmark = pytest.mark.sglang
 

@@ -13,10 +13,10 @@ from support.published import GLM, QWEN, quantization, write
 from support.vllm_runs import release
 
 from quant.formats.groups import Target
-from quant.selection.class_tree import class_tree
 from quant.selection.matrices import matrices_named
 from quant.selection.readers import VLLM
 from quant.selection.reading import read
+from quant.selection.tree import class_tree
 from verify.witnesses.process.interpreter import python_of
 
 QKV = [f"model.layers.0.self_attn.{one}_proj" for one in "qkv"]

@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import ckptkit
 from ckptkit.core.errors import CkptkitError
 from quant.schemes.w4a16 import int4_scheme
-from quant.selection import fused_experts
-from quant.selection.fused_experts import fused_in_transformers
+from quant.selection import tiles
+from quant.selection.tiles import fused_in_transformers
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,6 @@ def test_experts_that_a_target_names_are_left_to_a_later_transformers(monkeypatc
     config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_size": 64, "num_experts": 4}
     named = config | {"quantization_config": {"config_groups": {"group_0": {"targets": [r"re:.*experts.*"]}}}}
     assert fused_in_transformers(named) is not None
-    monkeypatch.setattr(fused_experts, "find_spec", lambda name: object())
+    monkeypatch.setattr(tiles, "find_spec", lambda name: object())
     assert fused_in_transformers(named) is None
     assert fused_in_transformers(config) is not None

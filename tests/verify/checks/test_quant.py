@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
+from quant.formats.packing import for_sglang_experts
 from quant.formats.scheme import QuantScheme
-from quant.formats.zero_points import for_sglang_experts
 from quant.lint.lint import lint
 from verify.evidence.packed import Int4Format
 from verify.evidence.rounding import bound_in_steps, in_runs, worst_steps

@@ -11,8 +11,8 @@ from ckptkit.core.dtypes import COMPUTED
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
 from quant.formats.floats.layout import E4M3
-from quant.formats.floats.release import Floats, StoredWeight, wrong_scale
 from quant.formats.part_names import INT4_ENDINGS
+from quant.formats.release import Floats, StoredWeight, wrong_scale
 from verify.check import Tally
 from verify.checks.headers.files import names_of
 from verify.evidence.expected import usable_config

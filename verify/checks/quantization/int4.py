@@ -12,10 +12,10 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of, stated_quantization
 from converters.planner import dims_of, expected_hf, rules_of
 from quant.formats.groups import groups_of, targets_of
+from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
-from quant.formats.zero_points import is_expert
+from quant.selection.matrices import spell
 from quant.selection.portable import NOTHING_PACKED
-from quant.selection.spelling import spell
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.cache import cache_scales
@@ -216,7 +216,7 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
     if not experts or "transformers" not in (subject.readers or ()):
         return
     # Imported here because it brings transformers with it, which takes seconds.
-    from quant.selection.fused_experts import UNPACKED, fused_in_transformers
+    from quant.selection.tiles import UNPACKED, fused_in_transformers
 
     try:
         reason = fused_in_transformers(config)

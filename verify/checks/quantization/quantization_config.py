@@ -14,7 +14,7 @@ from quant.formats.compressed import stated_scheme
 from quant.formats.groups import PACKED_BITS, Group, group_of, groups_of, refusals, rounded
 from quant.formats.modelopt import TWO_CONFIGS, differing_configs
 from quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
-from quant.patterns.entries import check_entries
+from quant.patterns import check_entries
 from quant.selection.readers import refuses_own_format, severity_of, worst
 from verify.evidence.packed import int4_format_of
 from verify.issue import Issue

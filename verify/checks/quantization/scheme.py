@@ -14,9 +14,9 @@ from ckptkit.formats.hf.side_files import describe_quantization
 from converters.hf_names import FUSED
 from converters.planner import expected_hf
 from quant.formats.groups import groups_of
+from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.scheme import BITS
-from quant.formats.zero_points import is_expert
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.floats import float_pairs, has_floats
@@ -215,7 +215,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip("nothing is packed (CK302)")
     tally.compared(0, len(chosen))
     # Imported here because it brings transformers with it, which takes seconds.
-    from quant.selection.class_tree import class_tree
+    from quant.selection.tree import class_tree
 
     try:
         tree = class_tree(config)

@@ -25,7 +25,7 @@ from ckptkit.core.specs import ranges
 from ckptkit.formats import yaml_text
 from ckptkit.storage.regular import read_regular
 from converters.planner import dims_of
-from quant.formats.floats.table import SCALE_ENDINGS
+from quant.formats.floats.layout import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from verify.check import Skip, Tally, check
 from verify.evidence.expected import Expected, expected_of, is_cache_scale, usable_config

@@ -34,9 +34,8 @@ from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
 from quant.formats.dequantize import format_of
 from quant.formats.floats.layout import E4M3, Layout
-from quant.formats.floats.release import Floats, StoredWeight, step_of
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
-from quant.formats.release import Release
+from quant.formats.release import Floats, Release, StoredWeight, step_of
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.reading import threads
 from verify.evidence.subject import Subject

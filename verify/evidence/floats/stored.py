@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from quant.formats.dequantize import floats_of
-from quant.formats.floats.release import Floats, StoredWeight, wrong_scale
+from quant.formats.release import Floats, StoredWeight, wrong_scale
 from verify.evidence.extremes import digest_of
 from verify.evidence.subject import Subject
 

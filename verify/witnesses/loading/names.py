@@ -13,8 +13,8 @@ from converters.planner import expected_hf, rules_of
 from converters.registry import FAMILIES
 from quant.formats.dequantize import format_of
 from quant.formats.floats.layout import Layout
-from quant.formats.floats.release import Floats
 from quant.formats.part_names import INT4_PARTS, WEIGHT_SCALE_INV
+from quant.formats.release import Floats
 
 # The scale of a layer's inputs: of a Linear, or of experts.
 _OF_INPUTS = re.compile(r".+\.(?:w13_|w2_)?input(?:_global)?_scale")

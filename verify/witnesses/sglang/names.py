@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED
-from quant.formats.zero_points import is_expert
 from verify.evidence.expected import weights_of
 from verify.witnesses.loading.names import without_input_scale
 

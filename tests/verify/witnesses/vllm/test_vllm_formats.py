@@ -27,7 +27,7 @@ from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from quant.schemes.floats import FloatScheme
-from quant.schemes.interface import Scheme
+from quant.schemes.registry import Scheme
 from quant.schemes.w4a16 import int4_scheme
 from verify.report import CheckResult
 from verify.witnesses.loading.run import LoadRun

@@ -13,8 +13,7 @@ from support import published
 
 from ckptkit.core.errors import CkptkitError
 from converters.registry import FAMILIES
-from quant.patterns.cost import MAX_NAME
-from quant.patterns.entries import MAX_COSTLY, check_entries, check_lookups, matcher
+from quant.patterns import MAX_COSTLY, MAX_NAME, check_entries, check_lookups, matcher
 
 # Of releases, of llm-compressor's recipes, and of documentation, beside those of `published` and the families.
 RECIPES = [

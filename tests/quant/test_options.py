@@ -1,0 +1,231 @@
+"""The options of `quantize` and `convert --quantize`: grids, `--like`, `--reader`, `--tp`, `--device`, `--preset`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support import models
+from support.fixture_types import PathOf
+
+from ckptkit.app.api import convert, quantize
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.hf.reader import HfCheckpoint
+from quant.formats.scheme import QuantScheme, read_scheme
+from quant.schemes.w4a16 import int4_scheme
+from verify.launch.preflight import preflight
+from verify.run import verify
+
+CASES = [
+    (["--ignore", r"re:.*\.o_proj(\.weight)?$"], QuantScheme(128, "qmax7")),  # 320 input features
+    (["--group-size", "channel"], QuantScheme(None, "qmax7")),
+    (["--group-size", "64", "--asymmetric"], QuantScheme(64, "minmax", (), symmetric=False)),
+    (["--group-size", "channel", "--grid", "minmax", "--search", "mse"], QuantScheme(None, "minmax", (), True, "mse")),
+    (["--group-size", "32", "--scale-dtype", "float32"], QuantScheme(32, "qmax7", scale_dtype=torch.float32)),
+]
+IGNORED = ["--ignore", r"re:.*\.mlp\.down_proj(\.weight)?$"]  # 288 input features, which only 32 divides
+
+
+def run(*arguments: str | Path) -> None:
+    """Runs the command line, which succeeds or raises."""
+    result = CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def scheme_of(path: Path) -> QuantScheme:
+    """What the config says, without `ignore`."""
+    scheme = read_scheme(json.loads((path / "config.json").read_text()))
+    return QuantScheme(scheme.group_size, scheme.grid, (), scheme.symmetric, scheme.search, scheme.scale_dtype)
+
+
+@pytest.mark.parametrize(("options", "scheme"), CASES)
+def test_every_option_is_recorded_and_the_result_verifies(
+    options: list[str], scheme: QuantScheme, releases: PathOf, tmp_path: Path
+) -> None:
+    """`verify` unpacks with compressed-tensors and compares every weight with its source."""
+    run("quantize", releases("qwen2-tied"), tmp_path / "out", *options, *IGNORED)
+    assert scheme_of(tmp_path / "out") == scheme
+    report = verify(tmp_path / "out", source=releases("qwen2-tied"))
+    assert report.status == "passed", report.findings
+    assert {check.code for check in report.checks if check.status == "passed"} >= {"CK302", "CK303", "CK304", "CK305"}
+
+
+def test_convert_from_megatron_with_quantize_takes_the_int4_options(converted: PathOf, tmp_path: Path) -> None:
+    run(
+        "convert",
+        converted("qwen2-tied"),
+        tmp_path / "out",
+        "--quantize",
+        "w4a16",
+        "--group-size",
+        "32",
+        "--asymmetric",
+    )
+    assert scheme_of(tmp_path / "out") == QuantScheme(32, "minmax", (), symmetric=False)
+
+
+def test_options_not_given_default_to_those_of_an_int4_source(releases: PathOf, tmp_path: Path) -> None:
+    run("quantize", releases("qwen2-tied"), tmp_path / "first", "--group-size", "32", "--asymmetric")
+    run("quantize", tmp_path / "first", tmp_path / "second")
+    assert scheme_of(tmp_path / "second") == QuantScheme(32, "minmax", (), symmetric=False)
+
+
+@pytest.mark.parametrize(
+    "options", [["--grid", "qmax7", "--asymmetric"], ["--grid", "qmax7", "--search", "mse"]], ids=str
+)
+def test_qmax7_options_that_contradict_it_are_refused(options: list[str], releases: PathOf, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="qmax7 grid"):
+        run("quantize", releases("qwen2-tied"), tmp_path / "out", *options)
+
+
+@pytest.mark.usefixtures("kernel_tiles")
+def test_layers_that_no_kernel_of_sglang_runs_are_noted(releases: PathOf, tmp_path: Path) -> None:
+    """down_proj has 288 columns, which no tile divides; other readers have other kernels."""
+    scheme = QuantScheme(32, "qmax7")
+    (note,) = quantize(releases("qwen2-untied"), tmp_path / "all", scheme).notes
+    assert "mlp.down_proj.weight: 128 rows of 288 columns" in note
+    assert r"--ignore 're:.*\.mlp\.down_proj(\.weight)?$'" in note
+    assert quantize(releases("qwen2-untied"), tmp_path / "vllm", scheme, readers=("vllm",)).notes == ()
+
+
+SCHEME = int4_scheme(group_size=32)
+QAT = ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", "OPEN_TRAINING_INT4_GROUP_SIZE=32")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts_it(
+    name: str, releases: PathOf, tmp_path: Path
+) -> None:
+    quantize(releases(name), tmp_path / "int4", SCHEME, preset="rl")
+    tensors = models.tensors(tmp_path / "int4")
+    packed = {key.removesuffix("_packed") for key in tensors if key.endswith(".weight_packed")}
+    plain = models.tensors(releases(name))
+    layers = json.loads((releases(name) / "config.json").read_text())["num_hidden_layers"]
+    draft = f"model.layers.{layers}."
+    assert packed == {key for key in plain if ".mlp.experts." in key and not key.startswith(draft)}
+    assert {key for key in plain if key in tensors} == plain.keys() - packed
+    convert(releases(name), tmp_path / "megatron")
+    report = preflight(tmp_path / "int4", ref_load=tmp_path / "megatron", arguments=QAT)
+    status = {check.code: check.status for check in report.checks}
+    assert [status[code] for code in ("CK301", "CK302", "CK709", "CK715")] == ["passed"] * 4, report.findings
+
+
+def test_the_command_line_records_the_preset(releases: PathOf, tmp_path: Path) -> None:
+    run("quantize", releases("qwen3_moe"), tmp_path / "int4", "--preset", "rl", "--group-size", "32")
+    command = json.loads((tmp_path / "int4" / "ckptkit.json").read_text())["command"]
+    assert command[3:5] == ["--preset", "rl"]
+
+
+def test_a_dense_model_is_refused(releases: PathOf, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="packs routed experts alone") as refused:
+        quantize(releases("qwen2-tied"), tmp_path / "int4", SCHEME, preset="rl")
+    assert "serve it in BF16" in str(refused.value.hint)
+    assert not (tmp_path / "int4").exists()
+
+
+def test_another_grid_is_refused(releases: PathOf, tmp_path: Path) -> None:
+    for scheme in (int4_scheme(grid="minmax"), int4_scheme(symmetric=False)):
+        with pytest.raises(CkptkitError, match="symmetric and on the qmax7 grid"):
+            quantize(releases("qwen3_moe"), tmp_path / "int4", scheme, preset="rl")
+
+
+def test_a_run_on_trainings_grid_says_what_loses_less_where_no_training_rounds_so(
+    releases: PathOf, tmp_path: Path
+) -> None:
+    def advice(name: str, scheme: QuantScheme = SCHEME, preset: Literal["rl"] | None = None) -> str | None:
+        found = quantize(releases(name), tmp_path / "out", scheme, dry_run=True, preset=preset)
+        assert found.packed is not None
+        return found.packed.advice
+
+    assert "--asymmetric, or --search mse, loses less" in str(advice("qwen2-tied"))
+    assert "others --search mse loses less" in str(advice("qwen3_moe"))
+    assert advice("qwen3_moe", preset="rl") is None
+    assert advice("qwen3_moe", int4_scheme(grid="minmax", group_size=32)) is None
+
+
+def test_a_reference_beside_the_preset_is_refused(releases: PathOf, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="both say what is packed"):
+        quantize(releases("qwen3_moe"), tmp_path / "int4", SCHEME, preset="rl", like=releases("qwen3_moe"))
+
+
+ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
+PLAIN = ["model.embed_tokens", ROUTER, "lm_head"]
+ATTENTION = [r"re:.*\.self_attn\.(q|k|v|qkv)_proj(\.weight)?$", r"re:.*\.self_attn\.o_proj(\.weight)?$"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source")
+    models.save("qwen3_moe", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Attention left as it is, in a spelling of its own."""
+    path = tmp_path_factory.mktemp("reference") / "int4"
+    run("quantize", source, path, "--group-size", "32", "--grid", "minmax", "--ignore", "re:.*self_attn.*")
+    return path
+
+
+def packed(path: Path) -> set[str]:
+    return {name for name in HfCheckpoint(path).specs if name.endswith("_packed")}
+
+
+def test_what_the_reference_has_packed_is_packed(source: Path, reference: Path, tmp_path: Path) -> None:
+    """Group size, grid and scales come from there too; the list is spelled anew."""
+    run("quantize", source, tmp_path / "int4", "--like", str(reference))
+    assert packed(tmp_path / "int4") == packed(reference)
+    config = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == [*PLAIN, *ATTENTION]
+    weights = config["config_groups"]["group_0"]["weights"]
+    assert (weights["group_size"], weights["observer_kwargs"]["grid"]) == (32, "minmax")
+    assert HfCheckpoint(tmp_path / "int4").specs == HfCheckpoint(reference).specs
+    both = [models.tensors(path) for path in (reference, tmp_path / "int4")]
+    assert [name for name in both[0] if not both[0][name].equal(both[1][name])] == []
+
+
+def test_what_an_int4_source_has_packed_is_packed_again(reference: Path, tmp_path: Path) -> None:
+    """By itself it is its own reference: the classes of the model would pack the attention too."""
+    run("quantize", reference, tmp_path / "again")
+    both = [models.tensors(path) for path in (reference, tmp_path / "again")]
+    assert both[0].keys() == both[1].keys()
+    assert [name for name in both[0] if not both[0][name].equal(both[1][name])] == []
+
+
+def test_an_int4_source_less_what_is_ignored(source: Path, reference: Path, tmp_path: Path) -> None:
+    run("quantize", source, tmp_path / "whole", "--group-size", "32")
+    run("quantize", tmp_path / "whole", tmp_path / "less", "--ignore", "re:.*self_attn.*")
+    assert packed(tmp_path / "whole") > packed(tmp_path / "less") == packed(reference)
+
+
+def test_a_reference_that_is_not_there(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="config.json"):
+        run("quantize", source, tmp_path / "int4", "--like", str(tmp_path / "none"))
+    assert not (tmp_path / "int4").exists()
+
+
+def test_only_engines_must_agree(source: Path, tmp_path: Path) -> None:
+    """The entry spares o_proj for engines and not for slime."""
+    options = ("--group-size", "32", "--ignore", "re:.*o_proj$")
+    with pytest.raises(CkptkitError, match="slime would pack"):
+        run("quantize", source, tmp_path / "int4", *options)
+    run("quantize", source, tmp_path / "int4", *options, "--reader", "sglang", "--reader", "vllm")
+    assert not any("o_proj" in name for name in packed(tmp_path / "int4"))
+
+
+def test_a_tensor_parallel_size_that_does_not_fit(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="SGLang's INT4 kernels cannot load at tensor parallel size 2"):
+        run("quantize", source, tmp_path / "int4", "--group-size", "32", "--tp", "2")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and tests/gpu uses it")
+def test_a_gpu_that_is_not_there(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="torch finds no GPU for --device cuda"):
+        run("quantize", source, tmp_path / "int4", "--group-size", "32", "--device", "cuda")
+    assert not (tmp_path / "int4").exists()
