@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from converters.config.dims import ModelDims
@@ -35,6 +35,7 @@ def embeddings(
     table = (dims.vocab, dims.hidden)
     # Some releases of tied models ship the output layer all the same.
     embed_copies += (dims.head, *head_copies) if dims.tied else ()
+    head = ParamMapping("output_layer.weight", {dims.head: table}, Copy(0), vocab=True, copies=head_copies)
     return (
         ParamMapping(
             "embedding.word_embeddings.weight",
@@ -45,11 +46,7 @@ def embeddings(
             kind="Embedding",
         ),
         ParamMapping("decoder.final_layernorm.weight", {dims.root + "norm.weight": (dims.hidden,)}),
-        *(
-            ()
-            if dims.tied
-            else (ParamMapping("output_layer.weight", {dims.head: table}, Copy(0), vocab=True, copies=head_copies),)
-        ),
+        *((head,) if not dims.tied else ()),
     )
 
 
@@ -72,13 +69,8 @@ def attention(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMappi
         at.rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (dims.hidden, out)}, Copy(1)),
     ]
     if dims.qkv_bias:
-        rules.append(
-            at.rule(
-                "self_attention.linear_qkv.bias",
-                {f"self_attn.{part}.bias": (count,) for part, count in rows.items()},
-                qkv,
-            )
-        )
+        biases = {f"self_attn.{part}.bias": (count,) for part, count in rows.items()}
+        rules.append(at.rule("self_attention.linear_qkv.bias", biases, qkv))
     if dims.out_bias:
         rules.append(at.rule("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (dims.hidden,)}))
     if dims.qk_norm and not dims.qk_norm_full:
@@ -117,26 +109,18 @@ def gated_mlp(
 
 
 def dense_mlp(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
-    """The MLP of the dense layers with the norm before it."""
+    """The MLP of the dense layers with the norm before it, and with biases where the model has them."""
     at = at or decoder(dims, dims.dense)
-    norm = at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (dims.hidden,)})
-    return (
-        norm,
+    rules = [
+        at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (dims.hidden,)}),
         *gated_mlp(at, "mlp.", "mlp.", dims.hidden, dims.ffn),
-        *(gated_mlp_biases(at, dims) if dims.mlp_bias else ()),
-    )
-
-
-def gated_mlp_biases(at: NamePrefix, dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """The biases of a dense layer's SwiGLU block.
-
-    That of the down projection is added once, so every rank holds all of it.
-    """
-    gate, up = "mlp.gate_proj.bias", "mlp.up_proj.bias"
-    return (
-        at.rule("mlp.linear_fc1.bias", {gate: (dims.ffn,), up: (dims.ffn,)}, GateUp()),
-        at.rule("mlp.linear_fc2.bias", {"mlp.down_proj.bias": (dims.hidden,)}),
-    )
+    ]
+    if dims.mlp_bias:
+        gate, up = "mlp.gate_proj.bias", "mlp.up_proj.bias"
+        rules.append(at.rule("mlp.linear_fc1.bias", {gate: (dims.ffn,), up: (dims.ffn,)}, GateUp()))
+        # Added once, so every rank holds all of it.
+        rules.append(at.rule("mlp.linear_fc2.bias", {"mlp.down_proj.bias": (dims.hidden,)}))
+    return tuple(rules)
 
 
 def dense_model(dims: ModelDims) -> tuple[ParamMapping, ...]:
@@ -195,12 +179,35 @@ def multi_token_prediction(
     )
 
 
-def mtp_copies(dims: ModelDims, name: str) -> tuple[str, ...]:
-    """Where the multi-token prediction layers of DeepSeek and GLM repeat a tensor of the model.
+def moe_model(
+    dims: ModelDims,
+    attention: Callable[..., tuple[ParamMapping, ...]],
+    experts: Callable[..., tuple[ParamMapping, ...]],
+    *,
+    embedding: str = "embed_tokens",
+    mtp_norm: str = "shared_head.norm",
+) -> tuple[ParamMapping, ...]:
+    """All rules of a mixture of experts with the multi-token prediction layers of DeepSeek and GLM.
 
-    `embed_tokens`, `shared_head.head`.
+    `attention` and `experts` give the rules of a layer's halves from the sizes, and of a place that follows them.
+    `embedding` is the HF module of the embedding, `mtp_norm` that before a further layer's output. Those layers repeat
+    embedding and output layer in some releases.
     """
-    return tuple(f"{dims.root}layers.{dims.layers + depth}.{name}.weight" for depth in range(dims.mtp_layers))
+    at = [f"{dims.root}layers.{dims.layers + depth}." for depth in range(dims.mtp_layers)]
+    copies = {
+        "embed_copies": tuple(f"{place}embed_tokens.weight" for place in at),
+        "head_copies": tuple(f"{place}shared_head.head.weight" for place in at),
+    }
+    rules = [*embeddings(dims, name=embedding, **copies), *attention(dims), *dense_mlp(dims), *experts(dims)]
+    for depth in range(dims.mtp_layers):
+        layer, around = multi_token_prediction(dims, depth, norm=mtp_norm)
+        rules += [*around, *attention(dims, layer), *experts(dims, layer)]
+    return tuple(rules)
+
+
+def shared_experts_mlp(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
+    """The mixture of experts of DeepSeek and GLM."""
+    return moe_mlp(dims, "shared_experts", at)
 
 
 def appended_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
 from converters.config.dims import Indexer, Mla, ModelDims
-from converters.config.values import flag, integer
+from converters.config.values import agreed_by_layer, flag, integer, places, require, unsupported
 from converters.ops.basic import Copy, Op
 from converters.rules import NamePrefix, ParamMapping, decoder
 
@@ -66,13 +65,7 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
 
     Raises CkptkitError for an indexer that Megatron does not have, and for one that readers disagree on.
     """
-    for key, only in _ONLY.items():
-        if config.get(key, only) not in (only, None):
-            raise CkptkitError(
-                f"config.json: {key} {shortened(config[key])} is not supported",
-                "Megatron's indexer does not know it",
-                code="unsupported",
-            )
+    require(config, "an indexer", _ONLY, "Megatron's indexer does not know it")
     if interleaved is None and config.get("indexer_rope_interleave") is None:
         raise CkptkitError(
             "config.json has no 'indexer_rope_interleave'",
@@ -80,11 +73,7 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
             "GLM-5's releases say true",
         )
     if mla.q_rank is None:
-        raise CkptkitError(
-            "config.json: q_lora_rank null with an indexer is not supported",
-            "the indexer reads the compressed queries",
-            code="unsupported",
-        )
+        raise unsupported("q_lora_rank null with an indexer", "the indexer reads the compressed queries")
     head_dim = integer(config, "index_head_dim")
     if mla.rope > head_dim:
         raise CkptkitError(
@@ -97,7 +86,7 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
         heads=integer(config, "index_n_heads"),
         head_dim=head_dim,
         top_k=integer(config, "index_topk"),
-        layers=tuple(layer for layer, full in enumerate(own) if full),
+        layers=places(own, True),
         rope_interleaved=flag(config, "indexer_rope_interleave", bool(interleaved)),
         every=every,
         first=first,
@@ -109,34 +98,20 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
 
     Sources: transformers `GlmMoeDsaConfig`, SGLang `dsa_layer_skips_topk`.
     """
-    layers, found = integer(config, "num_hidden_layers"), {}
-    for key in ("indexer_types", "index_topk_pattern"):
-        kinds = config.get(key)
-        if kinds is not None:
-            if (
-                not isinstance(kinds, (list, str))
-                or len(kinds) != layers
-                or any(kind not in list(_KINDS) for kind in kinds)
-            ):
-                raise CkptkitError(
-                    f"config.json: {key} does not say 'full' or 'shared' for each of {layers} layers",
-                    "compare it with the release",
-                )
-            found[key] = tuple(_KINDS[kind] for kind in kinds)
-    if config.get("index_topk_freq") is not None:
-        every, first = integer(config, "index_topk_freq"), integer(config, "index_skip_topk_offset", 2)
+    layers, key = integer(config, "num_hidden_layers"), "index_topk_freq"
+    given = dict(config)
+    if isinstance(pattern := config.get("index_topk_pattern"), str):
+        given["index_topk_pattern"] = list(pattern)
+    if config.get(key) is not None:
+        every, first = integer(config, key), integer(config, "index_skip_topk_offset", 2)
         if every < 1 or first < 1 < every:
             raise CkptkitError(
                 f"config.json: an indexer every {every} layers from layer {first} on cannot be right",
                 "compare it with the release",
             )
-        found["index_topk_freq"] = tuple(max(layer + 1 - first, 0) % every == 0 for layer in range(layers))
-    if len(set(found.values())) > 1:
-        raise CkptkitError(
-            f"config.json: {' and '.join(found)} name different layers with an indexer",
-            "transformers reads the first, Megatron and SGLang the last; make them agree",
-        )
-    own = next(iter(found.values()), (True,) * layers)
+        given[key] = ["FS"[max(layer + 1 - first, 0) % every != 0] for layer in range(layers)]
+    own = agreed_by_layer(given, dict.fromkeys(("indexer_types", "index_topk_pattern", key), _KINDS))
+    own = (True,) * layers if own is None else own
     if own and not own[0]:
         raise CkptkitError(
             "config.json: the first layer shares an indexer, but there is none before it", "compare it with the release"
@@ -155,10 +130,9 @@ def _schedule(own: Sequence[bool]) -> tuple[int, int]:
     later = [layer for layer in range(first, len(own)) if own[layer]]
     every = (later[0] if later else len(own)) + 1 - first
     if any(full != (max(layer + 1 - first, 0) % every == 0) for layer, full in enumerate(own)):
-        raise CkptkitError(
-            "config.json: the layers with an indexer of their own do not follow one another at one distance",
+        raise unsupported(
+            "an indexer in layers that do not follow one another at one distance",
             "Megatron has no arguments for such a pattern",
-            code="unsupported",
         )
     return every, first
 

@@ -12,8 +12,8 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.config.bounds import MAX_LAYERS
-from converters.config.dims import ModelDims
-from converters.config.pattern import ATTENTION, DENSE, EXPERTS, MIXER, Mamba
+from converters.config.dims import ATTENTION, DENSE, EXPERTS, MIXER, ModelDims
+from converters.config.values import unsupported
 from converters.hf_names import QKV
 from converters.ops.basic import Copy, Qkv
 from converters.ops.hybrid import StackedRows
@@ -42,10 +42,10 @@ def read_pattern(config: Mapping[str, Any], as_list: str, as_string: str, absent
     known = set(_WORDS.values())
     if words is not None:
         if not isinstance(words, list) or not all(isinstance(word, str) and word in _WORDS for word in words):
-            raise _unknown(as_list, words, ", ".join(_WORDS))
+            raise unsupported(f"{as_list} {shortened(words)}", f"each layer must be one of {', '.join(_WORDS)}")
         found[as_list] = "".join(_WORDS[word] for word in words)
     if letters is not None and (not isinstance(letters, str) or set(letters) - known):
-        raise _unknown(as_string, letters, " ".join(sorted(known)))
+        raise unsupported(f"{as_string} {shortened(letters)}", f"each layer must be one of {' '.join(sorted(known))}")
     if len(set(found.values())) > 1:
         raise CkptkitError(
             f"config.json: {as_list} and {as_string} name other layers",
@@ -59,12 +59,6 @@ def read_pattern(config: Mapping[str, Any], as_list: str, as_string: str, absent
     return pattern
 
 
-def _unknown(key: str, value: Any, known: str) -> CkptkitError:
-    return CkptkitError(
-        f"config.json: {key} is {shortened(value)}", f"each layer must be one of {known}", code="unsupported"
-    )
-
-
 def refuse_time_step_limit(config: Mapping[str, Any]) -> None:
     """Raises CkptkitError for a limit of the time steps, which neither Megatron's mixer nor SGLang's has."""
     limit = config.get("time_step_limit")
@@ -74,24 +68,19 @@ def refuse_time_step_limit(config: Mapping[str, Any]) -> None:
     # transformers saves infinity as {"__float__": "Infinity"}.
     open_end = isinstance(high, dict) or (isinstance(high, (int, float)) and high > _NO_LIMIT)
     if low != 0 or not open_end:
-        raise CkptkitError(
-            f"config.json: time_step_limit {shortened(limit)} is not supported",
+        raise unsupported(
+            f"time_step_limit {shortened(limit)}",
             "neither Megatron's mixer nor SGLang's limits its time steps; the releases have [0, Infinity]",
-            code="unsupported",
         )
 
 
 def layers_of_one_block(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """The rules of all decoder layers and of the multi-token prediction layers, each with its kind's block."""
     kinds = ((MIXER, dims.mixers), (ATTENTION, dims.softmax_layers), (DENSE, dims.dense), (EXPERTS, dims.moe))
-    rules = [rule for kind, layers in kinds if layers for rule in _block(dims, kind, decoder(dims, layers))]
+    rules = [rule for kind, layers in kinds if layers for rule in _BLOCKS[kind](dims, decoder(dims, layers))]
     for depth in range(dims.mtp_layers):
         rules += _mtp(dims, depth)
     return tuple(rules)
-
-
-def _block(dims: ModelDims, kind: str, at: NamePrefix) -> tuple[ParamMapping, ...]:
-    return {MIXER: mixer, ATTENTION: attention, DENSE: mlp, EXPERTS: experts}[kind](dims, at)
 
 
 def _mtp(dims: ModelDims, depth: int) -> list[ParamMapping]:
@@ -112,7 +101,7 @@ def _mtp(dims: ModelDims, depth: int) -> list[ParamMapping]:
     ]
     for place, kind in enumerate(dims.mtp_pattern):
         inner = f"{megatron}mtp_model_layer.layers.{place}."
-        rules += _block(dims, kind, NamePrefix(inner, f"mtp.layers.{depth * count + place}.", None))
+        rules += _BLOCKS[kind](dims, NamePrefix(inner, f"mtp.layers.{depth * count + place}.", None))
     return rules
 
 
@@ -121,7 +110,8 @@ def mixer(dims: ModelDims, at: NamePrefix, *, hf: str = "mixer", norm: str = "no
 
     `hf` is the HF module's name, `norm` that of the norm before it.
     """
-    net = _mamba(dims)
+    net = dims.mamba
+    assert net is not None, "a family without Mamba layers has no such rules"
     inputs, conv = StackedRows((sum(net.in_proj),), net.in_proj), StackedRows((sum(net.conv),), net.conv)
     return (
         at.rule("mixer.in_proj.layer_norm_weight", {norm: (dims.hidden,)}),
@@ -135,11 +125,6 @@ def mixer(dims: ModelDims, at: NamePrefix, *, hf: str = "mixer", norm: str = "no
         at.rule("mixer.norm.weight", {f"{hf}.norm.weight": (net.inner,)}, Copy(0)),
         at.rule("mixer.out_proj.weight", {f"{hf}.out_proj.weight": (dims.hidden, net.inner)}, Copy(1)),
     )
-
-
-def _mamba(dims: ModelDims) -> Mamba:
-    assert dims.mamba is not None, "a family without Mamba layers has no such rules"
-    return dims.mamba
 
 
 def attention(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
@@ -191,3 +176,6 @@ def _up_down(at: NamePrefix, megatron: str, hf: str, hidden: int, ffn: int) -> t
         at.rule(megatron + "linear_fc1.weight", {hf + "up_proj.weight": (ffn, hidden)}, Copy(0)),
         at.rule(megatron + "linear_fc2.weight", {hf + "down_proj.weight": (hidden, ffn)}, Copy(1)),
     )
+
+
+_BLOCKS = {MIXER: mixer, ATTENTION: attention, DENSE: mlp, EXPERTS: experts}

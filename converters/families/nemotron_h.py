@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
-from ckptkit.core.printable import shortened
-from converters.blocks.sigmoid_moe import read_sigmoid_moe
+from converters.blocks.sigmoid_moe import ABSENT, read_sigmoid_moe
 from converters.blocks.single import layers_of_one_block, read_pattern, refuse_time_step_limit
-from converters.config.dims import ModelDims, base_dims
-from converters.config.pattern import EXPERTS, MIXER, Mamba
-from converters.config.values import integer, number
+from converters.config.dims import EXPERTS, MIXER, Mamba, ModelDims, base_dims
+from converters.config.values import agreed, integer, number, require, unsupported, wrong
 from converters.family import Draft, EngineClass, FusedExperts, ModelFamily, Release
 from converters.ops.basic import Copy
 from converters.rules import ParamMapping
@@ -46,31 +43,26 @@ _MTP = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a nemotron_h config. Source: transformers `NemotronHConfig` and the releases' own config.json."""
-    _refuse_unusual(config)
+    require(config, "nemotron_h", _FIXED, strict=True)
+    refuse_time_step_limit(config)
     pattern = read_pattern(config, *_PATTERN)
     mtp_layers = integer(config, "num_nextn_predict_layers", 0)
     mtp_pattern = read_pattern(config, *_MTP, absent="*E") if mtp_layers else ""
     if integer(config, "num_hidden_layers", len(pattern)) != len(pattern):
-        raise CkptkitError(
-            f"config.json: num_hidden_layers is {config['num_hidden_layers']}, but the pattern names {len(pattern)}",
-            "compare both with the release",
-        )
+        raise wrong("num_hidden_layers", config["num_hidden_layers"], f"the {len(pattern)} that the pattern names")
     if not set(mtp_pattern) <= set(pattern):
-        raise CkptkitError(
-            f"config.json: a multi-token prediction layer of other kinds ({mtp_pattern}) than the model's layers are",
+        raise unsupported(
+            f"a multi-token prediction layer of other kinds ({mtp_pattern}) than the model's layers are",
             "no released model has one",
-            code="unsupported",
         )
     text = {
         **config,
         "num_hidden_layers": len(pattern),
-        "head_dim": _either(config, "head_dim", "attention_head_dim", 128),
+        "head_dim": agreed(config, ("head_dim", "attention_head_dim"), 128),
         "rms_norm_eps": _epsilon(config, mixers=MIXER in pattern),
     }
     return base_dims(
         text,
-        qkv_bias=False,
-        qk_norm=False,
         activation="relu2",
         root="backbone.",
         rotary=False,
@@ -82,32 +74,13 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     )
 
 
-def _refuse_unusual(config: Mapping[str, Any]) -> None:
-    for key, value in _FIXED.items():
-        if config.get(key, value) != value:
-            raise CkptkitError(
-                f"config.json: nemotron_h with {key} {shortened(config[key])} is not supported",
-                f"the releases have {value!r}",
-                code="unsupported",
-            )
-    refuse_time_step_limit(config)
-
-
 def _epsilon(config: Mapping[str, Any], *, mixers: bool) -> float:
-    """The epsilon of all norms, which releases repeat under other keys. Raises CkptkitError where they disagree."""
-    keys = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
-    stated = {key: number(config, key) for key in keys if config.get(key) is not None}
-    if len(set(stated.values())) > 1:
-        raise CkptkitError(
-            f"config.json: {' but '.join(f'{key} is {value:g}' for key, value in stated.items())}",
-            "transformers reads the first, other readers the others; make them equal",
-        )
-    epsilon = next(iter(stated.values()), _EPSILON)
+    """The epsilon of all norms, which releases repeat under other keys."""
+    epsilon = float(agreed(config, ("layer_norm_epsilon", "norm_eps", "rms_norm_eps"), _EPSILON, number))
     if mixers and epsilon != _EPSILON:
-        raise CkptkitError(
-            f"config.json: nemotron_h with an epsilon of {epsilon:g} is not supported",
-            f"the norm behind Megatron's Mamba mixer always has {_EPSILON:g}",
-            code="unsupported",
+        raise unsupported(
+            f"nemotron_h with an epsilon of {epsilon:g}",
+            f"the norm behind Megatron's mixer always has {_EPSILON:g}",
         )
     return epsilon
 
@@ -116,21 +89,10 @@ def _mamba(config: Mapping[str, Any]) -> Mamba:
     return Mamba(
         heads=integer(config, "mamba_num_heads", 128),
         head_dim=integer(config, "mamba_head_dim", 64),
-        groups=_either(config, "mamba_n_groups", "n_groups", 8),
+        groups=agreed(config, ("mamba_n_groups", "n_groups"), 8),
         state=integer(config, "ssm_state_size", 128),
-        kernel=_either(config, "mamba_d_conv", "conv_kernel", 4),
+        kernel=agreed(config, ("mamba_d_conv", "conv_kernel"), 4),
     )
-
-
-def _either(config: Mapping[str, Any], one: str, other: str, default: int) -> int:
-    """A size that readers or releases know under two keys. Raises CkptkitError where both are there and disagree."""
-    stated = {integer(config, key) for key in (one, other) if config.get(key) is not None}
-    if len(stated) > 1:
-        raise CkptkitError(
-            f"config.json: {one} is {config[one]} but {other} is {config[other]}",
-            "readers look at one or the other; make them equal",
-        )
-    return stated.pop() if stated else default
 
 
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
@@ -154,10 +116,9 @@ def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    absent = {"n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
     latent = config.get("moe_latent_size")
     return {
-        **read_sigmoid_moe(config, absent=absent),
+        **read_sigmoid_moe(config, {**ABSENT, "routed_scaling_factor": 1.0}),
         "shared_ffn": integer(config, "moe_shared_expert_intermediate_size"),
         "expert_hidden": None if latent is None else integer(config, "moe_latent_size"),
     }

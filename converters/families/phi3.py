@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import embeddings
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import rope_of, window_of
+from converters.config.values import rope_of, unsupported, window_of
 from converters.family import EngineClass, ModelFamily
 from converters.ops.basic import Copy, GateUpInOne, QkvInOne
 from converters.rules import ParamMapping, decoder
@@ -19,13 +18,12 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a phi3 config. Source: transformers `Phi3Config`, `Phi3Attention`, whose biases no config turns on."""
     kind = rope_of(config)["rope_type"]
     if kind != "default":  # "su" and "yarn" are its older names of longrope
-        raise CkptkitError(
-            f"config.json: phi3 with rope scaling {kind} is not supported",
+        raise unsupported(
+            f"phi3 with rope scaling {kind}",
             "Megatron has no longrope, which also scales attention of short prompts (Phi-4-mini, Phi-3.5, and Phi-3 "
             "with 128k tokens have it)",
-            code="unsupported",
         )
-    dims = base_dims({"rms_norm_eps": 1e-5, **config}, qkv_bias=False, qk_norm=False, window=window_of(config))
+    dims = base_dims({"rms_norm_eps": 1e-5, **config}, window=window_of(config))
     return replace(dims, window_layers=dims.all_layers) if dims.window else dims
 
 

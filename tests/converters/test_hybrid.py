@@ -37,40 +37,6 @@ def changed(config: Config, change: Config) -> Config:
     return config | {"text_config": config["text_config"] | change} if "text_config" in config else config | change
 
 
-KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 3
-EVERY_FIFTH = [("full" if number % 5 == 4 else "linear") + "_attention" for number in range(12)]
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe_text"])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"attention_bias": True}, "attention_bias true is not supported"),
-        ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
-        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings true is not supported"),
-        ({"mlp_only_layers": [3]}, "mlp_only_layers or decoder_sparse_step != 1 is not supported"),
-        ({"decoder_sparse_step": 2}, "mlp_only_layers or decoder_sparse_step != 1 is not supported"),
-        ({"full_attention_interval": 0}, "full_attention_interval is 0"),
-        ({"full_attention_interval": 3}, "layer_types is not what full_attention_interval 3 makes of 12 layers"),
-        ({"layer_types": KINDS[:11]}, "layer_types must name one of linear_attention, full_attention for each of 12"),
-        ({"layer_types": [*KINDS[:11], "sliding_attention"]}, "layer_types must name one of linear_attention,"),
-        ({"linear_num_value_heads": 6}, "6 value heads do not divide into 4 key heads"),
-        ({"linear_key_head_dim": 0}, "key_dim must be positive, not 0"),
-        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2 is not supported"),
-        ({"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 0}, "mtp_num_hidden_layers is 1 but"),
-        (
-            {"mtp_num_hidden_layers": 1, "full_attention_interval": 5, "layer_types": EVERY_FIFTH},
-            "a multi-token prediction layer, but decoder layer 11, the last, has linear attention",
-        ),
-    ],
-)
-def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
-    config = config_of(CASES[name])
-    assert dims_of(config).layers == 12
-    with pytest.raises(CkptkitError, match=message):
-        dims_of(changed(config, change))
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -81,18 +47,6 @@ def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config
 def test_a_multimodal_config_must_have_its_language_part(name: str, change: Config, message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
         dims_of(config_of(CASES[name]) | change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"attention_bias": True}, "qwen3_vl_moe with attention_bias true is not supported"),
-        ({"norm_topk_prob": False}, "qwen3_vl_moe with norm_topk_prob false is not supported"),
-    ],
-)
-def test_qwen3_vl_config_that_is_unsupported_is_refused_by_name(change: Config, message: str) -> None:
-    with pytest.raises(CkptkitError, match=message):
-        dims_of(changed(config_of(CASES["qwen3_vl_moe"]), change))
 
 
 def test_layers_follow_from_either_spelling() -> None:

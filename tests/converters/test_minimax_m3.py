@@ -18,8 +18,7 @@ from mutations.edits import edit_config, replace
 from support import floats, models
 from transformers import AutoModelForImageTextToText
 
-from ckptkit.core.errors import CkptkitError
-from converters.planner import dims_of, expected_hf
+from converters.planner import expected_hf
 from verify.run import verify
 
 NAME = "minimax_m3_vl"
@@ -128,34 +127,3 @@ def test_a_config_that_transformers_wrote_describes_the_same_model_and_lacks_key
     (finding,) = (one for one in verify(path).findings if one.code == "CK731")
     assert '"text_config.moe_layer_freq": [0, 0, 0, 1' in finding.expected
     assert "text_config.sparse_attention_config" in finding.actual
-
-
-@pytest.mark.parametrize(
-    ("changes", "sparse", "message"),
-    [
-        ({"hidden_act": "gelu"}, {}, "minimax_m3_vl with hidden_act 'gelu' is not supported"),
-        ({"swiglu_limit": 9.0}, {}, "minimax_m3_vl with swiglu_limit 9.0 is not supported"),
-        ({"use_gemma_norm": False}, {}, "minimax_m3_vl with use_gemma_norm False is not supported"),
-        ({"qk_norm_type": "per_layer"}, {}, "minimax_m3_vl with qk_norm_type 'per_layer' is not supported"),
-        ({"n_shared_experts": 2}, {}, "minimax_m3_vl with n_shared_experts 2 is not supported"),
-        ({"attention_output_gate": True}, {}, "minimax_m3_vl with attention_output_gate True is not supported"),
-        ({"shared_intermediate_size": 64}, {}, "shared_intermediate_size is 64, but intermediate_size 96"),
-        ({"moe_layer_freq": [0, 1]}, {}, "moe_layer_freq is .*, not a list of .* for 12 layers"),
-        ({"moe_layer_freq": None}, {}, "config.json has no 'moe_layer_freq'"),
-        ({"mlp_layer_types": ["sparse"] * 12}, {}, "moe_layer_freq and mlp_layer_types name different layers"),
-        ({"layer_types": ["full_attention"] * 12}, {}, "sparse_attention_freq and layer_types name different layers"),
-        ({"rotary_dim": 8}, {}, "rotary_dim is 8 of 32 but partial_rotary_factor says otherwise"),
-        ({"index_head_dim": 64}, {}, "sparse_index_dim is 32 but index_head_dim is 64"),
-        ({}, {"sparse_score_type": "mean"}, "minimax_m3_vl with sparse_score_type 'mean' is not supported"),
-        ({}, {"sparse_init_block": 1}, "minimax_m3_vl with sparse_init_block 1 is not supported"),
-        ({}, {"sparse_disable_index_value": [0] * 12}, "an indexer that has values is not supported"),
-        ({}, {"sparse_disable_index_value": [1]}, "sparse_disable_index_value is .*, not a list of .* for 12 layers"),
-        ({}, {"sparse_attention_freq": "all"}, "sparse_attention_freq is 'all', not a list"),
-    ],
-)
-def test_a_config_that_the_rules_do_not_describe_is_refused_by_name(
-    changes: dict[str, Any], sparse: dict[str, Any], message: str
-) -> None:
-    dims_of(CONFIG)
-    with pytest.raises(CkptkitError, match=message):
-        dims_of(with_text(CONFIG, changes, sparse))

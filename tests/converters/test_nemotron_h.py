@@ -102,40 +102,6 @@ def test_every_spelling_of_the_pattern_is_read() -> None:
     assert dims_of(config_of(mtp_layers_block_type=...)).mtp_pattern == "*E"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hybrid_override_pattern": PATTERN[::-1]}, "layers_block_type and hybrid_override_pattern name other layers"),
-        ({"layers_block_type": ["mamba", "gru"]}, "layers_block_type is .*gru"),
-        ({"layers_block_type": ..., "hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'"),
-        ({"layers_block_type": ...}, "neither 'layers_block_type' nor 'hybrid_override_pattern'"),
-        ({"layers_block_type": []}, "0 layers cannot be right"),
-        ({"num_hidden_layers": 12}, "num_hidden_layers is 12, but the pattern names 13"),
-        (
-            {"mtp_layers_block_type": ["attention", "mlp"], "layers_block_type": ["mamba", "moe", "mlp"]},
-            "of other kinds",
-        ),
-        ({"mlp_hidden_act": "silu"}, "with mlp_hidden_act 'silu' is not supported"),
-        ({"conv_kernel": 3}, "with conv_kernel 3 is not supported"),
-        ({"use_bias": True}, "with use_bias True is not supported"),
-        ({"mamba_proj_bias": True}, "with mamba_proj_bias True is not supported"),
-        ({"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
-        ({"layer_norm_epsilon": 1e-6}, "an epsilon of 1e-06 is not supported"),
-        ({"norm_eps": 1e-6}, "layer_norm_epsilon is 1e-05 but norm_eps is 1e-06"),
-        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit \[0.0, 0.1\] is not supported"),
-        ({"time_step_limit": [0.001, float("inf")]}, "time_step_limit .* is not supported"),
-        ({"mamba_n_groups": 2}, "mamba_n_groups is 2 but n_groups is 4"),
-        ({"mamba_num_heads": 10}, "10 Mamba heads do not divide into 4 groups"),
-        ({"ssm_state_size": 0}, "state of the Mamba mixer must be positive, not 0"),
-        ({"moe_latent_size": 0}, "moe_latent_size must be positive"),
-        ({"head_dim": 32, "attention_head_dim": 64}, "head_dim is 32 but attention_head_dim is 64"),
-    ],
-)
-def test_a_config_that_megatron_would_not_follow_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CkptkitError, match=message):
-        dims_of(config_of(**changes))
-
-
 @pytest.mark.parametrize("limit", [[0.0, float("inf")], [0, 1e308], [0.0, {"__float__": "Infinity"}], ...])
 def test_every_spelling_of_no_limit_is_read(limit: Any) -> None:
     assert dims_of(config_of(time_step_limit=limit)).mamba is not None

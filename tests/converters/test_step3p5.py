@@ -19,7 +19,6 @@ from support.fixture_types import CopyOf, PathOf
 from torch import Tensor
 
 from ckptkit.app.api import inspect
-from ckptkit.core.errors import CkptkitError
 from converters.planner import dims_of, expected_hf
 from verify.launch.checks.fit import engine_fit
 from verify.launch.stacks.sizes import Cut
@@ -41,37 +40,6 @@ def other(**changes: Any) -> dict[str, Any]:
 
 def codes(report: Report) -> list[str]:
     return [finding.code for finding in report.findings]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"use_head_wise_attn_gate": False}, "step3p5 with use_head_wise_attn_gate False is not supported"),
-        ({"use_moe_router_bias": False}, "step3p5 with use_moe_router_bias False is not supported"),
-        ({"moe_router_activation": "softmax"}, "step3p5 with moe_router_activation 'softmax' is not supported"),
-        ({"zero_centered": False}, "step3p5 with zero_centered False is not supported"),
-        ({"sink": True}, "step3p5 with sink True is not supported"),
-        ({"use_rope_layers": [False] * 14}, "step3p5 with use_rope_layers .* is not supported"),
-        ({"tie_word_embeddings": True}, "step3p5 with tie_word_embeddings True is not supported"),
-        ({"layer_types": KINDS[:12]}, "layer_types is .* for 12 layers and 2 for multi-token prediction"),
-        ({"layer_types": ["linear_attention"] * 14}, "layer_types is .*, not a list of"),
-        ({"rope_theta": 10000.0}, "rope_theta is 10000.0, not a list of numbers for 12 layers"),
-        ({"rope_theta": [1e4] * 11}, "rope_theta is .*, not a list of numbers for 12 layers"),
-        ({"partial_rotary_factors": ["1.0"] * 12}, "partial_rotary_factors is '1.0', not a finite number"),
-        ({"swiglu_limits": "left out"}, "swiglu_limits is None, not a list of numbers for 12 layers"),
-        ({"moe_layers_enum": list(range(3, 12))}, "moe_layers_enum is .*, not a string of layers"),
-        ({"moe_layers_enum": "3-11"}, "moe_layers_enum is '3-11', not a string of layers"),
-        ({"moe_layers_enum": "3,12"}, "moe_layers_enum names layers beyond 12"),
-        ({"attention_other_setting": "left out"}, "no 'attention_other_setting'"),
-        (other(head_dim=64), "attention_other_setting.head_dim 64 is not supported"),
-        (other(attention_type="full_attention"), "attention_other_setting.attention_type 'full_attention'"),
-        (other(num_attention_groups=4), "14 attention heads do not divide into 4 key-value heads"),
-    ],
-)
-def test_a_config_that_engines_read_differently_is_refused(changes: dict[str, Any], message: str) -> None:
-    dims_of(flat())
-    with pytest.raises(CkptkitError, match=message):
-        dims_of(flat(**changes))
 
 
 def test_promised_tensors_are_the_published_ones() -> None:

@@ -24,7 +24,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     if rope["rope_type"] == "mrope":
         text |= {"rope_parameters": {"rope_theta": rope["rope_theta"]}, "rope_scaling": None}
     text["tie_word_embeddings"] = flag(config, "tie_word_embeddings", False)
-    return base_dims(text, qkv_bias=True, qk_norm=False, default_theta=1e6)
+    return base_dims(text, qkv_bias=True, default_theta=1e6)
 
 
 def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:

@@ -21,7 +21,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     return base_dims(
         {"partial_rotary_factor": 0.5, **config},
         qkv_bias=flag(config, "attention_bias", True),
-        qk_norm=False,
         rope_interleaved=True,
         sandwich="layer",
     )

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
 from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp
 from converters.blocks.kda import kda
 from converters.blocks.latent_attention import read_mla
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
-from converters.config.dims import Kda, Mla, ModelDims, base_dims, first_layers
-from converters.config.values import flag, integer, rope_of
+from converters.config.dims import Kda, ModelDims, base_dims, first_layers
+from converters.config.values import integer, require, rope_of, unsupported, wrong
 from converters.family import ModelFamily, Unwitnessed
 from converters.ops.basic import Copy
 from converters.ops.shapes import Shape
@@ -55,48 +54,31 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise CkptkitError("config.json: kimi_k3 has no text_config", "restore config.json from the release")
-    for key, wanted in _FIXED.items():
-        if text.get(key) != wanted:
-            raise _refused(key, text.get(key), wanted)
-    if flag(config, "tie_word_embeddings", False):
-        raise _refused("tie_word_embeddings", True, False)
+    require({**dict.fromkeys(_FIXED), **text}, "kimi_k3", _FIXED, strict=True)
+    require(config, "kimi_k3", {"tie_word_embeddings": False})
     if rope_of(text)["rope_type"] != "default":
-        raise _refused("rope_scaling", text.get("rope_scaling"), None)
+        raise unsupported("kimi_k3 with rope_scaling", "the release has none")
     net, layers = _linear_attention(text)
+    mla = read_mla(text)
+    if mla.q_rank is None:
+        raise unsupported("kimi_k3 with q_lora_rank null", "the release has 1536")
     known = {name: text[key] for name, key in _DEEPSEEK.items() if key in text}
     if integer(text, "attn_res_block_size") < 1:
-        raise _refused("attn_res_block_size", text["attn_res_block_size"], 12)
+        raise wrong("attn_res_block_size", text["attn_res_block_size"], "positive")
     sizes = {key: value for key, value in text.items() if key != "hidden_act"}
     return base_dims(
         sizes,
-        qkv_bias=False,
-        qk_norm=False,
         tied=False,
         root="language_model.model.",
         head="language_model.lm_head.weight",
         rotary=False,
-        mla=_mla(text),
+        mla=mla,
         kda=net,
         mixer_layers=layers,
         dense_layers=first_layers(text, "first_k_dense_replace", 0),
         expert_hidden=integer(text, "routed_expert_hidden_size"),
         **read_sigmoid_moe({**text, **known}, absent={}),
     )
-
-
-def _refused(key: str, value: Any, wanted: Any) -> CkptkitError:
-    return CkptkitError(
-        f"config.json: kimi_k3 with {key} {shortened(value)} is not supported",
-        f"the release has {wanted!r}",
-        code="unsupported",
-    )
-
-
-def _mla(text: Mapping[str, Any]) -> Mla:
-    mla = read_mla(text)
-    if mla.q_rank is None:
-        raise _refused("q_lora_rank", None, 1536)
-    return mla
 
 
 def _linear_attention(text: Mapping[str, Any]) -> tuple[Kda, tuple[int, ...]]:
@@ -114,14 +96,9 @@ def _linear_attention(text: Mapping[str, Any]) -> tuple[Kda, tuple[int, ...]]:
             f"config.json: kda_layers and full_attn_layers are not the layers 1 to {count}, each once",
             "compare both with the release",
         )
-    heads = integer(given, "num_heads")
-    for key, value, wanted in (
-        ("linear_attn_config.num_heads", heads, _HEADS),
-        ("linear_attn_config.use_full_rank_gate", given.get("use_full_rank_gate"), True),
-    ):
-        if value != wanted:
-            raise _refused(key, value, wanted)
-    net = Kda(heads, integer(given, "head_dim"), integer(given, "short_conv_kernel_size"))
+    known = {"num_heads": _HEADS, "use_full_rank_gate": True}
+    require({**dict.fromkeys(known), **given}, "kimi_k3.linear_attn_config", known, strict=True)
+    net = Kda(_HEADS, integer(given, "head_dim"), integer(given, "short_conv_kernel_size"))
     return net, tuple(layer - 1 for layer in sorted(given["kda_layers"]))
 
 
