@@ -161,6 +161,17 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     return {**text, "model_type": config.get("model_type"), "tie_word_embeddings": tied}, NESTED_ROOT
 
 
+def text_config_of(config: Mapping[str, Any], *model_types: str) -> Mapping[str, Any]:
+    """The `text_config` of a multimodal config, which must be of one of these kinds where any are given."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or (model_types and text.get("model_type") not in model_types):
+        kinds = f" of {' or '.join(model_types)}" if model_types else ""
+        raise CkptkitError(
+            f"config.json: {config.get('model_type')} without a text_config{kinds}", "restore it from the release"
+        )
+    return text
+
+
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a config says of the language model: its `text_config`, of the thinker where it has one, or the config.
 

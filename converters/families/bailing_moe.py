@@ -7,15 +7,15 @@ transformers has no such class; the published modeling code computes what its GL
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from converters.blocks.decoder import moe_mlp, moe_model
+from converters.blocks.decoder import attention, moe_mlp, moe_model
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import agreed, integer, require, without_windows
 from converters.family import ModelFamily
-from converters.ops.basic import Copy, QkvInOne
-from converters.rules import NamePrefix, ParamMapping, decoder
+from converters.rules import ParamMapping
 
 # What the published modeling code does whatever these keys say.
 _ONLY = {
@@ -48,34 +48,19 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     )
 
 
+_attention = partial(
+    attention,
+    block="attention.",
+    joined="query_key_value",
+    out="dense",
+    head_norms=("query_layernorm", "key_layernorm"),
+)
+_experts = partial(moe_mlp, shared="shared_experts", bias="gate.expert_bias")
+
+
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of a Bailing MoE V2 model."""
     return moe_model(dims, _attention, _experts, embedding="word_embeddings", mtp_norm="final_layernorm")
-
-
-def _experts(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
-    return moe_mlp(dims, "shared_experts", at, bias="gate.expert_bias")
-
-
-def _attention(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
-    at = at or decoder(dims, dims.all_layers)
-    heads, groups = dims.heads * dims.head_dim, dims.groups * dims.head_dim
-    norms = {"q": "query", "k": "key"}
-    return (
-        at.rule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": (dims.hidden,)}),
-        at.rule(
-            "self_attention.linear_qkv.weight",
-            {"attention.query_key_value.weight": (heads + 2 * groups, dims.hidden)},
-            QkvInOne(dims.heads, dims.groups, dims.head_dim),
-        ),
-        at.rule("self_attention.linear_proj.weight", {"attention.dense.weight": (dims.hidden, heads)}, Copy(1)),
-        *(
-            at.rule(
-                f"self_attention.{short}_layernorm.weight", {f"attention.{name}_layernorm.weight": (dims.head_dim,)}
-            )
-            for short, name in norms.items()
-        ),
-    )
 
 
 FAMILIES = (

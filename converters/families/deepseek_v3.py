@@ -9,14 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES, appended_drafts, moe_model, shared_experts_mlp
 from converters.blocks.latent_attention import SGLANG_DENSE, mla_attention, read_mla
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
-from converters.config.tie import TieFlag
-from converters.config.values import flag, integer, text_part
-from converters.family import EngineClass, ModelFamily, Release, these
+from converters.config.values import flag, integer, text_config_of, text_part
+from converters.family import EngineClass, ModelFamily, Release, TieFlag, these
 from converters.rules import ParamMapping
 
 
@@ -38,11 +36,7 @@ def read_k25_dims(config: Mapping[str, Any]) -> ModelDims:
 
     Source: the `text_config` of its release, and SGLang's `kimi_k25.py`.
     """
-    text = config.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") not in ("kimi_k2", "deepseek_v3"):
-        raise CkptkitError(
-            "config.json: text_config of kimi_k25 is not that of a kimi_k2 model", "compare it with the release"
-        )
+    text = text_config_of(config, "kimi_k2", "deepseek_v3")
     part, _ = text_part(config)
     tied = flag(text, "tie_word_embeddings", False)
     return replace(read_dims(part), tied=tied, root=_K25_RELEASE.root, head=f"{_K25_RELEASE.head}.weight")

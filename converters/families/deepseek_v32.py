@@ -2,23 +2,182 @@
 
 DeepSeek V3 with an indexer in every layer, the MTP layer too, that chooses the tokens attention sees. In GLM-5 it turns
 rotary dimensions in pairs, and in GLM-5.2 most layers share one.
+
+A head of it is [rotary dimensions | the rest] in the releases. Megatron's own indexer takes both orders as they are
+from megatron-core 0.19 on. Before, it turned the last dimensions, in pairs, so those versions compute another model
+from the same tensors (docs/mappings.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES, appended_drafts, multi_token_prediction
-from converters.blocks.indexer import indexer, read_indexer, slime_indexer
 from converters.blocks.latent_attention import read_mla
 from converters.blocks.sigmoid_moe import ABSENT, dense_layers, read_sigmoid_moe
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import integer, unsupported
+from converters.config.dims import Indexer, Mla, ModelDims, base_dims
+from converters.config.values import agreed_by_layer, flag, integer, places, require, unsupported
 from converters.families import deepseek_v3
 from converters.family import ModelFamily, Release
-from converters.rules import ParamMapping
+from converters.ops.basic import Copy, OneToOne, Op
+from converters.rules import NamePrefix, ParamMapping, decoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Keys that make another indexer of it, and what they mean where they change nothing.
+_ONLY = {
+    "index_k_norm_type": "layer",
+    "index_init_tokens": 0,
+    "index_local_tokens": 0,
+    "cli_factor": 1,
+    "index_kpool": None,
+}
+_KINDS = {"F": True, "full": True, "S": False, "shared": False}
+
+
+@dataclass(frozen=True)
+class RotaryLast(OneToOne):
+    """Rows of indexer heads, `head_dim` each: the first `rope` of every head go behind its others in Megatron.
+
+    No rank cuts them.
+    """
+
+    head_dim: int
+    rope: int
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return self._rolled(tensor, -self.rope)
+
+    def back(self, tensor: Tensor) -> Tensor:
+        return self._rolled(tensor, self.rope)
+
+    def _rolled(self, tensor: Tensor, by: int) -> Tensor:
+        return tensor.reshape(-1, self.head_dim, *tensor.shape[1:]).roll(by, dims=1).reshape(tensor.shape)
+
+
+def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | None) -> Indexer:
+    """Sizes and layers of the indexer.
+
+    `interleaved` is what a config means without `indexer_rope_interleave`; None: it must say.
+
+    Raises CkptkitError for an indexer that Megatron does not have, and for one that readers disagree on.
+    """
+    require(config, "an indexer", _ONLY, "Megatron's indexer does not know it")
+    if interleaved is None and config.get("indexer_rope_interleave") is None:
+        raise CkptkitError(
+            "config.json has no 'indexer_rope_interleave'",
+            "without it SGLang turns the indexer's heads as halves, newer transformers in pairs; "
+            "GLM-5's releases say true",
+        )
+    if mla.q_rank is None:
+        raise unsupported("q_lora_rank null with an indexer", "the indexer reads the compressed queries")
+    head_dim = integer(config, "index_head_dim")
+    if mla.rope > head_dim:
+        raise CkptkitError(
+            f"config.json: index_head_dim {head_dim} is less than qk_rope_head_dim {mla.rope}",
+            "compare both with the release",
+        )
+    own = _own(config)
+    every, first = _schedule(own)
+    return Indexer(
+        heads=integer(config, "index_n_heads"),
+        head_dim=head_dim,
+        top_k=integer(config, "index_topk"),
+        layers=places(own, True),
+        rope_interleaved=flag(config, "indexer_rope_interleave", bool(interleaved)),
+        every=every,
+        first=first,
+    )
+
+
+def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """For every layer whether it has an indexer of its own.
+
+    Sources: transformers `GlmMoeDsaConfig`, SGLang `dsa_layer_skips_topk`.
+    """
+    layers, key = integer(config, "num_hidden_layers"), "index_topk_freq"
+    given = dict(config)
+    if isinstance(pattern := config.get("index_topk_pattern"), str):
+        given["index_topk_pattern"] = list(pattern)
+    if config.get(key) is not None:
+        every, first = integer(config, key), integer(config, "index_skip_topk_offset", 2)
+        if every < 1 or first < 1 < every:
+            raise CkptkitError(
+                f"config.json: an indexer every {every} layers from layer {first} on cannot be right",
+                "compare it with the release",
+            )
+        given[key] = ["FS"[max(layer + 1 - first, 0) % every != 0] for layer in range(layers)]
+    own = agreed_by_layer(given, dict.fromkeys(("indexer_types", "index_topk_pattern", key), _KINDS))
+    own = (True,) * layers if own is None else own
+    if own and not own[0]:
+        raise CkptkitError(
+            "config.json: the first layer shares an indexer, but there is none before it", "compare it with the release"
+        )
+    return own
+
+
+def _schedule(own: Sequence[bool]) -> tuple[int, int]:
+    """Megatron's `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` for these layers.
+
+    Raises CkptkitError when there are none.
+    """
+    if all(own):
+        return 1, 0
+    first = own.index(False)
+    later = [layer for layer in range(first, len(own)) if own[layer]]
+    every = (later[0] if later else len(own)) + 1 - first
+    if any(full != (max(layer + 1 - first, 0) % every == 0) for layer, full in enumerate(own)):
+        raise unsupported(
+            "an indexer in layers that do not follow one another at one distance",
+            "Megatron has no arguments for such a pattern",
+        )
+    return every, first
+
+
+def indexer(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
+    """The indexer in megatron-core's own modules (from 0.19 on), copied as it is. `dims.indexer` must be set."""
+    return _rules(dims, at, "self_attention.core_attention.indexer.", "linear_", rotary_last=False)
+
+
+def slime_indexer(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
+    """The indexer in slime's own attention module, which turns the last dimensions of a head.
+
+    Source: slime `slime_plugins/models/glm5/glm5.py`, `hf_to_megatron/deepseek.py` and `megatron_to_hf/deepseekv3.py`,
+    which move the dimensions in every model, also where the release turns them as halves (their sizes of 128 and 64 are
+    all models' own).
+    """
+    return _rules(dims, at, "self_attention.", "", rotary_last=True)
+
+
+def _rules(
+    dims: ModelDims, at: NamePrefix | None, prefix: str, linear: str, *, rotary_last: bool
+) -> tuple[ParamMapping, ...]:
+    """The rules; `prefix` stands before all Megatron names, `linear` before those of linear layers.
+
+    Every rank holds all of them.
+    """
+    sizes, mla = dims.indexer, dims.mla
+    assert sizes is not None, "a family without an indexer has no such rules"
+    assert mla is not None, "an indexer is part of latent attention"
+    at, hf = at or decoder(dims, sizes.layers), "self_attn.indexer."
+    heads: Op = RotaryLast(sizes.head_dim, mla.rope) if rotary_last else Copy()
+    return (
+        at.rule(
+            f"{prefix}{linear}wq_b.weight",
+            {hf + "wq_b.weight": (sizes.heads * sizes.head_dim, mla.q_rank or dims.hidden)},
+            heads,
+        ),
+        at.rule(f"{prefix}{linear}wk.weight", {hf + "wk.weight": (sizes.head_dim, dims.hidden)}, heads),
+        at.rule(f"{prefix}k_norm.weight", {hf + "k_norm.weight": (sizes.head_dim,)}, heads),
+        at.rule(f"{prefix}k_norm.bias", {hf + "k_norm.bias": (sizes.head_dim,)}, heads),
+        at.rule(f"{prefix}{linear}weights_proj.weight", {hf + "weights_proj.weight": (sizes.heads, dims.hidden)}),
+    )
+
 
 # Corrected after that release: https://github.com/huggingface/transformers/pull/46842
 _WRONG_INDEXER = (5, 12)

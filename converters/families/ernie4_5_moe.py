@@ -48,7 +48,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of the model. Megatron's names: Megatron-Bridge's `models/ernie/ernie_45_bridge.py` at 0fe9cb1."""
     bias = decoder(dims, dims.moe).rule("mlp.router.expert_bias", {_BIAS: (1, dims.experts)}, OneRow(), fp32=True)
-    experts = moe_mlp(replace(dims, router_bias=False), "shared_experts")
+    experts = moe_mlp(replace(dims, router_bias=False), shared="shared_experts")
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *experts, replace(bias, kind="Router"))
 
 

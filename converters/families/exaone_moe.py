@@ -70,7 +70,7 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of an exaone_moe model."""
-    experts = moe_mlp(dims, "shared_experts", bias="e_score_correction_bias")
+    experts = moe_mlp(dims, shared="shared_experts", bias="e_score_correction_bias")
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *experts)
 
 

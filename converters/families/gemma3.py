@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims
-from converters.config.tie import TieFlag
 from converters.config.values import (
     flag,
     integer,
@@ -22,11 +20,12 @@ from converters.config.values import (
     require,
     rope_of,
     sliding_layers,
+    text_config_of,
     unsupported,
     window_of,
     wrong,
 )
-from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, TieFlag
 from converters.rules import ParamMapping, decoder
 
 # What the releases with a vision tower leave out of their text_config; transformers `Gemma3TextConfig`.
@@ -51,10 +50,8 @@ _ONLY = {
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a gemma3 or gemma3_text config. Source: transformers `Gemma3TextConfig`, `Gemma3TextModel`."""
     nested = config["model_type"] == "gemma3"
-    text = config.get("text_config") if nested else config
-    if not isinstance(text, dict):
-        raise CkptkitError("config.json: gemma3 without a text_config", "compare it with the release")
-    text = _DEFAULTS | {key: value for key, value in text.items() if value is not None}
+    given = text_config_of(config) if nested else config
+    text = _DEFAULTS | {key: value for key, value in given.items() if value is not None}
     require(text, "gemma3", _ONLY, "Megatron's attention and MLP would be another model's")
     full, local_theta = _ropes(text)
     scalar = number(text, "query_pre_attn_scalar", 256)

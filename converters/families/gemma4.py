@@ -16,7 +16,6 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import Attention, ModelDims, base_dims, read_experts, require_positive
-from converters.config.tie import TieFlag
 from converters.config.values import (
     NESTED_ROOT,
     agreed,
@@ -26,11 +25,12 @@ from converters.config.values import (
     require,
     rope_of,
     sliding_layers,
+    text_config_of,
     unsupported,
     window_of,
     wrong,
 )
-from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, Unwitnessed
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, TieFlag, Unwitnessed
 from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
@@ -92,9 +92,7 @@ def _text(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The language model's part with its defaults, and the HF prefix of its names."""
     model_type = str(config["model_type"])
     nested = not model_type.endswith("_text")
-    text = config.get("text_config") if nested else config
-    if not isinstance(text, Mapping):
-        raise CkptkitError(f"config.json: {model_type} without a text_config", "compare it with the release")
+    text = text_config_of(config) if nested else config
     unified = "unified" in model_type
     if unified and (text.get("enable_moe_block") or text.get("hidden_size_per_layer_input")):
         what = f"{model_type} with enable_moe_block or hidden_size_per_layer_input"

@@ -14,11 +14,11 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.blocks.decoder import dense_mlp, embeddings, moe_mlp
-from converters.blocks.kda import kda
 from converters.blocks.latent_attention import mla_attention, read_mla
 from converters.blocks.sigmoid_moe import dense_layers, read_sigmoid_moe
 from converters.config.dims import Indexer, Kda, ModelDims, base_dims
 from converters.config.values import agreed, integer, kinds_of_layers, places, require, text_part, unsupported, wrong
+from converters.families.kimi_k3 import kda
 from converters.family import ModelFamily, Unwitnessed
 from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
@@ -113,7 +113,7 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
             *kda(dims, full_gate=False),
             *_sparse_attention(dims, decoder(dims, dims.softmax_layers)),
             *dense_mlp(dims),
-            *moe_mlp(dims, "shared_experts"),
+            *moe_mlp(dims, shared="shared_experts"),
             *(rule for depth in range(dims.mtp_layers) for rule in _mtp(dims, depth)),
         )
     )
@@ -126,7 +126,7 @@ def _mtp(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
     return (
         *at.tensors({**joint, "eh_proj.weight": (dims.hidden, 2 * dims.hidden)}),
         *_sparse_attention(dims, at),
-        *moe_mlp(dims, "shared_experts", at),
+        *moe_mlp(dims, at, shared="shared_experts"),
     )
 
 

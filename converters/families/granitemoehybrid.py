@@ -11,9 +11,9 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, embeddings
-from converters.blocks.single import mixer, refuse_time_step_limit
 from converters.config.dims import Mamba, ModelDims, base_dims
 from converters.config.values import integer, kinds_of_layers, number, places, require, rope_of, unsupported, wrong
+from converters.families.nemotron_h import mixer, refuse_time_step_limit
 from converters.family import EngineClass, ModelFamily, Release, Unwitnessed
 from converters.rules import ParamMapping, decoder, unnamed
 

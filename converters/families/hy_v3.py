@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from converters.blocks.decoder import appended_drafts, attention, moe_mlp, moe_model
@@ -10,7 +11,7 @@ from converters.blocks.sigmoid_moe import dense_layers
 from converters.config.dims import ModelDims, base_dims, read_experts
 from converters.config.values import agreed, integer, number, require
 from converters.family import EngineClass, FusedExperts, ModelFamily, Release
-from converters.rules import NamePrefix, ParamMapping
+from converters.rules import ParamMapping
 
 # What transformers does whatever these keys of the releases say.
 _ONLY = {
@@ -42,13 +43,12 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     )
 
 
+_experts = partial(moe_mlp, shared="shared_mlp", router="router.gate", bias="expert_bias")
+
+
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of a hy_v3 model."""
     return moe_model(dims, attention, _experts, mtp_norm="final_layernorm")
-
-
-def _experts(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
-    return moe_mlp(dims, "shared_mlp", at, router="router.gate", bias="expert_bias")
 
 
 def _engine_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:

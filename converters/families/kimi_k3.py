@@ -12,15 +12,45 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp
-from converters.blocks.kda import kda
 from converters.blocks.latent_attention import read_mla
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import Kda, ModelDims, base_dims, first_layers
-from converters.config.values import integer, require, rope_of, unsupported, wrong
+from converters.config.values import integer, require, rope_of, text_config_of, unsupported, wrong
 from converters.family import ModelFamily, Unwitnessed
-from converters.ops.basic import Copy
+from converters.ops.basic import Copy, Op, ZeroPadded
 from converters.ops.shapes import Shape
-from converters.rules import ParamMapping, decoder
+from converters.rules import Kind, ParamMapping, decoder
+
+
+def kda(dims: ModelDims, *, full_gate: bool, padding: int = 0) -> tuple[ParamMapping, ...]:
+    """Everything of a KDA layer's attention.
+
+    `full_gate`: its output gate is one projection, not two with a head's size between them. `padding`: zeros behind the
+    heads' values in HF's `A_log`.
+    """
+    net, at = dims.kda, decoder(dims, dims.mixers)
+    assert net is not None, "a family without KDA has no such rules"
+    width, hidden = net.heads * net.head_dim, dims.hidden
+    whole, low_ranks = ("qkvg", "f") if full_gate else ("qkv", "fg")
+    projections = {
+        **{f"{x}_proj": (width, hidden) for x in whole},
+        **{f"{x}_b_proj": (width, net.head_dim) for x in low_ranks},
+        "b_proj": (net.heads, hidden),
+    }
+
+    def rule(name: str, shape: Shape, op: Op, *, kind: Kind = "Linear", fp32: bool = False) -> ParamMapping:
+        return at.rule(f"self_attention.{name}", {f"self_attn.{name}": shape}, op, fp32=fp32, kind=kind)
+
+    return (
+        *(rule(f"{name}.weight", shape, Copy(0)) for name, shape in projections.items()),
+        *(rule(f"{x}_a_proj.weight", (net.head_dim, hidden), Copy()) for x in low_ranks),
+        rule("o_proj.weight", (hidden, width), Copy(1)),
+        rule("o_norm.weight", (net.head_dim,), Copy()),
+        *(rule(f"{x}_conv1d.weight", (width, 1, net.kernel), Copy(0), fp32=True, kind="Conv1d") for x in "qkv"),
+        rule("dt_bias", (width,), Copy(0), fp32=True),
+        rule("A_log", (net.heads + padding,), ZeroPadded(net.heads, padding), fp32=True),
+    )
+
 
 # The release stores `A_log` of its 96 heads for 128; how it would pad another number is not published.
 _HEADS, _STORED = 96, 128
@@ -51,9 +81,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
     Raises CkptkitError for what the release does not have.
     """
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise CkptkitError("config.json: kimi_k3 has no text_config", "restore config.json from the release")
+    text = text_config_of(config)
     require({**dict.fromkeys(_FIXED), **text}, "kimi_k3", _FIXED, strict=True)
     require(config, "kimi_k3", {"tie_word_embeddings": False})
     if rope_of(text)["rope_type"] != "default":

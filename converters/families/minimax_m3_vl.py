@@ -116,7 +116,9 @@ def _layers_with(config: Mapping[str, Any], spellings: Mapping[str, Mapping[Any,
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All tensors of the language model of a minimax_m3_vl model."""
-    experts = moe_mlp(dims, "shared_experts", block="block_sparse_moe.", bias="e_score_correction_bias", names=W1_W3_W2)
+    experts = moe_mlp(
+        dims, shared="shared_experts", block="block_sparse_moe.", bias="e_score_correction_bias", names=W1_W3_W2
+    )
     rules = (
         *embeddings(dims),
         *attention(dims),

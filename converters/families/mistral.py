@@ -12,12 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
-from converters.config.tie import TieFlag
-from converters.config.values import flag, integer, number, require, rope_of, window_of
-from converters.family import EngineClass, ModelFamily, Release
+from converters.config.values import flag, integer, number, require, rope_of, text_config_of, window_of
+from converters.family import EngineClass, ModelFamily, Release, TieFlag
 
 _ROOT = "language_model.model."
 
@@ -45,12 +43,7 @@ _TEXT = {"ministral3": read_ministral3_dims, "mistral": read_dims}
 
 def read_mistral3_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of the language model. Source: transformers `Mistral3Config`, which ties by default."""
-    text = config.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") not in _TEXT:
-        raise CkptkitError(
-            "config.json: text_config of mistral3 is not that of a ministral3 or mistral model",
-            "compare it with the release",
-        )
+    text = text_config_of(config, *_TEXT)
     tied = flag(config, "tie_word_embeddings", True)
     return replace(_TEXT[text["model_type"]](text), tied=tied, root=_ROOT, head="language_model.lm_head.weight")
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.blocks.decoder import embeddings
+from converters.blocks.decoder import attention, embeddings, mlp_in_one
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import rope_of, unsupported, window_of
 from converters.family import EngineClass, ModelFamily
-from converters.ops.basic import Copy, GateUpInOne, QkvInOne
 from converters.rules import ParamMapping, decoder
 
 
@@ -29,21 +28,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of a phi3 model."""
-    at, norm, heads = decoder(dims, dims.all_layers), (dims.hidden,), dims.heads * dims.head_dim
-    rows = heads + 2 * dims.groups * dims.head_dim
-    return (
-        *embeddings(dims),
-        at.rule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": norm}),
-        at.rule(
-            "self_attention.linear_qkv.weight",
-            {"self_attn.qkv_proj.weight": (rows, dims.hidden)},
-            QkvInOne(dims.heads, dims.groups, dims.head_dim),
-        ),
-        at.rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (dims.hidden, heads)}, Copy(1)),
-        at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": norm}),
-        at.rule("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * dims.ffn, dims.hidden)}, GateUpInOne()),
-        at.rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (dims.hidden, dims.ffn)}, Copy(1)),
-    )
+    return (*embeddings(dims), *attention(dims, joined="qkv_proj"), *mlp_in_one(dims, decoder(dims, dims.all_layers)))
 
 
 FAMILIES = (

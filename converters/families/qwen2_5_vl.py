@@ -11,9 +11,8 @@ from typing import Any
 
 from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims, base_dims
-from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, flag, integer, rope_of, without_windows
-from converters.family import EngineClass, ModelFamily, Release
+from converters.family import EngineClass, ModelFamily, Release, TieFlag
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -14,9 +14,8 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims, layers_without_experts, read_experts
-from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, flag, integer, require, text_part, without_windows
-from converters.family import QKV_GATE_UP, EngineClass, FusedExperts, ModelFamily, Release
+from converters.family import QKV_GATE_UP, EngineClass, FusedExperts, ModelFamily, Release, TieFlag
 from converters.rules import ParamMapping
 
 _THINKER = "thinker."  # before all names of Qwen3-Omni's thinker in the whole model

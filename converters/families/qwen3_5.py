@@ -13,7 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from converters.blocks.linear_attention import (
+from converters.config.dims import ModelDims, base_dims, read_experts
+from converters.config.values import NESTED_ROOT, integer, text_part
+from converters.families.qwen3 import qwen_vision
+from converters.families.qwen3_next import (
     SGLANG_DENSE,
     linear_model,
     qwen_drafts,
@@ -23,11 +26,7 @@ from converters.blocks.linear_attention import (
     sglang_keys,
     slime_linear_model,
 )
-from converters.config.dims import ModelDims, base_dims, read_experts
-from converters.config.tie import TieFlag
-from converters.config.values import NESTED_ROOT, integer, text_part
-from converters.families.qwen3 import qwen_vision
-from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, TieFlag
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -1,4 +1,8 @@
-"""Qwen3-Next: linear attention (gated delta net) in three of four layers, gated attention, experts, one MTP layer."""
+"""Qwen3-Next: linear attention (gated delta net) in three of four layers, gated attention, experts, one MTP layer.
+
+Names and order on Megatron's side: megatron-core `ssm/gated_delta_net`; on the HF side: transformers
+`Qwen3NextGatedDeltaNet` and `Qwen3_5GatedDeltaNet`, which differ in how the input projection is cut into tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,202 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from converters.blocks.linear_attention import (
-    SGLANG_DENSE,
-    linear_model,
-    qwen_next_drafts,
-    read_linear_attention,
-    read_mtp_layers,
-    refuse_unsupported,
-    sglang_keys,
-    slime_linear_model,
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count, moe_mlp
+from converters.config.dims import LinearAttention, ModelDims, base_dims, read_experts
+from converters.config.values import agreed, flag, integer, kinds_of_layers, places, require, unsupported, wrong
+from converters.family import QKV_GATE_UP, Dense, Draft, EngineClass, ModelFamily, Release
+from converters.ops.basic import ByKeyHead, Copy, MinusOne, Op, StackedRows
+from converters.rules import NamePrefix, ParamMapping, decoder
+
+_KINDS = ("linear_attention", "full_attention")
+# SGLang's `Qwen3NextGatedDeltaNet` and Qwen3.5's have loaders of their own for dense parts.
+SGLANG_DENSE = (
+    Dense(
+        r".*\.linear_attn\..*", r"re:.*\.linear_attn\..*", "SGLang cuts the dense projections of linear attention anew"
+    ),
 )
-from converters.config.dims import ModelDims, base_dims, read_experts
-from converters.config.values import flag, integer
-from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release
+
+
+def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
+    """Sizes and layers of the gated delta net.
+
+    Raises CkptkitError when `layer_types` and `full_attention_interval` disagree.
+    """
+    count, interval = integer(config, "num_hidden_layers"), integer(config, "full_attention_interval", 4)
+    if interval < 1:
+        raise wrong("full_attention_interval", interval, "a positive whole number")
+    by_interval = [_KINDS[(layer + 1) % interval == 0] for layer in range(count)]
+    kinds = kinds_of_layers({**config, "layer_types": config.get("layer_types") or by_interval}, "layer_types", _KINDS)
+    if "full_attention_interval" in config and kinds != by_interval:
+        raise CkptkitError(
+            f"config.json: layer_types is not what full_attention_interval {interval} makes of {count} layers",
+            "transformers reads the first and SGLang the second; make them agree",
+        )
+    return LinearAttention(
+        key_heads=integer(config, "linear_num_key_heads"),
+        value_heads=integer(config, "linear_num_value_heads"),
+        key_dim=integer(config, "linear_key_head_dim"),
+        value_dim=integer(config, "linear_value_head_dim"),
+        kernel=integer(config, "linear_conv_kernel_dim", 4),
+        layers=places(kinds or (), _KINDS[0]),
+    )
+
+
+def sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang counts the layers with softmax attention by their interval; it reads no `layer_types`."""
+    linear = set(read_linear_attention(config).layers)
+    first = (layer for layer in range(integer(config, "num_hidden_layers")) if layer not in linear)
+    return {"full_attention_interval": next(first, len(linear)) + 1}
+
+
+def refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raises CkptkitError for switches of these configs that no released model sets otherwise."""
+    usual = {"attention_bias": False, "attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
+    require(config, "a model with linear attention", {**usual, "mlp_only_layers": [], "decoder_sparse_step": 1})
+
+
+def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default: int) -> int:
+    """Multi-token prediction layers, 0 or 1, as Qwen3.5's configs say it or vLLM reads it.
+
+    `default`: what a config means that does not say.
+
+    Raises CkptkitError for more than one, since HF's `mtp` has one projection and Megatron one a layer, and where the
+    last decoder layer is not of the kind that `mtp` has, since Megatron builds the two alike.
+    """
+    count = int(agreed(config, ("mtp_num_hidden_layers", "num_nextn_predict_layers"), default))
+    if count not in (0, 1):
+        raise unsupported(f"mtp_num_hidden_layers {count}", "no released model has more than one")
+    last = integer(config, "num_hidden_layers") - 1
+    if count and last in linear.layers:
+        raise unsupported(
+            f"a multi-token prediction layer, where decoder layer {last}, the last, has linear attention,",
+            "Megatron builds the two alike, and `mtp` has full attention; "
+            "set mtp_num_hidden_layers to 0 and leave out the mtp tensors",
+        )
+    return count
+
+
+def gated_delta_net(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
+    """Pre-norm linear attention in megatron-core's module, which joins all input projections in one.
+
+    `by_key_head`: the HF input projection is two tensors ordered by key head (Qwen3-Next), not four ordered by kind
+    (Qwen3.5).
+    """
+    net = _net(dims)
+    at = decoder(dims, net.layers)
+    shapes = _shapes(dims, by_key_head)
+    inputs = {name: shape for name, shape in shapes.items() if ".in_proj_" in name}
+    conv = "linear_attn.conv1d.weight"
+    order: Op = (
+        ByKeyHead(net) if by_key_head else StackedRows(tuple(shape[0] for shape in inputs.values()), net.in_proj)
+    )
+    return (
+        at.rule("self_attention.in_proj.layer_norm_weight", {"input_layernorm.weight": (dims.hidden,)}),
+        at.rule("self_attention.in_proj.weight", inputs, order),
+        at.rule(
+            "self_attention.conv1d.weight", {conv: shapes[conv]}, StackedRows((sum(net.conv),), net.conv), kind="Conv1d"
+        ),
+        *(
+            at.rule(f"self_attention.{name}", {f"linear_attn.{name}": (net.value_heads,)}, Copy(0), fp32=True)
+            for name in ("A_log", "dt_bias")
+        ),
+        # The only norm of these models that HF does not store minus one.
+        at.rule(
+            "self_attention.out_norm.weight", {"linear_attn.norm.weight": (net.value_dim,)}, MinusOne(), upcast=True
+        ),
+        at.rule(
+            "self_attention.out_proj.weight",
+            {"linear_attn.out_proj.weight": shapes["linear_attn.out_proj.weight"]},
+            Copy(1),
+        ),
+    )
+
+
+def hf_linear_attention(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
+    """Pre-norm linear attention in slime's module: the HF one, whole on every rank (`HuggingfaceAttention`)."""
+    at = decoder(dims, _net(dims).layers)
+    state = ("linear_attn.A_log", "linear_attn.dt_bias")
+    shapes = {"input_layernorm.weight": (dims.hidden,), **_shapes(dims, by_key_head)}
+    return tuple(at.rule("self_attention." + name, {name: shape}, fp32=name in state) for name, shape in shapes.items())
+
+
+def _net(dims: ModelDims) -> LinearAttention:
+    assert dims.linear is not None, "a family without linear attention has no such rules"
+    return dims.linear
+
+
+def _shapes(dims: ModelDims, by_key_head: bool) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the HF module, in the order in which Megatron joins the input projections."""
+    net = _net(dims)
+    qkv, z, value_heads = sum(net.conv), net.value_heads * net.value_dim, net.value_heads
+    inputs = (
+        {"qkvz": qkv + z, "ba": 2 * value_heads}
+        if by_key_head
+        else {"qkv": qkv, "z": z, "b": value_heads, "a": value_heads}
+    )
+    return {
+        **{f"linear_attn.in_proj_{name}.weight": (rows, dims.hidden) for name, rows in inputs.items()},
+        "linear_attn.conv1d.weight": (qkv, 1, net.kernel),
+        "linear_attn.A_log": (value_heads,),
+        "linear_attn.dt_bias": (value_heads,),
+        "linear_attn.norm.weight": (net.value_dim,),
+        "linear_attn.out_proj.weight": (dims.hidden, z),
+    }
+
+
+def linear_model(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
+    """All rules of a model with gated delta nets. `by_key_head` as in `gated_delta_net`."""
+    return (*gated_delta_net(dims, by_key_head=by_key_head), *_around(dims))
+
+
+def slime_linear_model(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
+    """The same in slime, whose linear attention is the HF module."""
+    return (*hf_linear_attention(dims, by_key_head=by_key_head), *_around(dims))
+
+
+def _around(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All but linear attention.
+
+    `fc` of the multi-token prediction layer takes [embedding, hidden state], as Megatron's eh_proj does and as SGLang's
+    `Qwen3NextForCausalLMMTP` feeds it.
+    """
+    rules = [*embeddings(dims), *attention(dims), *_mlp(dims)]
+    if dims.mtp_layers:
+        at, norm = NamePrefix("mtp.layers.0.", "mtp.", None), (dims.hidden,)
+        layer = NamePrefix("mtp.layers.0.transformer_layer.", "mtp.layers.0.", None)
+        rules += [
+            at.rule("enorm.weight", {"pre_fc_norm_embedding.weight": norm}),
+            at.rule("hnorm.weight", {"pre_fc_norm_hidden.weight": norm}),
+            at.rule("eh_proj.weight", {"fc.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),
+            at.rule("final_layernorm.weight", {"norm.weight": norm}),
+            *attention(dims, layer),
+            *_mlp(dims, layer),
+        ]
+    return tuple(rules)
+
+
+def _mlp(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
+    return moe_mlp(dims, at, shared="shared_expert") if dims.experts else dense_mlp(dims, at)
+
+
+def qwen_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """The multi-token prediction layer of Qwen3.5, where the config promises one."""
+    return _qwen_draft("mtp.", layer_count(text, "mtp_num_hidden_layers"), unfuses=False)
+
+
+def qwen_next_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """That of Qwen3-Next, whose releases have no key for it.
+
+    SGLang builds it under the names of the model's own first layer.
+    """
+    return _qwen_draft(None, layer_count(text, "mtp_num_hidden_layers", 1), unfuses=True)
+
+
+def _qwen_draft(sglang: str | None, count: int, *, unfuses: bool) -> tuple[Draft, ...]:
+    own = "model." if sglang is None else None
+    draft = Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc", unfuses, vllm_joint=True, sglang_own=own)
+    return (draft,) if count else ()
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -13,10 +13,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, embeddings, gated_mlp, layer_count
 from converters.config.dims import Attention, ModelDims, base_dims
-from converters.config.values import integer, kinds_of_layers, number, places, require, unsupported, window_of, wrong
+from converters.config.values import (
+    integer,
+    kinds_of_layers,
+    number,
+    places,
+    require,
+    text_config_of,
+    unsupported,
+    window_of,
+    wrong,
+)
 from converters.family import Draft, EngineClass, ModelFamily, Release, Unwitnessed
 from converters.ops.basic import Copy
 from converters.ops.shapes import Shape
@@ -44,9 +53,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
     Raises CkptkitError for what they do not compute, and for the spelling of transformers, which they do not read.
     """
-    text = config.get("text_config") if config["model_type"] == "step3p7" else config
-    if not isinstance(text, Mapping):
-        raise CkptkitError("config.json: step3p7 without a text_config", "compare it with the release")
+    text = text_config_of(config) if config["model_type"] == "step3p7" else config
     require(text, "step3p5", _ONLY, strict=True)
     # SGLang wants an output layer of its own.
     require(config, "step3p5", {"tie_word_embeddings": False})

@@ -22,7 +22,7 @@ from support.installed import before
 
 from ckptkit.app.api import convert
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.blocks.indexer import RotaryLast
+from converters.families.deepseek_v32 import RotaryLast
 from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, rules_of
 from verify.check import Skip, Tally

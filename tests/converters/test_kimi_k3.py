@@ -94,7 +94,7 @@ def test_a_config_of_the_whole_model_alone_is_taken() -> None:
     config = config_of(UNWITNESSED["kimi_k3"])
     for changes, message in (
         ({"tie_word_embeddings": True}, "tie_word_embeddings true"),
-        ({"text_config": None}, "kimi_k3 has no text_config"),
+        ({"text_config": None}, "kimi_k3 without a text_config"),
         ({"architectures": ["KimiLinearForCausalLM"]}, "KimiLinearForCausalLM"),
     ):
         with pytest.raises(CkptkitError, match=message):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import LinearAttention
-from converters.ops.basic import Op
-from converters.ops.hybrid import ByKeyHead, GatedQkv, MinusOne, StackedRows
+from converters.ops.basic import ByKeyHead, GatedQkv, MinusOne, Op, StackedRows
 
 
 def rows(*numbers: int) -> Tensor:
