@@ -31,15 +31,13 @@ ROOT = "model.language_model.layers."
 
 
 def nested(name: str = "gemma4", **changes: Any) -> dict[str, Any]:
-    """config.json of a test model, with changes in its text_config; None leaves a key out."""
-    config = config_of(UNWITNESSED[name])
-    text = config["text_config"] | changes
-    return config | {"text_config": {key: value for key, value in text.items() if value != "left out"}}
+    """config.json of a test model with changes."""
+    return config_of(UNWITNESSED[name], **changes)
 
 
 def by_layer(**sizes: int) -> dict[str, Any]:
     """The sizes of full layers as transformers writes them from 5.15 on."""
-    flat = {"global_head_dim": "left out", "num_global_key_value_heads": "left out"}
+    flat = {"global_head_dim": ..., "num_global_key_value_heads": ...}
     return flat | {"per_layer_config": {layer: dict(sizes) for layer in ("05", "11")}}
 
 
@@ -79,7 +77,7 @@ def test_shapes_of_both_kinds_of_layers_by_hand() -> None:
 
 def test_what_a_config_without_them_means() -> None:
     """The defaults of transformers' class: heads of 512 in full layers, and embeddings of 256 for each layer."""
-    absent = dict.fromkeys(("global_head_dim", "hidden_size_per_layer_input", "rope_parameters"), "left out")
+    absent = dict.fromkeys(("global_head_dim", "hidden_size_per_layer_input", "rope_parameters"), ...)
     dims = dims_of(nested("gemma4-small", **absent))
     assert (dims.rope_theta, dims.local_rope_theta) == (1e6, 1e4)
     assert dims.other_attention is not None

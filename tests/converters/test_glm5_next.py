@@ -12,6 +12,7 @@ from families import UNWITNESSED
 from families.case import save
 from families.table import config_of
 from support import floats, models
+from support.fixture_types import PathOf
 
 from ckptkit.app.api import quantize
 from converters.planner import dims_of, expected_hf
@@ -23,18 +24,14 @@ LINEAR: dict[str, Any] = TEXT["linear_attn_config"]
 DRAFT = "model.language_model.layers.12."
 
 
-@pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test model, read only."""
-    root = tmp_path_factory.mktemp("release") / "glm5_next"
-    save("glm5_next", UNWITNESSED["glm5_next"], root, torch.bfloat16)
-    return root
+@pytest.fixture
+def release(releases: PathOf) -> Path:
+    return releases("glm5_next")
 
 
 def with_text(**changes: Any) -> dict[str, Any]:
-    """The config with other values in `text_config`; Ellipsis for keys that are left out."""
-    text = {key: value for key, value in (TEXT | changes).items() if value is not ...}
-    return CONFIG | {"text_config": text}
+    """The config with other values in `text_config`."""
+    return config_of(UNWITNESSED["glm5_next"], **changes)
 
 
 @pytest.mark.parametrize(("kept", "expected"), [("", []), (f"{DRAFT}enorm.weight", ["CK104"])])

@@ -32,11 +32,6 @@ from verify.checks.config.arguments import mismatches
 Config = dict[str, Any]
 
 
-def changed(config: Config, change: Config) -> Config:
-    """The config with other values in its language part."""
-    return config | {"text_config": config["text_config"] | change} if "text_config" in config else config | change
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -74,7 +69,7 @@ def test_layers_follow_from_either_spelling() -> None:
     ],
 )
 def test_the_mtp_layer_follows_from_the_config(name: str, change: Config, layers: int) -> None:
-    config = changed(config_of(CASES[name]), change)
+    config = config_of(CASES[name], **change)
     assert dims_of(config).mtp_layers == layers
     assert ("mtp.fc.weight" in expected_hf(config)) == bool(layers)
 
@@ -84,7 +79,7 @@ def test_the_mtp_layer_follows_from_the_config(name: str, change: Config, layers
 )
 def test_tied_embeddings_are_read_from_the_top_level(top: bool | None, text: bool | None, tied: bool) -> None:
     """transformers reads the top alone, and writes a default of its own into qwen3_vl_moe's `text_config`."""
-    config = changed(config_of(CASES["qwen3_vl_moe"]) | {"tie_word_embeddings": top}, {"tie_word_embeddings": text})
+    config = config_of(CASES["qwen3_vl_moe"], tie_word_embeddings=text) | {"tie_word_embeddings": top}
     assert dims_of(config).tied is tied
 
 
@@ -140,7 +135,7 @@ def test_arguments_of_another_model_are_found(change: Config, found: list[str]) 
 
 
 def test_key_heads_must_divide_over_the_ranks() -> None:
-    dims = dims_of(changed(config_of(CASES["qwen3_5"]), {"linear_num_key_heads": 2}))
+    dims = dims_of(config_of(CASES["qwen3_5"], linear_num_key_heads=2))
     assert [one.actual for one in refusals(dims, ParallelSizes(4, etp=4))] == [
         "num_attention_heads = 10",
         "linear_num_key_heads = 2",

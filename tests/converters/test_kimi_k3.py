@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from families import UNWITNESSED
-from families.case import save
 from families.table import config_of
 from releases.record import load
 from support import floats, models
+from support.fixture_types import PathOf
 from support.quantized import E2M1
 
 from ckptkit.app.api import convert, quantize
@@ -24,12 +24,9 @@ STATE = "language_model.model.layers.4.self_attn.A_log"
 LAYER = "language_model.model.layers.5.block_sparse_moe."
 
 
-@pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test model, read only."""
-    root = tmp_path_factory.mktemp("release") / "kimi_k3"
-    save("kimi_k3", UNWITNESSED["kimi_k3"], root, torch.bfloat16)
-    return root
+@pytest.fixture
+def release(releases: PathOf) -> Path:
+    return releases("kimi_k3")
 
 
 def changed(release: Path, root: Path, place: int, value: float) -> Path:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import UNWITNESSED, minimax_m3
-from families.case import build, save
+from families.case import build
 from families.table import config_of
 from mutations.edits import edit_config, replace
 from support import floats, models
+from support.fixture_types import PathOf
 from transformers import AutoModelForImageTextToText
 
 from converters.planner import expected_hf
@@ -28,12 +29,9 @@ LAYERS = "language_model.model.layers."
 GATE = f"{LAYERS}5.block_sparse_moe.gate.weight"
 
 
-@pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    root = tmp_path_factory.mktemp("m3") / "release"
-    save(NAME, CASE, root, torch.bfloat16)
-    yield root
-    shutil.rmtree(root)
+@pytest.fixture
+def release(releases: PathOf) -> Path:
+    return releases(NAME)
 
 
 def findings(path: Path, **options: Any) -> list[tuple[str, str, str]]:

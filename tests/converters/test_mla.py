@@ -16,6 +16,7 @@ from families.case import Case, build, save, tokens
 from families.mla import KIMI_YARN, YARN
 from families.table import config_of
 from support import models
+from support.fixture_types import PathOf
 from support.megatron_saves import Save, save_with_megatron
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from transformers import PretrainedConfig
@@ -149,25 +150,21 @@ def test_every_number_matters_to_the_test_models(name: str, change: Config) -> N
     assert float((after - before).abs().max() / before.abs().max()) > 1e-3
 
 
-@pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("deepseek_v3") / "release"
-    save("deepseek_v3", CASES["deepseek_v3"], path, torch.bfloat16)
-    return path
+@pytest.fixture
+def release(releases: PathOf) -> Path:
+    return releases("deepseek_v3")
+
+
+@pytest.fixture
+def megatron(converted: PathOf) -> Path:
+    return converted("deepseek_v3")
 
 
 @pytest.fixture(scope="module")
-def megatron(release: Path) -> Path:
-    path = release.parent / "megatron"
-    convert(release, path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def slimes(release: Path) -> Path:
+def slimes(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in slime's dialect."""
-    path = release.parent / "slimes"
-    convert(release, path, dialect="slime")
+    path = tmp_path_factory.mktemp("slimes") / "megatron"
+    convert(releases("deepseek_v3"), path, dialect="slime")
     return path
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CASES
+from families import CASES, table
 from families.case import build, save
 from families.nemotron_h import PATTERN
 from support import models
@@ -28,10 +28,8 @@ LATENT = "nemotron_h-latent"
 
 
 def config_of(name: str = LATENT, **changes: Any) -> dict[str, Any]:
-    """What config.json of a test model says."""
-    case = CASES[name]
-    stated = case.edit(json.loads(case.config().to_json_string(use_diff=False)))
-    return {key: value for key, value in {**stated, **changes}.items() if value is not ...}
+    """config.json of a test model with changes."""
+    return table.config_of(CASES[name], **changes)
 
 
 def names_in(prefix: str, name: str = LATENT) -> list[str]:

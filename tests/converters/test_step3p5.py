@@ -30,8 +30,8 @@ KINDS = step3p5.KINDS
 
 
 def flat(**changes: Any) -> dict[str, Any]:
-    """config.json of the test model with changes; "left out" leaves a key out."""
-    return {key: value for key, value in (step3p5.TEXT | changes).items() if value != "left out"}
+    """config.json of the test model with changes."""
+    return config_of(UNWITNESSED["step3p5"], **changes)
 
 
 def other(**changes: Any) -> dict[str, Any]:

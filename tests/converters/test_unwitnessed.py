@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,13 +46,9 @@ NAMED = [name for name, case in UNWITNESSED.items() if FAMILIES[config_of(case)[
 UNNAMED = [name for name in UNWITNESSED if name not in NAMED]
 
 
-@pytest.fixture(scope="module", params=UNWITNESSED)
-def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The test model as transformers saves it, read only."""
-    root = tmp_path_factory.mktemp("release") / request.param
-    save(request.param, UNWITNESSED[request.param], root, torch.bfloat16)
-    yield root
-    shutil.rmtree(root)
+@pytest.fixture(params=UNWITNESSED)
+def release(request: pytest.FixtureRequest, releases: PathOf) -> Path:
+    return releases(request.param)
 
 
 def test_names_and_shapes_are_those_that_transformers_saves_or_the_release_has(release: Path) -> None:
