@@ -74,30 +74,6 @@ def test_transformers_finds_every_tensor_of_the_release_where_its_class_wants_it
     assert {name.rpartition(".")[2] for name in differing} == {"e_score_correction_bias"}  # float32 in the release
 
 
-def test_what_is_promised_of_each_layer() -> None:
-    """Shapes written out by hand for layers of every kind: a window alone, 4 and 128 tokens behind a key."""
-    shapes = expected_hf(CONFIG)
-    parts = {
-        layer: {name.split(".", 2)[2] for name in shapes if name.startswith(f"layers.{layer}.")} for layer in (1, 2, 3)
-    }
-    compressor = {f"attn.compressor.{part}" for part in ("ape", "wkv.weight", "wgate.weight", "norm.weight")}
-    indexer = {part.replace("attn.", "attn.indexer.") for part in compressor}
-    indexer |= {"attn.indexer.wq_b.weight", "attn.indexer.weights_proj.weight"}
-    table, bias = {"ffn.gate.tid2eid"}, {"ffn.gate.bias"}
-    assert parts[2] - parts[1] == compressor | indexer
-    assert (parts[3] - parts[1], parts[1] - parts[3]) == (compressor | bias, table)
-    assert shapes[TABLE] == (352, 3)
-    assert shapes["layers.3.ffn.gate.bias"] == (12,)
-    assert shapes["layers.4.attn.compressor.ape"] == (4, 1024)
-    assert shapes["layers.4.attn.indexer.compressor.ape"] == (4, 256)
-    assert shapes["layers.5.attn.compressor.ape"] == (128, 512)
-    assert shapes["layers.5.attn.wo_a.weight"] == (120, 1024)
-    assert shapes["layers.5.hc_attn_fn"] == (24, 512)
-    assert (shapes["hc_head_fn"], shapes["mtp.0.hc_head_scale"]) == ((4, 512), (1,))
-    assert "mtp.0.ffn.gate.bias" in shapes
-    assert not [name for name in shapes if name.startswith("mtp.0.attn.compressor")]
-
-
 def test_formats_of_the_release_are_read_and_found_sound(release: Path, published: Path) -> None:
     text = inspect(published)["quantization"]
     assert re.search(r"FP8 .* 128 x 128\): 111 tensors and MXFP4 .*: 468 tensors", text), text

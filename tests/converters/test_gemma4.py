@@ -53,28 +53,6 @@ def test_sizes_of_full_layers_are_read_under_both_spellings() -> None:
     assert keys_of(written) == (needed, needed)
 
 
-def test_shapes_of_both_kinds_of_layers_by_hand() -> None:
-    """26B-A4B, from its sizes: heads of 256 and of 512, keys for values in the full layers."""
-    sizes = {
-        "hidden_size": 2816,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "num_global_key_value_heads": 2,
-    }
-    shapes, parts = expected_hf(nested(**sizes)), ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert {name: shapes[f"{ROOT}4.self_attn.{name}.weight"] for name in parts} == {
-        "q_proj": (4096, 2816),
-        "k_proj": (2048, 2816),
-        "v_proj": (2048, 2816),
-        "o_proj": (2816, 4096),
-    }
-    assert {
-        name: shapes.get(f"{ROOT}5.self_attn.{name}.weight") for name in ("q_proj", "k_proj", "v_proj", "o_proj")
-    } == {"q_proj": (8192, 2816), "k_proj": (1024, 2816), "v_proj": None, "o_proj": (2816, 8192)}
-
-
 def test_what_a_config_without_them_means() -> None:
     """The defaults of transformers' class: heads of 512 in full layers, and embeddings of 256 for each layer."""
     absent = dict.fromkeys(("global_head_dim", "hidden_size_per_layer_input", "rope_parameters"), ...)

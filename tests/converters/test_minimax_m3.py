@@ -46,26 +46,11 @@ def with_text(config: Mapping[str, Any], changes: Mapping[str, Any], sparse: Map
     return {**config, "text_config": text | {"sparse_attention_config": attention} | changes}
 
 
-def test_what_is_promised_of_each_layer() -> None:
-    """Shapes written out by hand; an indexer whose heads are of another size than attention's."""
+def test_heads_of_the_indexer_need_not_be_those_of_attention() -> None:
     shapes = expected_hf(with_text(CONFIG, {}, {"sparse_index_dim": 24, "sparse_num_index_heads": 3}))
-    parts = {
-        layer: {name.split(".", 4)[4] for name in shapes if name.startswith(f"{LAYERS}{layer}.")} for layer in (2, 3)
-    }
-    index = {f"self_attn.index_{x}_{part}.weight" for x in "qk" for part in ("proj", "norm")}
-    assert {name for name in parts[3] - parts[2] if not name.startswith("block_sparse_moe.")} == index
-    assert parts[2] - parts[3] == {f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
-    assert shapes[f"{LAYERS}2.mlp.down_proj.weight"] == (128, 288)
-    assert shapes[f"{LAYERS}3.block_sparse_moe.experts.11.w1.weight"] == (96, 128)
-    assert shapes[f"{LAYERS}3.block_sparse_moe.shared_experts.down_proj.weight"] == (128, 96)
-    assert shapes[f"{LAYERS}3.block_sparse_moe.e_score_correction_bias"] == (12,)
     assert shapes[f"{LAYERS}3.self_attn.index_q_proj.weight"] == (72, 128)
     assert shapes[f"{LAYERS}3.self_attn.index_k_proj.weight"] == (24, 128)
-    assert (shapes["language_model.lm_head.weight"], shapes[f"{LAYERS}3.self_attn.q_norm.weight"]) == (
-        (352, 128),
-        (32,),
-    )
-    assert not [name for name in shapes if not name.startswith("language_model.")]
+    assert shapes[f"{LAYERS}3.self_attn.index_k_norm.weight"] == (24,)
 
 
 @pytest.mark.parametrize("name", [GATE, f"{LAYERS}5.block_sparse_moe.e_score_correction_bias"])

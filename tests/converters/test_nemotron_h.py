@@ -32,51 +32,6 @@ def config_of(name: str = LATENT, **changes: Any) -> dict[str, Any]:
     return table.config_of(CASES[name], **changes)
 
 
-def names_in(prefix: str, name: str = LATENT) -> list[str]:
-    """The Megatron names of one layer, with the experts' numbers left out."""
-    found = {
-        rule.megatron.removeprefix(prefix)
-        for rule in rules_of(config_of(name))
-        if rule.megatron.startswith(prefix) and ".experts.experts." not in rule.megatron
-    }
-    return sorted(found)
-
-
-def test_each_letter_has_the_names_of_its_block() -> None:
-    assert PATTERN[:4] == "M*-E"
-    assert names_in("decoder.layers.0.") == [
-        "mixer.A_log",
-        "mixer.D",
-        "mixer.conv1d.bias",
-        "mixer.conv1d.weight",
-        "mixer.dt_bias",
-        "mixer.in_proj.layer_norm_weight",
-        "mixer.in_proj.weight",
-        "mixer.norm.weight",
-        "mixer.out_proj.weight",
-    ]
-    assert names_in("decoder.layers.1.") == [
-        "self_attention.linear_proj.weight",
-        "self_attention.linear_qkv.layer_norm_weight",
-        "self_attention.linear_qkv.weight",
-    ]
-    assert names_in("decoder.layers.2.") == [
-        "mlp.linear_fc1.layer_norm_weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-    ]
-    assert names_in("decoder.layers.3.") == [
-        "mlp.fc1_latent_proj.weight",
-        "mlp.fc2_latent_proj.weight",
-        "mlp.router.expert_bias",
-        "mlp.router.weight",
-        "mlp.shared_experts.linear_fc1.weight",
-        "mlp.shared_experts.linear_fc2.weight",
-        "pre_mlp_layernorm.weight",
-    ]
-    assert "mlp.fc1_latent_proj.weight" not in names_in("decoder.layers.3.", "nemotron_h")
-
-
 def test_an_mtp_layer_is_a_stack_whose_blocks_the_release_numbers() -> None:
     rules = {rule.megatron: set(rule.hf) for rule in rules_of(config_of(num_nextn_predict_layers=2))}
     assert rules["mtp.layers.1.enorm.weight"] == {"mtp.layers.2.enorm.weight"}
