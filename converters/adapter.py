@@ -21,7 +21,7 @@ from ckptkit.core.plan import Joined, Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
 from ckptkit.formats.hf.shard import Fault
-from converters.config.tie import KEY as TIE
+from converters.family import KEY as TIE
 from converters.family import Release
 from converters.hf_names import GATE_UP, GATE_UP_DOWN
 from converters.lora_settings import BY_HAND, ROOT, LoraSettings, PairName, dropped, idle_reason, pairs_in

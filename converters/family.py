@@ -7,11 +7,34 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.config.dims import ModelDims
-from converters.config.tie import TieFlag
+from converters.config.values import flag, text_config_of
 from converters.hf_names import FUSED, GATE_UP_DOWN
 from converters.rules import ParamMapping
+
+KEY = "tie_word_embeddings"
+
+
+@dataclass(frozen=True)
+class TieFlag:
+    """Readers that look at the top, and those that look in `text_config`; what they take where it is `absent`.
+
+    `older`: readers of releases before these, which look in `text_config` too.
+
+    Sources: transformers 5.12 `PreTrainedModel.get_expanded_tied_weights_keys` and 4.57
+    `tie_embeddings_and_encoder_decoder`; SGLang 0.5.16's and vLLM 0.26's classes, vLLM's `VllmConfig.with_hf_config`.
+    """
+
+    top: tuple[str, ...] = ("transformers", "SGLang", "vLLM")
+    text: tuple[str, ...] = ()
+    absent: bool = False
+    older: tuple[str, ...] = ()
+
+    def read(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, bool]:
+        """What each reader takes, without the older ones. Raises CkptkitError where a flag is not true or false."""
+        at_top, inside = flag(config, KEY, self.absent), flag(text, KEY, self.absent)
+        return dict.fromkeys(self.top, at_top) | dict.fromkeys(self.text, inside)
+
 
 Rules = Callable[[ModelDims], tuple[ParamMapping, ...]]
 
@@ -132,12 +155,8 @@ class Release:
 
     def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the language model. Raises CkptkitError when it is not where it should be."""
-        text = config.get("text_config", config if self.flat else None) if self.nested else config
-        if not isinstance(text, Mapping):
-            raise CkptkitError(
-                f"config.json: {config.get('model_type')} has no text_config", "restore config.json from the release"
-            )
-        return text
+        is_flat = not self.nested or (self.flat and "text_config" not in config)
+        return config if is_flat else text_config_of(config)
 
     def name(self, module: str) -> str:
         """The name in the release of a module of transformers' class for the language model."""

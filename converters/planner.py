@@ -16,8 +16,7 @@ from converters.config.dims import ModelDims
 from converters.experts import fuse, is_fused, unfuse
 from converters.foreign import refuse_adapters
 from converters.megatron.hybrid_model import hybrid_mappings, is_hybrid
-from converters.ops.basic import Copy, GateUp, GateUpInOne
-from converters.ops.hybrid import ZeroPadded
+from converters.ops.basic import Copy, GateUp, GateUpInOne, ZeroPadded
 from converters.ops.shapes import Shape
 from converters.passthrough import passthrough_names
 from converters.registry import family_of

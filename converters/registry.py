@@ -19,10 +19,9 @@ from converters.family import ModelFamily
 
 
 def _found() -> Iterator[ModelFamily]:
-    """The families of every file in the folder of families, and in those below."""
-    for module in pkgutil.walk_packages(families.__path__, f"{families.__name__}."):
-        if not module.ispkg:
-            yield from import_module(module.name).FAMILIES
+    """The families of every file in the folder of families."""
+    for module in pkgutil.iter_modules(families.__path__, f"{families.__name__}."):
+        yield from import_module(module.name).FAMILIES
 
 
 def by_model_type(found: Iterable[ModelFamily]) -> dict[str, ModelFamily]:

@@ -90,6 +90,12 @@ class NamePrefix:
             self.megatron + megatron, names, op or Copy(), self.layers, fp32, indices, upcast=upcast, kind=kind
         )
 
+    def tensors(
+        self, shapes: Mapping[str, Shape], *, fp32: bool = False, kind: Kind = "Linear"
+    ) -> tuple[ParamMapping, ...]:
+        """One rule a tensor of a model without Megatron names, for `unnamed`."""
+        return tuple(self.rule("", {name: shape}, fp32=fp32, kind=kind) for name, shape in shapes.items())
+
 
 def unnamed(rules: Iterable[ParamMapping]) -> tuple[ParamMapping, ...]:
     """The HF tensors of these rules under HF's names on both sides, for models that have no settled Megatron names.

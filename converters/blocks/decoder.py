@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from converters.config.dims import ModelDims
 from converters.family import Draft
 from converters.hf_names import GATE_UP_DOWN, QKV
-from converters.ops.basic import Copy, GateUp, Qkv
-from converters.ops.hybrid import GatedQkv
+from converters.ops.basic import Copy, GatedQkv, GateUp, GateUpInOne, Qkv, QkvInOne
 from converters.rules import NamePrefix, ParamMapping, decoder
 
 # An expert's gate, up and down projection as Mixtral names them.
@@ -35,6 +35,7 @@ def embeddings(
     table = (dims.vocab, dims.hidden)
     # Some releases of tied models ship the output layer all the same.
     embed_copies += (dims.head, *head_copies) if dims.tied else ()
+    head = ParamMapping("output_layer.weight", {dims.head: table}, Copy(0), vocab=True, copies=head_copies)
     return (
         ParamMapping(
             "embedding.word_embeddings.weight",
@@ -45,47 +46,44 @@ def embeddings(
             kind="Embedding",
         ),
         ParamMapping("decoder.final_layernorm.weight", {dims.root + "norm.weight": (dims.hidden,)}),
-        *(
-            ()
-            if dims.tied
-            else (ParamMapping("output_layer.weight", {dims.head: table}, Copy(0), vocab=True, copies=head_copies),)
-        ),
+        *((head,) if not dims.tied else ()),
     )
 
 
-def attention(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
+def attention(
+    dims: ModelDims,
+    at: NamePrefix | None = None,
+    *,
+    norm: str = "input_layernorm",
+    block: str = "self_attn.",
+    joined: str = "",
+    out: str = "o_proj",
+    head_norms: tuple[str, str] = ("q_norm", "k_norm"),
+) -> tuple[ParamMapping, ...]:
     """Pre-norm grouped-query attention.
 
-    With or without biases, q/k norms of one head's width, and an output gate from q_proj.
+    With or without biases, q/k norms of one head's width, and an output gate from q_proj. The names are HF's: of the
+    norm before it, of the block, of queries, keys and values where one matrix has all three, and of what is behind.
     """
     at = at or decoder(dims, dims.softmax_layers)
-    out, groups = dims.heads * dims.head_dim, dims.groups * dims.head_dim
-    rows = dict(zip(QKV, (2 * out if dims.attention_gate else out, groups, groups), strict=True))
-    qkv = (GatedQkv if dims.attention_gate else Qkv)(dims.heads, dims.groups, dims.head_dim)
+    width, groups = dims.heads * dims.head_dim, dims.groups * dims.head_dim
+    rows = dict(zip(QKV, (2 * width if dims.attention_gate else width, groups, groups), strict=True))
+    kind = QkvInOne if joined else GatedQkv if dims.attention_gate else Qkv
+    qkv, parts = kind(dims.heads, dims.groups, dims.head_dim), {joined: sum(rows.values())} if joined else rows
+    weights = {f"{block}{part}.weight": (count, dims.hidden) for part, count in parts.items()}
     rules = [
-        at.rule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": (dims.hidden,)}),
-        at.rule(
-            "self_attention.linear_qkv.weight",
-            {f"self_attn.{part}.weight": (count, dims.hidden) for part, count in rows.items()},
-            qkv,
-        ),
-        at.rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (dims.hidden, out)}, Copy(1)),
+        at.rule("self_attention.linear_qkv.layer_norm_weight", {f"{norm}.weight": (dims.hidden,)}),
+        at.rule("self_attention.linear_qkv.weight", weights, qkv),
+        at.rule("self_attention.linear_proj.weight", {f"{block}{out}.weight": (dims.hidden, width)}, Copy(1)),
     ]
     if dims.qkv_bias:
-        rules.append(
-            at.rule(
-                "self_attention.linear_qkv.bias",
-                {f"self_attn.{part}.bias": (count,) for part, count in rows.items()},
-                qkv,
-            )
-        )
+        biases = {f"{block}{part}.bias": (count,) for part, count in parts.items()}
+        rules.append(at.rule("self_attention.linear_qkv.bias", biases, qkv))
     if dims.out_bias:
-        rules.append(at.rule("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (dims.hidden,)}))
+        rules.append(at.rule("self_attention.linear_proj.bias", {f"{block}{out}.bias": (dims.hidden,)}))
     if dims.qk_norm and not dims.qk_norm_full:
-        rules += [
-            at.rule(f"self_attention.{x}_layernorm.weight", {f"self_attn.{x}_norm.weight": (dims.head_dim,)})
-            for x in ("q", "k")
-        ]
+        for x, name in zip("qk", head_norms, strict=True):
+            rules.append(at.rule(f"self_attention.{x}_layernorm.weight", {f"{block}{name}.weight": (dims.head_dim,)}))
     return tuple(rules)
 
 
@@ -116,27 +114,28 @@ def gated_mlp(
     )
 
 
+def mlp_in_one(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
+    """A SwiGLU block with the norm before it, whose gate and up projection are one matrix."""
+    return (
+        at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (dims.hidden,)}),
+        at.rule("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * dims.ffn, dims.hidden)}, GateUpInOne()),
+        at.rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (dims.hidden, dims.ffn)}, Copy(1)),
+    )
+
+
 def dense_mlp(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
-    """The MLP of the dense layers with the norm before it."""
+    """The MLP of the dense layers with the norm before it, and with biases where the model has them."""
     at = at or decoder(dims, dims.dense)
-    norm = at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (dims.hidden,)})
-    return (
-        norm,
+    rules = [
+        at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (dims.hidden,)}),
         *gated_mlp(at, "mlp.", "mlp.", dims.hidden, dims.ffn),
-        *(gated_mlp_biases(at, dims) if dims.mlp_bias else ()),
-    )
-
-
-def gated_mlp_biases(at: NamePrefix, dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """The biases of a dense layer's SwiGLU block.
-
-    That of the down projection is added once, so every rank holds all of it.
-    """
-    gate, up = "mlp.gate_proj.bias", "mlp.up_proj.bias"
-    return (
-        at.rule("mlp.linear_fc1.bias", {gate: (dims.ffn,), up: (dims.ffn,)}, GateUp()),
-        at.rule("mlp.linear_fc2.bias", {"mlp.down_proj.bias": (dims.hidden,)}),
-    )
+    ]
+    if dims.mlp_bias:
+        gate, up = "mlp.gate_proj.bias", "mlp.up_proj.bias"
+        rules.append(at.rule("mlp.linear_fc1.bias", {gate: (dims.ffn,), up: (dims.ffn,)}, GateUp()))
+        # Added once, so every rank holds all of it.
+        rules.append(at.rule("mlp.linear_fc2.bias", {"mlp.down_proj.bias": (dims.hidden,)}))
+    return tuple(rules)
 
 
 def dense_model(dims: ModelDims) -> tuple[ParamMapping, ...]:
@@ -146,9 +145,9 @@ def dense_model(dims: ModelDims) -> tuple[ParamMapping, ...]:
 
 def moe_mlp(
     dims: ModelDims,
-    shared: str = "",
     at: NamePrefix | None = None,
     *,
+    shared: str = "",
     block: str = "mlp.",
     router: str = "gate",
     bias: str = "gate.e_score_correction_bias",
@@ -195,12 +194,34 @@ def multi_token_prediction(
     )
 
 
-def mtp_copies(dims: ModelDims, name: str) -> tuple[str, ...]:
-    """Where the multi-token prediction layers of DeepSeek and GLM repeat a tensor of the model.
+def moe_model(
+    dims: ModelDims,
+    attention: Callable[..., tuple[ParamMapping, ...]],
+    experts: Callable[..., tuple[ParamMapping, ...]],
+    *,
+    embedding: str = "embed_tokens",
+    mtp_norm: str = "shared_head.norm",
+) -> tuple[ParamMapping, ...]:
+    """All rules of a mixture of experts with the multi-token prediction layers of DeepSeek and GLM.
 
-    `embed_tokens`, `shared_head.head`.
+    `attention` and `experts` give the rules of a layer's halves from the sizes, and of a place that follows them.
+    `embedding` is the HF module of the embedding, `mtp_norm` that before a further layer's output. Those layers repeat
+    embedding and output layer in some releases.
     """
-    return tuple(f"{dims.root}layers.{dims.layers + depth}.{name}.weight" for depth in range(dims.mtp_layers))
+    at = [f"{dims.root}layers.{dims.layers + depth}." for depth in range(dims.mtp_layers)]
+    copies = {
+        "embed_copies": tuple(f"{place}embed_tokens.weight" for place in at),
+        "head_copies": tuple(f"{place}shared_head.head.weight" for place in at),
+    }
+    rules = [*embeddings(dims, name=embedding, **copies), *attention(dims), *dense_mlp(dims), *experts(dims)]
+    for depth in range(dims.mtp_layers):
+        layer, around = multi_token_prediction(dims, depth, norm=mtp_norm)
+        rules += [*around, *attention(dims, layer), *experts(dims, layer)]
+    return tuple(rules)
+
+
+# The mixture of experts of DeepSeek and GLM.
+shared_experts_mlp = partial(moe_mlp, shared="shared_experts")
 
 
 def appended_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:

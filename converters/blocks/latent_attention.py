@@ -14,9 +14,10 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.config.dims import Mla, ModelDims
-from converters.config.values import flag, integer, number, rope_of
+from converters.config.values import flag, integer, number, rope_of, unsupported
 from converters.family import Dense
 from converters.ops.basic import Copy
+from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder
 
 # What yarn needs and no flag of Megatron-LM says, with the defaults of its MLATransformerConfig.
@@ -42,10 +43,8 @@ def read_mla(config: Mapping[str, Any], *, rotary: bool = True) -> Mla:
             "it must say null where queries are not compressed; compare with the release",
         )
     if flag(config, "attention_bias", False):
-        raise CkptkitError(
-            "config.json: attention_bias with latent attention is not supported",
-            "Megatron's has no biases; no released model has them",
-            code="unsupported",
+        raise unsupported(
+            "attention_bias with latent attention", "Megatron's has no biases; no released model has them"
         )
     heads = integer(config, "num_attention_heads")
     if integer(config, "num_key_value_heads", heads) != heads:
@@ -54,22 +53,14 @@ def read_mla(config: Mapping[str, Any], *, rotary: bool = True) -> Mla:
             "latent attention has one key and value head a query head",
         )
     if not flag(config, "rope_interleave", True):
-        raise CkptkitError(
-            "config.json: rope_interleave false is not supported",
-            "Megatron's latent attention turns the rotary dimensions in pairs",
-            code="unsupported",
-        )
+        raise unsupported("rope_interleave false", "Megatron's latent attention turns the rotary dimensions in pairs")
     if number(rope_of(config), "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)) != 1:
-        raise CkptkitError(
-            "config.json: partial_rotary_factor with latent attention is not supported",
-            "qk_rope_head_dim says how many dimensions turn",
-            code="unsupported",
+        raise unsupported(
+            "partial_rotary_factor with latent attention", "qk_rope_head_dim says how many dimensions turn"
         )
     rope = integer(config, "qk_rope_head_dim")
     if rotary != (rope != 0):
-        raise CkptkitError(
-            f"config.json: qk_rope_head_dim {rope} is not supported", "compare it with the release", code="unsupported"
-        )
+        raise unsupported(f"qk_rope_head_dim {rope}", "compare it with the release")
     return Mla(
         q_rank=None if config["q_lora_rank"] is None else integer(config, "q_lora_rank"),
         kv_rank=integer(config, "kv_lora_rank"),
@@ -86,36 +77,26 @@ def mla_attention(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamM
     """
     mla, at = dims.mla, at or decoder(dims, dims.softmax_layers)
     assert mla is not None, "a family without latent attention has no such rules"
+
+    def rule(megatron: str, hf: str, shape: Shape, axis: int | None = None) -> ParamMapping:
+        return at.rule(f"self_attention.linear_{megatron}", {f"self_attn.{hf}.weight": shape}, Copy(axis))
+
     query = (dims.heads * (mla.nope + mla.rope), mla.q_rank or dims.hidden)
     if mla.q_rank is None:
-        queries = [at.rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": query}, Copy(0))]
+        queries = [rule("q_proj.weight", "q_proj", query, 0)]
     else:
         queries = [
-            at.rule(
-                "self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": (mla.q_rank, dims.hidden)}
-            ),
-            at.rule(
-                "self_attention.linear_q_up_proj.layer_norm_weight", {"self_attn.q_a_layernorm.weight": (mla.q_rank,)}
-            ),
-            at.rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": query}, Copy(0)),
+            rule("q_down_proj.weight", "q_a_proj", (mla.q_rank, dims.hidden)),
+            rule("q_up_proj.layer_norm_weight", "q_a_layernorm", (mla.q_rank,)),
+            rule("q_up_proj.weight", "q_b_proj", query, 0),
         ]
-    expanded = (dims.heads * (mla.nope + mla.value), mla.kv_rank)
     return (
         at.rule("input_layernorm.weight", {"input_layernorm.weight": (dims.hidden,)}),
         *queries,
-        at.rule(
-            "self_attention.linear_kv_down_proj.weight",
-            {"self_attn.kv_a_proj_with_mqa.weight": (mla.kv_rank + mla.rope, dims.hidden)},
-        ),
-        at.rule(
-            "self_attention.linear_kv_up_proj.layer_norm_weight", {"self_attn.kv_a_layernorm.weight": (mla.kv_rank,)}
-        ),
-        at.rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": expanded}, Copy(0)),
-        at.rule(
-            "self_attention.linear_proj.weight",
-            {"self_attn.o_proj.weight": (dims.hidden, dims.heads * mla.value)},
-            Copy(1),
-        ),
+        rule("kv_down_proj.weight", "kv_a_proj_with_mqa", (mla.kv_rank + mla.rope, dims.hidden)),
+        rule("kv_up_proj.layer_norm_weight", "kv_a_layernorm", (mla.kv_rank,)),
+        rule("kv_up_proj.weight", "kv_b_proj", (dims.heads * (mla.nope + mla.value), mla.kv_rank), 0),
+        rule("proj.weight", "o_proj", (dims.hidden, dims.heads * mla.value), 1),
     )
 
 
@@ -144,8 +125,7 @@ def refuse_scaling(rope: Mapping[str, Any]) -> None:
             )
     mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
     if bool(mscale) != bool(all_dim):
-        raise CkptkitError(
-            f"config.json: yarn with mscale {mscale:g} and mscale_all_dim {all_dim:g} is not supported",
+        raise unsupported(
+            f"yarn with mscale {mscale:g} and mscale_all_dim {all_dim:g}",
             "transformers ignores one without the other, but Megatron and SGLang do not",
-            code="unsupported",
         )

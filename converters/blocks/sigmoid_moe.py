@@ -9,8 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
-from converters.config.values import flag, integer, number
+from converters.config.dims import first_layers, read_experts
+from converters.config.values import integer, kinds_of_layers, number, places, require, unsupported
+
+# What transformers' classes of GLM and others take absent keys for.
+ABSENT = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+# Megatron's sigmoid router always normalizes.
+_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "norm_topk_prob": True}
+_FIRST = "first_k_dense_replace"
 
 
 def read_sigmoid_moe(config: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,73 +28,60 @@ def read_sigmoid_moe(config: Mapping[str, Any], absent: Mapping[str, Any]) -> di
     `topk_routing_with_score_function`).
     """
     config = {**absent, **{key: value for key, value in config.items() if value is not None}}
-    kind = config.get("model_type")
-    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
-        if config.get(key, only) != only:
-            raise CkptkitError(
-                f"config.json: {kind} with {key} {shortened(config[key])} is not supported",
-                f"released models have {only!r}",
-                code="unsupported",
-            )
-    if not flag(config, "norm_topk_prob", True):
-        raise CkptkitError(
-            f"config.json: {kind} with norm_topk_prob false is not supported",
-            "Megatron's sigmoid router always normalizes",
-            code="unsupported",
-        )
+    require(config, str(config.get("model_type")), _ONLY)
     shared = integer(config, "n_shared_experts")
     if shared < 1:
-        raise CkptkitError(
-            f"config.json: {kind} without shared experts is not supported",
-            "no released model is without one",
-            code="unsupported",
-        )
-    expert_ffn = integer(config, "moe_intermediate_size")
+        raise unsupported(f"{config.get('model_type')} with n_shared_experts {shared}", "all releases have one")
+    experts = read_experts(config, "n_routed_experts")
     return {
-        "experts": integer(config, "n_routed_experts"),
-        "top_k": integer(config, "num_experts_per_tok"),
-        "expert_ffn": expert_ffn,
-        "shared_ffn": expert_ffn * shared,
+        **experts,
+        "shared_ffn": experts["expert_ffn"] * shared,
         "router_sigmoid": True,
         "router_bias": True,
         "router_scale": number(config, "routed_scaling_factor"),
-        **_groups(config),
+        **_groups(config, experts["experts"], experts["top_k"]),
     }
 
 
-def _groups(config: Mapping[str, Any]) -> dict[str, Any]:
+def _groups(config: Mapping[str, Any], experts: int, top_k: int) -> dict[str, Any]:
     """Group-limited routing.
 
     The models score a group by its best two experts, Megatron by its best (experts a token / groups a token).
     """
     groups, top_groups = integer(config, "n_group"), integer(config, "topk_group")
-    experts, top_k = integer(config, "n_routed_experts"), integer(config, "num_experts_per_tok")
     if not 0 < top_groups <= groups or experts % groups:
         raise CkptkitError(
             f"config.json: {top_groups} of {groups} groups of {experts} experts cannot be right",
             "compare n_group and topk_group with the release",
         )
     if groups > 1 and top_k // top_groups != 2:
-        raise CkptkitError(
-            f"config.json: {top_k} experts a token out of {top_groups} groups is not supported",
+        raise unsupported(
+            f"{top_k} experts a token out of {top_groups} groups",
             f"Megatron would score a group by its best {top_k // top_groups} experts, not by its best 2; "
             "no released model needs that",
-            code="unsupported",
         )
     return {"router_groups": groups, "router_top_groups": top_groups}
 
 
 def dense_of_kinds(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The dense layers by `mlp_layer_types`, which transformers reads; None without that key.
+    """The dense layers by `mlp_layer_types`, which transformers reads, or None without that key."""
+    kinds = kinds_of_layers(config, "mlp_layer_types", ("dense", "sparse"))
+    return None if kinds is None else places(kinds, "dense")
 
-    Raises CkptkitError for a list of another length, and for other words.
+
+def dense_layers(config: Mapping[str, Any], without_kinds: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The dense layers: `mlp_layer_types`, which transformers reads, and `first_k_dense_replace`, which engines read.
+
+    `without_kinds`: what transformers takes without the first; None: the second. Raises CkptkitError where both are
+    there and disagree.
     """
-    kinds, layers = config.get("mlp_layer_types"), integer(config, "num_hidden_layers")
-    if kinds is None:
-        return None
-    if not isinstance(kinds, list) or len(kinds) != layers or not {"dense", "sparse"}.issuperset(map(str, kinds)):
+    first, dense = first_layers(config, _FIRST, 1), dense_of_kinds(config)
+    if dense is None:
+        dense = first if without_kinds is None else without_kinds
+    if config.get(_FIRST) is not None and dense != first:
         raise CkptkitError(
-            "config.json: mlp_layer_types does not say 'dense' or 'sparse' for every layer",
-            "compare it with the release",
+            f"config.json: {_FIRST} says {len(first)} dense layers, but by mlp_layer_types layers {list(dense)} are",
+            "engines read the first, transformers the second (without it the first layers that its class has); "
+            "make them agree",
         )
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return dense

@@ -9,9 +9,11 @@ from typing import Any, Literal
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.config.bounds import MAX_LAYERS
-from converters.config.compressed import CompressedAttention
-from converters.config.pattern import ATTENTION, DENSE, EXPERTS, MIXER, Mamba, places
-from converters.config.values import flag, integer, number, rope_of
+from converters.config.values import flag, integer, number, places, rope_of, unsupported, wrong
+
+# Letters of `--hybrid-layer-pattern`, where a layer of Megatron's HybridModel is one block alone.
+# Source: megatron-core 0.19 `models/hybrid/hybrid_layer_allocation.py`.
+MIXER, ATTENTION, LATENT, SPARSE, LINEAR, DENSE, EXPERTS = "M", "*", "+", "D", "G", "-", "E"
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,7 @@ class Mla:
     value: int
 
     def __post_init__(self) -> None:
-        _positive(
-            q_rank=1 if self.q_rank is None else self.q_rank,
-            kv_rank=self.kv_rank,
-            nope=self.nope,
-            rope=1 if self.rope == 0 else self.rope,
-            value=self.value,
-        )
+        require_positive(self, "rope")
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class Indexer:
     pool: int = 0
 
     def __post_init__(self) -> None:
-        _positive(index_heads=self.heads, index_head_dim=self.head_dim, index_topk=self.top_k)
+        require_positive(self, "first", "pool")
 
 
 @dataclass(frozen=True)
@@ -78,13 +74,7 @@ class LinearAttention:
     layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _positive(
-            key_heads=self.key_heads,
-            value_heads=self.value_heads,
-            key_dim=self.key_dim,
-            value_dim=self.value_dim,
-            kernel=self.kernel,
-        )
+        require_positive(self)
         if self.value_heads % self.key_heads:
             raise CkptkitError(
                 f"config.json: {self.value_heads} value heads do not divide into {self.key_heads} key heads"
@@ -116,31 +106,42 @@ class Attention:
     values: bool = True
 
     def __post_init__(self) -> None:
-        _positive(heads=self.heads, groups=self.groups, head_dim=self.head_dim)
-        _grouped(self.heads, self.groups)
+        require_positive(self)
+        _require_divided(self.heads, self.groups)
 
 
 @dataclass(frozen=True)
-class SharedKeys:
-    """Layers that attend to the keys and values of an earlier layer.
+class Mamba:
+    """A Mamba-2 mixer (megatron-core `ssm/mamba_mixer.py`).
 
-    `stored`: keys and values of their own are stored, and used by nobody. `wide`: their MLP is twice as wide.
+    Its heads and their size, groups of heads that share B and C, state size, convolution kernel.
     """
 
-    layers: tuple[int, ...] = ()
-    stored: bool = False
-    wide: bool = False
-
-
-@dataclass(frozen=True)
-class LayerInput:
-    """A second embedding, of which each layer gets `size` features of its own."""
-
-    vocab: int
-    size: int
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int
 
     def __post_init__(self) -> None:
-        _positive(vocab_size_per_layer_input=self.vocab, hidden_size_per_layer_input=self.size)
+        require_positive(self)
+        if self.heads % self.groups:
+            raise CkptkitError(f"config.json: {self.heads} Mamba heads do not divide into {self.groups} groups")
+
+    @property
+    def inner(self) -> int:
+        """Features inside the mixer."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv(self) -> tuple[int, int, int]:
+        """Rows of x, B and C in the convolution."""
+        return self.inner, self.groups * self.state, self.groups * self.state
+
+    @property
+    def in_proj(self) -> tuple[int, ...]:
+        """Rows of z, x, B, C and dt in the input projection."""
+        return self.inner, *self.conv, self.heads
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Kda:
     kernel: int
 
     def __post_init__(self) -> None:
-        _positive(kda_heads=self.heads, kda_head_dim=self.head_dim, kda_kernel=self.kernel)
+        require_positive(self)
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,7 @@ class ModelDims:
     multi-token prediction layer. `mixer_layers`: those with a Mamba mixer or with KDA in the place of softmax
     attention, where a layer also has an MLP or experts. `rotary`: attention has rotary embedding, but in `nope_layers`.
     `expert_hidden`: the size that routed experts work in; None: the hidden size. `other_attention`: layers whose
-    attention has other sizes. `streams`: residual streams, which hyper-connections mix. `hashed_layers`: those in which
-    a table chooses a token's experts.
+    attention has other sizes. `own`: what only the rules of the model's own family read.
     """
 
     layers: int
@@ -190,8 +190,8 @@ class ModelDims:
     rope_scaling: Mapping[str, Any] | None
     max_positions: int
     initializer_range: float
-    qkv_bias: bool
-    qk_norm: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
     root: str = "model."
     head: str = "lm_head.weight"
     activation: str = "silu"
@@ -212,8 +212,6 @@ class ModelDims:
     mtp_layers: int = 0
     mla: Mla | None = None
     indexer: Indexer | None = None
-    compressed: CompressedAttention | None = None
-    streams: int = 1
     linear: LinearAttention | None = None
     pattern: str = ""
     mtp_pattern: str = ""
@@ -229,7 +227,6 @@ class ModelDims:
     shared_ffn: int = 0
     shared_gate: bool = False
     dense_layers: tuple[int, ...] = ()
-    hashed_layers: tuple[int, ...] = ()
     router_sigmoid: bool = False
     router_bias: bool = False
     router_scale: float | None = None
@@ -237,38 +234,22 @@ class ModelDims:
     router_top_groups: int | None = None
     router_normalize: bool = True
     other_attention: Attention | None = None
-    shared_keys: SharedKeys = SharedKeys()
-    layer_input: LayerInput | None = None
+    own: Any = None
 
     def __post_init__(self) -> None:
-        _positive(
-            **{
-                name: getattr(self, name)
-                for name in ("layers", "hidden", "heads", "groups", "head_dim", "ffn", "vocab", "norm_eps", "streams")
-            }
-        )
+        require_positive(self, *_MAY_BE_ZERO)
+        if self.norm_eps <= 0:
+            raise wrong("rms_norm_eps", self.norm_eps, "positive")
         if self.layers > MAX_LAYERS:
+            raise wrong("num_hidden_layers", self.layers, f"at most {MAX_LAYERS:,}")
+        if self.mtp_layers > self.layers:
+            raise wrong("the number of multi-token prediction layers", self.mtp_layers, f"at most {self.layers}")
+        if self.experts and not (0 < self.top_k <= self.experts and self.expert_ffn):
             raise CkptkitError(
-                f"config.json: {self.layers} layers cannot be right", "compare num_hidden_layers with the release"
+                f"config.json: {self.top_k} experts a token out of {self.experts}, each of {self.expert_ffn} features",
+                "compare num_experts_per_tok and moe_intermediate_size with the release",
             )
-        if not 0 <= self.mtp_layers <= self.layers:
-            raise CkptkitError(
-                f"config.json: {self.mtp_layers} multi-token prediction layers cannot be right",
-                "compare it with the release",
-            )
-        if self.experts and not 0 < self.top_k <= self.experts:
-            raise CkptkitError(
-                f"config.json: {self.top_k} experts a token out of {self.experts}",
-                "compare num_experts_per_tok with the release",
-            )
-        if self.experts:
-            hidden = 1 if self.expert_hidden is None else self.expert_hidden
-            _positive(moe_intermediate_size=self.expert_ffn, moe_latent_size=hidden)
-        if self.shared_ffn < 0:
-            raise CkptkitError(
-                f"config.json: the shared expert has {self.shared_ffn} features", "compare it with the release"
-            )
-        _grouped(self.heads, self.groups)
+        _require_divided(self.heads, self.groups)
         if set(self.dense_layers) - set(range(self.layers)):
             raise CkptkitError(f"config.json: {len(self.dense_layers)} dense layers of {self.layers} layers")
 
@@ -314,22 +295,26 @@ class ModelDims:
         return places(self.pattern, MIXER) if self.pattern else self.mixer_layers
 
 
-def _grouped(heads: int, groups: int) -> None:
+_MAY_BE_ZERO = ("mtp_layers", "experts", "top_k", "expert_ffn", "shared_ffn")
+
+
+def require_positive(sizes: object, *may_be_zero: str) -> None:
+    """Raises CkptkitError for a whole number that is negative, or 0 and not among these."""
+    for name, size in vars(sizes).items():
+        if type(size) is int and size < (name not in may_be_zero):
+            raise CkptkitError(f"config.json: {name} must be positive, not {size}", "compare it with the release")
+
+
+def _require_divided(heads: int, groups: int) -> None:
     if heads % groups:
         raise CkptkitError(f"config.json: {heads} attention heads do not divide into {groups} key-value heads")
-
-
-def _positive(**sizes: float) -> None:
-    for name, size in sizes.items():
-        if size <= 0:
-            raise CkptkitError(f"config.json: {name} must be positive, not {size}", "compare it with the release")
 
 
 def first_layers(config: Mapping[str, Any], key: str, default: int) -> tuple[int, ...]:
     """Layers 0 to n - 1, where the config says n under `key`: the dense layers at the start of an MoE model."""
     count = integer(config, key, default)
     if not 0 <= count <= MAX_LAYERS:
-        raise CkptkitError(f"config.json: {key} is {count}", "compare it with the release")
+        raise wrong(key, count, f"a number of layers up to {MAX_LAYERS:,}")
     return tuple(range(count))
 
 
@@ -342,35 +327,32 @@ def layers_without_experts(config: Mapping[str, Any]) -> tuple[int, ...]:
     """
     step, only = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if step < 1:
-        raise CkptkitError(f"config.json: decoder_sparse_step is {step}", "compare it with the release")
-    if not isinstance(only, list) or any(type(layer) is not int for layer in only):
-        raise CkptkitError(
-            f"config.json: mlp_only_layers is {shortened(only)}, not a list of whole numbers",
-            "compare it with the release",
-        )
-    sparse = (layer for layer in range(min(integer(config, "num_hidden_layers"), MAX_LAYERS)) if (layer + 1) % step)
+        raise wrong("decoder_sparse_step", step, "a positive whole number")
+    layers = min(integer(config, "num_hidden_layers"), MAX_LAYERS)
+    if not isinstance(only, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in only):
+        raise wrong("mlp_only_layers", only, f"a list of whole numbers below {layers}")
+    sparse = (layer for layer in range(layers) if (layer + 1) % step)
     return tuple(sorted({*only, *sparse}))
 
 
+def read_experts(config: Mapping[str, Any], count: str = "num_experts") -> dict[str, Any]:
+    """Sizes of a mixture of experts as arguments of `base_dims`, the number of experts under `count`."""
+    return {
+        "experts": integer(config, count),
+        "top_k": integer(config, "num_experts_per_tok"),
+        "expert_ffn": integer(config, "moe_intermediate_size"),
+    }
+
+
 def base_dims(
-    config: Mapping[str, Any],
-    *,
-    qkv_bias: bool,
-    qk_norm: bool,
-    activation: str = "silu",
-    default_theta: float = 10000.0,
-    **more: Any,
+    config: Mapping[str, Any], *, activation: str = "silu", default_theta: float = 10000.0, **more: Any
 ) -> ModelDims:
-    """The part of ModelDims that every decoder-only family spells the same way.
+    """The part of ModelDims that every decoder-only family spells the same way, and `more` of its fields.
 
     `activation`: what `hidden_act` must say; `default_theta`: the rotary base of a config that states none.
     """
     if config.get("hidden_act", activation) != activation:
-        raise CkptkitError(
-            f"config.json: hidden_act {shortened(config['hidden_act'])} is not supported",
-            f"this family is trained with {activation}",
-            code="unsupported",
-        )
+        raise unsupported(f"hidden_act {shortened(config['hidden_act'])}", f"this family is trained with {activation}")
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     rope = rope_of(config, default_theta)
     given: dict[str, Any] = {
@@ -389,4 +371,4 @@ def base_dims(
         "max_positions": integer(config, "max_position_embeddings", 4096),
         "initializer_range": number(config, "initializer_range", 0.02),
     }
-    return ModelDims(**(given | {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "activation": activation} | more))
+    return ModelDims(**(given | {"activation": activation} | more))

@@ -1,6 +1,4 @@
-"""One file a model family, with everything that is particular to it.
+"""One file a family of models, with everything that is particular to it, and no file beside them.
 
-The registry finds every file here and in the folders below.
-
-Each file lists its families in `FAMILIES`.
+Each lists its kinds of models in `FAMILIES`, where the registry finds them.
 """

@@ -14,7 +14,7 @@ from ckptkit.core.printable import shortened
 from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count, moe_mlp
 from converters.blocks.sigmoid_moe import dense_of_kinds, read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
-from converters.config.values import integer, sliding_layers, window_of
+from converters.config.values import integer, require, sliding_layers, unsupported, window_of
 from converters.family import Draft, EngineClass, FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
@@ -26,7 +26,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     counts |= {"n_shared_experts": integer(config, "num_shared_experts", 1)}
     return base_dims(
         {"rms_norm_eps": 1e-5, **config},
-        qkv_bias=False,
         qk_norm=True,
         window=window,
         window_layers=sliding if window else (),
@@ -41,23 +40,16 @@ def _sliding_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
     Raises CkptkitError for a config without such layers, and for what only later releases have.
     """
-    if config.get("layer_types") is None:
-        raise CkptkitError("config.json has no 'layer_types'", "an exaone_moe config must state it")
-    layers, found = integer(config, "num_hidden_layers"), sliding_layers(config, 4)
+    layers = integer(config, "num_hidden_layers")
+    found = sliding_layers({**config, "layer_types": config.get("layer_types") or ()}, 4)
     if config.get("sliding_window") is None or not found:
-        raise CkptkitError(
-            "config.json: exaone_moe without layers with a sliding window is not supported",
+        raise unsupported(
+            "exaone_moe without layers with a sliding window (sliding_window, layer_types)",
             "transformers then leaves rotary embedding out of every layer, SGLang out of none",
-            code="unsupported",
         )
     windows = [config["sliding_window"] if layer in found else 0 for layer in range(layers)]
-    if config.get("sliding_windows", windows) != windows or any(config.get("swiglu_limits") or ()):
-        key = "swiglu_limits" if any(config.get("swiglu_limits") or ()) else "sliding_windows"
-        raise CkptkitError(
-            f"config.json: exaone_moe with {key} {shortened(config[key])} is not supported",
-            "Megatron has one window and one limit for all layers",
-            code="unsupported",
-        )
+    only = {"sliding_windows": windows, "swiglu_limits": ([0] * layers, [], None)}
+    require(config, "exaone_moe", only, "Megatron has one window and one limit for all layers", strict=True)
     return found
 
 
@@ -78,7 +70,7 @@ def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of an exaone_moe model."""
-    experts = moe_mlp(dims, "shared_experts", bias="e_score_correction_bias")
+    experts = moe_mlp(dims, shared="shared_experts", bias="e_score_correction_bias")
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *experts)
 
 

@@ -11,13 +11,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims
-from converters.config.tie import TieFlag
-from converters.config.values import flag, integer, number, rope_of, sliding_layers, window_of
-from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release
+from converters.config.values import (
+    flag,
+    integer,
+    number,
+    require,
+    rope_of,
+    sliding_layers,
+    text_config_of,
+    unsupported,
+    window_of,
+    wrong,
+)
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, TieFlag
 from converters.rules import ParamMapping, decoder
 
 # What the releases with a vision tower leave out of their text_config; transformers `Gemma3TextConfig`.
@@ -42,24 +50,15 @@ _ONLY = {
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a gemma3 or gemma3_text config. Source: transformers `Gemma3TextConfig`, `Gemma3TextModel`."""
     nested = config["model_type"] == "gemma3"
-    text = config.get("text_config") if nested else config
-    if not isinstance(text, dict):
-        raise CkptkitError("config.json: gemma3 without a text_config", "compare it with the release")
-    text = _DEFAULTS | {key: value for key, value in text.items() if value is not None}
-    for key, only in _ONLY.items():
-        if text.get(key, only) != only:
-            raise CkptkitError(
-                f"config.json: gemma3 with {key} {shortened(text[key])} is not supported",
-                "Megatron's attention and MLP would be another model's",
-                code="unsupported",
-            )
+    given = text_config_of(config) if nested else config
+    text = _DEFAULTS | {key: value for key, value in given.items() if value is not None}
+    require(text, "gemma3", _ONLY, "Megatron's attention and MLP would be another model's")
     full, local_theta = _ropes(text)
     scalar = number(text, "query_pre_attn_scalar", 256)
     if scalar <= 0:
-        raise CkptkitError(f"config.json: query_pre_attn_scalar is {scalar}", "compare it with the release")
+        raise wrong("query_pre_attn_scalar", scalar, "a positive number")
     return base_dims(
         {**text, "rope_parameters": full, "rope_theta": None, "rope_scaling": None},
-        qkv_bias=False,
         qk_norm=True,
         activation="gelu_pytorch_tanh",
         tied=flag(config, "tie_word_embeddings", True),
@@ -84,18 +83,13 @@ def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
     if not isinstance(kinds, dict) or any(
         value not in (None, "default") for kind, value in kinds.items() if kind not in _KINDS
     ):
-        raise CkptkitError(
-            f"config.json: gemma3 with rope_parameters {shortened(kinds)}",
-            f"they must be under {' and '.join(_KINDS)}; compare with the release",
-        )
+        raise wrong("rope_parameters", kinds, f"an object with {' and '.join(_KINDS)}")
     full = rope_of({**text, "rope_parameters": kinds.get(_KINDS[0])}, 1_000_000.0)
     local = rope_of({"rope_parameters": kinds.get(_KINDS[1]), "rope_theta": text.get("rope_local_base_freq")}, 10_000.0)
     if full["rope_type"] not in ("default", "linear") or local["rope_type"] != "default":
-        raise CkptkitError(
-            f"config.json: gemma3 with rope {full['rope_type']!r} in full layers and {local['rope_type']!r} "
-            "in those with a window is not supported",
+        raise unsupported(
+            f"gemma3 with rope {full['rope_type']!r} in full layers and {local['rope_type']!r} in those with a window",
             "releases scale linearly, and only the full layers; Megatron-Bridge's model cannot do anything else",
-            code="unsupported",
         )
     if full["rope_type"] == "linear":
         number(full, "factor")  # raises where there is none

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
 from converters.blocks.decoder import attention, embeddings, gated_mlp
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import flag, integer, number, sliding_layers, window_of
+from converters.config.dims import ModelDims, base_dims, read_experts
+from converters.config.values import require, sliding_layers, window_of
 from converters.family import EngineClass, FusedExperts, ModelFamily
 from converters.ops.basic import Copy, GateUp
 from converters.rules import ParamMapping, decoder
@@ -37,33 +36,22 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
     Source: transformers `GptOssConfig`, `GptOssAttention`, `GptOssExperts` (which fixes the clamp).
     """
-    if not flag(config, "attention_bias", True):
-        raise CkptkitError(
-            "config.json: gpt_oss without attention_bias is not supported",
-            "Megatron has one switch for the biases of attention and experts",
-            code="unsupported",
-        )
-    if number(config, "swiglu_limit", 7.0) != 7.0:
-        raise CkptkitError(
-            f"config.json: swiglu_limit {config['swiglu_limit']} is not supported",
-            "transformers clamps at 7.0 whatever it says",
-            code="unsupported",
-        )
+    require(
+        config, "gpt_oss", {"attention_bias": True}, "Megatron has one switch for the biases of attention and experts"
+    )
+    require(config, "gpt_oss", {"swiglu_limit": 7.0}, "transformers clamps at 7.0 whatever it says")
     given = dict(config)
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
         given["rope_scaling"] = _YARN
     dims = base_dims(
         given,
         qkv_bias=True,
-        qk_norm=False,
         default_theta=150000.0,
         out_bias=True,
         mlp_bias=True,
         sinks=True,
         window=window_of(config, absent=128),
-        experts=integer(config, "num_local_experts"),
-        top_k=integer(config, "num_experts_per_tok"),
-        expert_ffn=integer(config, "intermediate_size"),
+        **read_experts({**config, "moe_intermediate_size": config.get("intermediate_size")}, "num_local_experts"),
     )
     # hidden_act says silu, but the gate is x sigmoid(1.702 x).
     return replace(

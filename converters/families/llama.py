@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import flag
+from converters.config.values import flag, unsupported
 from converters.family import EngineClass, ModelFamily
 
 
@@ -23,13 +22,12 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     attention_bias, mlp_bias = flag(config, "attention_bias", False), flag(config, "mlp_bias", False)
     if attention_bias != mlp_bias:
         with_bias, without = ("attention_bias", "mlp_bias") if attention_bias else ("mlp_bias", "attention_bias")
-        raise CkptkitError(
-            f"config.json: llama with {with_bias} but without {without} is not supported",
+        raise unsupported(
+            f"llama with {with_bias} but without {without}",
             "Megatron has one switch for the biases of attention's output and MLP (--disable-bias-linear); "
             "no training run could say this model",
-            code="unsupported",
         )
-    return base_dims(config, qkv_bias=attention_bias, qk_norm=False, out_bias=attention_bias, mlp_bias=mlp_bias)
+    return base_dims(config, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=mlp_bias)
 
 
 FAMILIES = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import integer, require_flags, without_windows
+from converters.config.values import integer, require, without_windows
 from converters.family import Draft, ModelFamily, Release
 from converters.ops.basic import SwapHalves
 from converters.rules import NamePrefix, ParamMapping
@@ -19,8 +19,8 @@ _ONLY = {"attention_bias": True, "use_mrope": False}
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a mimo config. Source: the published `MiMoConfig`, a `Qwen2Config` with `num_nextn_predict_layers`."""
     without_windows(config)
-    require_flags(config, "mimo", _ONLY)
-    return base_dims(config, qkv_bias=True, qk_norm=False, mtp_layers=integer(config, "num_nextn_predict_layers", 0))
+    require(config, "mimo", _ONLY)
+    return base_dims(config, qkv_bias=True, mtp_layers=integer(config, "num_nextn_predict_layers", 0))
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.blocks.decoder import W1_W3_W2, attention, embeddings, full_qk_norms, moe_mlp
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import integer, rope_of, rotary_fraction
+from converters.config.dims import ModelDims, base_dims, read_experts
+from converters.config.values import integer, require, rope_of, rotary_fraction, unsupported
 from converters.family import QKV_GATE_UP, EngineClass, FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
@@ -34,32 +33,19 @@ _FIXED = {
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a minimax_m2 config. Source: transformers `MiniMaxM2Config` and the releases' own config.json."""
-    for key, value in _FIXED.items():
-        if config.get(key) not in (None, value):
-            raise CkptkitError(
-                f"config.json: minimax_m2 with {key} {shortened(config[key])} is not supported",
-                f"the releases are with {value!r}",
-                code="unsupported",
-            )
-    kinds = config.get("attn_type_list") or []
-    if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
-        raise CkptkitError(
-            f"config.json: attn_type_list is {shortened(kinds)}",
-            "the releases have softmax attention (1) on every layer, and only that is supported",
-            code="unsupported",
-        )
+    require(config, "minimax_m2", _FIXED)
+    # Softmax attention on every layer.
+    if any(kind != 1 for kind in config.get("attn_type_list") or ()):
+        raise unsupported(f"attn_type_list {shortened(config['attn_type_list'])}", "the releases have 1 in every layer")
     head_dim = integer(config, "head_dim", 128)
     return base_dims(
         {**config, "head_dim": head_dim, "partial_rotary_factor": rotary_fraction(config, head_dim)},
-        qkv_bias=False,
         qk_norm=True,
         qk_norm_full=True,
         default_theta=5e6,
-        experts=integer(config, "num_local_experts"),
-        top_k=integer(config, "num_experts_per_tok"),
-        expert_ffn=integer(config, "intermediate_size"),
         router_sigmoid=True,
         router_bias=True,
+        **read_experts({**config, "moe_intermediate_size": config.get("intermediate_size")}, "num_local_experts"),
     )
 
 

@@ -1,33 +1,67 @@
-"""Mistral 7B, Nemo 12B and models of their architecture.
+"""Mistral 7B, Nemo 12B and models of their architecture, Ministral 3, and Mistral Small 3.1 and later.
 
-Dense, in the first 7B with a sliding window on every layer.
+Dense, in the first 7B with a sliding window on every layer. Ministral 3 has YaRN, and queries scaled by their position
+beyond the length that YaRN starts from: megatron-core has no such scale, so up to that length (16,384 tokens in the
+releases) it computes the same model, beyond it another one. `mistral3` is one of both under `language_model.`, beside a
+vision tower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import window_of
-from converters.family import EngineClass, ModelFamily
+from converters.config.values import flag, integer, number, require, rope_of, text_config_of, window_of
+from converters.family import EngineClass, ModelFamily, Release, TieFlag
+
+_ROOT = "language_model.model."
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a mistral config. Source: transformers `MistralConfig`, whose window is 4096 where the key is absent."""
-    if config.get("layer_types") is not None:
-        raise CkptkitError(
-            "config.json: mistral with layer_types is not supported",
-            "attention that differs by layer makes it a ministral model",
-            code="unsupported",
-        )
-    dims = base_dims(config, qkv_bias=False, qk_norm=False, window=window_of(config, absent=4096))
+    require(config, "mistral", {"layer_types": None}, "attention that differs by layer makes it a ministral model")
+    dims = base_dims(config, window=window_of(config, absent=4096))
     return replace(dims, window_layers=dims.all_layers) if dims.window else dims
 
 
+def read_ministral3_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a ministral3 config. Source: transformers `Ministral3Config`, `get_llama_4_attn_scale`."""
+    require(config, "ministral3", {"sliding_window": None})
+    rope = rope_of(config)
+    scaled = number(rope, "llama_4_scaling_beta") != 0
+    return base_dims(
+        {"head_dim": 128, "rms_norm_eps": 1e-5, **config},
+        query_scale_from=integer(rope, "original_max_position_embeddings") if scaled else None,
+    )
+
+
+_TEXT = {"ministral3": read_ministral3_dims, "mistral": read_dims}
+
+
+def read_mistral3_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of the language model. Source: transformers `Mistral3Config`, which ties by default."""
+    text = text_config_of(config, *_TEXT)
+    tied = flag(config, "tie_word_embeddings", True)
+    return replace(_TEXT[text["model_type"]](text), tied=tied, root=_ROOT, head="language_model.lm_head.weight")
+
+
+def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:
+    """The Linear layers of the vision tower and of the projector behind it.
+
+    Source: transformers `PixtralVisionModel`, `Mistral3MultiModalProjector`.
+    """
+    modules = ["multi_modal_projector." + name for name in ("patch_merger.merging_layer", "linear_1", "linear_2")]
+    for layer in range(integer(config["vision_config"], "num_hidden_layers", 24)):
+        at = f"vision_tower.transformer.layers.{layer}."
+        modules += [f"{at}attention.{name}_proj" for name in "qkvo"]
+        modules += [f"{at}feed_forward.{name}_proj" for name in ("gate", "up", "down")]
+    return (f"{prefix}{module}" for prefix in ("", "model.") for module in modules)
+
+
+_TENSOR_SCALES = EngineClass(fp8_blocks=False)
 FAMILIES = (
     ModelFamily(
         ("mistral",),
@@ -35,6 +69,28 @@ FAMILIES = (
         read_dims,
         dense_model,
         carried_ends=ROTARY_FREQUENCIES,
-        engines={"sglang": EngineClass(fp8_blocks=False)},
+        engines={"sglang": _TENSOR_SCALES},
+    ),
+    ModelFamily(
+        ("ministral3",),
+        ("Ministral3ForCausalLM",),
+        read_ministral3_dims,
+        dense_model,
+        engines={"sglang": _TENSOR_SCALES},
+    ),
+    ModelFamily(
+        ("mistral3",),
+        ("Mistral3ForConditionalGeneration",),
+        read_mistral3_dims,
+        dense_model,
+        carried=("vision_tower.", "multi_modal_projector."),
+        tie=TieFlag(absent=True),
+        release=Release(_ROOT, "language_model.lm_head", nested=True, linears_outside=_linears_outside),
+        engines={
+            "sglang": replace(
+                _TENSOR_SCALES, root=(_ROOT, "model."), outside=((".attention.o_proj", ".attention.proj"),)
+            ),
+            "vllm": _TENSOR_SCALES,
+        },
     ),
 )

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from converters.blocks.decoder import ROTARY_FREQUENCIES, W1_W3_W2, attention, embeddings, moe_mlp
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import integer, window_of
+from converters.config.dims import ModelDims, base_dims, read_experts
+from converters.config.values import window_of
 from converters.family import EngineClass, FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
@@ -21,16 +21,8 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
     Source: transformers `MixtralConfig` (no window where the key is absent), `MixtralTopKRouter`.
     """
-    dims = base_dims(
-        config,
-        qkv_bias=False,
-        qk_norm=False,
-        default_theta=1e6,
-        window=window_of(config),
-        experts=integer(config, "num_local_experts"),
-        top_k=integer(config, "num_experts_per_tok"),
-        expert_ffn=integer(config, "intermediate_size"),
-    )
+    sizes = {**config, "moe_intermediate_size": config.get("intermediate_size")}
+    dims = base_dims(config, default_theta=1e6, window=window_of(config), **read_experts(sizes, "num_local_experts"))
     return replace(dims, window_layers=dims.all_layers) if dims.window else dims
 
 

@@ -2,25 +2,180 @@
 
 A layer is a Mamba-2 mixer, attention, an MLP without a gate, or experts. Attention has no rotary embedding. The experts
 of Super and Ultra work in a smaller size, and those two and Lightning have an MTP layer. Only Megatron's HybridModel
-holds these models.
+holds these models, and the names are its. Each layer has one norm, before its block.
+
+Source: megatron-core 0.19 `ssm/mamba_mixer.py`, `moe/moe_layer.py`; transformers `models/nemotron_h`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
 from ckptkit.core.printable import shortened
-from converters.blocks.sigmoid_moe import read_sigmoid_moe
-from converters.blocks.single import layers_of_one_block, read_pattern, refuse_time_step_limit
-from converters.config.dims import ModelDims, base_dims
-from converters.config.pattern import EXPERTS, MIXER, Mamba
-from converters.config.values import integer, number
+from converters.blocks.decoder import attention
+from converters.blocks.sigmoid_moe import ABSENT, read_sigmoid_moe
+from converters.config.bounds import MAX_LAYERS
+from converters.config.dims import ATTENTION, DENSE, EXPERTS, MIXER, Mamba, ModelDims, base_dims
+from converters.config.values import agreed, integer, number, require, unsupported, wrong
 from converters.family import Draft, EngineClass, FusedExperts, ModelFamily, Release
-from converters.ops.basic import Copy
-from converters.rules import ParamMapping
+from converters.ops.basic import Copy, StackedRows
+from converters.rules import NamePrefix, ParamMapping, decoder
+
+_NO_LIMIT = 1e30  # of the time step, which is about 1
+# The words of lists: those of releases, and those that later transformers save.
+_WORDS = {
+    "mamba": MIXER,
+    "linear_attention": MIXER,
+    "attention": ATTENTION,
+    "full_attention": ATTENTION,
+    "moe": EXPERTS,
+    "mlp": DENSE,
+}
+
+
+def read_pattern(config: Mapping[str, Any], as_list: str, as_string: str, absent: str | None = None) -> str:
+    """One letter a layer, from a list of words under `as_list` or a string of letters under `as_string`.
+
+    `absent`: what a config without either means. Raises CkptkitError where both are there and disagree, and for words
+    and letters that are not known.
+    """
+    words, letters = config.get(as_list), config.get(as_string)
+    found = {key: value for key, value in ((as_list, words), (as_string, letters)) if value is not None}
+    known = set(_WORDS.values())
+    if words is not None:
+        if not isinstance(words, list) or not all(isinstance(word, str) and word in _WORDS for word in words):
+            raise unsupported(f"{as_list} {shortened(words)}", f"each layer must be one of {', '.join(_WORDS)}")
+        found[as_list] = "".join(_WORDS[word] for word in words)
+    if letters is not None and (not isinstance(letters, str) or set(letters) - known):
+        raise unsupported(f"{as_string} {shortened(letters)}", f"each layer must be one of {' '.join(sorted(known))}")
+    if len(set(found.values())) > 1:
+        raise CkptkitError(
+            f"config.json: {as_list} and {as_string} name other layers",
+            "readers look at one or the other; take both from the release",
+        )
+    if not found and absent is None:
+        raise CkptkitError(f"config.json has neither {as_list!r} nor {as_string!r}", "compare it with the release")
+    pattern = next(iter(found.values()), absent) or ""
+    if not 0 < len(pattern) <= MAX_LAYERS:
+        raise CkptkitError(f"config.json: {len(pattern)} layers cannot be right", f"compare {as_list} with the release")
+    return pattern
+
+
+def refuse_time_step_limit(config: Mapping[str, Any]) -> None:
+    """Raises CkptkitError for a limit of the time steps, which neither Megatron's mixer nor SGLang's has."""
+    limit = config.get("time_step_limit")
+    if limit is None:
+        return
+    low, high = limit if isinstance(limit, list) and len(limit) == 2 else (None, None)
+    # transformers saves infinity as {"__float__": "Infinity"}.
+    open_end = isinstance(high, dict) or (isinstance(high, (int, float)) and high > _NO_LIMIT)
+    if low != 0 or not open_end:
+        raise unsupported(
+            f"time_step_limit {shortened(limit)}",
+            "neither Megatron's mixer nor SGLang's limits its time steps; the releases have [0, Infinity]",
+        )
+
+
+def layers_of_one_block(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """The rules of all decoder layers and of the multi-token prediction layers, each with its kind's block."""
+    kinds = ((MIXER, dims.mixers), (ATTENTION, dims.softmax_layers), (DENSE, dims.dense), (EXPERTS, dims.moe))
+    rules = [rule for kind, layers in kinds if layers for rule in _BLOCKS[kind](dims, decoder(dims, layers))]
+    for depth in range(dims.mtp_layers):
+        rules += _mtp(dims, depth)
+    return tuple(rules)
+
+
+def _mtp(dims: ModelDims, depth: int) -> list[ParamMapping]:
+    """A multi-token prediction layer, whose blocks the release numbers on through all of them.
+
+    The first has the norms of embedding and hidden state and their projection (of [embedding, hidden state]), the last
+    the norm before the output layer. Source: SGLang `nemotron_h_mtp.py`.
+    """
+    count, hidden = len(dims.mtp_pattern), dims.hidden
+    first, last = (f"mtp.layers.{depth * count + place}." for place in (0, count - 1))
+    megatron = f"mtp.layers.{depth}."
+    start, end = NamePrefix(megatron, first, None), NamePrefix(megatron, last, None)
+    rules = [
+        start.rule("enorm.weight", {"enorm.weight": (hidden,)}),
+        start.rule("hnorm.weight", {"hnorm.weight": (hidden,)}),
+        start.rule("eh_proj.weight", {"eh_proj.weight": (hidden, 2 * hidden)}, Copy(0)),
+        end.rule("final_layernorm.weight", {"final_layernorm.weight": (hidden,)}),
+    ]
+    for place, kind in enumerate(dims.mtp_pattern):
+        inner = f"{megatron}mtp_model_layer.layers.{place}."
+        rules += _BLOCKS[kind](dims, NamePrefix(inner, f"mtp.layers.{depth * count + place}.", None))
+    return rules
+
+
+def mixer(dims: ModelDims, at: NamePrefix, *, hf: str = "mixer", norm: str = "norm.weight") -> tuple[ParamMapping, ...]:
+    """A Mamba-2 mixer. Tensor parallelism cuts each kind of row of its input projection and convolution alone.
+
+    `hf` is the HF module's name, `norm` that of the norm before it.
+    """
+    net = dims.mamba
+    assert net is not None, "a family without Mamba layers has no such rules"
+    inputs, conv = StackedRows((sum(net.in_proj),), net.in_proj), StackedRows((sum(net.conv),), net.conv)
+    return (
+        at.rule("mixer.in_proj.layer_norm_weight", {norm: (dims.hidden,)}),
+        at.rule("mixer.in_proj.weight", {f"{hf}.in_proj.weight": (sum(net.in_proj), dims.hidden)}, inputs),
+        at.rule("mixer.conv1d.weight", {f"{hf}.conv1d.weight": (sum(net.conv), 1, net.kernel)}, conv, kind="Conv1d"),
+        at.rule("mixer.conv1d.bias", {f"{hf}.conv1d.bias": (sum(net.conv),)}, conv),
+        *(
+            at.rule(f"mixer.{name}", {f"{hf}.{name}": (net.heads,)}, Copy(0), fp32=True)
+            for name in ("A_log", "D", "dt_bias")
+        ),
+        at.rule("mixer.norm.weight", {f"{hf}.norm.weight": (net.inner,)}, Copy(0)),
+        at.rule("mixer.out_proj.weight", {f"{hf}.out_proj.weight": (dims.hidden, net.inner)}, Copy(1)),
+    )
+
+
+def mlp(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
+    """An MLP without a gate: linear_fc1 is the up projection alone."""
+    return (
+        at.rule("mlp.linear_fc1.layer_norm_weight", {"norm.weight": (dims.hidden,)}),
+        *_up_down(at, "mlp.", "mixer.", dims.hidden, dims.ffn),
+    )
+
+
+def experts(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
+    """Experts without a gate, a router with an fp32 selection bias, and a shared expert.
+
+    Routed experts may work in a smaller size, between two projections that every tensor-parallel rank holds whole.
+    """
+    inner = dims.expert_hidden or dims.hidden
+    latent = {"fc1_latent_proj": (inner, dims.hidden), "fc2_latent_proj": (dims.hidden, inner)}
+    return (
+        at.rule("pre_mlp_layernorm.weight", {"norm.weight": (dims.hidden,)}),
+        at.rule("mlp.router.weight", {"mixer.gate.weight": (dims.experts, dims.hidden)}, kind="Router"),
+        at.rule("mlp.router.expert_bias", {"mixer.gate.e_score_correction_bias": (dims.experts,)}, fp32=True),
+        *(
+            at.rule(f"mlp.{name}.weight", {f"mixer.{name}.weight": shape})
+            for name, shape in latent.items()
+            if dims.expert_hidden
+        ),
+        *_up_down(at, "mlp.experts.experts.{expert}.", "mixer.experts.{expert}.", inner, dims.expert_ffn),
+        *_up_down(at, "mlp.shared_experts.", "mixer.shared_experts.", dims.hidden, dims.shared_ffn),
+    )
+
+
+def _up_down(at: NamePrefix, megatron: str, hf: str, hidden: int, ffn: int) -> tuple[ParamMapping, ...]:
+    return (
+        at.rule(megatron + "linear_fc1.weight", {hf + "up_proj.weight": (ffn, hidden)}, Copy(0)),
+        at.rule(megatron + "linear_fc2.weight", {hf + "down_proj.weight": (hidden, ffn)}, Copy(1)),
+    )
+
+
+_BLOCKS: Mapping[str, Callable[..., tuple[ParamMapping, ...]]] = {
+    MIXER: mixer,
+    ATTENTION: partial(attention, norm="norm", block="mixer."),
+    DENSE: mlp,
+    EXPERTS: experts,
+}
+
 
 # What every release says; neither the rules nor Megatron's mixer do anything else.
 _FIXED: Mapping[str, Any] = {
@@ -46,31 +201,26 @@ _MTP = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a nemotron_h config. Source: transformers `NemotronHConfig` and the releases' own config.json."""
-    _refuse_unusual(config)
+    require(config, "nemotron_h", _FIXED, strict=True)
+    refuse_time_step_limit(config)
     pattern = read_pattern(config, *_PATTERN)
     mtp_layers = integer(config, "num_nextn_predict_layers", 0)
     mtp_pattern = read_pattern(config, *_MTP, absent="*E") if mtp_layers else ""
     if integer(config, "num_hidden_layers", len(pattern)) != len(pattern):
-        raise CkptkitError(
-            f"config.json: num_hidden_layers is {config['num_hidden_layers']}, but the pattern names {len(pattern)}",
-            "compare both with the release",
-        )
+        raise wrong("num_hidden_layers", config["num_hidden_layers"], f"the {len(pattern)} that the pattern names")
     if not set(mtp_pattern) <= set(pattern):
-        raise CkptkitError(
-            f"config.json: a multi-token prediction layer of other kinds ({mtp_pattern}) than the model's layers are",
+        raise unsupported(
+            f"a multi-token prediction layer of other kinds ({mtp_pattern}) than the model's layers are",
             "no released model has one",
-            code="unsupported",
         )
     text = {
         **config,
         "num_hidden_layers": len(pattern),
-        "head_dim": _either(config, "head_dim", "attention_head_dim", 128),
+        "head_dim": agreed(config, ("head_dim", "attention_head_dim"), 128),
         "rms_norm_eps": _epsilon(config, mixers=MIXER in pattern),
     }
     return base_dims(
         text,
-        qkv_bias=False,
-        qk_norm=False,
         activation="relu2",
         root="backbone.",
         rotary=False,
@@ -82,32 +232,13 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     )
 
 
-def _refuse_unusual(config: Mapping[str, Any]) -> None:
-    for key, value in _FIXED.items():
-        if config.get(key, value) != value:
-            raise CkptkitError(
-                f"config.json: nemotron_h with {key} {shortened(config[key])} is not supported",
-                f"the releases have {value!r}",
-                code="unsupported",
-            )
-    refuse_time_step_limit(config)
-
-
 def _epsilon(config: Mapping[str, Any], *, mixers: bool) -> float:
-    """The epsilon of all norms, which releases repeat under other keys. Raises CkptkitError where they disagree."""
-    keys = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
-    stated = {key: number(config, key) for key in keys if config.get(key) is not None}
-    if len(set(stated.values())) > 1:
-        raise CkptkitError(
-            f"config.json: {' but '.join(f'{key} is {value:g}' for key, value in stated.items())}",
-            "transformers reads the first, other readers the others; make them equal",
-        )
-    epsilon = next(iter(stated.values()), _EPSILON)
+    """The epsilon of all norms, which releases repeat under other keys."""
+    epsilon = float(agreed(config, ("layer_norm_epsilon", "norm_eps", "rms_norm_eps"), _EPSILON, number))
     if mixers and epsilon != _EPSILON:
-        raise CkptkitError(
-            f"config.json: nemotron_h with an epsilon of {epsilon:g} is not supported",
-            f"the norm behind Megatron's Mamba mixer always has {_EPSILON:g}",
-            code="unsupported",
+        raise unsupported(
+            f"nemotron_h with an epsilon of {epsilon:g}",
+            f"the norm behind Megatron's mixer always has {_EPSILON:g}",
         )
     return epsilon
 
@@ -116,21 +247,10 @@ def _mamba(config: Mapping[str, Any]) -> Mamba:
     return Mamba(
         heads=integer(config, "mamba_num_heads", 128),
         head_dim=integer(config, "mamba_head_dim", 64),
-        groups=_either(config, "mamba_n_groups", "n_groups", 8),
+        groups=agreed(config, ("mamba_n_groups", "n_groups"), 8),
         state=integer(config, "ssm_state_size", 128),
-        kernel=_either(config, "mamba_d_conv", "conv_kernel", 4),
+        kernel=agreed(config, ("mamba_d_conv", "conv_kernel"), 4),
     )
-
-
-def _either(config: Mapping[str, Any], one: str, other: str, default: int) -> int:
-    """A size that readers or releases know under two keys. Raises CkptkitError where both are there and disagree."""
-    stated = {integer(config, key) for key in (one, other) if config.get(key) is not None}
-    if len(stated) > 1:
-        raise CkptkitError(
-            f"config.json: {one} is {config[one]} but {other} is {config[other]}",
-            "readers look at one or the other; make them equal",
-        )
-    return stated.pop() if stated else default
 
 
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
@@ -154,10 +274,9 @@ def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    absent = {"n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
     latent = config.get("moe_latent_size")
     return {
-        **read_sigmoid_moe(config, absent=absent),
+        **read_sigmoid_moe(config, {**ABSENT, "routed_scaling_factor": 1.0}),
         "shared_ffn": integer(config, "moe_shared_expert_intermediate_size"),
         "expert_hidden": None if latent is None else integer(config, "moe_latent_size"),
     }

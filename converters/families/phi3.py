@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import embeddings
+from converters.blocks.decoder import attention, embeddings, mlp_in_one
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import rope_of, window_of
+from converters.config.values import rope_of, unsupported, window_of
 from converters.family import EngineClass, ModelFamily
-from converters.ops.basic import Copy, GateUpInOne, QkvInOne
 from converters.rules import ParamMapping, decoder
 
 
@@ -19,33 +17,18 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a phi3 config. Source: transformers `Phi3Config`, `Phi3Attention`, whose biases no config turns on."""
     kind = rope_of(config)["rope_type"]
     if kind != "default":  # "su" and "yarn" are its older names of longrope
-        raise CkptkitError(
-            f"config.json: phi3 with rope scaling {kind} is not supported",
+        raise unsupported(
+            f"phi3 with rope scaling {kind}",
             "Megatron has no longrope, which also scales attention of short prompts (Phi-4-mini, Phi-3.5, and Phi-3 "
             "with 128k tokens have it)",
-            code="unsupported",
         )
-    dims = base_dims({"rms_norm_eps": 1e-5, **config}, qkv_bias=False, qk_norm=False, window=window_of(config))
+    dims = base_dims({"rms_norm_eps": 1e-5, **config}, window=window_of(config))
     return replace(dims, window_layers=dims.all_layers) if dims.window else dims
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of a phi3 model."""
-    at, norm, heads = decoder(dims, dims.all_layers), (dims.hidden,), dims.heads * dims.head_dim
-    rows = heads + 2 * dims.groups * dims.head_dim
-    return (
-        *embeddings(dims),
-        at.rule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": norm}),
-        at.rule(
-            "self_attention.linear_qkv.weight",
-            {"self_attn.qkv_proj.weight": (rows, dims.hidden)},
-            QkvInOne(dims.heads, dims.groups, dims.head_dim),
-        ),
-        at.rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (dims.hidden, heads)}, Copy(1)),
-        at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": norm}),
-        at.rule("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * dims.ffn, dims.hidden)}, GateUpInOne()),
-        at.rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (dims.hidden, dims.ffn)}, Copy(1)),
-    )
+    return (*embeddings(dims), *attention(dims, joined="qkv_proj"), *mlp_in_one(dims, decoder(dims, dims.all_layers)))
 
 
 FAMILIES = (

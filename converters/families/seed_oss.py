@@ -7,7 +7,7 @@ from typing import Any
 
 from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import require_flags
+from converters.config.values import require
 from converters.family import ModelFamily
 
 # vLLM's class has these biases whatever the config says.
@@ -16,9 +16,8 @@ _BIASES = {"attention_bias": True, "attention_out_bias": False, "mlp_bias": Fals
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a seed_oss config. Source: transformers `SeedOssConfig`, `SeedOssAttention`."""
-    require_flags(config, "seed_oss", _BIASES)
-    absent: dict[str, Any] = {"head_dim": 128, "rms_norm_eps": 1e-6}
-    return base_dims({**absent, **config}, qkv_bias=True, qk_norm=False)
+    require(config, "seed_oss", _BIASES)
+    return base_dims({"head_dim": 128, "rms_norm_eps": 1e-6, **config}, qkv_bias=True)
 
 
 FAMILIES = (ModelFamily(("seed_oss",), ("SeedOssForCausalLM",), read_dims, dense_model),)

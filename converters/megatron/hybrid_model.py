@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.config.dims import ModelDims
-from converters.config.pattern import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, SPARSE
+from converters.config.dims import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, SPARSE, ModelDims
 from converters.megatron.pipeline import Pipeline
 from converters.rules import ParamMapping
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from families import CASES
+from families.table import config_of
 
-from ckptkit.core.errors import CkptkitError
 from converters.megatron.argument_table import BY_NAME
 from converters.megatron.arguments import megatron_args
 from converters.megatron.flags import launch_flags
@@ -16,30 +15,24 @@ from converters.megatron.hybrid_model import as_gpt_args
 from converters.planner import dims_of
 from verify.checks.config.arguments import mismatches
 
-
-def config_of(**changes: Any) -> dict[str, Any]:
-    """What config.json of the test model says."""
-    case = CASES["exaone_moe"]
-    return {**case.edit(json.loads(case.config().to_json_string(use_diff=False))), **changes}
-
-
+CASE = CASES["exaone_moe"]
 FULL = [0, 0, 0, 1] * 3
 
 
 def test_full_layers_have_neither_window_nor_rotary_embedding() -> None:
-    dims = dims_of(config_of())
+    dims = dims_of(config_of(CASE))
     assert (dims.window, dims.window_layers, dims.nope_layers) == (5, (0, 1, 2, 4, 5, 6, 8, 9, 10), (3, 7, 11))
     args = megatron_args(dims)
     assert (args["window_size"], args["window_attn_skip_freq"]) == ((4, 0), [1 - one for one in FULL])
     assert args["no_rope_freq"] == FULL
     assert "--no-rope-freq '(([0]*3+[1]*1)*3)'" in launch_flags(args)
     # A window as long as the context is none, and its layers still are those with rotary embedding.
-    wide = dims_of(config_of(sliding_window=256))
+    wide = dims_of(config_of(CASE, sliding_window=256))
     assert (wide.window, wide.window_layers, wide.nope_layers) == (None, (), (3, 7, 11))
 
 
 def test_hybridmodel_counts_layers_without_rotary_embedding_twice() -> None:
-    dims = dims_of(config_of())
+    dims = dims_of(config_of(CASE))
     hybrid = megatron_args(dims, "hybrid")
     assert hybrid["no_rope_freq"] == [0, 0, 0, 0, 0, 0, 1, 1] * 3
     assert as_gpt_args(hybrid)["no_rope_freq"] == FULL
@@ -51,9 +44,9 @@ def test_hybridmodel_counts_layers_without_rotary_embedding_twice() -> None:
     [(4, tuple(FULL)), (FULL, tuple(FULL)), ([0] * 12, None), (None, None), (0, None), (3, (0, 0, 1) * 4)],
 )
 def test_a_launch_says_by_number_or_list_where_rotary_embedding_is_missing(freq: Any, found: Any) -> None:
-    args = {**megatron_args(dims_of(config_of())), "no_rope_freq": freq}
+    args = {**megatron_args(dims_of(config_of(CASE))), "no_rope_freq": freq}
     assert BY_NAME["no_rope_freq"].of_args(args) == found
-    names = [name for name, _, _ in mismatches(dims_of(config_of()), args)]
+    names = [name for name, _, _ in mismatches(dims_of(config_of(CASE)), args)]
     assert names == ([] if found == tuple(FULL) else ["no_rope_freq"])
 
 
@@ -65,34 +58,13 @@ def test_a_model_with_rotary_embedding_everywhere_is_told_from_a_launch_without(
 
 
 def test_dense_layers_in_every_spelling() -> None:
-    assert dims_of(config_of()).dense == (0, 1)
-    assert dims_of(config_of(is_moe_layer=None)).dense == (0, 1)
-    older = config_of(mlp_layer_types=None, is_moe_layer=[False] + [True] * 11, first_last_k_dense_replace=1)
+    assert dims_of(config_of(CASE)).dense == (0, 1)
+    assert dims_of(config_of(CASE, is_moe_layer=None)).dense == (0, 1)
+    older = config_of(CASE, mlp_layer_types=None, is_moe_layer=[False] + [True] * 11, first_last_k_dense_replace=1)
     assert dims_of(older).dense == (0,)
     assert dims_of({**older, "first_k_dense_replace": 2, "is_moe_layer": None}).dense == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layer_types": None}, "config.json has no 'layer_types'"),
-        ({"layer_types": ["full_attention"] * 12}, "without layers with a sliding window is not supported"),
-        ({"sliding_window": None}, "without layers with a sliding window is not supported"),
-        ({"sliding_windows": [5, 5, 5, 0] * 2 + [5, 5, 7, 0]}, "exaone_moe with sliding_windows .* is not supported"),
-        ({"swiglu_limits": [0.0] * 11 + [7.0]}, "exaone_moe with swiglu_limits .* is not supported"),
-        ({"is_moe_layer": [True] * 12}, r"is_moe_layer is .*, but layers \[0, 1\] of 12 are dense"),
-        ({"is_moe_layer": 2}, "is_moe_layer is 2, but layers"),
-        ({"mlp_layer_types": ["sparse"] * 11}, "mlp_layer_types does not say 'dense' or 'sparse' for every layer"),
-        ({"norm_topk_prob": False}, "exaone_moe with norm_topk_prob false is not supported"),
-        ({"scoring_func": "softmax"}, "exaone_moe with scoring_func 'softmax' is not supported"),
-        ({"n_group": 4, "topk_group": 2}, "3 experts a token out of 2 groups is not supported"),
-    ],
-)
-def test_a_config_that_readers_read_differently_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CkptkitError, match=message):
-        dims_of(config_of(**changes))
-
-
 def test_what_later_releases_state_may_say_the_same() -> None:
-    stated = config_of(sliding_windows=[5, 5, 5, 0] * 3, swiglu_limits=[0.0] * 12)
-    assert dims_of(stated) == dims_of(config_of())
+    stated = config_of(CASE, sliding_windows=[5, 5, 5, 0] * 3, swiglu_limits=[0.0] * 12)
+    assert dims_of(stated) == dims_of(config_of(CASE))

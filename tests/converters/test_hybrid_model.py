@@ -73,36 +73,10 @@ def test_pattern_has_two_letters_a_layer(name: str, pattern: str | None) -> None
     assert hybrid_pattern(dims) == pattern
 
 
-def test_names_are_those_of_two_layers_for_one() -> None:
+def test_a_hybrid_model_is_told_by_its_names() -> None:
     names = [rule.megatron for rule in rules_of(config_of(CASES["glm4_moe-mtp"]), "hybrid")]
     assert is_hybrid(names)
     assert not is_hybrid([rule.megatron for rule in rules_of(config_of(CASES["glm4_moe-mtp"]))])
-    assert {name for name in names if ".layers." not in name} == {
-        "embedding.word_embeddings.weight",
-        "decoder.final_norm.weight",
-        "output_layer.weight",
-    }
-    assert sorted(name for name in names if name.startswith(("decoder.layers.2.", "decoder.layers.3."))) == [
-        "decoder.layers.2.self_attention.k_layernorm.weight",
-        "decoder.layers.2.self_attention.linear_proj.weight",
-        "decoder.layers.2.self_attention.linear_qkv.bias",
-        "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
-        "decoder.layers.2.self_attention.linear_qkv.weight",
-        "decoder.layers.2.self_attention.q_layernorm.weight",
-        "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
-        "decoder.layers.3.mlp.linear_fc1.weight",
-        "decoder.layers.3.mlp.linear_fc2.weight",
-    ]
-    experts = [name for name in names if name.startswith("decoder.layers.23.")]
-    assert "decoder.layers.23.pre_mlp_layernorm.weight" in experts
-    assert "decoder.layers.23.mlp.experts.experts.11.linear_fc2.weight" in experts
-    assert [name for name in names if name.startswith("decoder.layers.24.")] == []
-    mtp = [name for name in names if name.startswith("mtp.")]
-    assert "mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_qkv.weight" in mtp
-    assert "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.expert_bias" in mtp
-    assert {name for name in mtp if "mtp_model_layer" not in name} == {
-        f"mtp.layers.0.{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")
-    }
 
 
 def test_norms_of_sparse_attention_are_modules_of_their_own() -> None:

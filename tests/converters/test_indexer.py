@@ -21,9 +21,8 @@ from support.forking import run_module
 from support.installed import before
 
 from ckptkit.app.api import convert
-from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.blocks.indexer import RotaryLast
+from converters.families.deepseek_v32 import RotaryLast
 from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, rules_of
 from verify.check import Skip, Tally
@@ -166,44 +165,6 @@ def test_which_layers_have_an_indexer(change: Config, every: int, first: int, la
     sizes = dims_of(config_of(CASES["glm_moe_dsa"]) | change).indexer
     assert sizes is not None
     assert (sizes.every, sizes.first, sizes.layers) == (every, first, tuple(layers))
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("glm_moe_dsa", {"indexer_rope_interleave": None}, "config.json has no 'indexer_rope_interleave'"),
-        ("glm_moe_dsa", {"indexer_rope_interleave": "yes"}, "indexer_rope_interleave is 'yes', not true or false"),
-        ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank null with an indexer is not supported"),
-        ("deepseek_v32", {"index_topk": None}, "config.json has no 'index_topk'"),
-        ("deepseek_v32", {"index_n_heads": 0}, "index_heads must be positive"),
-        ("deepseek_v32", {"index_head_dim": 8}, "index_head_dim 8 is less than qk_rope_head_dim 16"),
-        ("deepseek_v32", {"index_k_norm_type": "rms"}, "index_k_norm_type 'rms' is not supported"),
-        ("deepseek_v32", {"index_init_tokens": 4}, "index_init_tokens 4 is not supported"),
-        ("deepseek_v32", {"index_local_tokens": 4}, "index_local_tokens 4 is not supported"),
-        ("deepseek_v32", {"cli_factor": 2}, "cli_factor 2 is not supported"),
-        ("glm_moe_dsa", {"index_kpool": 4}, "index_kpool 4 is not supported"),
-        ("glm_moe_dsa", {"indexer_types": ["full"] * 11}, "indexer_types does not say 'full' or 'shared' for each of"),
-        ("glm_moe_dsa", {"indexer_types": ["full"] * 11 + ["own"]}, "indexer_types does not say 'full' or 'shared'"),
-        ("glm_moe_dsa", {"indexer_types": [["full"]] * 12}, "indexer_types is .*, not a list of at most"),
-        ("glm_moe_dsa", {"indexer_types": 12}, "indexer_types is 12, not a list"),
-        ("glm_moe_dsa", {"index_topk_pattern": "FFFFFFFFFFFX"}, "index_topk_pattern does not say 'full' or 'shared'"),
-        ("glm_moe_dsa", {"index_topk_freq": 0}, "an indexer every 0 layers from layer 2 on cannot be right"),
-        ("glm_moe_dsa", {"index_topk_freq": 2, "index_skip_topk_offset": 0}, "layers from layer 0 on cannot be right"),
-        ("glm_moe_dsa", {"index_topk_freq": 2}, "indexer_types and index_topk_freq name different layers with an"),
-        ("glm_moe_dsa", {"index_topk_pattern": "FSFSFSFSFSFS"}, "indexer_types and index_topk_pattern name different"),
-        ("glm_moe_dsa", {"indexer_types": ["shared"] + ["full"] * 11}, "the first layer shares an indexer"),
-        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full", "full"] * 3}, "one another at one distance"),
-        ("glm_moe_dsa-shared", {"num_nextn_predict_layers": 2}, "layers with shared indexers are not supported"),
-        ("glm_moe_dsa", {"first_k_dense_replace": 2}, "first_k_dense_replace says 2 dense layers, mlp_layer_types"),
-        ("deepseek_v32", {"mlp_layer_types": 12}, "mlp_layer_types is 12, not a list"),
-        ("deepseek_v32", {"mlp_layer_types": ["dense"] * 12}, "3 dense layers, mlp_layer_types says something else"),
-    ],
-)
-def test_config_that_is_unsupported_is_refused_by_name(name: str, change: Config, message: str) -> None:
-    config = config_of(CASES[name])
-    assert dims_of(config).indexer is not None
-    with pytest.raises(CkptkitError, match=message):
-        dims_of(config | change)
 
 
 def test_how_an_indexer_turns() -> None:

@@ -28,10 +28,6 @@ GPT_OSS_20B, GLM4_9B, GEMMA3_4B = (
 )
 
 
-def gemma_with(**text: Any) -> dict[str, Any]:
-    return GEMMA3_4B | {"text_config": GEMMA3_4B["text_config"] | text}
-
-
 def said(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """These Megatron-LM arguments of a config."""
     args = megatron_args(dims_of(config))
@@ -76,36 +72,6 @@ def test_biased_experts_are_not_cut() -> None:
     check_sizes(ParallelSizes(tp=2, ep=2), dims_of(GPT_OSS_20B))
     with pytest.raises(CkptkitError, match="--etp 2, but the experts of this model have biases"):
         check_sizes(ParallelSizes(tp=2, etp=2), dims_of(GPT_OSS_20B))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (GPT_OSS_20B | {"attention_bias": False}, "gpt_oss without attention_bias is not supported"),
-        (GPT_OSS_20B | {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported"),
-        (GPT_OSS_20B | {"layer_types": ["full_attention"] * 23}, "sliding_attention or full_attention for 24 layers"),
-        (GPT_OSS_20B | {"layer_types": ["chunked_attention"] * 24}, "or full_attention for 24 layers"),
-        (GEMMA3_4B | {"text_config": None}, "gemma3 without a text_config"),
-        (gemma_with(attention_bias=True), "gemma3 with attention_bias True is not supported"),
-        (gemma_with(attn_logit_softcapping=50.0), "gemma3 with attn_logit_softcapping 50.0 is not supported"),
-        (gemma_with(final_logit_softcapping=30.0), "gemma3 with final_logit_softcapping 30.0 is not supported"),
-        (gemma_with(hidden_activation="gelu"), "gemma3 with hidden_activation 'gelu' is not supported"),
-        (gemma_with(use_bidirectional_attention=True), "gemma3 with use_bidirectional_attention True is not supported"),
-        (gemma_with(sliding_window_pattern=0), "sliding_window_pattern is 0, not a positive whole number"),
-        (gemma_with(query_pre_attn_scalar=0), "query_pre_attn_scalar is 0"),
-        (gemma_with(rope_parameters="linear"), "rope_parameters is 'linear', not an object"),
-        (gemma_with(rope_parameters={"rope_type": "linear", "factor": 8.0}), "full_attention and sliding_attention"),
-        (gemma_with(rope_scaling={"rope_type": "linear"}), "config.json has no 'factor'"),
-        (gemma_with(rope_scaling={"rope_type": "yarn", "factor": 8.0}), "layers and 'default' in those with a window"),
-        (
-            gemma_with(rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
-            "rope 'linear' in full layers and 'linear' in those with a window",
-        ),
-    ],
-)
-def test_config_that_is_unsupported_is_refused_by_name(config: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(CkptkitError, match=message):
-        dims_of(config)
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,16 @@ import filecmp
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import CASES
 from families.case import save
 from families.mtp import promising, small, with_tensors
-from releases.record import load
 from support import models
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from converters.planner import dims_of
 
 EMBED, HEAD = "model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"
 
@@ -129,21 +126,3 @@ def test_a_layer_that_is_half_there_is_named_tensor_by_tensor(tmp_path: Path) ->
         match=r"lacks 3 tensor\(s\) that its config promises: model\.layers\.3\.mlp\.experts\.11\.gate_proj",
     ):
         convert(tmp_path / "half", tmp_path / "megatron")
-
-
-MIMO = load("XiaomiMiMo/MiMo-7B-Base").config
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"attention_bias": False}, "mimo with attention_bias false is not supported"),
-        ({"use_mrope": True}, "mimo with use_mrope true is not supported"),
-        ({"use_sliding_window": True}, "mimo with use_sliding_window is not supported"),
-        ({"num_nextn_predict_layers": -1}, "-1 multi-token prediction layers cannot be right"),
-        ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1', not a whole number"),
-    ],
-)
-def test_mimo_config_that_is_unsupported_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(CkptkitError, match=message):
-        dims_of(MIMO | change)

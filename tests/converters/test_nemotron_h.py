@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CASES
+from families import CASES, table
 from families.case import build, save
 from families.nemotron_h import PATTERN
 from support import models
@@ -28,55 +28,8 @@ LATENT = "nemotron_h-latent"
 
 
 def config_of(name: str = LATENT, **changes: Any) -> dict[str, Any]:
-    """What config.json of a test model says."""
-    case = CASES[name]
-    stated = case.edit(json.loads(case.config().to_json_string(use_diff=False)))
-    return {key: value for key, value in {**stated, **changes}.items() if value is not ...}
-
-
-def names_in(prefix: str, name: str = LATENT) -> list[str]:
-    """The Megatron names of one layer, with the experts' numbers left out."""
-    found = {
-        rule.megatron.removeprefix(prefix)
-        for rule in rules_of(config_of(name))
-        if rule.megatron.startswith(prefix) and ".experts.experts." not in rule.megatron
-    }
-    return sorted(found)
-
-
-def test_each_letter_has_the_names_of_its_block() -> None:
-    assert PATTERN[:4] == "M*-E"
-    assert names_in("decoder.layers.0.") == [
-        "mixer.A_log",
-        "mixer.D",
-        "mixer.conv1d.bias",
-        "mixer.conv1d.weight",
-        "mixer.dt_bias",
-        "mixer.in_proj.layer_norm_weight",
-        "mixer.in_proj.weight",
-        "mixer.norm.weight",
-        "mixer.out_proj.weight",
-    ]
-    assert names_in("decoder.layers.1.") == [
-        "self_attention.linear_proj.weight",
-        "self_attention.linear_qkv.layer_norm_weight",
-        "self_attention.linear_qkv.weight",
-    ]
-    assert names_in("decoder.layers.2.") == [
-        "mlp.linear_fc1.layer_norm_weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-    ]
-    assert names_in("decoder.layers.3.") == [
-        "mlp.fc1_latent_proj.weight",
-        "mlp.fc2_latent_proj.weight",
-        "mlp.router.expert_bias",
-        "mlp.router.weight",
-        "mlp.shared_experts.linear_fc1.weight",
-        "mlp.shared_experts.linear_fc2.weight",
-        "pre_mlp_layernorm.weight",
-    ]
-    assert "mlp.fc1_latent_proj.weight" not in names_in("decoder.layers.3.", "nemotron_h")
+    """config.json of a test model with changes."""
+    return table.config_of(CASES[name], **changes)
 
 
 def test_an_mtp_layer_is_a_stack_whose_blocks_the_release_numbers() -> None:
@@ -100,40 +53,6 @@ def test_every_spelling_of_the_pattern_is_read() -> None:
     assert dims_of(both).pattern == PATTERN
     assert dims_of(config_of(mtp_layers_block_type=..., mtp_hybrid_override_pattern="*E")).mtp_pattern == "*E"
     assert dims_of(config_of(mtp_layers_block_type=...)).mtp_pattern == "*E"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hybrid_override_pattern": PATTERN[::-1]}, "layers_block_type and hybrid_override_pattern name other layers"),
-        ({"layers_block_type": ["mamba", "gru"]}, "layers_block_type is .*gru"),
-        ({"layers_block_type": ..., "hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'"),
-        ({"layers_block_type": ...}, "neither 'layers_block_type' nor 'hybrid_override_pattern'"),
-        ({"layers_block_type": []}, "0 layers cannot be right"),
-        ({"num_hidden_layers": 12}, "num_hidden_layers is 12, but the pattern names 13"),
-        (
-            {"mtp_layers_block_type": ["attention", "mlp"], "layers_block_type": ["mamba", "moe", "mlp"]},
-            "of other kinds",
-        ),
-        ({"mlp_hidden_act": "silu"}, "with mlp_hidden_act 'silu' is not supported"),
-        ({"conv_kernel": 3}, "with conv_kernel 3 is not supported"),
-        ({"use_bias": True}, "with use_bias True is not supported"),
-        ({"mamba_proj_bias": True}, "with mamba_proj_bias True is not supported"),
-        ({"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
-        ({"layer_norm_epsilon": 1e-6}, "an epsilon of 1e-06 is not supported"),
-        ({"norm_eps": 1e-6}, "layer_norm_epsilon is 1e-05 but norm_eps is 1e-06"),
-        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit \[0.0, 0.1\] is not supported"),
-        ({"time_step_limit": [0.001, float("inf")]}, "time_step_limit .* is not supported"),
-        ({"mamba_n_groups": 2}, "mamba_n_groups is 2 but n_groups is 4"),
-        ({"mamba_num_heads": 10}, "10 Mamba heads do not divide into 4 groups"),
-        ({"ssm_state_size": 0}, "state of the Mamba mixer must be positive, not 0"),
-        ({"moe_latent_size": 0}, "moe_latent_size must be positive"),
-        ({"head_dim": 32, "attention_head_dim": 64}, "head_dim is 32 but attention_head_dim is 64"),
-    ],
-)
-def test_a_config_that_megatron_would_not_follow_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CkptkitError, match=message):
-        dims_of(config_of(**changes))
 
 
 @pytest.mark.parametrize("limit", [[0.0, float("inf")], [0, 1e308], [0.0, {"__float__": "Infinity"}], ...])

@@ -11,10 +11,9 @@ from families import CASES
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.indexer import RotaryLast
 from converters.config.dims import LinearAttention
-from converters.ops.basic import Copy, GateUp, Qkv, SwapHalves
-from converters.ops.hybrid import ByKeyHead, GatedQkv, MinusOne, StackedRows
+from converters.families.deepseek_v32 import RotaryLast
+from converters.ops.basic import ByKeyHead, Copy, GatedQkv, GateUp, MinusOne, Qkv, StackedRows, SwapHalves
 from converters.ops.shapes import Shape, ShapeOnly, cat, shape_of
 from converters.planner import DIALECTS, mappings_of
 

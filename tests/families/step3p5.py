@@ -7,13 +7,15 @@ The forward pass of the text model is in the equations of transformers 5.24, who
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
+from families.by_name import BF16, F32, fill
 from families.case import Case, random
 
 LAYERS, DRAFTS = 12, 2
@@ -234,24 +236,9 @@ class Named(PreTrainedModel):
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         super().__init__(config)
-        for name, shape in [*text_shapes(), *(vision_shapes() if config.vision else ())]:
-            *path, leaf = name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            # The router's bias alone is float32.
-            kind = torch.float32 if leaf == "router_bias" else dtype
-            module.register_parameter(leaf, nn.Parameter(torch.empty(shape, dtype=kind), requires_grad=False))
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Leaves the values to the test model."""
-
-
-class Auto:
-    """The class of the test model; transformers has none."""
+        shapes = [*text_shapes(), *(vision_shapes() if config.vision else ())]
+        # The router's bias alone is float32.
+        fill(self, ((name, shape, F32 if name.endswith("router_bias") else BF16) for name, shape in shapes), dtype)
 
     @staticmethod
     def from_config(config: Config, dtype: torch.dtype) -> PreTrainedModel:
@@ -283,21 +270,12 @@ def multimodal(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-CASES = {
-    "step3p5": Case(
-        lambda: Config(vision=False),
-        value=value,
-        auto=Auto,
-        edit=lambda config: dict(TEXT),
-        reference=logits,
-        witness="the equations of transformers 5.24",
-    ),
-    "step3p7": Case(
-        lambda: Config(vision=True),
-        value=value,
-        auto=Auto,
-        edit=multimodal,
-        reference=logits,
-        witness="the equations of transformers 5.24",
-    ),
-}
+_CASE = Case(
+    lambda: Config(vision=False),
+    value=value,
+    auto=Named,
+    edit=lambda config: dict(TEXT),
+    reference=logits,
+    witness="the equations of transformers 5.24",
+)
+CASES = {"step3p5": _CASE, "step3p7": replace(_CASE, config=lambda: Config(vision=True), edit=multimodal)}

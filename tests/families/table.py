@@ -29,9 +29,12 @@ HEAD = (
 )
 
 
-def config_of(case: Case) -> dict[str, Any]:
-    """What stands in config.json of a test model."""
-    return dict(case.edit(json.loads(case.config().to_json_string(use_diff=False))))
+def config_of(case: Case, **changes: Any) -> dict[str, Any]:
+    """What stands in config.json of a test model, with changes of its language model; `...` leaves a key out."""
+    config = dict(case.edit(json.loads(case.config().to_json_string(use_diff=False))))
+    text = config.get("text_config", config)
+    text = {key: value for key, value in (text | changes).items() if value is not ...}
+    return config | {"text_config": text} if "text_config" in config else text
 
 
 def rows() -> Iterator[tuple[str, ...]]:

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from operator import attrgetter
 
-from converters.config.dims import Indexer, LinearAttention, Mla, base_dims
-from converters.config.pattern import Mamba
+from converters.config.dims import Indexer, LinearAttention, Mamba, Mla, base_dims
 from converters.megatron.argument import Argument
 from converters.megatron.argument_table import ARGUMENTS, BY_NAME
 from converters.megatron.flags import launch_flags

@@ -16,44 +16,23 @@ FIRST = range(6)
 
 
 @pytest.mark.parametrize(
-    ("local", "layers", "name"),
+    ("layers", "local", "name"),
     [
         # Megatron's local spec
-        (
-            "decoder.layers.0.input_layernorm.weight",
-            STAGE,
-            "decoder.layers.6.self_attention.linear_qkv.layer_norm_weight",
-        ),
-        ("decoder.layers.1.pre_mlp_layernorm.weight", FIRST, "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"),
-        ("decoder.layers.1.pre_mlp_layernorm.weight", STAGE, "decoder.layers.7.pre_mlp_layernorm.weight"),
-        (
-            "decoder.layers.5.mlp.experts.local_experts.2.linear_fc1.weight",
-            STAGE,
-            "decoder.layers.11.mlp.experts.experts.8.linear_fc1.weight",
-        ),
-        ("decoder.layers.5.mlp.router.expert_bias", STAGE, "decoder.layers.11.mlp.router.expert_bias"),
+        (STAGE, "0.input_layernorm.weight", "6.self_attention.linear_qkv.layer_norm_weight"),
+        (FIRST, "1.pre_mlp_layernorm.weight", "1.mlp.linear_fc1.layer_norm_weight"),
+        (STAGE, "1.pre_mlp_layernorm.weight", "7.pre_mlp_layernorm.weight"),
+        (STAGE, "5.mlp.experts.local_experts.2.linear_fc1.weight", "11.mlp.experts.experts.8.linear_fc1.weight"),
+        (STAGE, "5.mlp.router.expert_bias", "11.mlp.router.expert_bias"),
         # Transformer Engine's
-        (
-            "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
-            STAGE,
-            "decoder.layers.6.self_attention.linear_qkv.layer_norm_weight",
-        ),
-        (
-            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
-            FIRST,
-            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
-        ),
-        (
-            "decoder.layers.5.mlp.experts.linear_fc2.weight5",
-            STAGE,
-            "decoder.layers.11.mlp.experts.experts.11.linear_fc2.weight",
-        ),
-        ("decoder.final_layernorm.weight", STAGE, "decoder.final_layernorm.weight"),
+        (STAGE, "0.self_attention.linear_qkv.layer_norm_weight", "6.self_attention.linear_qkv.layer_norm_weight"),
+        (FIRST, "0.mlp.linear_fc1.layer_norm_weight", "0.mlp.linear_fc1.layer_norm_weight"),
+        (STAGE, "5.mlp.experts.linear_fc2.weight5", "11.mlp.experts.experts.11.linear_fc2.weight"),
     ],
 )
-def test_global_name_of_a_parameter(local: str, layers: range, name: str) -> None:
-    assert global_name(local, layers, range(6, 12), RULES) == name
-    assert name in RULES
+def test_global_name_of_a_parameter(layers: range, local: str, name: str) -> None:
+    assert global_name(f"decoder.layers.{local}", layers, range(6, 12), RULES) == f"decoder.layers.{name}"
+    assert f"decoder.layers.{name}" in RULES
 
 
 @pytest.mark.parametrize(
@@ -77,7 +56,13 @@ def test_global_name_in_a_multi_token_prediction_layer(module: str, local: str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["mtp.layers.1.eh_proj.weight", "mtp.layers.1.final_layernorm.weight", "embedding.word_embeddings.weight"]
+    "name",
+    [
+        "mtp.layers.1.eh_proj.weight",
+        "mtp.layers.1.final_layernorm.weight",
+        "embedding.word_embeddings.weight",
+        "decoder.final_layernorm.weight",
+    ],
 )
 def test_the_rest_of_a_multi_token_prediction_stage_has_global_names(name: str) -> None:
     assert global_name(name, STAGE, range(6, 12), MTP) == name

@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.config.tie import KEY as TIED
-from converters.config.tie import TieFlag
 from converters.config.values import flag
+from converters.family import KEY as TIED
+from converters.family import TieFlag
 from converters.registry import FAMILIES
 from verify.check import Tally, check
 from verify.checks.config.tokenizer import side_of

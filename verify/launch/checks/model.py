@@ -9,7 +9,7 @@ from typing import Any
 from converters.blocks.latent_attention import WITHOUT_FLAG
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import comparable_args
-from converters.megatron.unsaid import LLAMA3_FACTOR
+from converters.megatron.flags import LLAMA3_FACTOR
 from verify.check import Skip, Tally, check
 from verify.checks.config.arguments import compared, mismatches
 from verify.evidence.subject import Subject

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from converters.hf_names import LATENT_DOWN
-from converters.ops.hybrid import ZeroPadded
+from converters.ops.basic import ZeroPadded
 from converters.planner import expected_hf
 from converters.registry import family_of
 from converters.stored import unused_names

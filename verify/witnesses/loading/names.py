@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.ops.hybrid import ZeroPadded
+from converters.ops.basic import ZeroPadded
 from converters.planner import expected_hf, rules_of
 from converters.registry import FAMILIES
 from quant.formats.dequantize import format_of

@@ -18,8 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from converters.config.dims import ModelDims
-from converters.config.pattern import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, MIXER, SPARSE
+from converters.config.dims import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, MIXER, SPARSE, ModelDims
 from converters.megatron.hybrid_model import hybrid_pattern
 from verify.witnesses.megatron.variants.recurrent import mixer_layer
 

@@ -10,16 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
 from converters.blocks.decoder import attention, embeddings
-from converters.blocks.single import mixer, refuse_time_step_limit
-from converters.config.dims import ModelDims, base_dims
-from converters.config.pattern import Mamba
-from converters.config.values import integer, number, require_flags
+from converters.config.dims import Mamba, ModelDims, base_dims
+from converters.config.values import integer, kinds_of_layers, number, places, require, rope_of, unsupported, wrong
+from converters.families.nemotron_h import mixer, refuse_time_step_limit
 from converters.family import EngineClass, ModelFamily, Release, Unwitnessed
 from converters.rules import ParamMapping, decoder, unnamed
 
-_FLAGS = {"attention_bias": False, "mamba_conv_bias": True, "mamba_proj_bias": False}
+_ONLY = {
+    "attention_bias": False,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "normalization_function": "rmsnorm",
+    "position_embedding_type": ("rope", "nope"),
+}
 _STACKED = ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear")
 _IN_ENGINES = (("mamba", "mixer"),)
 _SCALES = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
@@ -32,7 +36,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
     Raises CkptkitError for what readers compute differently, and for what no released model has.
     """
-    require_flags(config, "granitemoehybrid", _FLAGS)
+    require(config, "granitemoehybrid", _ONLY)
     refuse_time_step_limit(config)
     for key in _STATED:
         if config.get(key) is None:
@@ -42,13 +46,13 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
             )
     scales = {key: number(config, key) for key in _SCALES}
     if unscaled := [key for key, value in scales.items() if value <= 0]:
-        raise CkptkitError(f"config.json: {unscaled[0]} must be positive", "compare it with the release")
-    mixers = _mixer_layers(config)
+        raise wrong(unscaled[0], scales[unscaled[0]], "positive")
+    mixers = places(kinds_of_layers(config, "layer_types", ("mamba", "attention")) or (), "mamba")
+    if rope_of(config)["rope_type"] != "default":
+        raise unsupported("granitemoehybrid with rope_scaling or rope_parameters that scale", "no release has them")
     dims = base_dims(
         config,
-        qkv_bias=False,
-        qk_norm=False,
-        rotary=_rotary(config),
+        rotary=config.get("position_embedding_type") == "rope",
         mamba=_mamba(config) if mixers else None,
         mixer_layers=mixers,
         experts=integer(config, "num_local_experts"),
@@ -59,45 +63,10 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         attention_scale=scales["attention_multiplier"],
     )
     if dims.shared_ffn == 0:
-        message = "config.json: shared_intermediate_size 0 is not supported"
-        raise CkptkitError(message, "compare it with the release", code="unsupported")
-    for key, wanted in {"head_dim": dims.hidden // dims.heads, "normalization_function": "rmsnorm"}.items():
-        if config.get(key, wanted) != wanted:
-            raise CkptkitError(
-                f"config.json: granitemoehybrid with {key} {shortened(config[key])} is not supported",
-                f"SGLang takes {wanted} whatever it says; no released model has another",
-                code="unsupported",
-            )
+        raise unsupported("shared_intermediate_size 0", "compare it with the release")
+    head_dim = {"head_dim": dims.hidden // dims.heads}
+    require(config, "granitemoehybrid", head_dim, "SGLang takes the hidden size divided by the heads")
     return dims
-
-
-def _mixer_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers with a Mamba mixer. Raises CkptkitError for a list that is not one word a layer."""
-    layers, kinds = integer(config, "num_hidden_layers"), config["layer_types"]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in ("mamba", "attention") for kind in kinds):
-        raise CkptkitError(
-            f"config.json: layer_types is {shortened(kinds)}, not a list of mamba or attention for {layers} layers",
-            "compare it with the release",
-        )
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "mamba")
-
-
-def _rotary(config: Mapping[str, Any]) -> bool:
-    """Whether attention has rotary embedding. Raises CkptkitError for another kind, and for rope scaling."""
-    kind = config.get("position_embedding_type")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaling = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    for key, value, known in (
-        ("position_embedding_type", kind, (None, "nope", "rope")),
-        ("rope scaling", scaling, ("default",)),
-    ):
-        if value not in known:
-            raise CkptkitError(
-                f"config.json: granitemoehybrid with {key} {shortened(value)} is not supported",
-                "no released model has it",
-                code="unsupported",
-            )
-    return kind == "rope"
 
 
 def _mamba(config: Mapping[str, Any]) -> Mamba:
@@ -121,22 +90,20 @@ def _mamba(config: Mapping[str, Any]) -> Mamba:
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All tensors of the model. The experts of a layer are two tensors, each expert's gate above its up."""
     hidden, ffn, shared = dims.hidden, dims.expert_ffn, dims.shared_ffn
-    every, routed = decoder(dims, dims.all_layers), decoder(dims, dims.moe)
-    router = {"block_sparse_moe.router.layer.weight": (dims.experts, hidden)}
+    every, routed, at = (decoder(dims, layers) for layers in (dims.all_layers, dims.moe, dims.mixers))
     sizes = zip(_STACKED, ((2 * ffn, hidden), (hidden, ffn)), strict=True)
     experts = {f"{name}.weight": (dims.experts, *shape) for name, shape in sizes}
-    block = (routed.rule("", router, kind="Router"), routed.rule("", experts, kind="Experts")) if dims.experts else ()
+    router = {"block_sparse_moe.router.layer.weight": (dims.experts, hidden)}
+    block = (*routed.tensors(router, kind="Router"), *routed.tensors(experts, kind="Experts"))
     mlp = {"input_linear": (2 * shared, hidden), "output_linear": (hidden, shared)}
-    at = decoder(dims, dims.mixers)
-    mixers = mixer(dims, at, hf="mamba", norm="input_layernorm.weight") if dims.mixers else ()
     return unnamed(
         (
             *embeddings(dims),
-            *block,
-            *mixers,
+            *(block if dims.experts else ()),
+            *(mixer(dims, at, hf="mamba", norm="input_layernorm.weight") if dims.mixers else ()),
             *attention(dims),
-            every.rule("", {"post_attention_layernorm.weight": (hidden,)}),
-            every.rule("", {f"shared_mlp.{name}.weight": shape for name, shape in mlp.items()}),
+            *every.tensors({"post_attention_layernorm.weight": (hidden,)}),
+            *every.tensors({f"shared_mlp.{name}.weight": shape for name, shape in mlp.items()}),
         )
     )
 

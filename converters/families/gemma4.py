@@ -9,17 +9,30 @@ Stacks that train these models disagree about their names in Megatron, so the ru
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.blocks.decoder import attention, embeddings, gated_mlp
-from converters.config.dims import Attention, LayerInput, ModelDims, SharedKeys, base_dims
-from converters.config.tie import TieFlag
-from converters.config.values import NESTED_ROOT, flag, integer, number, rope_of, sliding_layers, window_of
-from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, Unwitnessed
-from converters.rules import ParamMapping, decoder, unnamed
+from converters.config.dims import Attention, ModelDims, base_dims, read_experts, require_positive
+from converters.config.values import (
+    NESTED_ROOT,
+    agreed,
+    flag,
+    integer,
+    number,
+    require,
+    rope_of,
+    sliding_layers,
+    text_config_of,
+    unsupported,
+    window_of,
+    wrong,
+)
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, TieFlag, Unwitnessed
+from converters.ops.shapes import Shape
+from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
 # What a config leaves out means; transformers `Gemma4TextConfig`, `Gemma4UnifiedTextConfig`.
 _DEFAULTS = {
@@ -32,10 +45,10 @@ _DEFAULTS = {
     "hidden_size_per_layer_input": 256,
 }
 _UNIFIED = {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262144, "sliding_window": 1024}
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "use_bidirectional_attention": (None, "vision"),
+_ONLY = {
+    "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": "vision",
 }
 _ROPES = {"full_attention": ("proportional", 1_000_000.0, 0.25), "sliding_attention": ("default", 10_000.0, 1.0)}
 # Marks a config whose tensors have keys and values in layers that use those of another (`_with_unused`).
@@ -49,16 +62,14 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     Raises CkptkitError for what readers compute differently, naming the key.
     """
     text, root = _text(config)
-    for key, known in _ONLY.items():
-        if text.get(key, known[0]) not in known:
-            raise _unsupported(key, text[key], "no released model has it")
+    require(text, "gemma4", _ONLY)
     rope = _ropes(text)
-    _softcap(text)
+    if (cap := text.get("final_logit_softcapping")) is not None and number(text, "final_logit_softcapping") <= 0:
+        raise wrong("final_logit_softcapping", cap, "a positive number")
     hidden, window = integer(text, "hidden_size"), window_of(text, absent=512)
     sliding = sliding_layers(text, 6)
     dims = base_dims(
         {**text, "rope_parameters": {"rope_theta": rope["full_attention"]}, "rope_theta": None},
-        qkv_bias=False,
         qk_norm=True,
         activation="gelu_pytorch_tanh",
         tied=flag(config, "tie_word_embeddings", True),
@@ -72,26 +83,20 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     )
     full = tuple(layer for layer in dims.all_layers if layer not in set(sliding))
     if not full or full[-1] != dims.layers - 1:
-        raise _unsupported("layer_types", "a sliding window in the last layer", "transformers makes it a full one")
-    size = integer(text, "hidden_size_per_layer_input")
-    return replace(
-        dims,
-        other_attention=_full_attention(text, dims, full),
-        shared_keys=_shared_keys(text, dims),
-        layer_input=LayerInput(integer(text, "vocab_size_per_layer_input"), size) if size else None,
-    )
+        raise unsupported("gemma4 with a sliding window in the last layer", "transformers makes it a full one")
+    own = _own(text, dims)
+    return replace(dims, other_attention=_full_attention(text, dims, full), own=own)
 
 
 def _text(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The language model's part with its defaults, and the HF prefix of its names."""
     model_type = str(config["model_type"])
     nested = not model_type.endswith("_text")
-    text = config.get("text_config") if nested else config
-    if not isinstance(text, Mapping):
-        raise CkptkitError(f"config.json: {model_type} without a text_config", "compare it with the release")
+    text = text_config_of(config) if nested else config
     unified = "unified" in model_type
     if unified and (text.get("enable_moe_block") or text.get("hidden_size_per_layer_input")):
-        raise _unsupported("model_type", model_type, "its class has no experts and no embeddings of layers")
+        what = f"{model_type} with enable_moe_block or hidden_size_per_layer_input"
+        raise unsupported(what, "its class has none; another model_type has them")
     # An absent size has a default, and null is a value of these alone.
     sizes = {} if text.get("per_layer_config") is not None else {"global_head_dim": 512}
     kept = {key: value for key, value in text.items() if value is not None or key in sizes}
@@ -105,38 +110,22 @@ def _ropes(text: Mapping[str, Any]) -> dict[str, float]:
         for kind, (rope_type, _, fraction) in _ROPES.items()
     }
     if kinds.keys() != _ROPES.keys() or text.get("rope_scaling"):
-        raise CkptkitError(
-            f"config.json: gemma4 with rope_parameters {shortened(kinds)}",
-            f"they must be under {' and '.join(_ROPES)}; compare with the release",
-        )
+        raise wrong("rope_parameters", kinds, f"an object with {' and '.join(_ROPES)}")
     found = {}
     for kind, (rope_type, theta, fraction) in _ROPES.items():
         rope = rope_of({"rope_parameters": kinds[kind]}, theta)
         if rope["rope_type"] != rope_type or number(rope, "partial_rotary_factor", 1.0) != fraction:
-            raise _unsupported(
-                "rope_parameters", kinds[kind], f"{kind} of the releases is {rope_type}, and turns {fraction:g} of it"
-            )
+            why = f"{kind} of the releases is {rope_type}, and turns {fraction:g} of it"
+            raise unsupported(f"gemma4 with rope_parameters {shortened(kinds[kind])}", why)
         found[kind] = float(rope["rope_theta"])
     return found
-
-
-def _softcap(text: Mapping[str, Any]) -> None:
-    if (cap := text.get("final_logit_softcapping")) is not None and number(text, "final_logit_softcapping") <= 0:
-        raise CkptkitError(
-            f"config.json: final_logit_softcapping is {shortened(cap)}, not a positive number",
-            "compare it with the release",
-        )
 
 
 def _experts(text: Mapping[str, Any]) -> dict[str, Any]:
     if not flag(text, "enable_moe_block", False):
         return {}
-    ffn = integer(text, "moe_intermediate_size")
-    if integer(text, "expert_intermediate_size", ffn) != ffn:
-        raise _unsupported(
-            "expert_intermediate_size", text["expert_intermediate_size"], f"moe_intermediate_size is {ffn}"
-        )
-    return {"experts": integer(text, "num_experts"), "top_k": integer(text, "top_k_experts"), "expert_ffn": ffn}
+    agreed(text, ("moe_intermediate_size", "expert_intermediate_size"))
+    return read_experts({**text, "num_experts_per_tok": text.get("top_k_experts")})
 
 
 def _full_attention(text: Mapping[str, Any], dims: ModelDims, full: tuple[int, ...]) -> Attention:
@@ -155,9 +144,8 @@ def _full_attention(text: Mapping[str, Any], dims: ModelDims, full: tuple[int, .
         )
     groups = integer(text, "num_global_key_value_heads", dims.groups)
     if not same and groups != dims.groups:
-        raise _unsupported(
-            "num_global_key_value_heads", groups, "without attention_k_eq_v, transformers takes num_key_value_heads"
-        )
+        why = "without attention_k_eq_v, transformers takes num_key_value_heads"
+        raise unsupported(f"gemma4 with num_global_key_value_heads {groups}", why)
     size = integer(text, "global_head_dim", 0) or dims.head_dim
     return Attention(dims.heads, groups, size, full, values=not same)
 
@@ -169,33 +157,22 @@ def _written_by_layer(
 
     Raises CkptkitError for any but one size in all full layers, and where the keys are there too and say otherwise.
     """
-    given = _by_number(by_layer)
-    if given is None or set(given) != set(full) or any(one != given[full[0]] for one in given.values()):
-        raise _unsupported("per_layer_config", by_layer, f"it must give layers {list(full)}, the full ones, one size")
-    one = given[full[0]]
-    if integer(one, "num_attention_heads", dims.heads) != dims.heads:
-        raise _unsupported("per_layer_config", one, "no released model has other heads in full layers")
-    found = {
-        "global_head_dim": integer(one, "head_dim", dims.head_dim),
-        "num_global_key_value_heads": integer(one, "num_key_value_heads", dims.groups),
+    given = by_layer if isinstance(by_layer, Mapping) else {}
+    sizes = next(iter(given.values()), None)
+    is_number = all(str(layer).isdecimal() and len(layer) < 5 for layer in given)
+    if not isinstance(sizes, Mapping) or not is_number or {int(layer) for layer in given} != set(full):
+        why = f"it must give layers {list(full)}, the full ones, one size"
+        raise unsupported(f"gemma4 with per_layer_config {shortened(by_layer)}", why)
+    # No released model has other heads in full layers, and all have one size there.
+    require(given, "gemma4.per_layer_config", dict.fromkeys(given, sizes), strict=True)
+    require(sizes, "gemma4.per_layer_config", {"num_attention_heads": dims.heads})
+    return {
+        key: agreed({key: text.get(key), "per_layer_config": sizes.get(other)}, (key, "per_layer_config"), own)
+        for key, other, own in (
+            ("global_head_dim", "head_dim", dims.head_dim),
+            ("num_global_key_value_heads", "num_key_value_heads", dims.groups),
+        )
     }
-    for key, value in found.items():
-        if key in text and integer(text, key, value) != value:
-            raise CkptkitError(
-                f"config.json: {key} is {text[key]} but per_layer_config says {value}",
-                "transformers reads the first up to 5.14, and the second since; make them equal",
-            )
-    return found
-
-
-def _by_number(by_layer: object) -> dict[int, Mapping[str, Any]] | None:
-    """Parts of a config by the layer that they are for; None of anything else."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for key, one in by_layer.items() if isinstance(by_layer, Mapping) else [("", None)]:
-        if not str(key).isdecimal() or len(key) > 4 or not isinstance(one, Mapping):
-            return None
-        found[int(key)] = one
-    return found
 
 
 def _engine_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +189,25 @@ def _engine_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _shared_keys(text: Mapping[str, Any], dims: ModelDims) -> SharedKeys:
+@dataclass(frozen=True)
+class _Own:
+    """Layers that attend to the keys and values of an earlier layer, and a second embedding.
+
+    `stored`: keys and values of their own are stored, and used by nobody. `wide`: their MLP is twice as wide. Of the
+    embedding, [vocab, all layers' features], each layer gets `size` features of its own; 0: there is none.
+    """
+
+    shared: tuple[int, ...]
+    stored: bool
+    wide: bool
+    vocab: int
+    size: int
+
+    def __post_init__(self) -> None:
+        require_positive(self, "size")
+
+
+def _own(text: Mapping[str, Any], dims: ModelDims) -> _Own:
     """Raises CkptkitError where a layer has no earlier one of its kind to take keys from."""
     count, layers = integer(text, "num_kv_shared_layers", 0), dims.layers
     own = set(range(layers - count))
@@ -222,12 +217,13 @@ def _shared_keys(text: Mapping[str, Any], dims: ModelDims) -> SharedKeys:
             f"config.json: num_kv_shared_layers is {count} of {layers} layers",
             "each kind of attention needs a layer with keys of its own; compare with the release",
         )
-    wide = flag(text, "use_double_wide_mlp", False)
-    return SharedKeys(tuple(range(layers - count, layers)), _STORED in text, wide)
-
-
-def _unsupported(key: str, value: object, hint: str) -> CkptkitError:
-    return CkptkitError(f"config.json: gemma4 with {key} {shortened(value)} is not supported", hint, code="unsupported")
+    return _Own(
+        shared=tuple(range(layers - count, layers)),
+        stored=_STORED in text,
+        wide=flag(text, "use_double_wide_mlp", False),
+        vocab=integer(text, "vocab_size_per_layer_input"),
+        size=integer(text, "hidden_size_per_layer_input"),
+    )
 
 
 def _with_unused(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -235,7 +231,7 @@ def _with_unused(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Releases of E2B and E4B store them; their QAT releases, and whatever transformers saves, do not.
     """
-    if not read_dims(config).shared_keys.layers:
+    if not read_dims(config).own.shared:
         return config
     if config["model_type"].endswith("_text"):
         return {**config, _STORED: True}
@@ -246,24 +242,24 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All tensors of the language model."""
     every, hidden = decoder(dims, dims.all_layers), dims.hidden
     norms = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    wide = dims.shared_keys.layers if dims.shared_keys.wide else ()
+    wide = dims.own.shared if dims.own.wide else ()
     plain = tuple(layer for layer in dims.all_layers if layer not in set(wide))
     rules = [
         *embeddings(dims),
         *_attention(dims),
-        *(every.rule("", {f"{norm}.weight": (hidden,)}) for norm in norms),
+        *every.tensors({f"{norm}.weight": (hidden,) for norm in norms}),
         *gated_mlp(decoder(dims, plain), "", "mlp.", hidden, dims.ffn),
         *(gated_mlp(decoder(dims, wide), "", "mlp.", hidden, 2 * dims.ffn) if wide else ()),
         *(_expert_rules(dims) if dims.experts else ()),
-        *(_layer_input_rules(dims, dims.layer_input) if dims.layer_input else ()),
-        every.rule("", {"layer_scalar": (1,)}),
+        *(_layer_input_rules(dims) if dims.own.size else ()),
+        *every.tensors({"layer_scalar": (1,)}),
     ]
     return unnamed(rules)
 
 
 def _attention(dims: ModelDims) -> Iterator[ParamMapping]:
     """Layers with keys and values of their own, and those without; each of both sizes."""
-    shared = set() if dims.shared_keys.stored else set(dims.shared_keys.layers)
+    shared = set() if dims.own.stored else set(dims.own.shared)
     for one in dims.attentions:
         sizes = replace(dims, heads=one.heads, groups=one.groups, head_dim=one.head_dim)
         own = tuple(layer for layer in one.layers if layer not in shared)
@@ -275,22 +271,22 @@ def _attention(dims: ModelDims) -> Iterator[ParamMapping]:
 
 def _expert_rules(dims: ModelDims) -> Iterator[ParamMapping]:
     at, hidden = decoder(dims, dims.all_layers), dims.hidden
-    yield at.rule("", {"router.proj.weight": (dims.experts, hidden)}, kind="Router")
-    yield at.rule("", {"router.scale": (hidden,)})
-    yield at.rule("", {"router.per_expert_scale": (dims.experts,)})
+    norms = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+    yield from at.tensors({"router.proj.weight": (dims.experts, hidden)}, kind="Router")
+    yield from at.tensors({"router.scale": (hidden,), "router.per_expert_scale": (dims.experts,)})
     yield from gated_mlp(at, "", "experts.{expert}.", hidden, dims.expert_ffn)
-    for norm in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"):
-        yield at.rule("", {f"{norm}.weight": (hidden,)})
+    yield from at.tensors({f"{norm}.weight": (hidden,) for norm in norms})
 
 
-def _layer_input_rules(dims: ModelDims, one: LayerInput) -> Iterator[ParamMapping]:
-    at, hidden, packed = decoder(dims, dims.all_layers), dims.hidden, dims.layers * one.size
-    yield ParamMapping("", {dims.root + "embed_tokens_per_layer.weight": (one.vocab, packed)}, kind="Embedding")
-    yield ParamMapping("", {dims.root + "per_layer_model_projection.weight": (packed, hidden)})
-    yield ParamMapping("", {dims.root + "per_layer_projection_norm.weight": (one.size,)})
-    yield at.rule("", {"per_layer_input_gate.weight": (one.size, hidden)})
-    yield at.rule("", {"per_layer_projection.weight": (hidden, one.size)})
-    yield at.rule("", {"post_per_layer_input_norm.weight": (hidden,)})
+def _layer_input_rules(dims: ModelDims) -> Iterator[ParamMapping]:
+    at, root, hidden, size = decoder(dims, dims.all_layers), NamePrefix("", dims.root, None), dims.hidden, dims.own.size
+    packed = dims.layers * size
+    yield from root.tensors({"embed_tokens_per_layer.weight": (dims.own.vocab, packed)}, kind="Embedding")
+    yield from root.tensors({"per_layer_model_projection.weight": (packed, hidden)})
+    yield from root.tensors({"per_layer_projection_norm.weight": (size,)})
+    sizes: dict[str, Shape] = {"per_layer_input_gate": (size, hidden), "per_layer_projection": (hidden, size)}
+    sizes |= {"post_per_layer_input_norm": (hidden,)}
+    yield from at.tensors({f"{name}.weight": shape for name, shape in sizes.items()})
 
 
 _RELEASE = Release(

@@ -1,24 +1,29 @@
-"""The indexer of DeepSeek sparse attention (DSA).
+"""DeepSeek V3.2, and GLM-5, 5.1 and 5.2.
 
-It scores all earlier tokens, and attention sees the best `index_topk` of them.
+DeepSeek V3 with an indexer in every layer, the MTP layer too, that chooses the tokens attention sees. In GLM-5 it turns
+rotary dimensions in pairs, and in GLM-5.2 most layers share one.
 
-A head of it is [rotary dimensions | the rest] in the releases. They turn as two halves in DeepSeek V3.2, in pairs in
-GLM-5: `indexer_rope_interleave` says so. Megatron's own indexer takes both as they are from megatron-core 0.19 on.
-Before, it turned the last dimensions, in pairs, so those versions compute another model from the same tensors
-(docs/mappings.md).
+A head of it is [rotary dimensions | the rest] in the releases. Megatron's own indexer takes both orders as they are
+from megatron-core 0.19 on. Before, it turned the last dimensions, in pairs, so those versions compute another model
+from the same tensors (docs/mappings.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
-from converters.config.dims import Indexer, Mla, ModelDims
-from converters.config.values import flag, integer
-from converters.ops.basic import Copy, Op
+from converters.blocks.decoder import ROTARY_FREQUENCIES, appended_drafts, multi_token_prediction
+from converters.blocks.latent_attention import read_mla
+from converters.blocks.sigmoid_moe import ABSENT, dense_layers, read_sigmoid_moe
+from converters.config.dims import Indexer, Mla, ModelDims, base_dims
+from converters.config.values import agreed_by_layer, flag, integer, places, require, unsupported
+from converters.families import deepseek_v3
+from converters.family import ModelFamily, Release
+from converters.ops.basic import Copy, OneToOne, Op
 from converters.rules import NamePrefix, ParamMapping, decoder
 
 if TYPE_CHECKING:
@@ -36,7 +41,7 @@ _KINDS = {"F": True, "full": True, "S": False, "shared": False}
 
 
 @dataclass(frozen=True)
-class RotaryLast:
+class RotaryLast(OneToOne):
     """Rows of indexer heads, `head_dim` each: the first `rope` of every head go behind its others in Megatron.
 
     No rank cuts them.
@@ -45,15 +50,11 @@ class RotaryLast:
     head_dim: int
     rope: int
 
-    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
-        (tensor,) = tensors
+    def forward(self, tensor: Tensor) -> Tensor:
         return self._rolled(tensor, -self.rope)
 
-    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return (self._rolled(tensor, self.rope),)
-
-    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        return tensor
+    def back(self, tensor: Tensor) -> Tensor:
+        return self._rolled(tensor, self.rope)
 
     def _rolled(self, tensor: Tensor, by: int) -> Tensor:
         return tensor.reshape(-1, self.head_dim, *tensor.shape[1:]).roll(by, dims=1).reshape(tensor.shape)
@@ -66,13 +67,7 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
 
     Raises CkptkitError for an indexer that Megatron does not have, and for one that readers disagree on.
     """
-    for key, only in _ONLY.items():
-        if config.get(key, only) not in (only, None):
-            raise CkptkitError(
-                f"config.json: {key} {shortened(config[key])} is not supported",
-                "Megatron's indexer does not know it",
-                code="unsupported",
-            )
+    require(config, "an indexer", _ONLY, "Megatron's indexer does not know it")
     if interleaved is None and config.get("indexer_rope_interleave") is None:
         raise CkptkitError(
             "config.json has no 'indexer_rope_interleave'",
@@ -80,11 +75,7 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
             "GLM-5's releases say true",
         )
     if mla.q_rank is None:
-        raise CkptkitError(
-            "config.json: q_lora_rank null with an indexer is not supported",
-            "the indexer reads the compressed queries",
-            code="unsupported",
-        )
+        raise unsupported("q_lora_rank null with an indexer", "the indexer reads the compressed queries")
     head_dim = integer(config, "index_head_dim")
     if mla.rope > head_dim:
         raise CkptkitError(
@@ -97,7 +88,7 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
         heads=integer(config, "index_n_heads"),
         head_dim=head_dim,
         top_k=integer(config, "index_topk"),
-        layers=tuple(layer for layer, full in enumerate(own) if full),
+        layers=places(own, True),
         rope_interleaved=flag(config, "indexer_rope_interleave", bool(interleaved)),
         every=every,
         first=first,
@@ -109,34 +100,20 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
 
     Sources: transformers `GlmMoeDsaConfig`, SGLang `dsa_layer_skips_topk`.
     """
-    layers, found = integer(config, "num_hidden_layers"), {}
-    for key in ("indexer_types", "index_topk_pattern"):
-        kinds = config.get(key)
-        if kinds is not None:
-            if (
-                not isinstance(kinds, (list, str))
-                or len(kinds) != layers
-                or any(kind not in list(_KINDS) for kind in kinds)
-            ):
-                raise CkptkitError(
-                    f"config.json: {key} does not say 'full' or 'shared' for each of {layers} layers",
-                    "compare it with the release",
-                )
-            found[key] = tuple(_KINDS[kind] for kind in kinds)
-    if config.get("index_topk_freq") is not None:
-        every, first = integer(config, "index_topk_freq"), integer(config, "index_skip_topk_offset", 2)
+    layers, key = integer(config, "num_hidden_layers"), "index_topk_freq"
+    given = dict(config)
+    if isinstance(pattern := config.get("index_topk_pattern"), str):
+        given["index_topk_pattern"] = list(pattern)
+    if config.get(key) is not None:
+        every, first = integer(config, key), integer(config, "index_skip_topk_offset", 2)
         if every < 1 or first < 1 < every:
             raise CkptkitError(
                 f"config.json: an indexer every {every} layers from layer {first} on cannot be right",
                 "compare it with the release",
             )
-        found["index_topk_freq"] = tuple(max(layer + 1 - first, 0) % every == 0 for layer in range(layers))
-    if len(set(found.values())) > 1:
-        raise CkptkitError(
-            f"config.json: {' and '.join(found)} name different layers with an indexer",
-            "transformers reads the first, Megatron and SGLang the last; make them agree",
-        )
-    own = next(iter(found.values()), (True,) * layers)
+        given[key] = ["FS"[max(layer + 1 - first, 0) % every != 0] for layer in range(layers)]
+    own = agreed_by_layer(given, dict.fromkeys(("indexer_types", "index_topk_pattern", key), _KINDS))
+    own = (True,) * layers if own is None else own
     if own and not own[0]:
         raise CkptkitError(
             "config.json: the first layer shares an indexer, but there is none before it", "compare it with the release"
@@ -155,10 +132,9 @@ def _schedule(own: Sequence[bool]) -> tuple[int, int]:
     later = [layer for layer in range(first, len(own)) if own[layer]]
     every = (later[0] if later else len(own)) + 1 - first
     if any(full != (max(layer + 1 - first, 0) % every == 0) for layer, full in enumerate(own)):
-        raise CkptkitError(
-            "config.json: the layers with an indexer of their own do not follow one another at one distance",
+        raise unsupported(
+            "an indexer in layers that do not follow one another at one distance",
             "Megatron has no arguments for such a pattern",
-            code="unsupported",
         )
     return every, first
 
@@ -201,3 +177,79 @@ def _rules(
         at.rule(f"{prefix}k_norm.bias", {hf + "k_norm.bias": (sizes.head_dim,)}, heads),
         at.rule(f"{prefix}{linear}weights_proj.weight", {hf + "weights_proj.weight": (sizes.heads, dims.hidden)}),
     )
+
+
+# Corrected after that release: https://github.com/huggingface/transformers/pull/46842
+_WRONG_INDEXER = (5, 12)
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a deepseek_v32 or glm_moe_dsa config. Source: transformers `DeepseekV32Config`, `GlmMoeDsaConfig`.
+
+    The indexer of the first turns the rotary dimensions as halves, the config of the second must say.
+    """
+    mla, is_glm = read_mla(config), config["model_type"] == "glm_moe_dsa"
+    first = {"first_k_dense_replace": integer(config, "first_k_dense_replace", 3)}
+    dims = base_dims(
+        config,
+        mla=mla,
+        head_dim=mla.nope,
+        indexer=read_indexer(config, mla, interleaved=None if is_glm else False),
+        dense_layers=dense_layers({**config, **first}),
+        mtp_layers=integer(config, "num_nextn_predict_layers", 0),
+        **read_sigmoid_moe(config, ABSENT if is_glm else {}),
+    )
+    if dims.mtp_layers > 1 and len(dims.indexer.layers) < dims.layers:  # type: ignore[union-attr]
+        raise unsupported(
+            f"{dims.mtp_layers} multi-token prediction layers with shared indexers",
+            "Megatron would share the indexer of the first; no released model has more than one",
+        )
+    return dims
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All rules of a DeepSeek V3 with an indexer, in megatron-core's names."""
+    return _with_indexer(dims, indexer)
+
+
+def slime_mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """The same in the names of slime's modules."""
+    return _with_indexer(dims, slime_indexer)
+
+
+def _with_indexer(dims: ModelDims, rules: Callable[..., tuple[ParamMapping, ...]]) -> tuple[ParamMapping, ...]:
+    places = [multi_token_prediction(dims, depth)[0] for depth in range(dims.mtp_layers)]
+    return (*deepseek_v3.mappings(dims), *(rule for at in (None, *places) for rule in rules(dims, at)))
+
+
+def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
+    """Where the indexer of GLM-5 chooses among the tokens, transformers 5.12 turns it as DeepSeek's."""
+    found, sizes = version("transformers"), read_dims(config).indexer
+    wrong = tuple(map(int, found.split(".")[:2])) <= _WRONG_INDEXER
+    if not wrong or sizes is None or not sizes.rope_interleaved or tokens <= sizes.top_k:
+        return None
+    return f"transformers {found} takes no notice of indexer_rope_interleave"
+
+
+FAMILIES = (
+    ModelFamily(
+        ("deepseek_v32",),
+        ("DeepseekV32ForCausalLM",),
+        read_dims,
+        mappings,
+        {"slime": slime_mappings},
+        carried_ends=ROTARY_FREQUENCIES,
+        release=Release(drafts=appended_drafts, classes={"Router": "DeepseekV32TopkRouter"}),
+        engines={"sglang": deepseek_v3.SGLANG},
+    ),
+    ModelFamily(
+        ("glm_moe_dsa",),
+        ("GlmMoeDsaForCausalLM",),
+        read_dims,
+        mappings,
+        {"slime": slime_mappings},
+        release=Release(drafts=appended_drafts, classes={"Router": "GlmMoeDsaTopkRouter"}),
+        engines={"sglang": deepseek_v3.SGLANG},
+        unlike_transformers=_unlike_transformers,
+    ),
+)

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import flag, integer, require_flags
+from converters.config.values import flag, integer, require
 from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, Unwitnessed
 from converters.ops.basic import OneRow
 from converters.rules import ParamMapping, decoder
@@ -26,20 +25,14 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
     Raises CkptkitError for experts in every other layer, which transformers and SGLang count from different layers.
     """
-    require_flags(config, "ernie4_5_moe", {"use_bias": False})
-    if (interval := integer(config, "moe_layer_interval", 1)) != 1:
-        raise CkptkitError(
-            f"config.json: ernie4_5_moe with moe_layer_interval {interval} is not supported",
-            "transformers counts from layer -1, SGLang from the first with experts; the releases have 1",
-            code="unsupported",
-        )
+    require(config, "ernie4_5_moe", {"use_bias": False})
+    why = "transformers counts from layer -1, SGLang from the first with experts; the releases have 1"
+    require(config, "ernie4_5_moe", {"moe_layer_interval": 1}, why)
     layers, expert_ffn = integer(config, "num_hidden_layers"), integer(config, "moe_intermediate_size")
     first, last = integer(config, "moe_layer_start_index", 1), integer(config, "moe_layer_end_index", -1)
     routed = range(first, 1 + (layers - 1 if last == -1 else last))
     return base_dims(
         {"rms_norm_eps": 1e-5, **config},
-        qkv_bias=False,
-        qk_norm=False,
         default_theta=500000.0,
         tied=flag(config, "tie_word_embeddings", True),
         rope_interleaved=True,
@@ -55,7 +48,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of the model. Megatron's names: Megatron-Bridge's `models/ernie/ernie_45_bridge.py` at 0fe9cb1."""
     bias = decoder(dims, dims.moe).rule("mlp.router.expert_bias", {_BIAS: (1, dims.experts)}, OneRow(), fp32=True)
-    experts = moe_mlp(replace(dims, router_bias=False), "shared_experts")
+    experts = moe_mlp(replace(dims, router_bias=False), shared="shared_experts")
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *experts, replace(bias, kind="Router"))
 
 

@@ -13,13 +13,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
 from converters.blocks.decoder import attention, embeddings, gated_mlp, layer_count
 from converters.config.dims import Attention, ModelDims, base_dims
-from converters.config.values import flag, integer, number, window_of
+from converters.config.values import (
+    integer,
+    kinds_of_layers,
+    number,
+    places,
+    require,
+    text_config_of,
+    unsupported,
+    window_of,
+    wrong,
+)
 from converters.family import Draft, EngineClass, ModelFamily, Release, Unwitnessed
 from converters.ops.basic import Copy
+from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -44,16 +53,12 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
     Raises CkptkitError for what they do not compute, and for the spelling of transformers, which they do not read.
     """
-    text = config.get("text_config") if config["model_type"] == "step3p7" else config
-    if not isinstance(text, Mapping):
-        raise CkptkitError("config.json: step3p7 without a text_config", "compare it with the release")
-    for key, only in _ONLY.items():
-        if text.get(key, only) != only:
-            raise _unsupported(key, text[key], "no released model has it")
+    text = text_config_of(config) if config["model_type"] == "step3p7" else config
+    require(text, "step3p5", _ONLY, strict=True)
+    # SGLang wants an output layer of its own.
+    require(config, "step3p5", {"tie_word_embeddings": False})
     if text.get("use_rope_layers"):
-        raise _unsupported("use_rope_layers", text["use_rope_layers"], "every layer of the releases has rope")
-    if flag(config, "tie_word_embeddings", False):
-        raise _unsupported("tie_word_embeddings", True, "SGLang wants an output layer of its own")
+        raise unsupported("step3p5 with use_rope_layers", "every layer of the releases has rope")
     layers, mtp = integer(text, "num_hidden_layers"), integer(text, "num_nextn_predict_layers", 0)
     kinds = _kinds(text, layers, mtp)
     theta = _numbers(text, "rope_theta", layers)
@@ -71,12 +76,11 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
             "rope_scaling": None,
             "partial_rotary_factor": fractions[full],
         },
-        qkv_bias=False,
         qk_norm=True,
         norm_offset=True,
         tied=False,
         window=window_of(text),
-        window_layers=tuple(layer for layer in range(layers) if kinds[layer] == _SLIDING),
+        window_layers=places(kinds[:layers], _SLIDING),
         dense_layers=tuple(layer for layer in range(layers) if layer not in sparse),
         router_sigmoid=True,
         router_bias=True,
@@ -89,27 +93,16 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 def _kinds(text: Mapping[str, Any], layers: int, mtp: int) -> list[str]:
     """The kind of attention of each layer, and of multi-token prediction layers after them."""
     kinds = text.get("layer_types")
-    if (
-        not isinstance(kinds, list)
-        or not layers + mtp <= len(kinds)
-        or not {_FULL, _SLIDING}.issuperset(map(str, kinds))
-    ):
-        raise CkptkitError(
-            f"config.json: layer_types is {shortened(kinds)}, not a list of {_FULL} or {_SLIDING} for {layers} layers "
-            f"and {mtp} for multi-token prediction",
-            "compare it with the release",
-        )
-    return [str(kind) for kind in kinds[: layers + mtp]]
+    cut = kinds[: layers + mtp] if isinstance(kinds, list) else kinds or ()
+    every = {"num_hidden_layers": layers + mtp, "layer_types": cut}
+    return kinds_of_layers(every, "layer_types", (_FULL, _SLIDING)) or []
 
 
 def _numbers(text: Mapping[str, Any], key: str, layers: int) -> list[float]:
     """A number for each layer; engines look up the layer's own."""
     values = text.get(key)
     if not isinstance(values, list) or len(values) < layers:
-        raise CkptkitError(
-            f"config.json: {key} is {shortened(values)}, not a list of numbers for {layers} layers",
-            "engines read one a layer; take it from the release",
-        )
+        raise wrong(key, values, f"a list of numbers for {layers} layers")
     return [number({key: value}, key) for value in values]
 
 
@@ -118,13 +111,10 @@ def _experts(text: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], froz
     stated = text.get("moe_layers_enum")
     listed = [one.strip() for one in stated.split(",")] if isinstance(stated, str) else []
     if not listed or not all(one.isdecimal() and len(one) < 5 for one in listed):
-        raise CkptkitError(
-            f"config.json: moe_layers_enum is {shortened(stated)}, not a string of layers with commas between",
-            "compare it with the release",
-        )
+        raise wrong("moe_layers_enum", stated, "a string of layers with commas between")
     sparse = frozenset(map(int, listed))
     if max(sparse) >= layers:
-        raise CkptkitError(f"config.json: moe_layers_enum names layers beyond {layers}", "compare it with the release")
+        raise wrong("moe_layers_enum", stated, f"layers below {layers}")
     return {
         "experts": integer(text, "moe_num_experts"),
         "top_k": integer(text, "moe_top_k"),
@@ -135,27 +125,16 @@ def _experts(text: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], froz
 
 
 def _sliding_attention(text: Mapping[str, Any], dims: ModelDims, kinds: list[str]) -> Attention | None:
-    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
-    if not layers:
+    if not (layers := places(kinds, _SLIDING)):
         return None
     other = text.get(_OTHER)
     if not isinstance(other, Mapping):
-        raise CkptkitError(
-            f"config.json has no {_OTHER!r}, which gives the heads of layers with a window",
-            "transformers writes them under other keys, which engines do not read; take config.json from the release",
-            code="unsupported",
-        )
-    if other.get("attention_type", _SLIDING) != _SLIDING:
-        raise _unsupported(f"{_OTHER}.attention_type", other["attention_type"], f"the releases have {_SLIDING}")
-    if integer(other, "head_dim", dims.head_dim) != dims.head_dim:
-        raise _unsupported(f"{_OTHER}.head_dim", other["head_dim"], "engines take head_dim for every layer")
-    heads, groups = integer(other, "num_attention_heads"), integer(other, "num_attention_groups")
-    return Attention(heads, groups, dims.head_dim, layers)
-
-
-def _unsupported(key: str, value: object, hint: str) -> CkptkitError:
-    return CkptkitError(
-        f"config.json: step3p5 with {key} {shortened(value)} is not supported", hint, code="unsupported"
+        why = "transformers writes its heads under other keys, which engines do not read; take it from the release"
+        raise unsupported(f"step3p5 without {_OTHER}", why)
+    # Engines take head_dim for every layer.
+    require(other, f"step3p5.{_OTHER}", {"attention_type": _SLIDING, "head_dim": dims.head_dim}, strict=True)
+    return Attention(
+        integer(other, "num_attention_heads"), integer(other, "num_attention_groups"), dims.head_dim, layers
     )
 
 
@@ -186,24 +165,24 @@ def _attention(dims: ModelDims, one: Attention, at: NamePrefix) -> Iterator[Para
 
 def _expert_rules(dims: ModelDims) -> Iterator[ParamMapping]:
     at, hidden, ffn = decoder(dims, dims.moe), dims.hidden, dims.expert_ffn
-    yield at.rule("", {"moe.gate.weight": (dims.experts, hidden)}, kind="Router")
-    yield at.rule("", {"moe.router_bias": (dims.experts,)}, fp32=True)
-    for name, shape in zip(_STACKED, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True):
-        yield at.rule("", {f"{name}.weight": (dims.experts, *shape)}, kind="Experts")
+    yield from at.tensors({"moe.gate.weight": (dims.experts, hidden)}, kind="Router")
+    yield from at.tensors({"moe.router_bias": (dims.experts,)}, fp32=True)
+    shapes = zip(_STACKED, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True)
+    yield from at.tensors({f"{name}.weight": (dims.experts, *shape) for name, shape in shapes}, kind="Experts")
     yield from gated_mlp(at, "", "share_expert.", hidden, dims.shared_ffn)
 
 
 def _draft(dims: ModelDims, one: Attention, layer: int) -> Iterator[ParamMapping]:
     """A multi-token prediction layer, numbered after the decoder layers."""
     at, hidden = NamePrefix("mtp.", f"{dims.root}layers.{layer}.", None), dims.hidden
-    yield at.rule("", {"enorm.weight": (hidden,)})
-    yield at.rule("", {"hnorm.weight": (hidden,)})
-    yield at.rule("", {"eh_proj.weight": (hidden, 2 * hidden)})
+    yield from at.tensors(
+        {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
+    )
     yield from _attention(dims, one, at)
-    yield at.rule("", {"post_attention_layernorm.weight": (hidden,)})
+    yield from at.tensors({"post_attention_layernorm.weight": (hidden,)})
     yield from gated_mlp(at, "", "mlp.", hidden, dims.ffn)
-    yield at.rule("", {"transformer.shared_head.norm.weight": (hidden,)})
-    yield at.rule("", {"transformer.shared_head.output.weight": (dims.vocab, hidden)})
+    head: dict[str, Shape] = {"norm": (hidden,), "output": (dims.vocab, hidden)}
+    yield from at.tensors({f"transformer.shared_head.{name}.weight": shape for name, shape in head.items()})
 
 
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:

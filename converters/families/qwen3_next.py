@@ -1,6 +1,4 @@
-"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, and what goes with it.
-
-Output gates and their MTP layer.
+"""Qwen3-Next: linear attention (gated delta net) in three of four layers, gated attention, experts, one MTP layer.
 
 Names and order on Megatron's side: megatron-core `ssm/gated_delta_net`; on the HF side: transformers
 `Qwen3NextGatedDeltaNet` and `Qwen3_5GatedDeltaNet`, which differ in how the input projection is cut into tensors.
@@ -9,15 +7,15 @@ Names and order on Megatron's side: megatron-core `ssm/gated_delta_net`; on the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import layer_count
-from converters.config.dims import LinearAttention, ModelDims
-from converters.config.values import flag, integer
-from converters.family import Dense, Draft
-from converters.ops.basic import Copy, Op
-from converters.ops.hybrid import ByKeyHead, MinusOne, StackedRows
+from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count, moe_mlp
+from converters.config.dims import LinearAttention, ModelDims, base_dims, read_experts
+from converters.config.values import agreed, flag, integer, kinds_of_layers, places, require, unsupported, wrong
+from converters.family import QKV_GATE_UP, Dense, Draft, EngineClass, ModelFamily, Release
+from converters.ops.basic import ByKeyHead, Copy, MinusOne, Op, StackedRows
 from converters.rules import NamePrefix, ParamMapping, decoder
 
 _KINDS = ("linear_attention", "full_attention")
@@ -36,14 +34,9 @@ def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
     """
     count, interval = integer(config, "num_hidden_layers"), integer(config, "full_attention_interval", 4)
     if interval < 1:
-        raise CkptkitError(f"config.json: full_attention_interval is {interval}", "compare it with the release")
+        raise wrong("full_attention_interval", interval, "a positive whole number")
     by_interval = [_KINDS[(layer + 1) % interval == 0] for layer in range(count)]
-    kinds = config.get("layer_types") or by_interval
-    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - set(_KINDS):
-        raise CkptkitError(
-            f"config.json: layer_types must name one of {', '.join(_KINDS)} for each of {count} layers",
-            "compare it with the release",
-        )
+    kinds = kinds_of_layers({**config, "layer_types": config.get("layer_types") or by_interval}, "layer_types", _KINDS)
     if "full_attention_interval" in config and kinds != by_interval:
         raise CkptkitError(
             f"config.json: layer_types is not what full_attention_interval {interval} makes of {count} layers",
@@ -55,7 +48,7 @@ def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
         key_dim=integer(config, "linear_key_head_dim"),
         value_dim=integer(config, "linear_value_head_dim"),
         kernel=integer(config, "linear_conv_kernel_dim", 4),
-        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
+        layers=places(kinds or (), _KINDS[0]),
     )
 
 
@@ -69,19 +62,7 @@ def sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Raises CkptkitError for switches of these configs that no released model sets otherwise."""
     usual = {"attention_bias": False, "attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
-    for key, value in usual.items():
-        if flag(config, key, value) != value:
-            raise CkptkitError(
-                f"config.json: {key} {str(not value).lower()} is not supported",
-                "no released model has it",
-                code="unsupported",
-            )
-    if config.get("mlp_only_layers") or integer(config, "decoder_sparse_step", 1) != 1:
-        raise CkptkitError(
-            "config.json: mlp_only_layers or decoder_sparse_step != 1 is not supported",
-            "no released model uses them",
-            code="unsupported",
-        )
+    require(config, "a model with linear attention", {**usual, "mlp_only_layers": [], "decoder_sparse_step": 1})
 
 
 def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default: int) -> int:
@@ -92,30 +73,15 @@ def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default:
     Raises CkptkitError for more than one, since HF's `mtp` has one projection and Megatron one a layer, and where the
     last decoder layer is not of the kind that `mtp` has, since Megatron builds the two alike.
     """
-    given = {
-        key: integer(config, key)
-        for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-        if config.get(key) is not None
-    }
-    if len(set(given.values())) > 1:
-        raise CkptkitError(
-            f"config.json: {' but '.join(f'{key} is {count}' for key, count in given.items())}",
-            "readers look at one or the other; make them equal",
-        )
-    count = next(iter(given.values()), default)
+    count = int(agreed(config, ("mtp_num_hidden_layers", "num_nextn_predict_layers"), default))
     if count not in (0, 1):
-        raise CkptkitError(
-            f"config.json: {next(iter(given))} {count} is not supported",
-            "no released model has more than one",
-            code="unsupported",
-        )
+        raise unsupported(f"mtp_num_hidden_layers {count}", "no released model has more than one")
     last = integer(config, "num_hidden_layers") - 1
     if count and last in linear.layers:
-        raise CkptkitError(
-            f"config.json: a multi-token prediction layer, but decoder layer {last}, the last, has linear attention",
+        raise unsupported(
+            f"a multi-token prediction layer, where decoder layer {last}, the last, has linear attention,",
             "Megatron builds the two alike, and `mtp` has full attention; "
             "set mtp_num_hidden_layers to 0 and leave out the mtp tensors",
-            code="unsupported",
         )
     return count
 
@@ -188,20 +154,39 @@ def _shapes(dims: ModelDims, by_key_head: bool) -> dict[str, tuple[int, ...]]:
     }
 
 
-def qwen_mtp(dims: ModelDims) -> tuple[NamePrefix, tuple[ParamMapping, ...]]:
-    """The multi-token prediction layer of Qwen3-Next and Qwen3.5.
+def linear_model(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
+    """All rules of a model with gated delta nets. `by_key_head` as in `gated_delta_net`."""
+    return (*gated_delta_net(dims, by_key_head=by_key_head), *_around(dims))
 
-    The place of its decoder layer, and the rules around that.
 
-    `fc` takes [embedding, hidden state], as Megatron's eh_proj does and as SGLang's `Qwen3NextForCausalLMMTP` feeds it.
+def slime_linear_model(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
+    """The same in slime, whose linear attention is the HF module."""
+    return (*hf_linear_attention(dims, by_key_head=by_key_head), *_around(dims))
+
+
+def _around(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All but linear attention.
+
+    `fc` of the multi-token prediction layer takes [embedding, hidden state], as Megatron's eh_proj does and as SGLang's
+    `Qwen3NextForCausalLMMTP` feeds it.
     """
-    at, norm = NamePrefix("mtp.layers.0.", "mtp.", None), (dims.hidden,)
-    return NamePrefix("mtp.layers.0.transformer_layer.", "mtp.layers.0.", None), (
-        at.rule("enorm.weight", {"pre_fc_norm_embedding.weight": norm}),
-        at.rule("hnorm.weight", {"pre_fc_norm_hidden.weight": norm}),
-        at.rule("eh_proj.weight", {"fc.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),
-        at.rule("final_layernorm.weight", {"norm.weight": norm}),
-    )
+    rules = [*embeddings(dims), *attention(dims), *_mlp(dims)]
+    if dims.mtp_layers:
+        at, norm = NamePrefix("mtp.layers.0.", "mtp.", None), (dims.hidden,)
+        layer = NamePrefix("mtp.layers.0.transformer_layer.", "mtp.layers.0.", None)
+        rules += [
+            at.rule("enorm.weight", {"pre_fc_norm_embedding.weight": norm}),
+            at.rule("hnorm.weight", {"pre_fc_norm_hidden.weight": norm}),
+            at.rule("eh_proj.weight", {"fc.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),
+            at.rule("final_layernorm.weight", {"norm.weight": norm}),
+            *attention(dims, layer),
+            *_mlp(dims, layer),
+        ]
+    return tuple(rules)
+
+
+def _mlp(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
+    return moe_mlp(dims, at, shared="shared_expert") if dims.experts else dense_mlp(dims, at)
 
 
 def qwen_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
@@ -221,3 +206,38 @@ def _qwen_draft(sglang: str | None, count: int, *, unfuses: bool) -> tuple[Draft
     own = "model." if sglang is None else None
     draft = Draft("mtp.", sglang, r"re:mtp\..*", "mtp.layers.0.", "mtp.fc", unfuses, vllm_joint=True, sglang_own=own)
     return (draft,) if count else ()
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a qwen3_next config. Source: transformers `Qwen3NextConfig`.
+
+    The releases have an MTP layer and no key that says so; a config for weights without it must say
+    `mtp_num_hidden_layers` 0.
+    """
+    refuse_unsupported(config)
+    linear = read_linear_attention(config)
+    return base_dims(
+        {"head_dim": 256, "partial_rotary_factor": 0.25, **config},
+        qk_norm=True,
+        attention_gate=True,
+        norm_offset=True,
+        linear=linear,
+        mtp_layers=read_mtp_layers(config, linear, 1),
+        shared_ffn=integer(config, "shared_expert_intermediate_size"),
+        shared_gate=True,
+        router_normalize=flag(config, "norm_topk_prob", True),
+        **read_experts(config),
+    )
+
+
+FAMILIES = (
+    ModelFamily(
+        ("qwen3_next",),
+        ("Qwen3NextForCausalLM",),
+        read_dims,
+        partial(linear_model, by_key_head=True),
+        {"slime": partial(slime_linear_model, by_key_head=True)},
+        release=Release(drafts=qwen_next_drafts, classes={"Router": "Qwen3NextTopKRouter"}),
+        engines={"sglang": EngineClass(QKV_GATE_UP, dense=SGLANG_DENSE, keys=sglang_keys)},
+    ),
+)

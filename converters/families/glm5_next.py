@@ -14,11 +14,11 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.blocks.decoder import dense_mlp, embeddings, moe_mlp
-from converters.blocks.kda import kda
 from converters.blocks.latent_attention import mla_attention, read_mla
-from converters.blocks.sigmoid_moe import dense_of_kinds, read_sigmoid_moe
+from converters.blocks.sigmoid_moe import dense_layers, read_sigmoid_moe
 from converters.config.dims import Indexer, Kda, ModelDims, base_dims
-from converters.config.values import integer, text_part
+from converters.config.values import agreed, integer, kinds_of_layers, places, require, text_part, unsupported, wrong
+from converters.families.kimi_k3 import kda
 from converters.family import ModelFamily, Unwitnessed
 from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
@@ -31,6 +31,7 @@ _FIXED: Mapping[str, Any] = {
     "mhc": True,
     "mla_use_nope": True,
     "model_type": "glm5_next_text",
+    "tie_word_embeddings": False,
 }
 _LINEAR = "linear_attention"
 # Words for the other layers: the release's, that of its first config class, and that which transformers saves.
@@ -50,92 +51,36 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """
     text, root = text_part(config)
     inner = config["text_config"]
-    for key, wanted in _FIXED.items():
-        if inner.get(key, wanted) != wanted:
-            raise _refused(key, inner[key], f"the release has {wanted!r}")
-    for value in (text["tie_word_embeddings"], inner.get("tie_word_embeddings", False)):
-        if value is not False:
-            raise _refused("tie_word_embeddings", value, "the release has its own output layer")
-    linear = _kda_layers(text)
-    dims = base_dims(
-        {key: value for key, value in text.items() if key != "head_dim"},
-        qkv_bias=False,
-        qk_norm=False,
-        root=root,
-        rotary=False,
-        mla=read_mla(text, rotary=False),
-        kda=_kda(text),
-        mixer_layers=linear,
-        dense_layers=_dense_layers(text),
-        streams=integer(text, "hc_mult"),
-        mtp_layers=integer(text, "num_nextn_predict_layers", 0),
-        **read_sigmoid_moe(text, absent={}),
-    )
-    return _with_indexer(dims, text)
-
-
-def _refused(key: str, value: Any, why: str) -> CkptkitError:
-    return CkptkitError(
-        f"config.json: glm5_next with {key} {shortened(value)} is not supported", why, code="unsupported"
-    )
-
-
-def _kda_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers with KDA, from 0. Raises CkptkitError for a list that is not one word a layer, or that another denies."""
-    layers, kinds = integer(text, "num_hidden_layers"), text.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_LINEAR, *_SPARSE) for kind in kinds):
-        raise CkptkitError(
-            f"config.json: layer_types is {shortened(kinds)}, "
-            f"not a list of {_LINEAR} or {_SPARSE[0]} for {layers} layers",
-            "compare it with the release",
-        )
-    found = tuple(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
+    require(inner, "glm5_next", _FIXED, strict=True)
+    require(text, "glm5_next", {"tie_word_embeddings": False}, "the release has its own output layer")
+    kinds = kinds_of_layers({**text, "layer_types": text.get("layer_types") or ()}, "layer_types", (_LINEAR, *_SPARSE))
+    linear = places(kinds or (), _LINEAR)
     stated = (text.get("linear_attn_config") or {}).get("kda_layers")
-    if stated is not None and stated != list(found):
+    if stated is not None and stated != list(linear):
         raise CkptkitError(
-            f"config.json: layer_types has KDA in layers {shortened(list(found))}, but kda_layers is "
+            f"config.json: layer_types has KDA in layers {shortened(list(linear))}, but kda_layers is "
             f"{shortened(stated)}",
             "transformers reads the first, engines the second; make them agree",
         )
-    return found
-
-
-def _kda(text: Mapping[str, Any]) -> Kda:
-    """Sizes of KDA under either spelling. Raises CkptkitError where both are there and disagree."""
-    given = text.get("linear_attn_config") or {}
-    if not isinstance(given, Mapping):
-        raise CkptkitError(f"config.json: linear_attn_config is {shortened(given)}", "compare it with the release")
-    sizes = []
-    for key, other in _KDA.items():
-        stated = [integer(place, name) for place, name in ((given, key), (text, other)) if place.get(name) is not None]
-        if len(set(stated)) != 1:
-            raise CkptkitError(
-                f"config.json: {key} of linear_attn_config and {other} are {shortened(stated)}, not one number",
-                "readers look at one or the other; take both from the release",
-            )
-        sizes.append(stated[0])
-    return Kda(*sizes)
-
-
-def _dense_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
-    """The dense layers by `mlp_layer_types`, without which readers disagree."""
-    dense = dense_of_kinds(text)
-    if dense is None:
+    if text.get("mlp_layer_types") is None:
         raise CkptkitError("config.json has no 'mlp_layer_types'", "readers take 1 or 3 dense layers without it")
-    first = text.get("first_k_dense_replace")
-    if first is not None and dense != tuple(range(integer(text, "first_k_dense_replace"))):
-        raise CkptkitError(
-            f"config.json: first_k_dense_replace is {first}, but by mlp_layer_types layers {list(dense)} are dense",
-            "readers look at one or the other; make them agree",
-        )
-    return dense
-
-
-def _with_indexer(dims: ModelDims, text: Mapping[str, Any]) -> ModelDims:
-    """The sizes with those of the indexer, which every layer without KDA has."""
-    kinds = text.get("indexer_types")
-    if kinds is not None and kinds != ["full"] * dims.layers:
-        raise _refused("indexer_types", kinds, "the release has an indexer of its own in every layer without KDA")
+    mla = read_mla(text, rotary=False)
+    if mla.q_rank is None:
+        raise unsupported("glm5_next with q_lora_rank null", "the indexer takes compressed queries")
+    dims = base_dims(
+        {key: value for key, value in text.items() if key != "head_dim"},
+        root=root,
+        rotary=False,
+        mla=mla,
+        kda=_kda(text),
+        mixer_layers=linear,
+        dense_layers=dense_layers(text),
+        own=integer(text, "hc_mult"),
+        mtp_layers=integer(text, "num_nextn_predict_layers", 0),
+        **read_sigmoid_moe(text, absent={}),
+    )
+    why = "the release has an indexer of its own in every layer without KDA"
+    require(text, "glm5_next", {"indexer_types": ["full"] * dims.layers}, why)
     indexer = Indexer(
         heads=integer(text, "index_n_heads"),
         head_dim=integer(text, "index_head_dim"),
@@ -143,11 +88,18 @@ def _with_indexer(dims: ModelDims, text: Mapping[str, Any]) -> ModelDims:
         layers=dims.softmax_layers,
         pool=integer(text, "index_kpool"),
     )
-    if indexer.pool < 1:
-        raise _refused("index_kpool", indexer.pool, "compare it with the release")
-    if text["q_lora_rank"] is None:
-        raise _refused("q_lora_rank", None, "the indexer takes compressed queries")
+    if indexer.pool < 1 or dims.own < 1:
+        raise wrong("index_kpool or hc_mult", (indexer.pool, dims.own), "positive")
     return replace(dims, indexer=indexer)
+
+
+def _kda(text: Mapping[str, Any]) -> Kda:
+    """Sizes of KDA under either spelling."""
+    given = text.get("linear_attn_config") or {}
+    if not isinstance(given, Mapping):
+        raise wrong("linear_attn_config", given, "an object")
+    both = {**{f"linear_attn_config.{key}": value for key, value in given.items()}, **text}
+    return Kda(*(agreed(both, (f"linear_attn_config.{key}", other)) for key, other in _KDA.items()))
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
@@ -161,7 +113,7 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
             *kda(dims, full_gate=False),
             *_sparse_attention(dims, decoder(dims, dims.softmax_layers)),
             *dense_mlp(dims),
-            *moe_mlp(dims, "shared_experts"),
+            *moe_mlp(dims, shared="shared_experts"),
             *(rule for depth in range(dims.mtp_layers) for rule in _mtp(dims, depth)),
         )
     )
@@ -170,23 +122,22 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
 def _mtp(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
     """A multi-token prediction layer, numbered after the decoder layers. It has one residual stream."""
     at = NamePrefix("mtp.", f"{dims.root}layers.{dims.layers + depth}.", None)
-    joint: dict[str, Shape] = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (dims.hidden,))
-    joint |= {"eh_proj": (dims.hidden, 2 * dims.hidden)}
+    joint: dict[str, Shape] = dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (dims.hidden,))
     return (
-        *(at.rule("", {f"{name}.weight": shape}) for name, shape in joint.items()),
+        *at.tensors({**joint, "eh_proj.weight": (dims.hidden, 2 * dims.hidden)}),
         *_sparse_attention(dims, at),
-        *moe_mlp(dims, "shared_experts", at),
+        *moe_mlp(dims, at, shared="shared_experts"),
     )
 
 
 def _hyper_connections(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """What mixes the residual streams before and after attention and MLP. Biases and scales are float32."""
-    at, count = decoder(dims, dims.all_layers), dims.streams
-    rows = count * (count + 2)
+    at, streams = decoder(dims, dims.all_layers), dims.own
+    rows = streams * (streams + 2)
     return tuple(
         at.rule("", {f"hc_{block}_{name}": shape}, fp32=name != "fn")
         for block in ("attn", "ffn")
-        for name, shape in {"fn": (rows, count * dims.hidden), "base": (rows,), "scale": (3,)}.items()
+        for name, shape in {"fn": (rows, streams * dims.hidden), "base": (rows,), "scale": (3,)}.items()
     )
 
 
@@ -207,7 +158,7 @@ def _sparse_attention(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ..
     }
     return (
         *mla_attention(dims, at),
-        *(at.rule("", {f"self_attn.indexer.{name}": shape}) for name, shape in parts.items()),
+        *at.tensors({f"self_attn.indexer.{name}": shape for name, shape in parts.items()}),
     )
 
 

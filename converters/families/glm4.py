@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import attention, embeddings
+from converters.blocks.decoder import attention, embeddings, mlp_in_one
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag
 from converters.family import ModelFamily
-from converters.ops.basic import Copy, GateUpInOne
 from converters.rules import ParamMapping, decoder
 
 
@@ -21,7 +20,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     return base_dims(
         {"partial_rotary_factor": 0.5, **config},
         qkv_bias=flag(config, "attention_bias", True),
-        qk_norm=False,
         rope_interleaved=True,
         sandwich="layer",
     )
@@ -34,9 +32,7 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
         *embeddings(dims),
         *attention(dims),
         at.rule("post_self_attn_layernorm.weight", {"post_self_attn_layernorm.weight": norm}),
-        at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": norm}),
-        at.rule("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * dims.ffn, dims.hidden)}, GateUpInOne()),
-        at.rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (dims.hidden, dims.ffn)}, Copy(1)),
+        *mlp_in_one(dims, at),
         at.rule("post_mlp_layernorm.weight", {"post_mlp_layernorm.weight": norm}),
     )
 

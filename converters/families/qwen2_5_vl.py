@@ -11,9 +11,8 @@ from typing import Any
 
 from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims, base_dims
-from converters.config.tie import TieFlag
 from converters.config.values import NESTED_ROOT, flag, integer, rope_of, without_windows
-from converters.family import EngineClass, ModelFamily, Release
+from converters.family import EngineClass, ModelFamily, Release, TieFlag
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -24,7 +23,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     if rope["rope_type"] == "mrope":
         text |= {"rope_parameters": {"rope_theta": rope["rope_theta"]}, "rope_scaling": None}
     text["tie_word_embeddings"] = flag(config, "tie_word_embeddings", False)
-    return base_dims(text, qkv_bias=True, qk_norm=False, default_theta=1e6)
+    return base_dims(text, qkv_bias=True, default_theta=1e6)
 
 
 def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:

@@ -10,26 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
-from converters.blocks.linear_attention import (
+from converters.config.dims import ModelDims, base_dims, read_experts
+from converters.config.values import NESTED_ROOT, integer, text_part
+from converters.families.qwen3 import qwen_vision
+from converters.families.qwen3_next import (
     SGLANG_DENSE,
-    gated_delta_net,
-    hf_linear_attention,
+    linear_model,
     qwen_drafts,
-    qwen_mtp,
     read_linear_attention,
     read_mtp_layers,
     refuse_unsupported,
     sglang_keys,
+    slime_linear_model,
 )
-from converters.blocks.vision import qwen_vision
-from converters.config.dims import ModelDims, base_dims
-from converters.config.tie import TieFlag
-from converters.config.values import NESTED_ROOT, integer, text_part
-from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release
-from converters.rules import ParamMapping
+from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, TieFlag
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -45,19 +42,12 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     usual: dict[str, Any] = {"head_dim": 256, "partial_rotary_factor": 0.25}
     routed: dict[str, Any] = {}
     if "_moe" in str(config["model_type"]):
-        ffn = integer(text, "moe_intermediate_size")
+        routed = read_experts(text) | {"shared_gate": True}
+        routed["shared_ffn"] = integer(text, "shared_expert_intermediate_size")
         # No layer is dense, so nothing has the size that the others call intermediate_size.
-        usual["intermediate_size"] = ffn
-        routed = {
-            "experts": integer(text, "num_experts"),
-            "top_k": integer(text, "num_experts_per_tok"),
-            "expert_ffn": ffn,
-            "shared_ffn": integer(text, "shared_expert_intermediate_size"),
-            "shared_gate": True,
-        }
+        usual["intermediate_size"] = routed["expert_ffn"]
     return base_dims(
         {**usual, **text},
-        qkv_bias=False,
         qk_norm=True,
         attention_gate=True,
         norm_offset=True,
@@ -66,29 +56,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         root=root,
         **routed,
     )
-
-
-def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a qwen3_5 or qwen3_5_moe model."""
-    return (*gated_delta_net(dims, by_key_head=False), *_all_but_linear_attention(dims))
-
-
-def slime_mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of such a model in slime, whose linear attention is the HF module."""
-    return (*hf_linear_attention(dims, by_key_head=False), *_all_but_linear_attention(dims))
-
-
-def _all_but_linear_attention(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    rules = [
-        *embeddings(dims),
-        *attention(dims),
-        *(moe_mlp(dims, "shared_expert") if dims.experts else dense_mlp(dims)),
-    ]
-    if dims.mtp_layers:
-        layer, around = qwen_mtp(dims)
-        mlp = moe_mlp(dims, "shared_expert", layer) if dims.experts else dense_mlp(dims, layer)
-        rules += [*around, *attention(dims, layer), *mlp]
-    return tuple(rules)
 
 
 _CLASSES = {"Router": "Qwen3_5MoeTopKRouter"}
@@ -107,8 +74,8 @@ def _family(model_type: str, release: Release, language_models: Mapping[str, str
             "Qwen3_5MoeTextForCausalLM",
         ),
         read_dims,
-        mappings,
-        {"slime": slime_mappings},
+        partial(linear_model, by_key_head=False),
+        {"slime": partial(slime_linear_model, by_key_head=False)},
         carried=("model.visual.",),
         tie=TieFlag(("transformers", "SGLang"), ("vLLM",)),
         language_models=language_models,

@@ -11,17 +11,46 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
 from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp
-from converters.blocks.kda import kda
 from converters.blocks.latent_attention import read_mla
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
-from converters.config.dims import Kda, Mla, ModelDims, base_dims, first_layers
-from converters.config.values import flag, integer, rope_of
+from converters.config.dims import Kda, ModelDims, base_dims, first_layers
+from converters.config.values import integer, require, rope_of, text_config_of, unsupported, wrong
 from converters.family import ModelFamily, Unwitnessed
-from converters.ops.basic import Copy
+from converters.ops.basic import Copy, Op, ZeroPadded
 from converters.ops.shapes import Shape
-from converters.rules import ParamMapping, decoder
+from converters.rules import Kind, ParamMapping, decoder
+
+
+def kda(dims: ModelDims, *, full_gate: bool, padding: int = 0) -> tuple[ParamMapping, ...]:
+    """Everything of a KDA layer's attention.
+
+    `full_gate`: its output gate is one projection, not two with a head's size between them. `padding`: zeros behind the
+    heads' values in HF's `A_log`.
+    """
+    net, at = dims.kda, decoder(dims, dims.mixers)
+    assert net is not None, "a family without KDA has no such rules"
+    width, hidden = net.heads * net.head_dim, dims.hidden
+    whole, low_ranks = ("qkvg", "f") if full_gate else ("qkv", "fg")
+    projections = {
+        **{f"{x}_proj": (width, hidden) for x in whole},
+        **{f"{x}_b_proj": (width, net.head_dim) for x in low_ranks},
+        "b_proj": (net.heads, hidden),
+    }
+
+    def rule(name: str, shape: Shape, op: Op, *, kind: Kind = "Linear", fp32: bool = False) -> ParamMapping:
+        return at.rule(f"self_attention.{name}", {f"self_attn.{name}": shape}, op, fp32=fp32, kind=kind)
+
+    return (
+        *(rule(f"{name}.weight", shape, Copy(0)) for name, shape in projections.items()),
+        *(rule(f"{x}_a_proj.weight", (net.head_dim, hidden), Copy()) for x in low_ranks),
+        rule("o_proj.weight", (hidden, width), Copy(1)),
+        rule("o_norm.weight", (net.head_dim,), Copy()),
+        *(rule(f"{x}_conv1d.weight", (width, 1, net.kernel), Copy(0), fp32=True, kind="Conv1d") for x in "qkv"),
+        rule("dt_bias", (width,), Copy(0), fp32=True),
+        rule("A_log", (net.heads + padding,), ZeroPadded(net.heads, padding), fp32=True),
+    )
+
 
 # The release stores `A_log` of its 96 heads for 128; how it would pad another number is not published.
 _HEADS, _STORED = 96, 128
@@ -52,51 +81,32 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
     Raises CkptkitError for what the release does not have.
     """
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise CkptkitError("config.json: kimi_k3 has no text_config", "restore config.json from the release")
-    for key, wanted in _FIXED.items():
-        if text.get(key) != wanted:
-            raise _refused(key, text.get(key), wanted)
-    if flag(config, "tie_word_embeddings", False):
-        raise _refused("tie_word_embeddings", True, False)
+    text = text_config_of(config)
+    require({**dict.fromkeys(_FIXED), **text}, "kimi_k3", _FIXED, strict=True)
+    require(config, "kimi_k3", {"tie_word_embeddings": False})
     if rope_of(text)["rope_type"] != "default":
-        raise _refused("rope_scaling", text.get("rope_scaling"), None)
+        raise unsupported("kimi_k3 with rope_scaling", "the release has none")
     net, layers = _linear_attention(text)
+    mla = read_mla(text)
+    if mla.q_rank is None:
+        raise unsupported("kimi_k3 with q_lora_rank null", "the release has 1536")
     known = {name: text[key] for name, key in _DEEPSEEK.items() if key in text}
     if integer(text, "attn_res_block_size") < 1:
-        raise _refused("attn_res_block_size", text["attn_res_block_size"], 12)
+        raise wrong("attn_res_block_size", text["attn_res_block_size"], "positive")
     sizes = {key: value for key, value in text.items() if key != "hidden_act"}
     return base_dims(
         sizes,
-        qkv_bias=False,
-        qk_norm=False,
         tied=False,
         root="language_model.model.",
         head="language_model.lm_head.weight",
         rotary=False,
-        mla=_mla(text),
+        mla=mla,
         kda=net,
         mixer_layers=layers,
         dense_layers=first_layers(text, "first_k_dense_replace", 0),
         expert_hidden=integer(text, "routed_expert_hidden_size"),
         **read_sigmoid_moe({**text, **known}, absent={}),
     )
-
-
-def _refused(key: str, value: Any, wanted: Any) -> CkptkitError:
-    return CkptkitError(
-        f"config.json: kimi_k3 with {key} {shortened(value)} is not supported",
-        f"the release has {wanted!r}",
-        code="unsupported",
-    )
-
-
-def _mla(text: Mapping[str, Any]) -> Mla:
-    mla = read_mla(text)
-    if mla.q_rank is None:
-        raise _refused("q_lora_rank", None, 1536)
-    return mla
 
 
 def _linear_attention(text: Mapping[str, Any]) -> tuple[Kda, tuple[int, ...]]:
@@ -114,14 +124,9 @@ def _linear_attention(text: Mapping[str, Any]) -> tuple[Kda, tuple[int, ...]]:
             f"config.json: kda_layers and full_attn_layers are not the layers 1 to {count}, each once",
             "compare both with the release",
         )
-    heads = integer(given, "num_heads")
-    for key, value, wanted in (
-        ("linear_attn_config.num_heads", heads, _HEADS),
-        ("linear_attn_config.use_full_rank_gate", given.get("use_full_rank_gate"), True),
-    ):
-        if value != wanted:
-            raise _refused(key, value, wanted)
-    net = Kda(heads, integer(given, "head_dim"), integer(given, "short_conv_kernel_size"))
+    known = {"num_heads": _HEADS, "use_full_rank_gate": True}
+    require({**dict.fromkeys(known), **given}, "kimi_k3.linear_attn_config", known, strict=True)
+    net = Kda(_HEADS, integer(given, "head_dim"), integer(given, "short_conv_kernel_size"))
     return net, tuple(layer - 1 for layer in sorted(given["kda_layers"]))
 
 

@@ -1,1 +1,0 @@
-"""DeepSeek V3 and the models that are built as it: Moonlight, Kimi."""

@@ -1,0 +1,294 @@
+"""DeepSeek-V4: compressed attention, several residual streams, and first layers whose experts a table chooses.
+
+The table `tid2eid` says by a token's id which experts it goes to: it is part of the model, and nothing computes it.
+Megatron-LM has these modules only after its release 0.19. Megatron-Bridge and miles name them differently and cut
+`wo_a` differently, so the rules have HF's names on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp, layer_count
+from converters.config.dims import ModelDims, base_dims, first_layers, require_positive
+from converters.config.values import (
+    agreed,
+    agreed_by_layer,
+    integer,
+    kinds_of_layers,
+    number,
+    places,
+    require,
+    unsupported,
+)
+from converters.family import Draft, EngineClass, ModelFamily, Release, Unwitnessed
+from converters.ops.shapes import Shape
+from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
+
+_WINDOW, _SPARSE, _DENSE = 0, 4, 128  # tokens behind one compressed key; 0: attention sees a window alone
+# transformers' words for them.
+_KINDS = {
+    "sliding_attention": _WINDOW,
+    "compressed_sparse_attention": _SPARSE,
+    "heavily_compressed_attention": _DENSE,
+}
+# What the releases say, where readers compute nothing else or disagree.
+_ONLY = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": (1, 0),
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "compress_rates": {kind: ratio for kind, ratio in _KINDS.items() if ratio},
+}
+
+
+@dataclass(frozen=True)
+class _Own:
+    """Ranks of both compressed projections, groups of heads in the output projection, the indexer's heads, and the
+    residual streams, which hyper-connections mix.
+
+    `ratios`: for each layer how many tokens are behind a compressed key. `hashed`: the layers with a table.
+    """
+
+    query_rank: int
+    output_rank: int
+    output_groups: int
+    index_heads: int
+    index_dim: int
+    streams: int
+    ratios: tuple[int, ...]
+    hashed: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+
+
+def read_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Sizes of a deepseek_v4 config. Source: transformers `DeepseekV4Config`, SGLang `models/deepseek_v4.py`.
+
+    Raises CkptkitError for what no release has and readers read differently.
+    """
+    require(config, "deepseek_v4", _ONLY)
+    if drafts := sorted(key for key in config if key.startswith("dspark_")):
+        why = "multi-token prediction layers of DSpark are others than those of the first releases"
+        raise unsupported(f"deepseek_v4 with {drafts[0]}", why)
+    own = _Own(
+        query_rank=integer(config, "q_lora_rank"),
+        output_rank=integer(config, "o_lora_rank"),
+        output_groups=integer(config, "o_groups"),
+        index_heads=integer(config, "index_n_heads"),
+        index_dim=integer(config, "index_head_dim"),
+        streams=integer(config, "hc_mult"),
+        ratios=_ratios(config),
+        hashed=_hashed_layers(config),
+    )
+    expert_ffn = integer(config, "moe_intermediate_size")
+    dims = base_dims(
+        {"rms_norm_eps": 1e-6, **config, "intermediate_size": expert_ffn, "num_key_value_heads": 1},
+        root="",
+        head="head.weight",
+        tied=False,
+        rope_interleaved=True,
+        rotary_fraction=_rotary_fraction(config),
+        sinks=True,
+        window=integer(config, "sliding_window"),
+        mtp_layers=integer(config, "num_nextn_predict_layers", 0),
+        experts=integer(config, "n_routed_experts"),
+        top_k=integer(config, "num_experts_per_tok"),
+        expert_ffn=expert_ffn,
+        shared_ffn=expert_ffn,
+        router_bias=True,
+        router_scale=number(config, "routed_scaling_factor"),
+        own=own,
+    )
+    if dims.heads % own.output_groups:
+        raise CkptkitError(
+            f"config.json: {dims.heads} attention heads do not divide into {own.output_groups} groups (o_groups)",
+            "compare both with the release",
+        )
+    return dims
+
+
+def _rotary_fraction(config: Mapping[str, Any]) -> float:
+    """The part of a head that turns: `qk_rope_head_dim`, which SGLang reads, or `partial_rotary_factor`."""
+    head_dim, key = integer(config, "head_dim"), "partial_rotary_factor"
+    factor = int(number(config, key) * head_dim) if config.get(key) is not None else None
+    by_key = {"qk_rope_head_dim": config.get("qk_rope_head_dim"), f"{key} of head_dim": factor}
+    return float(agreed(by_key, tuple(by_key), int(0.125 * head_dim))) / max(head_dim, 1)
+
+
+def _hashed_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers with a table, the first: `num_hash_layers` of the releases, which engines read.
+
+    transformers reads `mlp_layer_types`, miles `n_hash_layers`. Raises CkptkitError where two of them disagree.
+    """
+    kinds, counted = kinds_of_layers(config, "mlp_layer_types", ("hash_moe", "moe")), dict(config)
+    if kinds is not None:
+        counted["mlp_layer_types"] = kinds.count("hash_moe")
+    count = agreed(counted, ("num_hash_layers", "n_hash_layers", "mlp_layer_types"), 3)
+    if kinds is not None and kinds != sorted(kinds):
+        raise unsupported("a table of experts behind a layer without one", "the releases have them in the first layers")
+    return first_layers({"num_hash_layers": min(count, integer(config, "num_hidden_layers"))}, "num_hash_layers", 0)
+
+
+def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """`compress_ratios` of the releases, which engines read, or `layer_types` of transformers.
+
+    Both have the multi-token prediction layer behind the others where there is one.
+    """
+    layers, keys = integer(config, "num_hidden_layers"), ("compress_ratios", "layer_types")
+    stated = {key: config[key] for key in keys if isinstance(config.get(key), list)}
+    spellings: dict[str, Mapping[Any, int]] = {keys[0]: {ratio: ratio for ratio in _KINDS.values()}, keys[1]: _KINDS}
+    ratios = agreed_by_layer({**config, **{key: one[:layers] for key, one in stated.items()}}, spellings)
+    if ratios is None:
+        raise CkptkitError("config.json has no 'compress_ratios'", "a deepseek_v4 config must state it")
+    if any(stated.get(keys[0], [])[layers:]):
+        raise unsupported(
+            "compress_ratios of a multi-token prediction layer other than 0",
+            "the releases have 0, and SGLang builds no other",
+        )
+    return ratios
+
+
+def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
+    """All tensors of a deepseek_v4 model."""
+    own: _Own = dims.own
+    sparse, dense = (decoder(dims, places(own.ratios, ratio)) for ratio in (_SPARSE, _DENSE))
+    rules = [
+        *embeddings(dims, name="embed"),
+        *_streams(dims, NamePrefix("", "", None), "hc_head_", 1, 1),
+        *_layer(dims, decoder(dims, dims.all_layers)),
+        *_compressor(dims, sparse, "attn.", _SPARSE, dims.head_dim),
+        *_compressor(dims, dense, "attn.", _DENSE, dims.head_dim),
+        *_indexer(dims, sparse),
+        decoder(dims, own.hashed).rule("", {"ffn.gate.tid2eid": (dims.vocab, dims.top_k)}, indices=True),
+        *_bias(dims, decoder(dims, [layer for layer in dims.all_layers if layer not in own.hashed])),
+    ]
+    for depth in range(dims.mtp_layers):
+        at, size = NamePrefix("", f"mtp.{depth}.", None), dims.hidden
+        joint: dict[str, Shape] = {f"{name}.weight": (size,) for name in ("enorm", "hnorm", "norm")}
+        joint |= {f"{name}.weight": (size, size) for name in ("e_proj", "h_proj")}
+        rules += [*_layer(dims, at), *_bias(dims, at), *_streams(dims, at, "hc_head_", 1, 1), *at.tensors(joint)]
+    return unnamed(rules)
+
+
+def _layer(dims: ModelDims, at: NamePrefix) -> list[ParamMapping]:
+    """What every layer has: attention over a window, experts, and how both read and write the residual streams."""
+    own: _Own = dims.own
+    hidden, rank, width = dims.hidden, own.query_rank, dims.heads * dims.head_dim
+    joined, ffn = own.output_groups * own.output_rank, "ffn."
+    shapes = {
+        "attn_norm.weight": (hidden,),
+        "attn.wq_a.weight": (rank, hidden),
+        "attn.q_norm.weight": (rank,),
+        "attn.wq_b.weight": (width, rank),
+        "attn.wkv.weight": (dims.head_dim, hidden),
+        "attn.kv_norm.weight": (dims.head_dim,),
+        "attn.wo_a.weight": (joined, width // own.output_groups),
+        "attn.wo_b.weight": (hidden, joined),
+        "ffn_norm.weight": (hidden,),
+    }
+    return [
+        *at.tensors(shapes),
+        *at.tensors({"attn.attn_sink": (dims.heads,)}, fp32=True),
+        *(rule for half in ("attn", "ffn") for rule in _streams(dims, at, f"hc_{half}_", 2 + own.streams, 3)),
+        *at.tensors({f"{ffn}gate.weight": (dims.experts, hidden)}, kind="Router"),
+        *gated_mlp(at, "", f"{ffn}experts.{{expert}}.", hidden, dims.expert_ffn, W1_W3_W2),
+        *gated_mlp(at, "", f"{ffn}shared_experts.", hidden, dims.shared_ffn, W1_W3_W2),
+    ]
+
+
+def _streams(dims: ModelDims, at: NamePrefix, prefix: str, each: int, scales: int) -> tuple[ParamMapping, ...]:
+    """Hyper-connections: `each` weights a residual stream, made of all streams, their offsets and factors.
+
+    With one weight each, streams become one before the final norm.
+    """
+    rows = each * dims.own.streams
+    shapes = {"fn": (rows, dims.own.streams * dims.hidden), "base": (rows,), "scale": (scales,)}
+    return at.tensors({prefix + name: shape for name, shape in shapes.items()}, fp32=True)
+
+
+def _compressor(dims: ModelDims, at: NamePrefix, place: str, ratio: int, width: int) -> tuple[ParamMapping, ...]:
+    """What makes one key of `ratio` tokens; where the windows of two keys overlap, it is twice as wide."""
+    rows, name = 2 * width if ratio == _SPARSE else width, f"{place}compressor."
+    weights = {"wkv": (rows, dims.hidden), "wgate": (rows, dims.hidden), "norm": (width,)}
+    return (
+        *at.tensors({f"{name}ape": (ratio, rows)}, fp32=True),
+        *at.tensors({f"{name}{part}.weight": shape for part, shape in weights.items()}),
+    )
+
+
+def _indexer(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
+    """What chooses among the compressed keys, by keys of its own."""
+    name, own = "attn.indexer.", dims.own
+    queries = {f"{name}wq_b.weight": (own.index_heads * own.index_dim, own.query_rank)}
+    return (
+        *at.tensors({**queries, f"{name}weights_proj.weight": (own.index_heads, dims.hidden)}),
+        *_compressor(dims, at, name, _SPARSE, own.index_dim),
+    )
+
+
+def _bias(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
+    """Of a router that no table replaces."""
+    return at.tensors({"ffn.gate.bias": (dims.experts,)}, fp32=True)
+
+
+def _sglang_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """SGLang and vLLM read the layers' kinds under the names of the release alone."""
+    dims = read_dims(text)
+    ratios = [*dims.own.ratios, *[_WINDOW] * dims.mtp_layers]
+    return {"compress_ratios": ratios, "num_hash_layers": len(dims.own.hashed), "topk_method": "noaux_tc"}
+
+
+def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
+    """The multi-token prediction layer, where the config promises one. Its joining projections are in FP8 too."""
+    at = "mtp.0."
+    own = (f"{at}e_proj", f"{at}h_proj")
+    return (Draft(at, "model.decoder.", r"re:mtp\..*", at, "", own=own),) * bool(
+        layer_count(text, "num_nextn_predict_layers")
+    )
+
+
+# What compresses keys, and weighs heads of the indexer: in BF16 in every release, and engines ask no list about it.
+_KEPT = (".compressor.wkv", ".compressor.wgate", ".indexer.weights_proj")
+_MLP = (("w1", "gate_up_proj"), ("w3", "gate_up_proj"), ("w2", "down_proj"))
+_IN_SGLANG = (("attn", "self_attn"), ("ffn", "mlp"), ("wq_a", "wqkv_a"), ("wkv", "wqkv_a"), *_MLP)
+_IN_VLLM = (("wq_a", "fused_wqa_wkv"), ("wkv", "fused_wqa_wkv"), *_MLP)
+FAMILIES = (
+    ModelFamily(
+        ("deepseek_v4",),
+        ("DeepseekV4ForCausalLM",),
+        read_dims,
+        mappings,
+        release=Release(
+            root="",
+            head="head",
+            moe="ffn",
+            experts=W1_W3_W2,
+            drafts=_drafts,
+            own_tree=True,
+            kept=_KEPT,
+            fp8_only=True,
+            stated={"expert_dtype": "fp8"},  # vLLM takes experts in MXFP4 without it
+        ),
+        spellings={
+            "model.hc_head.hc_fn": "transformers' own modules",
+            "model.hc_head_fn": "the modules of SGLang and miles",
+        },
+        engines={
+            "sglang": EngineClass(root=("layers.", "model.layers."), inside=_IN_SGLANG, keys=_sglang_keys),
+            "vllm": EngineClass(inside=_IN_VLLM, cache_dtype="fp8"),
+        },
+        unwitnessed=Unwitnessed(
+            "megatron-core 0.19 has no compressed attention, hyper-connections or tables of experts", None
+        ),
+    ),
+)
