@@ -20,7 +20,8 @@ import ckptkit
 from ckptkit import CkptkitError
 from ckptkit.app.cli import _MODULES
 from verify.check import all_checks
-from verify.triage.scan import TABLE, Found
+from verify.triage.scan import Found
+from verify.triage.symptom import TABLE
 from verify.triage.triage import Triage, lines, triage
 
 PREFIX = "\x1b[36m(MegatronTrainRayActor pid=4711, ip=10.0.0.7)\x1b[0m "
