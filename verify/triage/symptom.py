@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,11 @@ NEAR = 100  # lines: a traceback of a deep call, twice, since ranks print into e
 
 
 def _read_table() -> tuple[Symptom, ...]:
-    rows = tomllib.loads(files("verify.triage").joinpath("symptoms.toml").read_text())["symptom"]
-    return tuple(
-        Symptom(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
-        for row in rows
-    )
+    table = []
+    for row in tomllib.loads(files("verify.triage").joinpath("symptoms.toml").read_text())["symptom"]:
+        fields: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in row.items()}
+        table.append(Symptom(**fields))
+    return tuple(table)
 
 
 TABLE = _read_table()

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from verify.launch.job import Launch
-from verify.launch.settings.config import Config, UnresolvedError
-from verify.launch.settings.hydra_value import hydra_value
-from verify.launch.settings.overrides import applied
-from verify.launch.settings.yaml_tree import Tree, parse
+from verify.launch.settings.config import Config, Tree, UnresolvedError, parse
+from verify.launch.settings.overrides import applied, hydra_value
 from verify.launch.stacks.which import read_job
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 

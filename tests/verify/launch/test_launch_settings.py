@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.settings.config import Config, UnresolvedError
+from verify.launch.settings.config import Config, UnresolvedError, parse, read_yaml
 from verify.launch.settings.files import compose
 from verify.launch.settings.overrides import applied, flat, is_override
-from verify.launch.settings.yaml_tree import parse, read_yaml
 from verify.launch.words import UnresolvedWord, Word
 
 TEXT = """

@@ -99,4 +99,4 @@ def test_processes_of_a_launcher_are_the_world_size(command: str, is_found: bool
     script.write_text(f"G=4\nARGS=(--nproc_per_node 8 --nnodes 1)\n{command} pretrain_gpt.py {PIPELINE}\n")
     report = preflight(hf_checkpoint=tmp_path, text=read_script(script, environment={}))
     found = [one for one in report.findings if one.code == "CK722"]
-    assert [one.actual for one in found] == [f"world size 8 (processes started at {script}:3)"] * is_found
+    assert [one.actual for one in found] == [f"8 GPUs: processes started at {script}:3"] * is_found

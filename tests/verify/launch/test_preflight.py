@@ -330,7 +330,7 @@ def test_sizes_that_do_not_divide_name_file_and_line(releases: PathOf, converted
     job = "actor_num_nodes and actor_num_gpus_per_node at line 2, tensor_model_parallel_size at line 3"
     assert (
         "CK722",
-        f"a multiple of TP x PP x CP = 4 x 1 x 1 = 4 GPUs ({job}, expert_model_parallel_size at line 5)",
+        f"GPUs of the actor that divide by tp x pp x cp = 4 x 1 x 1 = 4 ({job}, expert_model_parallel_size at line 5)",
     ) in expected
     engine = "rollout_num_gpus_per_engine at line 4"
     assert ("CK722", f"num_key_value_heads that divides 5 ranks, or is divided by them ({engine})") in expected

@@ -24,7 +24,7 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
-from verify.launch.settings.yaml_tree import Tree
+from verify.launch.settings.config import Tree
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, STEP, hf_side, iterations_in, teacher_sides
 from verify.launch.stacks.settings import Settings

@@ -11,8 +11,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.hub_cache import hub_model
 from verify.issue import Issue
-from verify.launch.settings.config import Config, UnresolvedError
-from verify.launch.settings.yaml_tree import Tree
+from verify.launch.settings.config import Config, Tree, UnresolvedError
 from verify.launch.words import Word, is_new_at_start
 from verify.report import Severity
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
-from verify.launch.settings.yaml_tree import Tree
+from verify.launch.settings.config import Tree
 from verify.launch.sides import Side
 from verify.launch.stacks import roll, verl
 from verify.launch.stacks.directories import LOAD, hf_side, teacher_sides, torch_dist_side

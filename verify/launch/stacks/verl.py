@@ -7,21 +7,22 @@ need_reference_policy, _load_checkpoint), `utils/checkpoint/` and the YAML files
 - The reference exists for a KL term only. It takes its sizes from the actor, but not `use_dist_checkpointing`.
 - The rollout engine has config and tokenizer from `model.path`, its weights from the actor (`load_format: dummy`).
 - `resume_mode: auto` follows the tracker of `default_local_dir` to `global_step_N`. Where either is missing, the run
-  starts from the beginning silently.
+  starts from the beginning silently. Source: `trainer/ppo/ray_trainer.py` (_load_checkpoint).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.speculative import Speculation, of_settings
-from verify.launch.sides import ENGINE, Side, path_issue
+from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, REF, STEP, given, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import (
@@ -36,7 +37,6 @@ from verify.launch.stacks.sizes import (
     places,
     server_named,
 )
-from verify.launch.stacks.verl_steps import Resumed, resumed_step
 
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
@@ -365,3 +365,73 @@ STACK = Stack(
     own=OWN,
     groups=GROUPS,
 )
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The step that a run goes on from: its directory, None where it starts anew, and why."""
+
+    path: Path | None
+    why: str
+    issues: tuple[PathIssue, ...] = ()
+    stops: bool = False
+
+
+def resumed_step(settings: Settings) -> Resumed:
+    """What a run resumes, by its settings and the files that are there."""
+    mode = settings.text("trainer.resume_mode", "auto")
+    if mode == "resume_path":
+        return _resumed_path(settings)
+    if mode != "auto":
+        return Resumed(None, f"trainer.resume_mode is {mode}")
+    key = "trainer.default_local_dir"
+    project, experiment = "trainer.project_name", "trainer.experiment_name"
+    own = settings.is_new(key) or not settings.resolved(key) or settings.word(key) is not None
+    if new := next((one for one in ([key] if own else [project, experiment]) if settings.is_new(one)), None):
+        return Resumed(None, f"{new} has the time of the start in it, so its directory is new")
+    if not settings.resolved(key):
+        return Resumed(None, f"{key} is not known")
+    names = ("", "") if own else (settings.text(project, "verl_examples"), settings.text(experiment, "gsm8k"))
+    root = Path(settings.text(key) or f"checkpoints/{names[0]}/{names[1]}")
+    place = settings.place(key)
+    steps = _steps(root)
+    if not (root / TRACKER).is_file():
+        if not steps:
+            return Resumed(None, f"resume_mode auto finds no tracker in {root}")
+        actual = f"{', '.join(steps)} but no tracker, so verl starts from the beginning silently"
+        hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
+        issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, about=LOAD)
+        return Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
+    named = tracker_text(root)
+    if not (named.isdecimal() and len(named) < 10):
+        hint = "write the number of a step that is there"
+        issue = path_issue(place, root / TRACKER, "the number of a step", f"{named!r}", hint, about=LOAD)
+        return Resumed(None, f"{root / TRACKER} says {named!r}, at which verl stops", (issue,), stops=True)
+    path = root / f"global_step_{int(named)}"
+    if path.exists():
+        return Resumed(path, f"the tracker of {key} says {named}")
+    actual = f"only {', '.join(steps) or 'nothing'}, so verl starts from the beginning silently"
+    hint = "write the number of a step that is there into the tracker"
+    issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, about=STEP)
+    return Resumed(None, f"the tracker says {named}, but {path.name} is not there", (issue,))
+
+
+def _resumed_path(settings: Settings) -> Resumed:
+    key = "trainer.resume_from_path"
+    word = settings.word(key)
+    if not settings.resolved(key):
+        return Resumed(None, f"{key} is not known")
+    path = Path(word.text) if word else Path()
+    number = path.name.rpartition("global_step_")[2]
+    if word and "global_step_" in word.text and number.isdecimal() and path.is_dir():
+        return Resumed(path, f"{key}")
+    there = ", ".join(_steps(path.parent)) or "nothing" if word else ""
+    actual = "no such setting" if word is None else "another name" if path.is_dir() else f"not there; beside it {there}"
+    expected, hint = "a directory global_step_N that is there", "choose a step that is there"
+    issue = path_issue(settings.place(key), path, expected, actual, hint, about=STEP)
+    return Resumed(None, f"verl stops: {key} {path} is not a step of a run", (issue,), stops=True)
+
+
+def _steps(root: Path) -> list[str]:
+    names = [path.name for path in root.glob("global_step_*")] if root.is_dir() else []
+    return sorted(names, key=lambda name: (len(name), name))

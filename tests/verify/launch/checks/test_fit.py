@@ -15,7 +15,7 @@ from support.launch_scripts import quantized_launch, write_config
 
 from converters.config.dims import Mla, ModelDims
 from converters.planner import dims_of
-from verify.launch.checks.fit import engine_fit
+from verify.launch.checks.gpus import engine_fit
 from verify.launch.preflight import preflight
 from verify.launch.stacks.sizes import Cut
 from verify.report import Finding

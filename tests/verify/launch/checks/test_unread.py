@@ -10,7 +10,7 @@ from support.fixture_types import PathOf
 
 from ckptkit.app.cli import cli
 from verify.launch.preflight import preflight
-from verify.launch.unread import overrides, unread
+from verify.launch.stacks.slime.sides import overrides, unread
 
 # As verl's examples launch it.
 VERL = shlex.split(

@@ -19,18 +19,13 @@ from verify.launch.options.names import names, trainer_options
 from verify.launch.options.speculative import of_options
 from verify.launch.sides import Side, is_trained
 from verify.launch.stacks.directories import config_in
+from verify.launch.stacks.sizes import NAMES
 from verify.launch.stacks.slime.combinations import Run, combination_issues
-from verify.launch.stacks.slime.files import role_files
 from verify.launch.stacks.slime.gpus import placement_of
-from verify.launch.stacks.slime.sides import Paths, notes_of, sharing_of, sides_of, unread_of
+from verify.launch.stacks.slime.sides import Paths, notes_of, role_files, sharing_of, sides_of, unread_of
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
-_SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
+_CUTS = ("tp", "pp", "ep", "etp")
 # A launch that gives one of these is of slime, miles or vime.
 _TRAINERS = frozenset(
     {
@@ -60,7 +55,7 @@ def read(launch: Launch) -> Job:
         sides,
         paths.hf,
         sizes=dict.fromkeys(["actor", *(side.role for side in sides)], sizes),
-        sizes_at={name: given.places[one] for name, one in _SIZES.items() if one in given.places},
+        sizes_at={name: given.places[one] for name in _CUTS if (one := NAMES[name]) in given.places},
         sharing=sharing_of(paths, sides),
         placement=placement_of(given, text.words, text.ranks),
         speculation=of_options(given, text.words),
