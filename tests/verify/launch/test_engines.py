@@ -131,21 +131,6 @@ SPECULATIVE = "--sglang-speculative"
             "the draft model /no/such/draft",
         ),
         (
-            "mimo",
-            [f"{SPECULATIVE}-algorithm=EAGLE", f"{SPECULATIVE}-num-draft-tokens", "4"],
-            "--sglang-speculative-num-steps with the width or the tokens of a draft",
-        ),
-        (
-            "mimo",
-            [f"{SPECULATIVE}-algorithm=EAGLE", "--lora-rank", "8"],
-            "NGRAM, the only method that goes with LoRA",
-        ),
-        (
-            "mimo",
-            [f"{SPECULATIVE}-algorithm=EAGLE", "--sglang-pp-size", "2", ENGINE, "2"],
-            "one pipeline stage with speculative decoding",
-        ),
-        (
             "qwen2-untied",
             ["--vllm-speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}'],
             "a model with multi-token prediction layers, or a draft model",

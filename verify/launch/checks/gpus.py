@@ -14,7 +14,6 @@ from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
-from quant.selection.reading import ignored
 from verify.check import Skip, Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -91,13 +90,6 @@ class _Side:
         parts = [name.removeprefix("model.") for name in names if isinstance(name, str) and not name.startswith("re:")]
         return len(parts) < len(names) or not any(set(parts).isdisjoint(_runs(path)) for path in paths)
 
-    def ignored(self, names: Sequence[object]) -> bool:
-        """Whether `ignore` of compressed-tensors may name any of these layers."""
-        ends = ("",) if not self.module.endswith(".experts") else (".0.gate_proj", ".0.up_proj", ".0.down_proj")
-        modules = [f"model.layers.{layer}.{self.module}{end}" for layer in self.layers for end in ends]
-        patterns = [name for name in names if isinstance(name, str)]
-        return len(patterns) < len(names) or bool(ignored(modules, patterns))
-
 
 def _runs(path: str) -> set[str]:
     """Every run of whole dotted parts of a name."""
@@ -110,61 +102,25 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Is
     quantization = _ONLINE_FP8 if cut.online_fp8 else quantization_of(config)
     if not isinstance(quantization, Mapping):
         return
-    packed = quantization.get("quant_method") == "compressed-tensors"
-    form, block = ("FP8", _packed_block(quantization)) if packed else _block(quantization, cut)
+    block = quantization.get("weight_block_size") if quantization.get("quant_method") == "fp8" else None
     if not isinstance(block, list) or len(block) != 2 or any(type(side) is not int or side < 1 for side in block):
         return
-    keys = ("ignore",) if packed else ("modules_to_not_convert", "ignored_layers")
-    keys = ("ignore", "exclude_modules") if form == "NVFP4" else keys
+    keys = ("modules_to_not_convert", "ignored_layers")
     names = [name for key in keys for name in _listed(quantization.get(key))]
-    layers = quantization.get("quantized_layers")
     found = set[str]()
-    for side in _sides(dims, cut, strict=packed):
+    for side in _sides(dims, cut):
         size = block[side.columns]
-        kept = side.ignored(names) if packed else side.plain(names)
-        if form == "NVFP4":  # neither engine looks at the experts'
-            kept |= side.module == "mlp.experts" or (isinstance(layers, Mapping) and not side.plain(list(layers)))
-        if side.layers and size > 1 and side.what not in found and side.broken_by(size) and not kept:
+        is_broken = side.layers and size > 1 and side.broken_by(size) and not side.plain(names)
+        if is_broken and side.what not in found:
             found.add(side.what)
             ranks = f"each of {side.share} ranks" if side.share > 1 else "one rank"
-            expected = f"{side.what} whose part on {ranks} divides by the {form} block of {size}"
+            expected = f"{side.what} whose part on {ranks} divides by the FP8 block of {size}"
             hint = f"serve with fewer tensor parallel ranks, or more {cut.ep_option}"
-            finer = cut.by == "vllm" and not packed and side.is_finer(block, dims.hidden)
+            finer = cut.by == "vllm" and side.is_finer(block, dims.hidden)
             hint += "; vLLM 0.33 takes it, by finer blocks for Triton's kernels" if finer else ""
             severity: Severity = "warning" if finer else "error"
             actual = f"{side.what} = {side.size}, {side.size / side.share:g} a rank"
             yield Issue(expected, actual, hint, severity=severity)
-
-
-def _block(quantization: Mapping[str, Any], cut: Cut) -> tuple[str, object]:
-    """A format that the engine refuses to cut through, and the rows and columns of its block; None of any other.
-
-    Of MXFP8 SGLang 0.5.16 asks as of FP8 (`Fp8Config.from_config`). Of ModelOpt's NVFP4 it refuses inputs of a linear
-    layer that 16 does not divide (`ModelOptFp4LinearMethod.create_weights`), as vLLM's class of that name does, which
-    was read and not run.
-    """
-    method, algorithm = quantization.get("quant_method"), str(quantization.get("quant_algo")).upper()
-    if method == "mxfp8":
-        return "MXFP8", [1, 32] if cut.by == "sglang" else None
-    if method == "modelopt" and ("NVFP4" in algorithm or _all_nvfp4(quantization.get("quantized_layers"))):
-        return "NVFP4", [1, 16]
-    return "FP8", quantization.get("weight_block_size") if method == "fp8" else None
-
-
-def _all_nvfp4(layers: object) -> bool:
-    """Whether modules are quantized one by one, and all to NVFP4."""
-    several = list(layers.values()) if isinstance(layers, Mapping) else []
-    return bool(several) and all(isinstance(one, Mapping) and "NVFP4" in str(one.get("quant_algo")) for one in several)
-
-
-def _packed_block(quantization: Mapping[str, Any]) -> object:
-    """Those of compressed-tensors' only group, which is in FP8; None of any other."""
-    groups = quantization.get("config_groups")
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    if len(weights) != 1 or not isinstance(weights[0], Mapping) or weights[0].get("num_bits") != 8:
-        return None
-    found = weights[0]
-    return found.get("block_structure") if (found.get("type"), found.get("strategy")) == ("float", "block") else None
 
 
 def _listed(entries: object) -> list[object]:
@@ -172,19 +128,17 @@ def _listed(entries: object) -> list[object]:
     return list(entries) if isinstance(entries, list) else [None] if entries else []
 
 
-def _sides(dims: ModelDims, cut: Cut, *, strict: bool) -> Iterator[_Side]:
-    """The sides that SGLang or vLLM holds against the block. `strict`: as both do for compressed-tensors.
+def _sides(dims: ModelDims, cut: Cut) -> Iterator[_Side]:
+    """The sides that SGLang or vLLM holds against the block.
 
     Of weights that are read as one, q, k and v or gate and up, SGLang holds the rows of each, on a single rank too;
-    vLLM lets them pass, but for compressed-tensors. Otherwise both look at what tensor parallel ranks cut, SGLang, but
-    for compressed-tensors, only where all of them do.
+    vLLM lets them pass. Otherwise both look at what tensor parallel ranks cut, SGLang only where all of them do.
 
     Source: SGLang's `Fp8LinearMethod.validate_block_quant_shapes` and `Fp8MoEMethod.create_weights`; vLLM's
-    `_maybe_allow_fp8_block_shape_mismatch`, which asks for a `weight_block_size` that its config of compressed-tensors
-    lacks; the `validate_fp8_block_shape` of both.
+    `_maybe_allow_fp8_block_shape_mismatch`; the `validate_fp8_block_shape` of both.
     """
-    merged, every = cut.by == "sglang" or strict, cut.by == "vllm" or strict
-    yield from _attention(dims, cut.attention or cut.ranks, merged, every or (cut.attention or cut.ranks) == cut.ranks)
+    merged, every, attention = cut.by == "sglang", cut.by == "vllm", cut.attention or cut.ranks
+    yield from _attention(dims, attention, merged, every or attention == cut.ranks)
     if cut.dense:
         dense = _Side("intermediate_size", dims.ffn, cut.dense, dims.dense, "mlp.gate_proj")
         if merged:
@@ -204,14 +158,10 @@ def _attention(dims: ModelDims, ranks: int, merged: bool, whole: bool) -> Iterat
     if dims.mla:
         mla, heads = dims.mla, f"num_attention_heads {dims.heads} x"
         query = f"{heads} (qk_nope_head_dim {mla.nope} + qk_rope_head_dim {mla.rope})"
+        value = f"qk_nope_head_dim {mla.nope} + v_head_dim {mla.value}"
         sides = [
             (query, dims.heads * (mla.nope + mla.rope), "q_b_proj" if mla.q_rank else "q_proj", False),
-            (
-                f"{heads} (qk_nope_head_dim {mla.nope} + v_head_dim {mla.value})",
-                dims.heads * (mla.nope + mla.value),
-                "kv_b_proj",
-                False,
-            ),
+            (f"{heads} ({value})", dims.heads * (mla.nope + mla.value), "kv_b_proj", False),
             (f"{heads} v_head_dim {mla.value}", dims.heads * mla.value, "o_proj", True),
         ]
         for what, size, name, columns in sides if whole else ():

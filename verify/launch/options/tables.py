@@ -145,7 +145,6 @@ RUN: Mapping[str, tuple[str, Kind]] = {
         *("rollout-batch-size", "n-samples-per-prompt", "global-batch-size", "micro-batch-size", "num-rollout"),
         *("num-steps-per-rollout", "over-sampling-batch-size", "num-epoch", "start-rollout-id", "lora-rank"),
         *("multi-lora-n-adapters", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
-        *("sglang-speculative-num-steps", "sglang-speculative-eagle-topk", "sglang-speculative-num-draft-tokens"),
     ),
     **_named(float, "eps-clip"),
     **_named(
