@@ -22,6 +22,7 @@ from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.speculative import Speculation, of_settings
+from verify.launch.settings.config import Tree
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, REF, STEP, given, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.settings import Settings
@@ -435,3 +436,62 @@ def _resumed_path(settings: Settings) -> Resumed:
 def _steps(root: Path) -> list[str]:
     names = [path.name for path in root.glob("global_step_*")] if root.is_dir() else []
     return sorted(names, key=lambda name: (len(name), name))
+
+
+# Supervised fine-tuning, which has no rollout. Source: verl `trainer/sft_trainer.py`,
+# `utils/checkpoint/checkpoint_handler.py` and `trainer/config/`. Its model is loaded as an actor's is.
+_TUNED = "model.path"
+# The ranks that share a sequence, of the engines fsdp and veomni.
+_SEQUENCE = ("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size")
+_TUNED_ELSEWHERE = re.compile(
+    r"^model\.(?:lora_adapter_path|hf_config_path|override_config)|\.override_mcore_model_config\."
+)
+
+
+def read_sft(launch: Launch) -> Job:
+    """The job of a launch of fine-tuning. Raises CkptkitError for values that are not numbers or truth values."""
+    settings, ranks = launch.settings, launch.text.ranks
+    is_chosen = any(word.text.startswith("engine") and "megatron" in word.text for word in settings.groups)
+    megatron = is_chosen or settings.text("engine.strategy") == "megatron"
+    key = "engine.dist_checkpointing_path"
+    word = settings.word(key)
+    if megatron and settings.switch("engine.use_dist_checkpointing") and word:
+        side: Side | None = torch_dist_side("actor", settings.place(key), Path(word.text), key, LOAD)
+    else:
+        side = hf_side("actor", settings, _TUNED, f"{_TUNED}, through a bridge" if megatron else _TUNED)
+    _resumes_elsewhere(settings)
+    settings.not_looked_at(_TUNED_ELSEWHERE)
+    sizes = Sizes.read(settings, lambda name: f"engine.{name}") if megatron else None
+    gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
+    if sizes:
+        placement = Placement((sizes.group("actor", gpus),))
+    else:
+        key = next((one for one in _SEQUENCE if settings.word(one) is not None), _SEQUENCE[0])
+        shared, at = settings.size(key), settings.place(key)
+        products = ((key.partition(".")[2], (shared,)),) if shared else ()
+        cuts = (Cut("actor", "ulysses", shared, at),) if shared and shared > 1 else ()
+        placement = Placement((Group("actor", gpus, products, at if cuts else ""),), cuts=cuts)
+    return Job(
+        SFT,
+        sides=(side,) if side else (),
+        hf=settings.model(_TUNED),
+        sizes={"actor": sizes.arguments(LaunchArguments())} if sizes else {},
+        placement=placement,
+    )
+
+
+def _resumes_elsewhere(settings: Settings) -> None:
+    """Says that a run goes on from steps that are there, whose layout is not looked at."""
+    if settings.text("trainer.resume_mode", "auto") == "disable":
+        return
+    word = settings.word("trainer.resume_from_path") or settings.word("trainer.default_local_dir")
+    if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
+        settings.unread.append(f"{word.place}: {word.text}: the step that the run goes on from is not looked at")
+
+
+def _fits_sft(tree: Mapping[str, Tree]) -> bool:
+    model = tree.get("model")
+    return isinstance(model, dict) and "path" in model and {"data", "trainer"} <= tree.keys()
+
+
+SFT = replace(STACK, read=read_sft, fits=_fits_sft, models=frozenset({_TUNED}))
