@@ -117,23 +117,6 @@ def test_launch_input_that_never_ends_is_refused(make: Callable[[Path], None], t
             triage([path])
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)), "50000 values"),
-        ("a: " + "[" * 5_000, "more than 64 levels"),
-        ("a: " + "{b: " * 5_000, "more than 64 levels"),
-        ("a: &a [*a]", "the alias \\*a stands for nothing before it"),
-        ("a: \0", "."),
-        ("? [a]\n: b", "a key that is not a word"),
-    ],
-)
-def test_yaml_made_to_fill_memory_is_refused(text: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(text)
-    with pytest.raises(CkptkitError, match=why):
-        read_yaml(tmp_path / "job.yaml")
-
-
 def test_defaults_that_name_each_other_many_times_are_refused(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number}.yaml").write_text(f"defaults: [{number + 1}.yaml, {number + 1}.yaml]\n")

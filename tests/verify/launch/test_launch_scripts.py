@@ -82,61 +82,30 @@ def test_mtp_layers_that_a_launch_leaves_out_are_a_note(configs: PathOf, tmp_pat
 
 
 # Family, what is replaced in its scripts, by what, and what must be said: expected, actual and where it is written.
+# One row for each way in which an argument comes to its value; `test_megatron_options.py` has the defaults of all.
 MODEL = [
     ("qwen2", "--num-layers 28", "--num-layers 24", "num_layers = 28", "num_layers = 24", "models/qwen2.sh:5"),
     ("qwen2", "WIDTH=3584", "WIDTH=4096", "hidden_size = 3584", "hidden_size = 4096", "models/qwen2.sh:3"),
-    ("qwen2", "18944", "18432", "ffn_hidden_size = 18944", "ffn_hidden_size = 18432", "models/qwen2.sh:5"),
-    ("qwen2", "1000000", "10000", "rotary_base = 1000000", "rotary_base = 10000", "models/qwen2.sh:8"),
-    ("qwen2", "1e-06", "1e-05", "norm_epsilon = 1e-06", "norm_epsilon = 1e-05", "models/qwen2.sh:9"),
-    ("qwen2", " --add-qkv-bias", "", "add_qkv_bias = True", "add_qkv_bias = False", "models/qwen2.sh:4"),
     ("qwen2", " --disable-bias-linear", "", "add_bias_linear = False", "add_bias_linear = True", "by default"),
-    ("qwen2", "152064", "151936", "vocab_size = 152064", "vocab_size = 151936", "models/qwen2.sh:10"),
     ("qwen2", " --untie-embeddings-and-output-weights", "", "weights = True", "weights = False", "by default"),
     ("qwen2", "RMSNorm", "LayerNorm", "normalization = RMSNorm", "normalization = LayerNorm", "models/qwen2.sh:9"),
-    ("qwen2", "--swiglu", "", "swiglu = True", "swiglu = False", "by default"),
     ("qwen2", "embedding-type rope", "embedding-type none", "type = rope", "type = none", "models/qwen2.sh:8"),
     ("qwen3", "THETA:-1000000", "THETA:-10000", "rotary_base = 1000000", "rotary_base = 10000", "models/qwen3.sh:3"),
-    ("qwen3", '  --rotary-base "${BASE}"\n', "", "rotary_base = 1000000", "rotary_base = 10000", "by default"),
     ("qwen3", "  --group-query-attention\n", "", "num_query_groups = 8", "num_query_groups = 32", "models/qwen3.sh:9"),
-    ("qwen3", "  --num-query-groups 8\n", "", "num_query_groups = 8", "num_query_groups = 1", "models/qwen3.sh:9"),
     ("qwen3", "  --kv-channels 128\n", "", "kv_channels = 128", "kv_channels = 80", "models/qwen3.sh:6"),
-    ("qwen3", "  --qk-layernorm\n", "", "qk_layernorm = True", "qk_layernorm = False", "by default"),
-    ("qwen3", "heads 32", "heads 16", "num_attention_heads = 32", "num_attention_heads = 16", "models/qwen3.sh:8"),
-    ("qwen3", "--norm-epsilon 1e-6", "", "norm_epsilon = 1e-06", "norm_epsilon = 1e-05", "by default"),
-    ("qwen3", "--swiglu", "--swiglu --rotary-percent 0.5", "rotary_percent = 1.0", "rotary_percent = 0.5", ":13"),
-    ("qwen3", "--swiglu", "--swiglu --rotary-interleaved", "interleaved = False", "interleaved = True", ":13"),
-    ("qwen3", "--swiglu", "--swiglu --apply-layernorm-1p", "layernorm_1p = False", "layernorm_1p = True", ":13"),
     ("qwen3", "--swiglu", "--swiglu --mtp-num-layers 1", "mtp_num_layers = 0", "mtp_num_layers = 1", ":13"),
-    ("qwen3", "--swiglu", "--swiglu --use-rope-scaling", "rope_scaling = False", "rope_scaling = True", ":13"),
     ("qwen3", "1000000}", "1e6}", "--rotary-base with a whole number", "--rotary-base 1e6", "models/qwen3.sh:3"),
-    ("qwen3_moe", "--num-experts 128", "--num-experts 64", "num_experts = 128", "num_experts = 64", ":15"),
-    ("qwen3_moe", "topk 8", "topk 4", "moe_router_topk = 8", "moe_router_topk = 4", "models/qwen3_moe.sh:16"),
     ("qwen3_moe", "--moe-router-topk 8 ", "", "moe_router_topk = 8", "moe_router_topk = 2", "by default"),
-    ("qwen3_moe", "768", "1536", "moe_ffn_hidden_size = 768", "moe_ffn_hidden_size = 1536", ":16"),
-    ("qwen3_moe", "function softmax", "function sigmoid", "function = softmax", "function = sigmoid", ":16"),
     ("qwen3_moe", "layer = 0;", "layer = 1;", "48 MoE layers", "47 MoE layers", "models/qwen3_moe.sh:8"),
     ("qwen3_moe", '"$FREQ"', "2", "0 dense layers, then 48 MoE", "[1, 0, 1, 0", "models/qwen3_moe.sh:15"),
-    ("qwen3_moe", "--num-query-groups 4", "--num-query-groups 8", "groups = 4", "groups = 8", ":11"),
-    ("qwen3_moe", "--swiglu", "--swiglu --moe-router-pre-softmax", "softmax = False", "softmax = True", ":12"),
     ("glm4_moe", "DENSE=3 MOE=89", "DENSE=1 MOE=91", "3 dense layers, then 89", "1 dense layers, then 91", ":11"),
-    ("glm4_moe", "--rotary-percent 0.5 ", "", "rotary_percent = 0.5", "rotary_percent = 1.0", "by default"),
-    ("glm4_moe", "scaling-factor 2.5", "scaling-factor 1.0", "factor = 2.5", "factor = 1.0", "models/glm4_moe.sh:14"),
     ("glm4_moe", "  --moe-router-enable-expert-bias", "", "expert_bias = True", "expert_bias = False", "by default"),
     ("glm4_moe", "$((1 * EXPERT))", "$((2 * EXPERT))", "size = 1536", "size = 3072", "models/glm4_moe.sh:12"),
-    ("glm4_moe", "--moe-router-score-function sigmoid", "", "function = sigmoid", "function = softmax", "by default"),
-    ("glm4_moe", "--qk-layernorm ", "", "qk_layernorm = True", "qk_layernorm = False", "by default"),
     ("deepseek_v3", "layers 3 61", "layers 1 61", "3 dense layers, then 58", "1 dense layers, then 60", ":20"),
     ("deepseek_v3", "--q-lora-rank 1536 ", "", "q_lora_rank = 1536", "q_lora_rank = nothing", "by default"),
-    ("deepseek_v3", "--kv-lora-rank 512", "--kv-lora-rank 256", "kv_lora_rank = 512", "kv_lora_rank = 256", ":18"),
-    ("deepseek_v3", "--v-head-dim 128", "--v-head-dim 192", "v_head_dim = 128", "v_head_dim = 192", ":19"),
-    ("deepseek_v3", "factor 40", "factor 32", "scaling_factor = 40", "scaling_factor = 32", "models/deepseek_v3.sh:16"),
     ("deepseek_v3", "--rotary-scaling-factor 40", "", "rope_type = yarn", "rope_type = rope", "by default"),
-    ("deepseek_v3", "--mscale-all-dim 1.0", "", "mscale_all_dim = 1.0", "mscale_all_dim = 0.0", "by default"),
-    ("deepseek_v3", "group-topk 4", "group-topk 8", "group_topk = 4", "group_topk = 8", "models/deepseek_v3.sh:23"),
     ("deepseek_v3", "--multi-latent-attention", "", "attention = True", "attention = False", "by default"),
-    ("llama", "500000", "10000", "rotary_base = 500000", "rotary_base = 10000", "models/llama.sh:5"),
     ("llama", " --use-rope-scaling", "", "use_rope_scaling = True", "use_rope_scaling = False", "by default"),
-    ("llama", "--kv-channels 128", "--kv-channels 64", "kv_channels = 128", "kv_channels = 64", "models/llama.sh:4"),
 ]
 
 
@@ -227,15 +196,7 @@ LAUNCHES = [
     ("qwen3", "GPUS \\\n", "GPUS \\\n  # --colocate \\\n", "CK721", "error", "comment", "begins with --rollout-batch"),
     ("qwen3", "${PARALLEL[@]}", "${PARALEL[@]}", "CK721", "error", "${PARALLEL[@]}", "${PARALEL[@]} is set nowhere"),
     ("qwen3", "  --ref-load ROOT", "  --ref-load ROOT/nowhere", "CK712", "error", "--ref-load", "no such directory"),
-    (
-        "qwen3",
-        "  # --load /runs/old",
-        "  --load ROOT/none",
-        "CK711",
-        "warning",
-        "--load",
-        "no such directory",
-    ),
+    ("qwen3", "  # --load /runs/old", "  --load ROOT/none", "CK711", "warning", "--load", "no such directory"),
     (
         "qwen3",
         "  # --load /runs/old",
@@ -316,20 +277,6 @@ def test_example_of_the_site_is_what_is_found(
     hold_example(code, next(one for one in launch_findings(script) if one.code == code))
 
 
-def test_fp8_blocks_that_the_ranks_of_an_engine_cut_through_are_found(configs: PathOf, tmp_path: Path) -> None:
-    """768 rows of an expert over 8 ranks are 96; with experts spread over 8 ranks they stay whole."""
-    root = write_config(tmp_path / "hf", "qwen3_moe")
-    config = json.loads((root / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (root / "config.json").write_text(json.dumps(config))
-    whole = write_launch(tmp_path / "a", "qwen3_moe", root)
-    assert [one for one in of_launch(preflight(script=whole)) if one.code == "CK722"] == []
-    cut = write_launch(tmp_path / "b", "qwen3_moe", root, change=lambda text: text.replace("--sglang-ep-size 8", ""))
-    (found,) = [one for one in of_launch(preflight(script=cut)) if one.code == "CK722"]
-    assert "8 ranks divides by the FP8 block of 128" in found.expected
-    assert found.actual == "moe_intermediate_size = 768, 96 a rank"
-
-
 # What cannot be told before the script runs, and what the report says of it.
 UNKNOWN = [
     ("--num-layers 36", "--num-layers $(cat layers)", "--num-layers $(cat layers)"),
@@ -394,22 +341,13 @@ HOSTILE = [
     "bash -c 'touch ROOT/ran'",
     "cat <(touch ROOT/ran)",
     "while true; do touch ROOT/ran; done",
-    "source /dev/zero",
-    "source /proc/kmsg",
     "while :; do X+=(1); done",
     "for ((;;)); do X=$X$X; done",
-    "f() { f; }; f",
     "f() { f & f; }; f",
-    "X=xxxxxxxxxxxxxxxx; while true; do X=$X$X; done",
-    "for i in 1; do source ROOT/run.sh; done",
     "eval 'eval \"eval x\"'",
     "trap 'touch ROOT/ran' EXIT",
-    "A=$((9**9**9)); B=$((1<<999999999))",
-    "printf '%999999999d' 1",
-    "x=" + "$(" * 200 + ")" * 200,
     "((" * 500,
     "if true; then " * 300,
-    "X={1..999999999}",
 ]
 
 
@@ -469,10 +407,7 @@ def test_bridge_mode_takes_the_model_from_config(configs: PathOf, tmp_path: Path
 @pytest.mark.parametrize("words", ['--spec "plugins.spec" "make_spec"', "--custom-model-provider-path plugins.make"])
 def test_modules_that_build_the_model_are_said_not_to_be_judged(words: str, configs: PathOf, tmp_path: Path) -> None:
     script = write_launch(
-        tmp_path,
-        "qwen3",
-        configs("qwen3"),
-        change=lambda text: text.replace("--swiglu", f"--swiglu {words}"),
+        tmp_path, "qwen3", configs("qwen3"), change=lambda text: text.replace("--swiglu", f"--swiglu {words}")
     )
     report = preflight(script=script)
     assert of_launch(report) == []

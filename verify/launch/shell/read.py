@@ -68,11 +68,7 @@ def read_script(
 
 
 def read_command(
-    text: str,
-    variables: Mapping[str, tuple[Value, ...]],
-    script: Path,
-    line: int,
-    environment: Mapping[str, str],
+    text: str, variables: Mapping[str, tuple[Value, ...]], script: Path, line: int, environment: Mapping[str, str]
 ) -> LaunchText:
     """What one command gives to its trainer, which a program at `script:line` would run with these variables."""
     shell = Shell(script, Path.cwd(), environment, script=script)

@@ -358,14 +358,7 @@ def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgumen
     return side, engine_of(name, tp, pp, ep), group, cuts
 
 
-STACK = Stack(
-    "verl",
-    read,
-    fits=lambda tree: _AR in tree,
-    models=frozenset({_MODEL}),
-    own=OWN,
-    groups=GROUPS,
-)
+STACK = Stack("verl", read, fits=lambda tree: _AR in tree, models=frozenset({_MODEL}), own=OWN, groups=GROUPS)
 
 
 @dataclass(frozen=True)

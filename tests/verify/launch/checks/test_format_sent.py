@@ -33,10 +33,7 @@ FORMATS = [
     ({**FP8, "activation_scheme": "dynamic", "fmt": "e4m3"}, []),
     ({**FP8, "activation_scheme": "static"}, ["activation_scheme = dynamic, which slime and miles assert"]),
     (FP8, ["activation_scheme = dynamic, which slime and miles assert"]),
-    (
-        {**FP8, "activation_scheme": "dynamic", "fmt": "e5m2"},
-        ["fmt = e4m3, which slime and miles assert"],
-    ),
+    ({**FP8, "activation_scheme": "dynamic", "fmt": "e5m2"}, ["fmt = e4m3, which slime and miles assert"]),
     ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, []),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, []),
     ({"quant_method": "modelopt", "quant_algo": "FP8"}, ["a quant_method that slime or miles packs"]),

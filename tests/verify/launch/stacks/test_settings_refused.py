@@ -53,10 +53,7 @@ ROLL = {
     "adv_estimator": "reinforce",
     "rollout_batch_size": 64,
     "resume_from_checkpoint": False,
-    "actor_train": {
-        "strategy_args": {"strategy_name": "fsdp2_train"},
-        "device_mapping": "list(range(0,8))",
-    },
+    "actor_train": {"strategy_args": {"strategy_name": "fsdp2_train"}, "device_mapping": "list(range(0,8))"},
     "actor_infer": {
         "strategy_args": {
             "strategy_name": "vllm",
