@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.settings.config import Config, UnresolvedError, parse, read_yaml
+from verify.launch.settings.config import Config, UnresolvedError, flat, parse, read_yaml
 from verify.launch.settings.files import compose
-from verify.launch.settings.overrides import applied, flat, is_override
+from verify.launch.settings.overrides import applied, is_override
 from verify.launch.words import UnresolvedWord, Word
 
 TEXT = """

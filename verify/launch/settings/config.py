@@ -62,7 +62,7 @@ class Config:
         node: Tree | None = self.tree if isinstance(self.tree, dict) else dict(self.tree)
         for key in filter(None, prefix.split(".")):
             node = node.get(key) if isinstance(node, dict) else None
-        yield from () if node is None else _keys(node, prefix)
+        yield from () if node is None else (key for key, _ in flat(node, prefix))
 
     def _node(self, keys: tuple[str, ...], depth: int) -> Tree | None:
         node: Tree | None = dict(self.tree)
@@ -166,12 +166,14 @@ def merged(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[str, Tree
     return found
 
 
-def _keys(node: Tree, prefix: str) -> Iterator[str]:
-    if isinstance(node, Word):
-        yield prefix
+def flat(tree: Tree | Mapping[str, Tree], prefix: str = "", *, lists: bool = True) -> Iterator[tuple[str, Word]]:
+    """Every word with its dotted key; those of lists with their index, or not at all."""
+    if isinstance(tree, Word):
+        yield prefix, tree
         return
-    for key, value in node.items() if isinstance(node, dict) else ((str(i), one) for i, one in enumerate(node)):
-        yield from _keys(value, f"{prefix}.{key}" if prefix else key)
+    entries = enumerate(tree if lists else ()) if isinstance(tree, list) else tree.items()
+    for key, value in entries:
+        yield from flat(value, f"{prefix}.{key}" if prefix else str(key), lists=lists)
 
 
 def _absolute(key: str, at: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ replaces an earlier one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from verify.launch.settings.config import NULL, Tree, merged
@@ -49,18 +49,6 @@ def applied(
             continue
         found = _without(found, keys) if match[1] == "~" else _with(found, keys, value)
     return found, groups
-
-
-def flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Word]]:
-    """Every word with its dotted key."""
-    if isinstance(tree, Word):
-        yield prefix, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from flat(value, f"{prefix}.{key}" if prefix else key)
-    else:
-        for index, value in enumerate(tree):
-            yield from flat(value, f"{prefix}.{index}" if prefix else str(index))
 
 
 def _with(tree: Mapping[str, Tree], keys: list[str], value: Tree) -> dict[str, Tree]:

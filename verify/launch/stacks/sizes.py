@@ -36,6 +36,15 @@ class Gpus:
     source: str = ""
     node: int | None = None
 
+    @staticmethod
+    def read(settings: Settings, nodes: str, each: str) -> Gpus:
+        """The nodes under one key times the GPUs of each under another, 8 where that is not given."""
+        sizes = settings.size(nodes), settings.size(each, 8)
+        if sizes[0] is None or sizes[1] is None:
+            return Gpus()
+        source = f"{settings.place(nodes)} {sizes[0]} x {settings.place(each)} {sizes[1]}"
+        return Gpus(sizes[0] * sizes[1], source)
+
 
 @dataclass(frozen=True)
 class Group:

@@ -76,7 +76,7 @@ def read(launch: Launch) -> Job:
     settings = launch.settings
     megatron = _is_megatron(settings)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
-    gpus = _gpus(settings)
+    gpus = Gpus.read(settings, "trainer.nnodes", "trainer.n_gpus_per_node")
     groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
     shared = () if megatron else tuple(_sequences(settings, roles))
     groups += [Group(cut.role, gpus, (("ulysses_sequence_parallel_size", (cut.ranks,)),), cut.where) for cut in shared]
@@ -273,23 +273,12 @@ def _after(settings: Settings, resumed: Resumed, role: str, side: Side, megatron
     return Side(role, None, None, f"verl stops: {path} holds no checkpoint", (*side.issues, issue))
 
 
-def _gpus(settings: Settings) -> Gpus:
-    nodes, each = settings.size("trainer.nnodes"), settings.size("trainer.n_gpus_per_node", 8)
-    if nodes is None or each is None:
-        return Gpus()
-    where = f"{settings.place('trainer.nnodes')} {nodes} x {settings.place('trainer.n_gpus_per_node')} {each}"
-    return Gpus(nodes * each, where)
-
-
 def _rollout_gpus(settings: Settings) -> Gpus | None:
     """The GPUs of a rollout that has its own, as fully_async_policy and one_step_off_policy give it."""
     keys = "rollout.nnodes", "rollout.n_gpus_per_node"
     if all(settings.word(key) is None and settings.resolved(key) for key in keys):
         return None
-    nodes, each = settings.size(keys[0]), settings.size(keys[1], 8)
-    if nodes is None or each is None:
-        return Gpus()
-    return Gpus(nodes * each, f"{settings.place(keys[0])} {nodes} x {settings.place(keys[1])} {each}")
+    return Gpus.read(settings, *keys)
 
 
 def _size_key(settings: Settings, role: str, name: str) -> str:
