@@ -157,64 +157,26 @@ LAUNCHES = [
     ("qwen3_moe", "--moe-permute-fusion", "", "CK719", "warning", "--moe-permute-fusion", "False"),
     ("qwen3", "--context-parallel-size 2", "--context-parallel-size 3", "CK722", "error", "2 x 1 x 3 = 6", "8 GPUs"),
     ("qwen3_moe", "--expert-tensor-parallel-size 1", "", "CK722", "error", "8 x 4 x 1 = 32", "8 GPUs"),
-    ("glm4_moe", "num-nodes 8", "num-nodes 9", "CK722", "error", "16 x 1 x 4 = 64", "72 GPUs"),
-    ("llama", "per-engine 8", "per-engine 6", "CK722", "error", "over 6 ranks", "32"),
-    ("qwen2", "per-engine 4", "per-engine 8", "CK722", "error", "over 8 ranks", "28"),
-    ("qwen2", "per-engine 4", "per-engine 3 --colocate", "CK722", "error", "engine = 3", "8 rollout GPUs"),
+    ("qwen2", "per-engine 4", "per-engine 3 --colocate", "CK722", "error", "engine = 3", "8 GPUs"),
     ("glm4_moe", "--sglang-ep-size 32", "--sglang-ep-size 64", "CK722", "error", "sglang_ep_size = 64", "32 ranks"),
     ("kimi_k2", "16 --sglang-ep-size 16", "20 --sglang-ep-size 20", "CK722", "error", "over 20 ranks", "64"),
     ("glm4_moe", "--sglang-enable-dp-attention", "", "CK722", "error", "dp_size = 4", "does not give it"),
     ("glm4_moe", "--sglang-dp-size 4", "--sglang-dp-size 3", "CK722", "error", "dp_size = 3", "32 ranks"),
     ("qwen3", "per-engine 2", "per-engine 4 --sglang-pp-size 3", "CK722", "error", "pp_size = 3", "engine = 4"),
-    ("qwen2", "pipeline-model-parallel-size 2", "pipeline-model-parallel-size 3", "CK703", "error", "pp = 3", "28"),
     ("qwen2", "tensor-model-parallel-size 4", "tensor-model-parallel-size 8", "CK703", "error", "tp = 8", "28"),
     ("glm4_moe", "parallel-size 16", "parallel-size 64", "CK703", "error", "ep = 64", "160"),
     ("deepseek_v3", "--decoder-last-pipeline-num-layers 13", "", "CK703", "error", "pp = 4", "61"),
     ("qwen3", "--rotary-base", "--rotary-bse", "CK721", "warning", "--rotary-base", "--rotary-bse is not known"),
     ("qwen3", "--kv-channels", "--kv_channels", "CK721", "warning", "--kv-channels", "--kv_channels is not known"),
-    (
-        "qwen3",
-        "--num-query-groups",
-        "--num-query-group",
-        "CK721",
-        "warning",
-        "--num-query-groups",
-        "group is not known",
-    ),
     ("qwen3", "--qk-layernorm", "-qk-layernorm", "CK721", "warning", "--qk-layernorm", "-qk-layernorm is not known"),
-    ("qwen3", "--ref-load", "--ref-laod", "CK721", "warning", "--ref-load", "--ref-laod is not known"),
-    (
-        "qwen3",
-        '"${PATHS[@]}" \\\n',
-        '"${PATHS[@]}"\n',
-        "CK721",
-        "error",
-        "`\\` at the end",
-        "--num-layers, --hidden-size",
-    ),
+    ("qwen3", '"${PATHS[@]}" \\\n', '"${PATHS[@]}"\n', "CK721", "error", "`\\` at the end", "--num-layers, --hidden"),
     ("qwen3", '"${PATHS[@]}" \\\n', '"${PATHS[@]}" \\ \n', "CK721", "error", "no blank", "begins with"),
     ("qwen3", "GPUS \\\n", "GPUS \\\n  # --colocate \\\n", "CK721", "error", "comment", "begins with --rollout-batch"),
     ("qwen3", "${PARALLEL[@]}", "${PARALEL[@]}", "CK721", "error", "${PARALLEL[@]}", "${PARALEL[@]} is set nowhere"),
     ("qwen3", "  --ref-load ROOT", "  --ref-load ROOT/nowhere", "CK712", "error", "--ref-load", "no such directory"),
     ("qwen3", "  # --load /runs/old", "  --load ROOT/none", "CK711", "warning", "--load", "no such directory"),
-    (
-        "qwen3",
-        "  # --load /runs/old",
-        "  --load ROOT/none --ckpt-step 5",
-        "CK713",
-        "error",
-        "--ckpt-step: iter_0000005/ in --load",
-        "no such directory",
-    ),
-    (
-        "qwen3",
-        "--hf-checkpoint ROOT",
-        "--hf-checkpoint ROOT/none",
-        "CK714",
-        "error",
-        "HF directory",
-        "no such directory",
-    ),
+    ("qwen3", "  # --load /runs/old", "  --load ROOT/none --ckpt-step 5", "CK713", "error", "iter_0000005/", "no such"),
+    ("qwen3", "--hf-checkpoint ROOT", "--hf-checkpoint ROOT/none", "CK714", "error", "HF directory", "no such"),
     (
         "qwen3",
         "--ref-load ROOT",
@@ -224,15 +186,7 @@ LAUNCHES = [
         "--critic-load",
         "no such",
     ),
-    (
-        "qwen3",
-        "--ref-load ROOT",
-        "--ref-load ROOT --opd-teacher-load ROOT/none",
-        "CK712",
-        "error",
-        "--opd-teacher-load",
-        "no such",
-    ),
+    ("qwen3", "--ref-load ROOT", "--ref-load ROOT --opd-teacher-load ROOT/none", "CK712", "error", "--opd-", "no such"),
 ]
 
 
@@ -280,18 +234,11 @@ def test_example_of_the_site_is_what_is_found(
 # What cannot be told before the script runs, and what the report says of it.
 UNKNOWN = [
     ("--num-layers 36", "--num-layers $(cat layers)", "--num-layers $(cat layers)"),
-    (
-        "--ref-load ROOT",
-        "--ref-load ${BASE_DIR}/megatron",
-        "${BASE_DIR} (set neither in the script nor in the environment)",
-    ),
-    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size `nproc`", "the output of `nproc`"),
+    ("--ref-load ROOT", "--ref-load ${BASE_DIR}/megatron", "${BASE_DIR} (set neither in the script nor in the"),
     ("${OFF[@]}", "${OFF[@]} $EXTRA_ARGS", "${EXTRA_ARGS} (set neither in the script nor in the environment)"),
     ("ray start", "source missing.sh; ray start", "source missing.sh: there is no such file"),
     ("OFF=(", "if [ -f flag ]; then PARALLEL+=(--expert-model-parallel-size 2); fi\nOFF=(", "a condition at"),
     ("OFF=(", "[ -f flag ] && PARALLEL=(--tensor-model-parallel-size 4)\nOFF=(", "a condition at"),
-    ("OFF=(", 'case "$MODE" in a) PARALLEL=(--context-parallel-size 4);; esac\nOFF=(', "a condition at"),
-    ("OFF=(", "while read -r one; do PARALLEL+=(--context-parallel-size $one); done\nOFF=(", "a loop at"),
     ("OFF=(", 'eval "$(cat more)"\nOFF=(', "eval of a text that is not known"),
     ("2>&1", "--megatron-config-path a.yaml 2>&1", "the settings of this file are not read"),
 ]
@@ -467,16 +414,6 @@ def test_broken_config_is_said_by_the_check_of_configs_alone(
     report = preflight(script=write_launch(tmp_path, "qwen3", root))
     assert "CK101" in [finding.code for finding in report.findings]
     assert of_launch(report) == []
-
-
-def test_model_that_is_not_supported_is_not_judged(tmp_path: Path) -> None:
-    root = write_config(tmp_path / "hf", "qwen3")
-    (root / "config.json").write_text(json.dumps({"model_type": "unheard_of", "hidden_size": 8}))
-    report = preflight(script=write_launch(tmp_path, "qwen3", root))
-    # slime may load it as --ref-load or not.
-    assert (of_launch(report), "CK101" in [finding.code for finding in report.findings]) == ([], False)
-    assert any("model_type 'unheard_of' is not supported" in reason for reason in report.reasons)
-    assert [check.status for check in report.checks if check.code in ("CK718", "CK722")] == ["skipped", "skipped"]
 
 
 def test_source_that_is_no_bash_is_unresolved(configs: PathOf, tmp_path: Path) -> None:

@@ -142,13 +142,6 @@ def test_line_is_of_the_engine_that_printed_it(line: str, engine: str, tmp_path:
     assert ("--against-sglang" in sign.symptom.command) <= (engine == "SGLang")
 
 
-@pytest.mark.parametrize("key", ["heads", "weight-key", "chunk-not-stored"])
-def test_what_is_about_the_checkpoint_gets_a_command_and_not_a_disclaimer(key: str, tmp_path: Path) -> None:
-    shown = "\n".join(lines(of(tmp_path, SNIPPETS[key]), 200))
-    assert "  next" in shown
-    assert "`ckptkit verify` look" not in shown
-
-
 def test_log_without_a_known_symptom_is_not_a_verdict(tmp_path: Path) -> None:
     shown = "\n".join(lines(of(tmp_path, CLEAN["slime"]), 200))
     assert "That no symptom is known is not a verdict" in shown

@@ -149,14 +149,8 @@ RUN: Mapping[str, tuple[str, Kind]] = {
     **_named(float, "eps-clip"),
     **_named(
         str,
-        *(
-            "advantage-estimator",
-            "loss-type",
-            "train-backend",
-            "lora-adapter-path",
-            "data-source-path",
-            "sglang-lora-paths",
-        ),
+        *("advantage-estimator", "loss-type", "train-backend", "lora-adapter-path", "data-source-path"),
+        "sglang-lora-paths",
         *("rollout-function-path", "custom-generate-function-path", "rollout-data-postprocess-path"),
         *("custom-advantage-function-path", "custom-reward-post-process-path"),
         *("custom-convert-samples-to-train-data-path", "sglang-config", "vllm-config", "rollout-external-engine-addrs"),
