@@ -51,14 +51,17 @@ class RoleFiles:
     def step(self, role: str, name: str) -> int | None:
         """The iteration that a setting gives. Raises CkptkitError where it is not a number."""
         word = self._given(role, name) if name in _STEPS else None
-        if word is None:
-            return None
-        if not (word.text.isdecimal() and len(word.text) < 10):
-            raise CkptkitError(f"{word.place}: {name} {word.text} is not a number", "give the iteration as a number")
-        return int(word.text)
+        return _iteration(name, word) if word else None
 
     def _given(self, role: str, name: str) -> Word | None:
         return self.roles.get(role, {}).get(name, self.common.get(name))
+
+
+def _iteration(name: str, word: Word) -> int:
+    """The iteration that a word gives. Raises CkptkitError where it is not a number."""
+    if not (word.text.isdecimal() and len(word.text) < 10):
+        raise CkptkitError(f"{word.place}: {name} {word.text} is not a number", "give the iteration as a number")
+    return int(word.text)
 
 
 def role_files(words: Sequence[Word]) -> RoleFiles:
@@ -158,59 +161,51 @@ class Paths:
     @staticmethod
     def read(launch: Launch, files: RoleFiles, mode: str | None, fsdp: bool = False) -> Paths:
         """Those of a launch. Raises CkptkitError for an iteration that is not a number."""
-        options, given = _Options(options_of(launch.text.words)), launch.given
-        hf, own = given.hf_checkpoint, options.last("--hf-checkpoint")
-        path = options.path("--hf-checkpoint", Path(hf) if hf else None)
+        options, given, notes = options_of(launch.text.words), launch.given, list[str]()
+
+        def note(option: str, chosen: object, word: Word) -> None:
+            notes.append(f"{option} {chosen} was looked at, although {word.place} says {word.text}")
+
+        def path(option: str, chosen: Path | None = None) -> Path | None:
+            """A path; one that preflight was given counts before that of the words."""
+            word = _last_value(options, option)
+            if chosen and word and Path(word.text).absolute() != chosen.absolute():
+                note(option, chosen, word)
+            return chosen or (Path(word.text) if word else None)
+
+        def step(option: str, chosen: int | None = None) -> int | None:
+            """An iteration, likewise."""
+            word = _last_value(options, option)
+            number = _iteration(option, word) if word else None
+            if word and chosen is not None and number != chosen:
+                note(option, chosen, word)
+            return number if chosen is None else chosen
+
+        hf, own = given.hf_checkpoint, _last_value(options, "--hf-checkpoint")
+        directory = path("--hf-checkpoint", Path(hf) if hf else None)
         # `./org/model` is a path, and Path forgets that.
         hub = hub_model(str(hf) if hf else own.text if own else "", launch.environment)
         return Paths(
-            hub.path if hub else path,
-            hub,
-            options.path("--load", given.load),
-            options.path("--ref-load", given.ref_load),
-            options.step("--ckpt-step", given.ckpt_step),
-            options.step("--ref-ckpt-step"),
-            options.path("--critic-load"),
-            options.path("--opd-teacher-load"),
-            options.step("--opd-teacher-ckpt-step"),
-            files,
-            mode,
-            fsdp,
-            tuple(options.notes),
+            hf=hub.path if hub else directory,
+            hub=hub,
+            load=path("--load", given.load),
+            ref_load=path("--ref-load", given.ref_load),
+            ckpt_step=step("--ckpt-step", given.ckpt_step),
+            ref_step=step("--ref-ckpt-step"),
+            critic=path("--critic-load"),
+            teacher=path("--opd-teacher-load"),
+            teacher_step=step("--opd-teacher-ckpt-step"),
+            files=files,
+            mode=mode,
+            fsdp=fsdp,
+            replaced=tuple(notes),
         )
 
 
-@dataclass
-class _Options:
-    """The options of a launch, and a note for each that an option of preflight contradicts."""
-
-    options: Sequence[Option]
-    notes: list[str] = field(default_factory=list)
-
-    def last(self, name: str) -> Word | None:
-        """The value of an option; None where it is not given, or could not be told."""
-        option = last(self.options, name)
-        return option.value if option and option.known else None
-
-    def path(self, option: str, given: Path | None = None) -> Path | None:
-        """A path; one that preflight was given counts before that of the words."""
-        word = self.last(option)
-        if given is None:
-            return Path(word.text) if word else None
-        if word and Path(word.text).absolute() != given.absolute():
-            self.notes.append(f"{option} {given} was looked at, although {word.place} says {word.text}")
-        return given
-
-    def step(self, option: str, given: int | None = None) -> int | None:
-        """An iteration. Raises CkptkitError where the words give none."""
-        word = self.last(option)
-        if word is not None and not (word.text.isdecimal() and len(word.text) < 10):
-            raise CkptkitError(f"{word.place}: {option} {word.text} is not a number", "give the iteration as a number")
-        if given is None:
-            return int(word.text) if word else None
-        if word and int(word.text) != given:
-            self.notes.append(f"{option} {given} was looked at, although {word.place} says {word.text}")
-        return given
+def _last_value(options: Sequence[Option], name: str) -> Word | None:
+    """The value of an option; None where it is not given, or could not be told."""
+    option = last(options, name)
+    return option.value if option and option.known else None
 
 
 def sides_of(launch: Launch, paths: Paths) -> tuple[Side, ...]:
