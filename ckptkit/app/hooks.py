@@ -24,8 +24,7 @@ from converters.stored import as_stored
 from verify.check import Outcome
 from verify.checks.config.arguments import mismatches
 from verify.evidence.subject import Subject
-from verify.launch.judge import check_headers
-from verify.launch.preflight import preflight
+from verify.launch.preflight import check_headers, preflight
 
 if TYPE_CHECKING:
     import torch

@@ -176,9 +176,9 @@ EXAMPLES = {
     ),
     "CK722": (
         "8 GPUs at --tensor-model-parallel-size 2 and --pipeline-model-parallel-size 3",
-        "expected a multiple of TP x PP x CP = 2 x 3 x 1 = 6 GPUs (actor_num_nodes and actor_num_gpus_per_node at "
-        "line 20, tensor_model_parallel_size and pipeline_model_parallel_size at line 11); actual 8 GPUs "
-        "(actor_num_nodes x actor_num_gpus_per_node)",
+        "expected GPUs of the actor that divide by tp x pp x cp = 2 x 3 x 1 = 6 (actor_num_nodes and "
+        "actor_num_gpus_per_node at line 20, tensor_model_parallel_size and pipeline_model_parallel_size at line 11); "
+        "actual 8 GPUs: actor_num_nodes x actor_num_gpus_per_node",
     ),
     "CK724": (
         "a base model's tokenizer, without a chat template, in a launch with --apply-chat-template",

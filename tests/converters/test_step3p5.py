@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ckptkit.app.api import inspect
 from converters.planner import dims_of
-from verify.launch.checks.fit import engine_fit
+from verify.launch.checks.gpus import engine_fit
 from verify.launch.stacks.sizes import Cut
 from verify.report import Report
 from verify.run import verify

@@ -19,7 +19,7 @@ from ckptkit.transfer.manifest import read_manifest
 from hostile.json_cases import TEXTS
 from hostile.texts import LOGS, YAML
 from hostile.weights import PICKLES, RAW, ZIPS, _zip
-from verify.launch.settings.yaml_tree import read_yaml
+from verify.launch.settings.config import read_yaml
 from verify.triage.triage import triage
 from verify.witnesses.rollouts.recorded import read_recording
 

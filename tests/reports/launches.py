@@ -271,7 +271,7 @@ REPORTS = (
         "A script was cut down to 8 GPUs, and its expert parallel size was not: with 2 stages it needs 16.",
         SCRIPT,
         code="CK722",
-        names=("EP x ETP x PP = 8 x 1 x 2 = 16",),
+        names=("ep x etp x pp = 8 x 1 x 2 = 16",),
         damage=said(
             "--expert-model-parallel-size 8", "--expert-model-parallel-size 8 --pipeline-model-parallel-size 2"
         ),
@@ -283,7 +283,7 @@ REPORTS = (
         "Recipes do not state the expert tensor parallel size, which then is the tensor parallel one: too few GPUs.",
         SCRIPT,
         code="CK722",
-        names=("EP x ETP x PP = 8 x 4 x 1 = 32",),
+        names=("ep x etp x pp = 8 x 4 x 1 = 32",),
         damage=said("--expert-tensor-parallel-size 1", ""),
         prepare=launch("qwen3_moe"),
     ),

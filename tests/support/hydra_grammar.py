@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from support.grammar import text_of
-from verify.launch.settings.config import Config, UnresolvedError
-from verify.launch.settings.hydra_value import hydra_value
-from verify.launch.settings.overrides import applied
-from verify.launch.settings.yaml_tree import parse
+from verify.launch.settings.config import Config, UnresolvedError, parse
+from verify.launch.settings.overrides import applied, hydra_value
 from verify.launch.words import UnresolvedWord, Word
 
 FILE = """a: {x: 1, l: [1, 2], n: {p: q, r: 0.5}, rel: "${.x}"}

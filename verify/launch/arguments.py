@@ -13,7 +13,7 @@ from converters.megatron.hybrid_model import PATTERNS, stored_pattern
 from converters.megatron.pipeline import Pipeline
 from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments
-from verify.launch.options.layout import NUMBERS, STAGES, SWITCHES, option_of
+from verify.launch.options.tables import FLAGS, NUMBERS, STAGES, option_of
 from verify.launch.words import UnresolvedWord, Word
 
 Server = Literal["sglang", "vllm"]
@@ -105,8 +105,8 @@ def launch_arguments(
     for name in given.places:
         if name in NUMBERS and (number := _number(name, given)) is not None:
             found[NUMBERS[name]] = number
-        elif name in SWITCHES and given.get(name, False):
-            found[SWITCHES[name]] = True
+        elif name in FLAGS and given.get(name, False):
+            found[FLAGS[name]] = True
     if STAGES in given.places:
         found["layout"] = _known(STAGES, given)
     if not PATTERNS.isdisjoint(given.places):

@@ -11,8 +11,7 @@ from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.options.given import GivenArguments
 from verify.launch.options.speculative import Speculation
-from verify.launch.settings.config import Config
-from verify.launch.settings.yaml_tree import Tree
+from verify.launch.settings.config import Config, Tree
 from verify.launch.sides import Side
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import Placement

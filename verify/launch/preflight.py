@@ -7,19 +7,30 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from ckptkit.core.installation import program_version
 from ckptkit.core.isolation import HIDDEN, is_secret
-from ckptkit.formats.detect import refuse_url
-from verify.launch.job import Given, Launch
-from verify.launch.judge import judged
+from ckptkit.formats.detect import refuse_url, require_own_files
+from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, choose, looked_at, run_checks
+from verify.checks.config.config import STAGES
+from verify.checks.headers.torch_dist import TRAINING_STATE
+from verify.evidence.expected import model_of
+from verify.evidence.subject import Subject
+from verify.launch.arguments import LaunchArguments
+from verify.launch.checks.paths import NOT_READ
+from verify.launch.checks.same_weights import COMPARED, NOT_COMPARED
+from verify.launch.job import Given, Job, Launch, Stack
 from verify.launch.python.launcher import read_launcher
 from verify.launch.shell.read import read_script
+from verify.launch.sides import ENGINE
 from verify.launch.stacks.which import is_config, read_job
 from verify.launch.words import LaunchText, UnresolvedWord, Word
-from verify.report import Report
+from verify.options import VerifyOptions
+from verify.report import CheckResult, Finding, Report, now
 
 
 class GivenSizes(TypedDict, total=False):
@@ -71,3 +82,174 @@ def _text(script: str | Path | None, arguments: Sequence[str], environment: Mapp
     if Path(script).suffix == ".py":
         return read_launcher(Path(script), arguments, environment)
     return read_script(Path(script), None, arguments, environment)
+
+
+# The fact that lists what one finding stands for.
+FOLDED = "of another model"
+# What differs where config and weights are of two models: tensors by name and shape, arguments, keys of config.json.
+_TENSORS, _ARGUMENTS = ("CK104", "CK105"), ("CK701", "CK702")
+# So many arguments are another model's, and so few findings are told one by one.
+_SEVERAL, _FEW = 2, 4
+_NAMED = 3
+_FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
+
+
+def judged(job: Job) -> Report:
+    """The report of a job: of its launch as a whole, and of every directory that it loads."""
+    checks, directories = all_checks(witnesses=False), list(_directories(job))
+    loaded = {one.path: one for one in directories}
+    launched = Subject(job.root, job=job, arguments=job.actor, loaded=loaded)
+    chosen, left_out = choose(launched, [one for one in checks if one.stage == "launch"])
+    outcome = run_checks(launched, [one for one in chosen if not one.needs])
+    outcome.add(_checkpoints(launched, directories, checks, [one for one in chosen if one.needs]))
+    if job.replaced:
+        outcome.facts[NOTES] = [*job.replaced, *outcome.facts.get(NOTES, [])]
+    return Report(
+        version=program_version(),
+        command=("ckptkit", "preflight"),
+        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in job.loading())),
+        source=None,
+        checks=_merged(checks, outcome.checks),
+        findings=list(dict.fromkeys(outcome.findings)),
+        facts={"what would be loaded": [str(side) for side in job.sides]}
+        | {key: lines for key, lines in outcome.facts.items() if key in _FACTS}
+        | {NOT_APPLICABLE: _not_applicable(outcome, left_out)},
+        reasons=outcome.reasons,
+        model=next(filter(None, map(model_of, directories)), None),
+        date=now(),
+        asked=[*looked_at(outcome.checks), *outcome.facts.get(COMPARED, [])],
+        not_asked=[*_not_compared(outcome), "engine"],
+    )
+
+
+def _directories(job: Job) -> Iterator[Subject]:
+    """Each directory once for all roles that cut it in the same way, with the config that judges its weights."""
+    seen: set[tuple[Path, LaunchArguments]] = set()
+    paths: set[Path] = set()
+    server = job.sizes.get(ENGINE, LaunchArguments()).server
+    for side in job.sides:
+        sizes = job.sizes.get(side.role, LaunchArguments(server=server))
+        if side.path is not None:
+            require_own_files(side.path)
+        # A critic has another output layer, a teacher is another model.
+        if side.path is None or (job.stack.one_model and side.role in ("critic", "teacher")):
+            continue
+        if (side.path, sizes) in seen or (side.role == ENGINE and side.path in paths):
+            continue
+        seen.add((side.path, sizes))
+        paths.add(side.path)
+        model = job.models.get(side.role, job.hf)
+        usable = model if model and (model / "config.json").exists() else None
+        yield Subject(
+            side.path,
+            hf_path=usable if side.is_megatron else None,
+            source_path=usable if side.is_hf and side.path != usable else None,
+            arguments=sizes,
+            options=_options(job.stack, sizes),
+            # In mode bridge miles packs what the checkpoint stores packed, whatever its `ignore` list says.
+            updated=None if job.bridge else job.updates,
+            sizes_at=job.sizes_at,
+        )
+
+
+def _options(stack: Stack, sizes: LaunchArguments) -> VerifyOptions:
+    readers = stack.vllm_readers if sizes.server == "vllm" else None
+    return VerifyOptions(tp=sizes.tp or 1, pp=sizes.pp or 1, ep=sizes.ep or 1, etp=sizes.etp, readers=readers)
+
+
+def _not_compared(outcome: Outcome) -> list[str]:
+    """What of the weights was not compared, as the verdict names it."""
+    if not outcome.facts.get(COMPARED):
+        return ["weights"]
+    return ["some weights"] if outcome.facts.get(NOT_COMPARED) else []
+
+
+def _not_applicable(outcome: Outcome, left_out: Sequence[str]) -> list[str]:
+    """A line for each reason why checks do not apply, to the launch or to any of its directories."""
+    ran = {one.code for one in outcome.checks}
+    reasons: dict[str, list[str]] = {}
+    for line in [*left_out, *outcome.facts.get(NOT_APPLICABLE, [])]:
+        codes, _, reason = line.partition(": ")
+        found = reasons.setdefault(reason, [])
+        found += [code for code in codes.split(", ") if code not in ran and code not in found]
+    return [f"{', '.join(sorted(codes))}: {reason}" for reason, codes in reasons.items() if codes]
+
+
+def _checkpoints(
+    launched: Subject, directories: Sequence[Subject], checks: Sequence[Check], last: Sequence[Check]
+) -> Outcome:
+    """What the directories come to; `last` are the checks that read weights too, where headers are sound."""
+    headers = Outcome()
+    for subject in directories:
+        headers.add(check_headers(subject))
+    headers.add(run_checks(launched, last, failed_gate(checks, headers)))
+    return headers
+
+
+def check_headers(subject: Subject) -> Outcome:
+    """Runs what preflight checks of one directory: headers and JSON files, no weight."""
+    wanted = [one for one in all_checks(witnesses=False) if one.stage == "headers" or one.preflight]
+    chosen, left_out = choose(subject, wanted)
+    outcome = run_checks(subject, chosen)
+    outcome.facts[NOT_APPLICABLE] = left_out
+    return _of_another_model(subject, outcome)
+
+
+def failed_gate(checks: Sequence[Check], outcome: Outcome) -> str | None:
+    """The code of a check that failed and without which headers are not sound; None where there is none."""
+    gates = {one.code for one in checks if one.gate}
+    return next((one.code for one in outcome.checks if one.code in gates and one.status == "failed"), None)
+
+
+def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:
+    """One result a check: the worst status over all directories, counts and seconds added up."""
+    merged: dict[str, CheckResult] = {}
+    rank = {"passed": 0, "skipped": 1, "failed": 2}
+    for result in results:
+        before = merged.get(result.code)
+        if before is None:
+            merged[result.code] = result
+            continue
+        worst = max(before, result, key=lambda one: rank[one.status])
+        merged[result.code] = replace(
+            worst,
+            tensors_compared=before.tensors_compared + result.tensors_compared,
+            bytes_compared=before.bytes_compared + result.bytes_compared,
+            seconds=round(before.seconds + result.seconds, 3),
+        )
+    return [merged[one.code] for one in checks if one.code in merged]
+
+
+def _of_another_model(subject: Subject, outcome: Outcome) -> Outcome:
+    """The outcome of a directory's checks, where its findings have one cause with that as the only one of them.
+
+    The cause is a path: tensors and several arguments are not those of the config that another path of the launch
+    gives. A single argument may be the launch's own fault, and then says which. `facts["of another model"]` has what
+    was found.
+    """
+    config = subject.hf_path or subject.source_path
+    errors = [one for one in outcome.findings if one.severity == "error" and one.code in _TENSORS + _ARGUMENTS]
+    arguments = [one for one in errors if one.code in _ARGUMENTS]
+    if config is None or len(arguments) < _SEVERAL or len(errors) <= _FEW:
+        return outcome
+    kept = _finding(arguments, errors, config, subject.path)
+    outcome.facts[FOLDED] = [_difference(one) for one in errors]
+    at = outcome.findings.index(errors[0])
+    left = [one for one in outcome.findings if one not in errors]
+    return replace(outcome, findings=[*left[:at], kept, *left[at:]])
+
+
+def _finding(arguments: list[Finding], errors: list[Finding], config: Path, path: Path) -> Finding:
+    tensors = sum(one.count for one in errors if one.code in _TENSORS)
+    named = [one.actual for one in arguments[:_NAMED]]
+    left = len(arguments) - _NAMED
+    more = [f"{left} more argument{'s' * (left > 1)}"] if left > 0 else []
+    held = [f"{tensors} tensors with other names or shapes"] if tensors else []
+    expected, actual = f"the model of {config}/config.json", f"another one: {', '.join([*named, *more, *held])}"
+    hint = f"give the checkpoint of that model, or the HF directory of this one; --all lists {len(errors)} differences"
+    return Finding(arguments[0].code, expected, actual, hint, file=str(path))
+
+
+def _difference(one: Finding) -> str:
+    about = f"{one.tensor}: " if one.tensor else ""
+    return f"{one.code}: {about}expected {one.expected}, found {one.actual}"

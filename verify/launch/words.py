@@ -27,14 +27,18 @@ class Word:
 
 
 def at_places(words: Mapping[str, Word]) -> str:
-    """` (tp and pp at line 12, ep at line 13)` of the first file, with its path for another; nothing for no file."""
+    """` (tp and pp at line 12, ep at line 13)`: `places_of` in brackets; nothing for no file."""
+    return f" ({text})" if (text := places_of(words)) else ""
+
+
+def places_of(words: Mapping[str, Word]) -> str:
+    """`tp and pp at line 12, ep at line 13` of the first file, with its path for another; nothing for no file."""
     places: dict[str, list[str]] = {}
     for name, word in words.items():
         if word.file:
             at = f"line {word.line}" if word.line and word.file == first_file(words) else word.place
             places.setdefault(at, []).append(name)
-    text = ", ".join(f"{' and '.join(names)} at {at}" for at, names in places.items())
-    return f" ({text})" if text else ""
+    return ", ".join(f"{' and '.join(names)} at {at}" for at, names in places.items())
 
 
 def first_file(words: Mapping[str, Word]) -> Path | None:

@@ -7,15 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from verify.triage.config import CONFIG
-from verify.triage.engine import ENGINE
-from verify.triage.loading import LOADING
-from verify.triage.machine import MACHINE
-from verify.triage.metrics import LEADS, METRICS, metric_symptoms
-from verify.triage.symptom import NEAR, Phase, Served, Symptom
-
-# Of a line the first symptom counts, so particular ones stand before general ones.
-TABLE = (*LOADING, *CONFIG, *ENGINE, *MACHINE, *METRICS)
+from verify.triage.metrics import LEADS, metric_symptoms
+from verify.triage.symptom import NEAR, TABLE, Phase, Served, Symptom
 
 _PIECE = 1 << 16  # bytes of a line that are looked at together
 _OVERLAP = 512  # bytes of a piece that the next one repeats, so that no message is cut in two
@@ -25,7 +18,6 @@ _ANSI = re.compile(rb"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,512}(?
 _LOADED = re.compile(
     r"successfully loaded checkpoint from .{1,300}|Load checkpoint from HuggingFace model into Megatron .{1,300}"
 )
-
 
 # Frames and requests of a weight update, and frames of an engine's start.
 _UPDATING = (
@@ -46,8 +38,6 @@ _STARTING = (", in load_model", ", in initialize_model", ", in get_model")
 _ENGINE = re.compile(r"vllm[/_]|vLLM|VllmWorker|EngineCore|Worker_TP|sglang[/_]|SGLang")
 _SERVED = re.compile(r"(?:\bmodel_path=|LLM engine .{0,200}\bmodel=)'([^'\s]{1,400})'")
 _TP = re.compile(r"\b(?:tp_size|tensor_parallel_size)=(\d{1,4})\b")
-
-
 _NEEDLES = [(needle, symptom) for symptom in TABLE for needle in symptom.needles]
 _NEAR = [(fragment, symptom) for symptom in TABLE for fragment in symptom.near]
 _FRAGMENTS = {fragment for fragment, _ in (*_NEEDLES, *_NEAR)}

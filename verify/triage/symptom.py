@@ -1,26 +1,29 @@
-"""What a known symptom in a log is."""
+"""What a known symptom in a log is, and the table of them, `symptoms.toml`."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A message that is known to mean something."""
+    """A message that is known to mean something; `symptoms.toml` explains the fields."""
 
     key: str
     title: str
-    needles: tuple[str, ...]  # plain fragments of the message, one of which a line must hold
     meaning: str
-    command: str  # proves the symptom or rules it out
-    codes: tuple[str, ...] = ()  # checks that would fail
-    pattern: str | None = None  # a regular expression without unbounded repeats, which the line must match too
-    near: tuple[str, ...] = ()  # fragments, one of which must be in one of the `NEAR` lines before
-    effect: bool = False  # whether the message is a consequence, whose cause stands earlier
-    loads: bool = False  # whether an engine prints it about a tensor, at the start or in a weight update
+    command: str
+    needles: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()
+    pattern: str | None = None
+    near: tuple[str, ...] = ()
+    effect: bool = False
+    loads: bool = False
     _regex: re.Pattern[str] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -70,6 +73,14 @@ class Served:
 
 
 NEAR = 100  # lines: a traceback of a deep call, twice, since ranks print into each other
-PREFLIGHT = "ckptkit preflight --hf-checkpoint DIR --load DIR --ref-load DIR"
-VERIFY = "ckptkit verify CKPT --source RELEASE"
-NO_CHECKPOINT = "none: this is not about the checkpoint"
+
+
+def _read_table() -> tuple[Symptom, ...]:
+    table = []
+    for row in tomllib.loads(files("verify.triage").joinpath("symptoms.toml").read_text())["symptom"]:
+        fields: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in row.items()}
+        table.append(Symptom(**fields))
+    return tuple(table)
+
+
+TABLE = _read_table()

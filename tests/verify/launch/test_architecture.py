@@ -108,14 +108,6 @@ def test_two_iterations_of_other_arguments_are_no_run(converted: PathOf, tmp_pat
     assert (finding.code, finding.actual) == ("CK740", "another one: rotary_base = 10000 and not 500000")
 
 
-def test_a_reference_of_another_model_than_the_engine_is_one_finding(
-    releases: PathOf, converted: PathOf, only: OnlyFinding
-) -> None:
-    finding = only(preflight(hf_checkpoint=releases(NAME), load=converted(NAME), ref_load=converted(OTHER)))
-    assert (finding.code, finding.file) == ("CK701", str(converted(OTHER) / "release"))
-    assert finding.expected == f"the model of {releases(NAME)}/config.json"
-
-
 def test_headers_of_a_role_that_cannot_be_read_are_a_finding(
     releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
 ) -> None:

@@ -15,9 +15,8 @@ from ckptkit.core.errors import CkptkitError
 from converters.megatron.pipeline import Pipeline
 from verify.launch.preflight import preflight
 from verify.launch.python.launcher import read_launcher
-from verify.launch.settings.config import Config, UnresolvedError
+from verify.launch.settings.config import Config, UnresolvedError, read_yaml
 from verify.launch.settings.files import compose
-from verify.launch.settings.yaml_tree import read_yaml
 from verify.launch.shell.read import read_script
 from verify.launch.words import LaunchText
 from verify.triage.triage import triage
@@ -116,23 +115,6 @@ def test_launch_input_that_never_ends_is_refused(make: Callable[[Path], None], t
     if make is not _a_huge_file:
         with pytest.raises(CkptkitError, match=f"input.yaml: ({why})"):
             triage([path])
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)), "50000 values"),
-        ("a: " + "[" * 5_000, "more than 64 levels"),
-        ("a: " + "{b: " * 5_000, "more than 64 levels"),
-        ("a: &a [*a]", "the alias \\*a stands for nothing before it"),
-        ("a: \0", "."),
-        ("? [a]\n: b", "a key that is not a word"),
-    ],
-)
-def test_yaml_made_to_fill_memory_is_refused(text: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(text)
-    with pytest.raises(CkptkitError, match=why):
-        read_yaml(tmp_path / "job.yaml")
 
 
 def test_defaults_that_name_each_other_many_times_are_refused(tmp_path: Path) -> None:

@@ -82,61 +82,30 @@ def test_mtp_layers_that_a_launch_leaves_out_are_a_note(configs: PathOf, tmp_pat
 
 
 # Family, what is replaced in its scripts, by what, and what must be said: expected, actual and where it is written.
+# One row for each way in which an argument comes to its value; `test_megatron_options.py` has the defaults of all.
 MODEL = [
     ("qwen2", "--num-layers 28", "--num-layers 24", "num_layers = 28", "num_layers = 24", "models/qwen2.sh:5"),
     ("qwen2", "WIDTH=3584", "WIDTH=4096", "hidden_size = 3584", "hidden_size = 4096", "models/qwen2.sh:3"),
-    ("qwen2", "18944", "18432", "ffn_hidden_size = 18944", "ffn_hidden_size = 18432", "models/qwen2.sh:5"),
-    ("qwen2", "1000000", "10000", "rotary_base = 1000000", "rotary_base = 10000", "models/qwen2.sh:8"),
-    ("qwen2", "1e-06", "1e-05", "norm_epsilon = 1e-06", "norm_epsilon = 1e-05", "models/qwen2.sh:9"),
-    ("qwen2", " --add-qkv-bias", "", "add_qkv_bias = True", "add_qkv_bias = False", "models/qwen2.sh:4"),
     ("qwen2", " --disable-bias-linear", "", "add_bias_linear = False", "add_bias_linear = True", "by default"),
-    ("qwen2", "152064", "151936", "vocab_size = 152064", "vocab_size = 151936", "models/qwen2.sh:10"),
     ("qwen2", " --untie-embeddings-and-output-weights", "", "weights = True", "weights = False", "by default"),
     ("qwen2", "RMSNorm", "LayerNorm", "normalization = RMSNorm", "normalization = LayerNorm", "models/qwen2.sh:9"),
-    ("qwen2", "--swiglu", "", "swiglu = True", "swiglu = False", "by default"),
     ("qwen2", "embedding-type rope", "embedding-type none", "type = rope", "type = none", "models/qwen2.sh:8"),
     ("qwen3", "THETA:-1000000", "THETA:-10000", "rotary_base = 1000000", "rotary_base = 10000", "models/qwen3.sh:3"),
-    ("qwen3", '  --rotary-base "${BASE}"\n', "", "rotary_base = 1000000", "rotary_base = 10000", "by default"),
     ("qwen3", "  --group-query-attention\n", "", "num_query_groups = 8", "num_query_groups = 32", "models/qwen3.sh:9"),
-    ("qwen3", "  --num-query-groups 8\n", "", "num_query_groups = 8", "num_query_groups = 1", "models/qwen3.sh:9"),
     ("qwen3", "  --kv-channels 128\n", "", "kv_channels = 128", "kv_channels = 80", "models/qwen3.sh:6"),
-    ("qwen3", "  --qk-layernorm\n", "", "qk_layernorm = True", "qk_layernorm = False", "by default"),
-    ("qwen3", "heads 32", "heads 16", "num_attention_heads = 32", "num_attention_heads = 16", "models/qwen3.sh:8"),
-    ("qwen3", "--norm-epsilon 1e-6", "", "norm_epsilon = 1e-06", "norm_epsilon = 1e-05", "by default"),
-    ("qwen3", "--swiglu", "--swiglu --rotary-percent 0.5", "rotary_percent = 1.0", "rotary_percent = 0.5", ":13"),
-    ("qwen3", "--swiglu", "--swiglu --rotary-interleaved", "interleaved = False", "interleaved = True", ":13"),
-    ("qwen3", "--swiglu", "--swiglu --apply-layernorm-1p", "layernorm_1p = False", "layernorm_1p = True", ":13"),
     ("qwen3", "--swiglu", "--swiglu --mtp-num-layers 1", "mtp_num_layers = 0", "mtp_num_layers = 1", ":13"),
-    ("qwen3", "--swiglu", "--swiglu --use-rope-scaling", "rope_scaling = False", "rope_scaling = True", ":13"),
     ("qwen3", "1000000}", "1e6}", "--rotary-base with a whole number", "--rotary-base 1e6", "models/qwen3.sh:3"),
-    ("qwen3_moe", "--num-experts 128", "--num-experts 64", "num_experts = 128", "num_experts = 64", ":15"),
-    ("qwen3_moe", "topk 8", "topk 4", "moe_router_topk = 8", "moe_router_topk = 4", "models/qwen3_moe.sh:16"),
     ("qwen3_moe", "--moe-router-topk 8 ", "", "moe_router_topk = 8", "moe_router_topk = 2", "by default"),
-    ("qwen3_moe", "768", "1536", "moe_ffn_hidden_size = 768", "moe_ffn_hidden_size = 1536", ":16"),
-    ("qwen3_moe", "function softmax", "function sigmoid", "function = softmax", "function = sigmoid", ":16"),
     ("qwen3_moe", "layer = 0;", "layer = 1;", "48 MoE layers", "47 MoE layers", "models/qwen3_moe.sh:8"),
     ("qwen3_moe", '"$FREQ"', "2", "0 dense layers, then 48 MoE", "[1, 0, 1, 0", "models/qwen3_moe.sh:15"),
-    ("qwen3_moe", "--num-query-groups 4", "--num-query-groups 8", "groups = 4", "groups = 8", ":11"),
-    ("qwen3_moe", "--swiglu", "--swiglu --moe-router-pre-softmax", "softmax = False", "softmax = True", ":12"),
     ("glm4_moe", "DENSE=3 MOE=89", "DENSE=1 MOE=91", "3 dense layers, then 89", "1 dense layers, then 91", ":11"),
-    ("glm4_moe", "--rotary-percent 0.5 ", "", "rotary_percent = 0.5", "rotary_percent = 1.0", "by default"),
-    ("glm4_moe", "scaling-factor 2.5", "scaling-factor 1.0", "factor = 2.5", "factor = 1.0", "models/glm4_moe.sh:14"),
     ("glm4_moe", "  --moe-router-enable-expert-bias", "", "expert_bias = True", "expert_bias = False", "by default"),
     ("glm4_moe", "$((1 * EXPERT))", "$((2 * EXPERT))", "size = 1536", "size = 3072", "models/glm4_moe.sh:12"),
-    ("glm4_moe", "--moe-router-score-function sigmoid", "", "function = sigmoid", "function = softmax", "by default"),
-    ("glm4_moe", "--qk-layernorm ", "", "qk_layernorm = True", "qk_layernorm = False", "by default"),
     ("deepseek_v3", "layers 3 61", "layers 1 61", "3 dense layers, then 58", "1 dense layers, then 60", ":20"),
     ("deepseek_v3", "--q-lora-rank 1536 ", "", "q_lora_rank = 1536", "q_lora_rank = nothing", "by default"),
-    ("deepseek_v3", "--kv-lora-rank 512", "--kv-lora-rank 256", "kv_lora_rank = 512", "kv_lora_rank = 256", ":18"),
-    ("deepseek_v3", "--v-head-dim 128", "--v-head-dim 192", "v_head_dim = 128", "v_head_dim = 192", ":19"),
-    ("deepseek_v3", "factor 40", "factor 32", "scaling_factor = 40", "scaling_factor = 32", "models/deepseek_v3.sh:16"),
     ("deepseek_v3", "--rotary-scaling-factor 40", "", "rope_type = yarn", "rope_type = rope", "by default"),
-    ("deepseek_v3", "--mscale-all-dim 1.0", "", "mscale_all_dim = 1.0", "mscale_all_dim = 0.0", "by default"),
-    ("deepseek_v3", "group-topk 4", "group-topk 8", "group_topk = 4", "group_topk = 8", "models/deepseek_v3.sh:23"),
     ("deepseek_v3", "--multi-latent-attention", "", "attention = True", "attention = False", "by default"),
-    ("llama", "500000", "10000", "rotary_base = 500000", "rotary_base = 10000", "models/llama.sh:5"),
     ("llama", " --use-rope-scaling", "", "use_rope_scaling = True", "use_rope_scaling = False", "by default"),
-    ("llama", "--kv-channels 128", "--kv-channels 64", "kv_channels = 128", "kv_channels = 64", "models/llama.sh:4"),
 ]
 
 
@@ -188,72 +157,26 @@ LAUNCHES = [
     ("qwen3_moe", "--moe-permute-fusion", "", "CK719", "warning", "--moe-permute-fusion", "False"),
     ("qwen3", "--context-parallel-size 2", "--context-parallel-size 3", "CK722", "error", "2 x 1 x 3 = 6", "8 GPUs"),
     ("qwen3_moe", "--expert-tensor-parallel-size 1", "", "CK722", "error", "8 x 4 x 1 = 32", "8 GPUs"),
-    ("glm4_moe", "num-nodes 8", "num-nodes 9", "CK722", "error", "16 x 1 x 4 = 64", "72 GPUs"),
-    ("llama", "per-engine 8", "per-engine 6", "CK722", "error", "over 6 ranks", "32"),
-    ("qwen2", "per-engine 4", "per-engine 8", "CK722", "error", "over 8 ranks", "28"),
-    ("qwen2", "per-engine 4", "per-engine 3 --colocate", "CK722", "error", "engine = 3", "8 rollout GPUs"),
+    ("qwen2", "per-engine 4", "per-engine 3 --colocate", "CK722", "error", "engine = 3", "8 GPUs"),
     ("glm4_moe", "--sglang-ep-size 32", "--sglang-ep-size 64", "CK722", "error", "sglang_ep_size = 64", "32 ranks"),
     ("kimi_k2", "16 --sglang-ep-size 16", "20 --sglang-ep-size 20", "CK722", "error", "over 20 ranks", "64"),
     ("glm4_moe", "--sglang-enable-dp-attention", "", "CK722", "error", "dp_size = 4", "does not give it"),
     ("glm4_moe", "--sglang-dp-size 4", "--sglang-dp-size 3", "CK722", "error", "dp_size = 3", "32 ranks"),
     ("qwen3", "per-engine 2", "per-engine 4 --sglang-pp-size 3", "CK722", "error", "pp_size = 3", "engine = 4"),
-    ("qwen2", "pipeline-model-parallel-size 2", "pipeline-model-parallel-size 3", "CK703", "error", "pp = 3", "28"),
     ("qwen2", "tensor-model-parallel-size 4", "tensor-model-parallel-size 8", "CK703", "error", "tp = 8", "28"),
     ("glm4_moe", "parallel-size 16", "parallel-size 64", "CK703", "error", "ep = 64", "160"),
     ("deepseek_v3", "--decoder-last-pipeline-num-layers 13", "", "CK703", "error", "pp = 4", "61"),
     ("qwen3", "--rotary-base", "--rotary-bse", "CK721", "warning", "--rotary-base", "--rotary-bse is not known"),
     ("qwen3", "--kv-channels", "--kv_channels", "CK721", "warning", "--kv-channels", "--kv_channels is not known"),
-    (
-        "qwen3",
-        "--num-query-groups",
-        "--num-query-group",
-        "CK721",
-        "warning",
-        "--num-query-groups",
-        "group is not known",
-    ),
     ("qwen3", "--qk-layernorm", "-qk-layernorm", "CK721", "warning", "--qk-layernorm", "-qk-layernorm is not known"),
-    ("qwen3", "--ref-load", "--ref-laod", "CK721", "warning", "--ref-load", "--ref-laod is not known"),
-    (
-        "qwen3",
-        '"${PATHS[@]}" \\\n',
-        '"${PATHS[@]}"\n',
-        "CK721",
-        "error",
-        "`\\` at the end",
-        "--num-layers, --hidden-size",
-    ),
+    ("qwen3", '"${PATHS[@]}" \\\n', '"${PATHS[@]}"\n', "CK721", "error", "`\\` at the end", "--num-layers, --hidden"),
     ("qwen3", '"${PATHS[@]}" \\\n', '"${PATHS[@]}" \\ \n', "CK721", "error", "no blank", "begins with"),
     ("qwen3", "GPUS \\\n", "GPUS \\\n  # --colocate \\\n", "CK721", "error", "comment", "begins with --rollout-batch"),
     ("qwen3", "${PARALLEL[@]}", "${PARALEL[@]}", "CK721", "error", "${PARALLEL[@]}", "${PARALEL[@]} is set nowhere"),
     ("qwen3", "  --ref-load ROOT", "  --ref-load ROOT/nowhere", "CK712", "error", "--ref-load", "no such directory"),
-    (
-        "qwen3",
-        "  # --load /runs/old",
-        "  --load ROOT/none",
-        "CK711",
-        "warning",
-        "--load",
-        "no such directory",
-    ),
-    (
-        "qwen3",
-        "  # --load /runs/old",
-        "  --load ROOT/none --ckpt-step 5",
-        "CK713",
-        "error",
-        "--ckpt-step: iter_0000005/ in --load",
-        "no such directory",
-    ),
-    (
-        "qwen3",
-        "--hf-checkpoint ROOT",
-        "--hf-checkpoint ROOT/none",
-        "CK714",
-        "error",
-        "HF directory",
-        "no such directory",
-    ),
+    ("qwen3", "  # --load /runs/old", "  --load ROOT/none", "CK711", "warning", "--load", "no such directory"),
+    ("qwen3", "  # --load /runs/old", "  --load ROOT/none --ckpt-step 5", "CK713", "error", "iter_0000005/", "no such"),
+    ("qwen3", "--hf-checkpoint ROOT", "--hf-checkpoint ROOT/none", "CK714", "error", "HF directory", "no such"),
     (
         "qwen3",
         "--ref-load ROOT",
@@ -263,15 +186,7 @@ LAUNCHES = [
         "--critic-load",
         "no such",
     ),
-    (
-        "qwen3",
-        "--ref-load ROOT",
-        "--ref-load ROOT --opd-teacher-load ROOT/none",
-        "CK712",
-        "error",
-        "--opd-teacher-load",
-        "no such",
-    ),
+    ("qwen3", "--ref-load ROOT", "--ref-load ROOT --opd-teacher-load ROOT/none", "CK712", "error", "--opd-", "no such"),
 ]
 
 
@@ -316,35 +231,14 @@ def test_example_of_the_site_is_what_is_found(
     hold_example(code, next(one for one in launch_findings(script) if one.code == code))
 
 
-def test_fp8_blocks_that_the_ranks_of_an_engine_cut_through_are_found(configs: PathOf, tmp_path: Path) -> None:
-    """768 rows of an expert over 8 ranks are 96; with experts spread over 8 ranks they stay whole."""
-    root = write_config(tmp_path / "hf", "qwen3_moe")
-    config = json.loads((root / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (root / "config.json").write_text(json.dumps(config))
-    whole = write_launch(tmp_path / "a", "qwen3_moe", root)
-    assert [one for one in of_launch(preflight(script=whole)) if one.code == "CK722"] == []
-    cut = write_launch(tmp_path / "b", "qwen3_moe", root, change=lambda text: text.replace("--sglang-ep-size 8", ""))
-    (found,) = [one for one in of_launch(preflight(script=cut)) if one.code == "CK722"]
-    assert "8 ranks divides by the FP8 block of 128" in found.expected
-    assert found.actual == "moe_intermediate_size = 768, 96 a rank"
-
-
 # What cannot be told before the script runs, and what the report says of it.
 UNKNOWN = [
     ("--num-layers 36", "--num-layers $(cat layers)", "--num-layers $(cat layers)"),
-    (
-        "--ref-load ROOT",
-        "--ref-load ${BASE_DIR}/megatron",
-        "${BASE_DIR} (set neither in the script nor in the environment)",
-    ),
-    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size `nproc`", "the output of `nproc`"),
+    ("--ref-load ROOT", "--ref-load ${BASE_DIR}/megatron", "${BASE_DIR} (set neither in the script nor in the"),
     ("${OFF[@]}", "${OFF[@]} $EXTRA_ARGS", "${EXTRA_ARGS} (set neither in the script nor in the environment)"),
     ("ray start", "source missing.sh; ray start", "source missing.sh: there is no such file"),
     ("OFF=(", "if [ -f flag ]; then PARALLEL+=(--expert-model-parallel-size 2); fi\nOFF=(", "a condition at"),
     ("OFF=(", "[ -f flag ] && PARALLEL=(--tensor-model-parallel-size 4)\nOFF=(", "a condition at"),
-    ("OFF=(", 'case "$MODE" in a) PARALLEL=(--context-parallel-size 4);; esac\nOFF=(', "a condition at"),
-    ("OFF=(", "while read -r one; do PARALLEL+=(--context-parallel-size $one); done\nOFF=(", "a loop at"),
     ("OFF=(", 'eval "$(cat more)"\nOFF=(', "eval of a text that is not known"),
     ("2>&1", "--megatron-config-path a.yaml 2>&1", "the settings of this file are not read"),
 ]
@@ -394,22 +288,13 @@ HOSTILE = [
     "bash -c 'touch ROOT/ran'",
     "cat <(touch ROOT/ran)",
     "while true; do touch ROOT/ran; done",
-    "source /dev/zero",
-    "source /proc/kmsg",
     "while :; do X+=(1); done",
     "for ((;;)); do X=$X$X; done",
-    "f() { f; }; f",
     "f() { f & f; }; f",
-    "X=xxxxxxxxxxxxxxxx; while true; do X=$X$X; done",
-    "for i in 1; do source ROOT/run.sh; done",
     "eval 'eval \"eval x\"'",
     "trap 'touch ROOT/ran' EXIT",
-    "A=$((9**9**9)); B=$((1<<999999999))",
-    "printf '%999999999d' 1",
-    "x=" + "$(" * 200 + ")" * 200,
     "((" * 500,
     "if true; then " * 300,
-    "X={1..999999999}",
 ]
 
 
@@ -469,10 +354,7 @@ def test_bridge_mode_takes_the_model_from_config(configs: PathOf, tmp_path: Path
 @pytest.mark.parametrize("words", ['--spec "plugins.spec" "make_spec"', "--custom-model-provider-path plugins.make"])
 def test_modules_that_build_the_model_are_said_not_to_be_judged(words: str, configs: PathOf, tmp_path: Path) -> None:
     script = write_launch(
-        tmp_path,
-        "qwen3",
-        configs("qwen3"),
-        change=lambda text: text.replace("--swiglu", f"--swiglu {words}"),
+        tmp_path, "qwen3", configs("qwen3"), change=lambda text: text.replace("--swiglu", f"--swiglu {words}")
     )
     report = preflight(script=script)
     assert of_launch(report) == []
@@ -508,13 +390,6 @@ def test_script_that_is_no_launch_is_refused(text: str, said: str, tmp_path: Pat
         preflight(script=tmp_path / "run.sh")
 
 
-def test_python_that_is_no_launcher_is_refused_with_the_next_move(tmp_path: Path) -> None:
-    (tmp_path / "run.py").write_text("import subprocess\nsubprocess.run(['python3', 'train.py'])\n")
-    with pytest.raises(CkptkitError, match="no call of execute_train is reached") as error:
-        preflight(script=tmp_path / "run.py")
-    assert "paste the command that it prints" in (error.value.hint or "")
-
-
 def test_two_trainers_in_one_script_are_inconclusive(configs: PathOf, tmp_path: Path) -> None:
     one = f"python3 train.py --hf-checkpoint {configs('qwen3')}"
     (tmp_path / "run.sh").write_text(f"{one} --num-layers 36\n{one} --num-layers 35\n")
@@ -532,16 +407,6 @@ def test_broken_config_is_said_by_the_check_of_configs_alone(
     report = preflight(script=write_launch(tmp_path, "qwen3", root))
     assert "CK101" in [finding.code for finding in report.findings]
     assert of_launch(report) == []
-
-
-def test_model_that_is_not_supported_is_not_judged(tmp_path: Path) -> None:
-    root = write_config(tmp_path / "hf", "qwen3")
-    (root / "config.json").write_text(json.dumps({"model_type": "unheard_of", "hidden_size": 8}))
-    report = preflight(script=write_launch(tmp_path, "qwen3", root))
-    # slime may load it as --ref-load or not.
-    assert (of_launch(report), "CK101" in [finding.code for finding in report.findings]) == ([], False)
-    assert any("model_type 'unheard_of' is not supported" in reason for reason in report.reasons)
-    assert [check.status for check in report.checks if check.code in ("CK718", "CK722")] == ["skipped", "skipped"]
 
 
 def test_source_that_is_no_bash_is_unresolved(configs: PathOf, tmp_path: Path) -> None:

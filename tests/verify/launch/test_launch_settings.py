@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.settings.config import Config, UnresolvedError
+from verify.launch.settings.config import Config, UnresolvedError, flat, parse, read_yaml
 from verify.launch.settings.files import compose
-from verify.launch.settings.overrides import applied, flat, is_override
-from verify.launch.settings.yaml_tree import parse, read_yaml
+from verify.launch.settings.overrides import applied, is_override
 from verify.launch.words import UnresolvedWord, Word
 
 TEXT = """
@@ -119,6 +118,8 @@ def test_overrides_are_told_by_their_form(text: str, is_one: bool) -> None:
     ("text", "why"),
     [
         ("[" * 5000, "more than 64 levels"),
+        ("a: " + "{b: " * 5000, "more than 64 levels"),
+        ("a: \0", "."),
         ("a: 1\na: 2\n", "line 2: the key 'a' stands twice in one mapping"),
         ("a: *b\n", "the alias [*]b stands for nothing before it"),
         ("a: &a [*a]\n", "the alias [*]a stands for nothing before it"),
@@ -148,11 +149,7 @@ def test_tags_make_no_objects() -> None:
 
 @pytest.mark.parametrize(
     ("data", "why"),
-    [
-        (b"- 1\n", "holds no mapping"),
-        (b"a: \xff\n", "not UTF-8"),
-        (b"#" * (1 << 21), "at most 1048576 are"),
-    ],
+    [(b"- 1\n", "holds no mapping"), (b"a: \xff\n", "not UTF-8"), (b"#" * (1 << 21), "at most 1048576 are")],
 )
 def test_a_file_that_is_no_configuration_is_refused(data: bytes, why: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(data)

@@ -38,10 +38,8 @@ SOUND = [
     *("4 8 --colocate --rollout-num-gpus-per-engine 16", "1 6 --colocate --rollout-num-gpus-per-engine 3"),
     *("1 4 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 4", "2 4 --rollout-num-gpus 8"),
     *("1 8 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 16", "1 4 --rollout-num-gpus 12"),
-    *(
-        "2 4 --colocate --vllm-tensor-parallel-size 1",
-        "3 8 --colocate --debug-train-only --rollout-num-gpus-per-engine 3",
-    ),
+    "2 4 --colocate --vllm-tensor-parallel-size 1",
+    "3 8 --colocate --debug-train-only --rollout-num-gpus-per-engine 3",
     *("2 4 --colocate --rollout-external-engine-addrs a:1", "2 4 --colocate --num-gpus-per-node $UNKNOWN"),
 ]
 
@@ -73,15 +71,9 @@ def test_engine_fits_where_its_gpus_counted_one_by_one_do(engine: int, node: int
 PIPELINE = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --load /nowhere"
 # What starts 8 processes, or another number.
 EIGHT = [
-    *(
-        "torchrun --nproc_per_node 8",
-        "torchrun --nproc-per-node=8 --nnodes 1",
-        "torchrun --nproc_per_node $G --nnodes 2",
-    ),
-    *(
-        "python3 -m torch.distributed.run --nproc_per_node 8",
-        "python -u -m torch.distributed.launch --nproc_per_node=8",
-    ),
+    *("torchrun --nproc_per_node 8", "torchrun --nproc-per-node=8 --nnodes 1"),
+    *("torchrun --nproc_per_node $G --nnodes 2", "python3 -m torch.distributed.run --nproc_per_node 8"),
+    "python -u -m torch.distributed.launch --nproc_per_node=8",
     *("deepspeed --num_gpus 8", "deepspeed --num_gpus=4 --num_nodes 2", "accelerate launch --num_processes 8"),
     *("/opt/bin/torchrun --nproc_per_node 8 --master_port 29500", "srun torchrun ${ARGS[@]}", "torchrun ${ARGS[@]}"),
 ]
@@ -99,4 +91,4 @@ def test_processes_of_a_launcher_are_the_world_size(command: str, is_found: bool
     script.write_text(f"G=4\nARGS=(--nproc_per_node 8 --nnodes 1)\n{command} pretrain_gpt.py {PIPELINE}\n")
     report = preflight(hf_checkpoint=tmp_path, text=read_script(script, environment={}))
     found = [one for one in report.findings if one.code == "CK722"]
-    assert [one.actual for one in found] == [f"world size 8 (processes started at {script}:3)"] * is_found
+    assert [one.actual for one in found] == [f"8 GPUs: processes started at {script}:3"] * is_found

@@ -83,20 +83,6 @@ def test_what_slime_only_warns_of_is_a_warning() -> None:
     assert [refused(f"{TRAINER} {words}") for words in sound] == [[]] * len(sound)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--kl-loss-coef 0.1 --kl-coef 0.1",
-        "--use-dynamic-batch-size",
-        "--use-tis --use-rollout-logprobs",
-        "--num-experts 8 --tensor-model-parallel-size 2",
-        "--recompute-granularity full",
-    ],
-)
-def test_what_the_trainers_own_parser_refuses_is_left_to_it(words: str) -> None:
-    assert refused(f"{TRAINER} {words}") == []
-
-
 GOES_ON = [
     ("--num-rollout 11", True),
     ("--num-rollout 12", False),
@@ -118,12 +104,6 @@ def test_a_run_that_goes_on_needs_more_rollouts_than_it_had(more: str, warned: b
     found = [one for one in refused(f"--load {tmp_path} {words}") if "--load" in one.expected]
     assert [one.severity for one in found] == ["warning"] * warned
     assert [one for one in refused(f"--ref-load {tmp_path} {words}") if "--load" in one.expected] == []
-
-
-def test_colocate_goes_with_train_and_not_with_train_async() -> None:
-    assert refused(f"{TRAINER} --colocate", "train.py") == []
-    (found,) = refused(f"{TRAINER} --colocate", "train_async.py")
-    assert found.expected.startswith("no --colocate with train_async.py")
 
 
 def test_the_program_of_a_script_is_known(tmp_path: Path, configs: PathOf) -> None:

@@ -17,8 +17,116 @@ PRINT = "python3() { shift; printf '%s\\0' \"$@\"; }\n"
 TRAIN = "python3 train.py --load "
 ARGUMENTS = ("--tp", "2")
 ENVIRONMENT = {"HOME": "/home/me", "PATH": "/usr/bin:/bin"}
+# Scripts of model arguments in the shapes that slime's have: loops, sums, blanks at line ends, comments, variants.
+MODELS = {
+    "base": (
+        'COUNT="${MODEL_LAYERS:-61}"\nDENSE=3\nEXPERT=1408\nBOTH=$(($EXPERT * 2))\n\nlist=()\n'
+        "for ((n=0; n<COUNT; n++)); do\n  if (( n < DENSE )); then\n    list+=(0)\n  else\n    list+=(1)\n  fi\ndone\n"
+        'printf -v FREQUENCY "[%s]" "$(IFS=\', \'; echo "${list[*]}")"\n'
+        'MODEL_ARGS=(\n  --spec plugin make\n  --num-layers $COUNT   \n\n  # experts\n  --moe-layer-freq "$FREQUENCY"\n'
+        "  --moe-ffn-hidden-size ${BOTH}\n  --rotary-base ${BASE:-10000}\n)"
+    ),
+    "variant": 'MODEL_LAYERS=5 BASE=5000000 source "$(dirname -- "${BASH_SOURCE[0]}")/base.sh"\n',
+    "changed": 'source "$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)/base.sh"\nMODEL_ARGS[1]="other"\n',
+}
 # Read as bash reads them. Those that give no words end before the trainer starts.
 READ = {
+    "quotes": "python3 train.py --a 'x y' \"z  $HOME-\\$\" a\"b\"'c' \"\" --e='1 2' \\\"q $'t\\tn'",
+    "comments": ("# python3 train.py\npython3 train.py --a 1 # --b 2\n"),
+    "continuation": ("python3 train.py --a \\\n  1 --b\\\n2 \\\n\n"),
+    "arrays": (
+        'A=(1 "2 3" \'4\')\nA+=(5)\nB=("${A[@]}" x)\npython3 train.py ${A[@]} "${B[@]}" "${#B[@]}" ${B[1]} "${B[*]}"'
+    ),
+    "array of lines": ("A=(\n  --a 1 # one\n  # --b 2\n  --c 3 \\\n  --d\n)\npython3 train.py ${A[@]}"),
+    "empty array": ('A=()\npython3 train.py ${A[@]} "${A[@]}" x"${A[@]}"y'),
+    "element": ("A=(1 2 3)\nA[1]=x\nA[3]=y\ni=2\npython3 train.py ${A[@]} ${A[i]} ${A[i+1]} ${A[-1]}"),
+    "splitting": ('X="a  b c"\nY=" p q "\npython3 train.py $X "$X" x${Y}y $Y'),
+    "empty words": ('X=\npython3 train.py $X "$X" a$X'),
+    "defaults": ('A=1\npython3 train.py ${A:-2} ${B:-"x y"} ${B-z} ${A:+set} ${B:+set} ${C:=new} $C ${A-q}'),
+    "nested defaults": "python3 train.py ${A:-${B:-${C:-deep}}} ${A:-$((1 + 2))}",
+    "trimming": ("F=/a/b.tar.gz\npython3 train.py ${F##*/} ${F%.*} ${F%%.*} ${F#*/} ${F/b/c} ${F//a/z} ${F:1:3} ${#F}"),
+    "letters": ("A=Qwen3\npython3 train.py ${A,,} ${A^^}"),
+    "arithmetic": (
+        "N=3\npython3 train.py $((N + 89)) $(( (N*2) % 4 )) $((N > 2 ? 10 : 20)) $((2**10)) $((-7 / 2)) $((0x10))"
+    ),
+    "precedence": "python3 train.py $((1 + 2 * 3 - 4 / 2)) $((1 << 2 + 1)) $((!0 && 1 || 0)) $((7 & 3 | 8 ^ 1))",
+    "counters": ("i=5\n((i++))\n((i += 10))\nj=$((i--))\nlet_=$((++j))\npython3 train.py $i $j $let_"),
+    "for words": ('X=""\nfor n in 1 2 "3 4"; do X+="[$n]"; done\npython3 train.py $X "$X"'),
+    "for numbers": (
+        "A=()\n"
+        "for ((i = 0; i < 6; i++)); do if (( i < 2 )); then A+=(0); else A+=(1); fi; done\n"
+        'printf -v F "[%s]" "$(IFS=", "; echo "${A[*]}")"\n'
+        'python3 train.py --moe-layer-freq "$F"'
+    ),
+    "while": ("i=0\nL=\nwhile [ $i -lt 4 ]; do L=$L$i,; i=$((i + 1)); done\npython3 train.py [${L%,}]"),
+    "until": ("i=3\nuntil [[ $i == 0 ]]; do i=$((i - 1)); A+=($i); done\npython3 train.py ${A[@]}"),
+    "break and continue": (
+        "for i in 1 2 3 4 5; do [ $i = 2 ] && continue; [ $i -ge 4 ] && break; A+=($i); done\npython3 train.py ${A[@]}"
+    ),
+    "if": (
+        "A=8\nif [ $A -gt 8 ]; then B=1; elif [[ $A == [0-9] && -n $A ]]; then B=2; else B=3; fi\npython3 train.py $B"
+    ),
+    "tests": (
+        "NONE= D=0\n"
+        '[ -z "$NONE" ] && A=1\n'
+        '[ "$A" = 1 -a x != y ] && B=2\n'
+        "[[ ! ( a == b ) ]] && C=3\n"
+        "test $B -eq 2 || D=4\n"
+        "python3 train.py $A $B $C $D"
+    ),
+    "case": (
+        "M=qwen3-moe\ncase $M in *-moe|*-MoE) E=8;; *) E=1;; esac\nF=0\ncase x in y) F=1;; esac\npython3 train.py $E $F"
+    ),
+    "functions": (
+        'f() { local a=$1; echo "$a-$2"; }\n'
+        "function g { A=$1; return; A=no; }\n"
+        "g yes\n"
+        'python3 train.py $(f 1 "2 3") "$(f x)" $A'
+    ),
+    "local": ("a=out\nf() { local a=in; b=$a; }\nf\npython3 train.py $a $b"),
+    "subshell": ("A=1\n( A=2; cd / )\n{ B=3; }\npython3 train.py $A $B"),
+    "pipeline": ("A=1\necho x | { A=2; }\npython3 train.py --a $A 2>&1 | cat"),
+    "redirections": "python3 train.py --a 1 2>/dev/null --b 2",
+    "heredoc": (
+        'A=x\nB=$(cat <<EOF\n{ "a": "$A (b)" }\nEOF\n)\nC=$(cat <<\'EOF\'\n$A ) \'\nEOF\n)\npython3 train.py "$B" "$C"'
+    ),
+    "heredoc skipped": ("cat <<EOF >/dev/null\npython3 train.py --no\nEOF\npython3 train.py --yes"),
+    "here string": (
+        'L="--a 1  --b 2"\nread -ra A <<< "$L"\nIFS=, read -r -a B <<< "x,y"\npython3 train.py ${A[@]} ${B[@]}'
+    ),
+    "printf": (
+        "printf -v A '%s,' 1 2 3\nprintf -v B '%02d-%s' 7 x\npython3 train.py $A $B $(printf '%d' 5) $(printf x%%)"
+    ),
+    "source": (
+        'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
+        'source "${HERE}/more.sh" 8\n'
+        '. $(dirname "$0")/more.sh 8\n'
+        'python3 train.py $MORE "$(basename "$MORE")"'
+    ),
+    "backticks": ("A=`echo 1 \\`echo 2\\``\npython3 train.py $A"),
+    "set and shift": ('set -- a "b c" d\nshift\npython3 train.py "$@" $# $1 $*'),
+    "options in a loop": (
+        "set -- --tp 4 --pp 2\n"
+        'while [[ $# -gt 0 ]]; do case "$1" in --tp) TP=$2; shift 2;; *) A+=("$1"); shift;; esac; done\n'
+        "python3 train.py $TP ${A[@]}"
+    ),
+    "unset": ("A=1\nunset A\npython3 train.py ${A:-gone}"),
+    "joined by IFS": ('A=(1 2 3)\nIFS=+\nB="${A[*]}"\nunset IFS\npython3 train.py "$B"'),
+    "pattern of layers": ("D=1 M=2\npython3 train.py --moe-layer-freq [0]*$D+[1]*$M"),
+    "and or": ("true && A=1 || A=2\nfalse || B=3\n! true || C=4\npython3 train.py $A $B $C"),
+    "one line": "A=1; B=2; python3 train.py $A $B; C=3",
+    "background": ("sleep 0 & python3 train.py --a 1 &\nwait"),
+    "append": ("A=x\nA+=y\nA+=$A\npython3 train.py $A"),
+    "exports": ('export A=1 B="2 3"\ndeclare -a C=(4 5)\nreadonly D=6\npython3 train.py $A "$B" ${C[@]} $D'),
+    "nested quotes in braces": 'python3 train.py "${A:-"x y"}" "${A:-a}b"',
+    "eval": ("eval 'A=1; B=2'\npython3 train.py $A $B"),
+    "length of text": ("A=abc\npython3 train.py ${#A}"),
+    "exit in a branch": ("if false; then exit 1; fi\npython3 train.py --a 1"),
+    "stops": ("set -e\ntrap 'echo x' ERR\nulimit -c 0\npython3 train.py --a 1"),
+    **{
+        f"model arguments: {name}": f'source "$(dirname "$0")/models/{name}.sh"\npython3 train.py ${{MODEL_ARGS[@]}}'
+        for name in MODELS
+    },
     "return 1": f"f() {{ return 1; }}\nA=x\nif f; then A=y; fi\n{TRAIN}$A",
     "return 0": f"f() {{ false; return 0; }}\nA=x\nf && A=y\n{TRAIN}$A",
     "return of a number in a variable": f"f() {{ return $1; }}\nA=x\nf 3 || A=y\n{TRAIN}$A",
@@ -142,6 +250,9 @@ def given(script: str, folder: Path) -> tuple[list[str], LaunchText | None]:
     """What bash gives to the trainer, and what we read: None where we say that no trainer starts."""
     (folder / "more.sh").write_text("MORE=m${1:-none}\n")
     (folder / "fails.sh").write_text("return 1\n")
+    (folder / "models").mkdir()
+    for name, text in MODELS.items():
+        (folder / "models" / f"{name}.sh").write_text(text)
     file = folder / "run.sh"
     file.write_text(PRINT + script)
     command = [str(BASH), str(file), *ARGUMENTS]
@@ -156,7 +267,7 @@ def given(script: str, folder: Path) -> tuple[list[str], LaunchText | None]:
 def words_of(read: LaunchText | None, script: str) -> list[str]:
     """The words of a launch, less the arguments that come behind those of a script that uses none."""
     words = [word.text for word in read.words] if read else []
-    uses = any(sign in script for sign in ("$@", "${@", "$#", "for one;", "set --"))
+    uses = any(sign in script for sign in ("$@", "${@", "$#", "for one;", "set --", "more.sh"))
     return words if uses or not words else words[: -len(ARGUMENTS)]
 
 

@@ -1,18 +1,199 @@
-"""CK722: the GPUs of a launch divide over its parallel sizes, and the model over the ranks of its engines."""
+"""CK722: the GPUs of a launch divide over its parallel sizes, and the model over the ranks of its engines.
+
+Source: SGLang's `get_attention_tp_size`, `QKVParallelLinear` and `FusedMoE`; vLLM's
+`ModelConfig.verify_with_parallel_config` and `QKVParallelLinear`; verl `models/transformers/monkey_patch.py` and ROLL
+`fsdp2_strategy.py` for Ulysses; NeMo-RL `models/dtensor/parallelize.py` and Automodel's `validate_tp_mesh`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.formats.hf.side_files import quantization_of
+from converters.config.dims import ModelDims
 from verify.check import Skip, Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, engine_dims, job_of, unless_skipped
-from verify.launch.checks.fit import dtensor_fit, engine_fit, sequence_fit
 from verify.launch.stacks.sizes import Cut, Placement
 from verify.launch.words import at_places, first_file
+from verify.report import Severity
+
+# Rows of the embedding that SGLang pads to. Source: 0.5.16 `layers/vocab_parallel_embedding.py`; only on a CPU it takes
+# the ranks into account, vLLM everywhere.
+_VOCABULARY = 64
+
+
+def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
+    """What of a model an engine cannot share out. vLLM pads and replicates all but heads and FP8 blocks by itself."""
+    hint, attention = f"choose another {cut.where}", cut.attention or cut.ranks
+    for heads, groups in dict.fromkeys((one.heads, one.groups) for one in dims.attentions):
+        if heads % attention:
+            yield Issue(f"num_attention_heads that divides over {attention} ranks", f"{heads}", hint)
+            break
+        if not dims.mla and groups % attention and attention % groups:
+            expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
+            yield Issue(expected, f"{groups}", hint)
+    yield from _blocks(dims, config, cut)
+    if cut.by == "vllm":
+        return
+    if dims.experts and (dims.experts + cut.redundant) % cut.ep:
+        expected, actual = f"experts that divide over {cut.ep_option.removeprefix('--').replace('-', '_')}", "experts"
+        hint = f"choose another {cut.ep_option}"
+        yield Issue(f"{expected} = {cut.ep}", f"{dims.experts + cut.redundant} {actual}", hint)
+    rows = math.ceil(dims.vocab / _VOCABULARY) * _VOCABULARY
+    if rows % attention and dims.heads % attention == 0:
+        expected = f"vocab_size that, padded to a multiple of {_VOCABULARY}, divides over {attention} ranks"
+        hint = f"SGLang 0.5.16 stops: on a GPU it pads to no more than that; choose another {cut.where}"
+        yield Issue(expected, f"vocab_size = {dims.vocab}, {rows} rows", hint, severity="warning")
+
+
+# What verl makes of `rollout.quantization=fp8`. Source: its `vllm_fp8_utils.py` and `async_sglang_server.py`.
+_ONLINE_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The rows of a weight, or its columns, that an engine cuts; the block of FP8 has a number for each.
+
+    what: the settings that it is made of.
+    size: rows or columns, those of all ranks together.
+    share: the ranks that share it.
+    layers, module: where it stands.
+    """
+
+    what: str
+    size: int
+    share: int
+    layers: tuple[int, ...]
+    module: str
+    columns: bool = False
+
+    def broken_by(self, block: int) -> bool:
+        """Whether a rank's part ends inside a block of this size."""
+        return self.size % self.share != 0 or (self.size // self.share) % block != 0
+
+    def is_finer(self, block: Sequence[int], hidden: int) -> bool:
+        """Whether vLLM 0.33 splits the blocks of these experts until a rank's part divides by them, down to 32.
+
+        Source: vLLM 0.33 `fused_moe/oracle/fp8.py` (refine_fp8_moe_block_shape); 0.26 has nothing of it.
+        """
+        part = self.size // self.share if self.size % self.share == 0 else 1
+        return self.module == "mlp.experts" and math.gcd(*block, part, hidden) >= 32
+
+    def plain(self, names: Sequence[object]) -> bool:
+        """Whether a list of modules without FP8 may name all of these layers; a pattern may name any."""
+        paths = [f"model.layers.{layer}.{self.module}" for layer in self.layers]
+        parts = [name.removeprefix("model.") for name in names if isinstance(name, str) and not name.startswith("re:")]
+        return len(parts) < len(names) or not any(set(parts).isdisjoint(_runs(path)) for path in paths)
+
+
+def _runs(path: str) -> set[str]:
+    """Every run of whole dotted parts of a name."""
+    parts = path.split(".")
+    return {".".join(parts[begin:end]) for begin in range(len(parts)) for end in range(begin + 1, len(parts) + 1)}
+
+
+def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
+    """Sides whose part on a rank ends inside an FP8 block, which an engine refuses while it builds the layer."""
+    quantization = _ONLINE_FP8 if cut.online_fp8 else quantization_of(config)
+    if not isinstance(quantization, Mapping):
+        return
+    block = quantization.get("weight_block_size") if quantization.get("quant_method") == "fp8" else None
+    if not isinstance(block, list) or len(block) != 2 or any(type(side) is not int or side < 1 for side in block):
+        return
+    keys = ("modules_to_not_convert", "ignored_layers")
+    names = [name for key in keys for name in _listed(quantization.get(key))]
+    found = set[str]()
+    for side in _sides(dims, cut):
+        size = block[side.columns]
+        is_broken = side.layers and size > 1 and side.broken_by(size) and not side.plain(names)
+        if is_broken and side.what not in found:
+            found.add(side.what)
+            ranks = f"each of {side.share} ranks" if side.share > 1 else "one rank"
+            expected = f"{side.what} whose part on {ranks} divides by the FP8 block of {size}"
+            hint = f"serve with fewer tensor parallel ranks, or more {cut.ep_option}"
+            finer = cut.by == "vllm" and side.is_finer(block, dims.hidden)
+            hint += "; vLLM 0.33 takes it, by finer blocks for Triton's kernels" if finer else ""
+            severity: Severity = "warning" if finer else "error"
+            actual = f"{side.what} = {side.size}, {side.size / side.share:g} a rank"
+            yield Issue(expected, actual, hint, severity=severity)
+
+
+def _listed(entries: object) -> list[object]:
+    """The entries of a list; of what is no list an entry that may name any layer."""
+    return list(entries) if isinstance(entries, list) else [None] if entries else []
+
+
+def _sides(dims: ModelDims, cut: Cut) -> Iterator[_Side]:
+    """The sides that SGLang or vLLM holds against the block.
+
+    Of weights that are read as one, q, k and v or gate and up, SGLang holds the rows of each, on a single rank too;
+    vLLM lets them pass. Otherwise both look at what tensor parallel ranks cut, SGLang only where all of them do.
+
+    Source: SGLang's `Fp8LinearMethod.validate_block_quant_shapes` and `Fp8MoEMethod.create_weights`; vLLM's
+    `_maybe_allow_fp8_block_shape_mismatch`; the `validate_fp8_block_shape` of both.
+    """
+    merged, every, attention = cut.by == "sglang", cut.by == "vllm", cut.attention or cut.ranks
+    yield from _attention(dims, attention, merged, every or attention == cut.ranks)
+    if cut.dense:
+        dense = _Side("intermediate_size", dims.ffn, cut.dense, dims.dense, "mlp.gate_proj")
+        if merged:
+            yield dense
+        if cut.dense > 1 and (cut.dense == cut.ranks or every):
+            yield replace(dense, module="mlp.down_proj", columns=True)
+    if dims.experts and cut.plain_experts:
+        expert = _Side("moe_intermediate_size", dims.expert_ffn, cut.ranks // cut.ep, dims.moe, "mlp.experts")
+        yield expert
+        if cut.ranks > 1:
+            yield replace(expert, columns=True)
+
+
+def _attention(dims: ModelDims, ranks: int, merged: bool, whole: bool) -> Iterator[_Side]:
+    """`whole`: what these ranks cut is looked at, where they are several."""
+    whole = whole and ranks > 1
+    if dims.mla:
+        mla, heads = dims.mla, f"num_attention_heads {dims.heads} x"
+        query = f"{heads} (qk_nope_head_dim {mla.nope} + qk_rope_head_dim {mla.rope})"
+        value = f"qk_nope_head_dim {mla.nope} + v_head_dim {mla.value}"
+        sides = [
+            (query, dims.heads * (mla.nope + mla.rope), "q_b_proj" if mla.q_rank else "q_proj", False),
+            (f"{heads} ({value})", dims.heads * (mla.nope + mla.value), "kv_b_proj", False),
+            (f"{heads} v_head_dim {mla.value}", dims.heads * mla.value, "o_proj", True),
+        ]
+        for what, size, name, columns in sides if whole else ():
+            yield _Side(what, size, ranks, dims.softmax_layers, f"self_attn.{name}", columns)
+        return
+    for one in dims.attentions:
+        name = f"num_attention_heads {one.heads} x head_dim {one.head_dim}"
+        rows = _Side(name, one.heads * one.head_dim, ranks, one.layers, "self_attn.q_proj")
+        if merged:
+            yield replace(rows, size=rows.size * (1 + dims.attention_gate))
+            name, share = f"num_key_value_heads {one.groups} x head_dim {one.head_dim}", min(ranks, one.groups)
+            yield _Side(name, one.groups * one.head_dim, share, one.layers, "self_attn.k_proj")
+        if whole:
+            yield replace(rows, module="self_attn.o_proj", columns=True)
+
+
+def sequence_fit(dims: ModelDims, ranks: int, where: str) -> Iterator[Issue]:
+    """Heads over the ranks that share a sequence by Ulysses, each of which computes some heads of all of it."""
+    hint = "choose a size that divides the heads"
+    if dims.heads % ranks:
+        yield Issue(f"num_attention_heads that divides over {ranks} ranks ({where})", f"{dims.heads}", hint)
+    elif dims.groups % ranks and ranks % dims.groups:
+        expected = f"num_key_value_heads that divides {ranks} ranks, or is divided by them ({where})"
+        yield Issue(expected, f"{dims.groups}", hint)
+
+
+def dtensor_fit(dims: ModelDims, ranks: int, where: str) -> Iterator[Issue]:
+    """Heads over the tensor parallel ranks of DTensor, which replicates none of them."""
+    hint = "choose a tensor_parallel_size that divides both numbers of heads"
+    for name, heads in (("num_attention_heads", dims.heads), ("num_key_value_heads", dims.groups)):
+        if heads % ranks:
+            yield Issue(f"{name} that divides over {ranks} ranks ({where})", f"{heads}", hint)
 
 
 def _placement(subject: Subject) -> Placement:

@@ -26,73 +26,49 @@ def _sides(subject: Subject) -> Sequence[Side]:
     return sides
 
 
-def _issues(subject: Subject, tally: Tally, option: str) -> Iterator[Issue]:
-    """What is wrong with the path of an option, once for all sides that load it."""
-    sides = _sides(subject)
-    tally.compared(0, len(sides))
-    yield from dict.fromkeys(issue for side in sides for about, issue in side.issues if about == option)
+def _check_paths(code: str, title: str, options: Sequence[str], rationale: str, fix: str) -> None:
+    """Registers the check of the paths that these options give, or the settings that do what they do."""
+
+    def paths_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
+        """What is wrong with a path, once for all sides that load it."""
+        sides = _sides(subject)
+        tally.compared(0, len(sides))
+        yield from dict.fromkeys(issue for side in sides for about, issue in side.issues if about in options)
+
+    check(code, title, stage="launch", rationale=rationale, fix=fix, unless=unless_skipped(_sides))(paths_found)
 
 
-@check(
+_check_paths(
     "CK711",
     "--load is what the actor loads",
-    stage="launch",
-    rationale=(
-        "Where --load has no tracker file, the actor takes --ref-load silently: "
-        "a resumed run starts again, or from the wrong weights."
-    ),
-    fix="Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
-    unless=unless_skipped(_sides),
+    ["--load"],
+    "Where --load has no tracker file, the actor takes --ref-load silently: "
+    "a resumed run starts again, or from the wrong weights.",
+    "Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
 )
-def load_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`--load` has a tracker that resolves, or is a supported HF directory; an empty one is a warning."""
-    yield from _issues(subject, tally, "--load")
-
-
-@check(
+_check_paths(
     "CK712",
     "--ref-load is what the reference loads",
-    stage="launch",
-    rationale=(
-        "Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: "
-        "the KL term pulls towards noise. Others stop."
-    ),
-    fix="Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
-    unless=unless_skipped(_sides),
+    ["--ref-load", "--critic-load", "--opd-teacher-load"],
+    "Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: "
+    "the KL term pulls towards noise. Others stop.",
+    "Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
 )
-def reference_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`--ref-load` has a tracker that resolves, or is a supported HF directory; so have a critic's and a teacher's."""
-    for option in ("--ref-load", "--critic-load", "--opd-teacher-load"):
-        yield from _issues(subject, tally, option)
-
-
-@check(
+_check_paths(
     "CK713",
     "--ckpt-step is an iteration that is there",
-    stage="launch",
-    rationale=(
-        "--ckpt-step replaces what the tracker says; "
-        "an iteration that was deleted since is found missing only after the job started."
-    ),
-    fix="Choose an iteration that is there, or leave --ckpt-step out.",
-    unless=unless_skipped(_sides),
+    ["--ckpt-step"],
+    "--ckpt-step replaces what the tracker says; "
+    "an iteration that was deleted since is found missing only after the job started.",
+    "Choose an iteration that is there, or leave --ckpt-step out.",
 )
-def step_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The directory `iter_N` of `--ckpt-step N`."""
-    yield from _issues(subject, tally, "--ckpt-step")
-
-
-@check(
+_check_paths(
     "CK714",
     "--hf-checkpoint is an HF directory",
-    stage="launch",
-    rationale="The rollout engine and the tokenizer come from it; engine and trainer must hold the same model.",
-    fix="Give the HF directory of the model that --load or --ref-load was converted from.",
-    unless=unless_skipped(_sides),
+    ["--hf-checkpoint"],
+    "The rollout engine and the tokenizer come from it; engine and trainer must hold the same model.",
+    "Give the HF directory of the model that --load or --ref-load was converted from.",
 )
-def rollout_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`--hf-checkpoint` has a config.json."""
-    yield from _issues(subject, tally, "--hf-checkpoint")
 
 
 def _words(subject: Subject) -> Job:

@@ -36,17 +36,7 @@ _ASSERTED = (
 )
 # Another name of e4m3, under which MiniMax released its models.
 _SAME_FORMAT = ("float8_e4m3fn", 'write "fmt": "e4m3" into its quantization_config: the same format by another name')
-# By the value of SGLang's --quantization, the methods of a checkpoint that it takes besides the value itself.
-# Source: SGLang `ModelConfig._verify_quantization`, which raises for others; ModelOpt's is told from its algorithm.
-_TAKEN: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("modelopt_fp8", "modelopt_fp4", "modelopt_mixed", "modelopt", "petit_nvfp4"), ("modelopt",)),
-    **dict.fromkeys(("w8a8_int8", "w8a8_fp8", "auto-round-int8"), ("compressed-tensors", "compressed_tensors")),
-    "nvfp4_online": ("fp8",),
-}
-_ENGINE_OPTIONS = {"vllm": "--vllm-quantization", "sglang": "--sglang-quantization"}
-# vLLM 0.26 and 0.33 put their own method before any value where ModelOpt made the checkpoint.
-# Source: vLLM `ModelConfig._verify_quantization`.
-_TAKEN_BY_VLLM = {"fp8": ("fp8", "deepseek_v4_fp8", "humming")}
+_SGLANG_OPTION = "--sglang-quantization"
 # What verl sends in FP8 where it is told so, and in BF16 otherwise.
 _VERL_OPTION = "actor_rollout_ref.rollout.quantization"
 
@@ -144,7 +134,7 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | None]:
-    """Directory and quantization of an engine that slime, miles, vime or verl updates, and the engine's own option.
+    """Directory and quantization of an engine that slime, miles, vime or verl updates, and SGLang's own option.
 
     Raises Skip for any other, and where neither says anything.
     """
@@ -155,15 +145,10 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | No
         return root, stated, None
     if not job.updates or job.stack.name != "slime":
         raise Skip("no trainer that is known to pack updates for the engine of this launch")
-    option = last(options_of(job.text.words), _ENGINE_OPTIONS[_server(subject)])
+    option = last(options_of(job.text.words), _SGLANG_OPTION) if subject.engine != "vllm" else None
     if stated is None and option is None:
         raise Skip("--hf-checkpoint is not quantized")
     return root, stated, option
-
-
-def _server(subject: Subject) -> str:
-    """The engine that slime, miles or vime updates."""
-    return subject.engine
 
 
 @check(
@@ -176,13 +161,13 @@ def _server(subject: Subject) -> str:
         "SGLang BF16 unless rollout.quantization says fp8."
     ),
     fix=(
-        "Give an --hf-checkpoint in block FP8 or INT4, or in BF16; leave --sglang-quantization and --vllm-quantization "
-        "out, which the engine takes from the checkpoint."
+        "Give an --hf-checkpoint in block FP8 or INT4, or in BF16; leave --sglang-quantization out, which SGLang takes "
+        "from the checkpoint."
     ),
     unless=unless_skipped(_sent),
 )
 def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`quant_method` of `--hf-checkpoint`, of FP8 the two keys that both trainers assert, and the engine's own option.
+    """`quant_method` of `--hf-checkpoint`, of FP8 the two keys that both trainers assert, and SGLang's own option.
 
     Source: `megatron_to_hf/processors` of slime, miles and vime; verl `sglang_rollout.py` (update_weights).
     """
@@ -191,11 +176,11 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if job_of(subject).stack.name == "verl":
         yield from _of_verl(job_of(subject), root, content)
         return
-    server = _server(subject)
-    if option is not None and option.known and option.value is not None:
-        yield from _engine_option(root, content, option, server)
     if content is None:
+        if option is not None and option.known and option.value is not None:
+            yield _packed_once(root, option)
         return
+    server = subject.engine
     where, method = str(root / "config.json"), content["quant_method"]
     sent, packer = (_SENT_TO_VLLM, "vime") if server == "vllm" else (_SENT, "slime or miles")
     if method not in sent and (server == "vllm" or content.get("quant_algo") != "NVFP4"):
@@ -224,25 +209,11 @@ def _of_verl(job: Job, root: Path, content: Mapping[str, Any] | None) -> Iterato
     yield Issue(expected, actual, "set it, or give the model in BF16", file=str(root / "config.json"))
 
 
-def _engine_option(root: Path, content: Mapping[str, Any] | None, option: Option, server: str) -> Iterator[Issue]:
-    """What the engine's own option says otherwise than the checkpoint, and so than what the trainer sends."""
-    value, name = str(option.value and option.value.text).lower(), option.name
-    places = {name: option.word}
+def _packed_once(root: Path, option: Option) -> Issue:
+    """What SGLang's own option packs when it starts, and no update brings."""
+    value, places = str(option.value and option.value.text).lower(), {option.name: option.word}
+    expected = f"an --hf-checkpoint in the format of {option.name}{at_places(places)}"
+    actual = f"{value} beside an unquantized checkpoint: SGLang packs it once, and each update is sent in BF16"
+    hint = f"quantize the checkpoint (`ckptkit quantize`), and leave {option.name} out"
     where = first_file(places) or str(root / "config.json")
-    if content is None and server == "vllm":
-        return
-    if content is None:
-        expected = f"an --hf-checkpoint in the format of {name}{at_places(places)}"
-        actual = f"{value} beside an unquantized checkpoint: SGLang packs it once, and each update is sent in BF16"
-        hint = f"quantize the checkpoint (`ckptkit quantize`), and leave {name} out"
-        yield Issue(expected, actual, hint, file=where, severity="warning")
-        return
-    method = str(content["quant_method"]).lower()
-    if server == "vllm":
-        refused = method != "modelopt" and value not in _TAKEN_BY_VLLM.get(method, (method, "humming"))
-    else:
-        refused = value != method and method not in _TAKEN.get(value, ())
-    if refused:
-        expected = f"{name} {method}, as {root}/config.json{at_places(places)}"
-        actual = f"{value}: {'vLLM' if server == 'vllm' else 'SGLang'} stops at its start"
-        yield Issue(expected, actual, f"leave {name} out", file=where)
+    return Issue(expected, actual, hint, file=where, severity="warning")

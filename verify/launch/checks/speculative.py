@@ -29,7 +29,6 @@ _UNSTATED = frozenset({"qwen3_next", "exaone_moe", "nemotron_h", "nemotron_h_puz
 # Methods that draft with the layers of the model itself where no other model is given, and those that never do.
 _OWN = frozenset({"EAGLE", "NEXTN", "FROZEN_KV_MTP"})
 _OTHER = frozenset({"EAGLE3", "STANDALONE", "DFLASH"})
-_TREES = frozenset({"EAGLE", "NEXTN", "EAGLE3", "STANDALONE", "FROZEN_KV_MTP"})
 _NEEDS_MODEL = frozenset({"draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "custom_class"})
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # Methods whose draft is a model of a class of its own; vLLM makes the class's name of the stated one by a prefix.
@@ -63,35 +62,18 @@ def _speculation(subject: Subject) -> Speculation:
 def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A draft model where the method needs one, of a class and sizes that go with method and served model.
 
-    Without one, layers of the model's own; and the options that go with it.
+    Without one, layers of the model's own.
 
-    Source: SGLang `arg_groups/speculative_hook.py`, `server_args.py` (check_server_args, check_lora_server_args),
-    `configs/model_config.py` (_config_draft_model); vLLM `config/speculative.py` (SpeculativeConfig).
+    Source: SGLang `arg_groups/speculative_hook.py`, `configs/model_config.py` (_config_draft_model); vLLM
+    `config/speculative.py` (SpeculativeConfig).
     """
     found = _speculation(subject)
     tally.compared(0)
-    if found.server == "sglang":
-        yield from _options(found)
     if found.draft is not None:
         yield from _given(found, Path(found.draft), subject)
     elif found.known:
         yield from _tokens(found, None)
         yield from _without(found, subject)
-
-
-def _options(found: Speculation) -> Iterator[Issue]:
-    where = f"{found.method}, at {found.place}"
-    if found.stages > 1:
-        yield Issue("one pipeline stage with speculative decoding", f"{found.stages} stages", "SGLang stops")
-    if found.method in _TREES and not found.steps and found.trees:
-        expected = "--sglang-speculative-num-steps with the width or the tokens of a draft"
-        yield Issue(expected, f"{where}, without it", "SGLang stops: give all three of them, or none")
-    if found.attention and found.method in ("STANDALONE", "DFLASH"):
-        yield Issue(
-            f"no --sglang-enable-dp-attention with {found.method}", where, "SGLang stops: leave one of them out"
-        )
-    if found.lora and found.method != "NGRAM":
-        yield Issue("NGRAM, the only method that goes with LoRA", where, "SGLang stops: leave one of them out")
 
 
 def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:

@@ -11,8 +11,7 @@ from ckptkit.core.printable import shortened
 from converters.config.bounds import MAX_LAYERS, MAX_RANKS, MAX_SIZE
 from verify.issue import Issue
 from verify.launch.options.argv import Option, options_of
-from verify.launch.options.layout import LAYOUT, NUMBERS, option_of
-from verify.launch.options.tables import GPUS, MODEL, RUN, SWITCHES, Kind
+from verify.launch.options.tables import GPUS, LAYOUT, MODEL, NUMBERS, RUN, SWITCHES, Kind, option_of
 from verify.launch.words import UnresolvedWord, Word
 from verify.report import Severity
 

@@ -1,8 +1,11 @@
-"""The names of options and settings of a release of each program, as `lab/option_names.py` writes them to `names/`."""
+"""The names of options and settings of a release of each program, as `lab/option_names.py` writes them to `names/`.
+
+And which of them a misspelled one was meant to be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -60,3 +63,31 @@ def engine_settings() -> frozenset[str]:
     """What SGLang and Megatron call their settings in Python: jobs of NeMo-RL and ROLL hand these on."""
     listed = [names(program) for program in ("sglang", "megatron-lm")]
     return frozenset(name.replace("-", "_") for one in listed for name in one.every)
+
+
+def distance(one: str, other: str, most: int) -> int:
+    """How many letters must be added, left out, replaced or exchanged with their neighbour; above `most`, `most` + 1.
+
+    Source: the optimal string alignment distance.
+    """
+    if abs(len(one) - len(other)) > most:
+        return most + 1
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for row, letter in enumerate(one, 1):
+        now = [row]
+        for column, there in enumerate(other, 1):
+            cost = min(last[column] + 1, now[-1] + 1, last[column - 1] + (letter != there))
+            if before and column > 1 and letter == other[column - 2] and one[row - 2] == there:
+                cost = min(cost, before[column - 2] + 1)
+            now.append(cost)
+        before, last = last, now
+        if min(last) > most and min(before) > most:  # an exchange of neighbours looks back two rows
+            return most + 1
+    return min(last[-1], most + 1)
+
+
+def nearest(name: str, known: Iterable[str], most: int) -> str | None:
+    """The known name nearest to this one, at most `most` letters away; None where there is none."""
+    found = min(((distance(name, one, most), one) for one in known), default=(most + 1, ""))
+    return found[1] if found[0] <= most else None

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 class Speculation:
     """How an engine drafts: `method` as it calls it, `draft` the model that it drafts with where one is given.
 
-    `known`: False where the method, the draft, or whether there is one, is not known. `steps` and `trees`: whether the
-    number of steps is given, and the width or the number of tokens of a draft. `tokens`: vLLM is told how many tokens
-    to draft. `mixed`: the draft may have another vocabulary. `stages`: pipeline stages of the engine. `attention`: its
-    attention is data parallel. `lora`: it serves an adapter. `place` is where it is written.
+    `known`: False where the method, the draft, or whether there is one, is not known. `tokens`: vLLM is told how many
+    tokens to draft. `mixed`: the draft may have another vocabulary. `place` is where it is written.
     """
 
     server: Server
@@ -30,13 +28,8 @@ class Speculation:
     place: str
     draft: str | None = None
     known: bool = True
-    steps: bool = True
-    trees: bool = False
     tokens: bool = True
     mixed: bool = False
-    stages: int = 1
-    attention: bool = False
-    lora: bool = False
 
 
 def of_options(given: GivenArguments, words: Sequence[Word]) -> Speculation | None:
@@ -47,19 +40,13 @@ def of_options(given: GivenArguments, words: Sequence[Word]) -> Speculation | No
     method = given.get("sglang_speculative_algorithm", None)
     if not method:
         return None
-    path, prefix = "sglang_speculative_draft_model_path", "sglang_speculative"
-    stages = given.get("sglang_pp_size", None) or given.get("sglang_pipeline_parallel_size", 1)
+    path = "sglang_speculative_draft_model_path"
     return Speculation(
         "sglang",
         method.upper(),
         given.place("sglang_speculative_algorithm"),
         given.get(path, None),
         known=path not in given.unknown,
-        steps=f"{prefix}_num_steps" in given.places,
-        trees=not {f"{prefix}_eagle_topk", f"{prefix}_num_draft_tokens"}.isdisjoint(given.places),
-        stages=stages or 1,
-        attention=bool(given.get("sglang_enable_dp_attention", False)),
-        lora=(given.get("lora_rank", 0) or 0) > 0,
     )
 
 

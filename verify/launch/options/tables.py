@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from converters.megatron.argument_table import ARGUMENTS
-from verify.launch.options.layout import READ
 from verify.launch.options.names import trainer_switches
 
 _MAX_LAYERS = 10_000
@@ -21,6 +20,44 @@ _CHARACTERS = re.compile(r"[\[\]\d+*(), ]*")
 
 def _named(kind: Any, *names: str) -> dict[str, tuple[str, Any]]:
     return {f"--{name}": (name.replace("-", "_"), kind) for name in names}
+
+
+# The size or number of layers that an argument gives, as fields of `LaunchArguments`.
+NUMBERS = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "decoder_first_pipeline_num_layers": "first",
+    "decoder_last_pipeline_num_layers": "last",
+    "num_virtual_stages_per_pipeline_rank": "vpp",
+    "num_layers_per_virtual_pipeline_stage": "chunk",
+    "mtp_num_layers": "mtp",
+    "rollout_num_gpus_per_engine": "engine",
+    **dict.fromkeys(("sglang_pp_size", "sglang_pipeline_parallel_size", "vllm_pipeline_parallel_size"), "engine_pp"),
+    **dict.fromkeys(("sglang_ep_size", "sglang_expert_parallel_size", "sglang_ep"), "engine_ep"),
+}
+# What an argument without a value says, likewise.
+FLAGS = {
+    "account_for_embedding_in_pipeline_split": "embedding",
+    "account_for_loss_in_pipeline_split": "loss",
+    "sglang_enable_dp_attention": "dp_attention",
+}
+STAGES = "pipeline_model_parallel_layout"
+
+
+def option_of(name: str) -> str:
+    """The option that gives an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+# Every option that says how a model is cut over ranks, and how argparse reads those that no other table has.
+READ = frozenset(option_of(name) for name in (*NUMBERS, *FLAGS, STAGES))
+LAYOUT: Mapping[str, tuple[str, Any]] = {
+    **_named(int, "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"),
+    **_named(True, "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
+    **_named(str, "pipeline-model-parallel-layout"),
+}
 
 
 def _frequency(text: str) -> int | list[int]:
@@ -108,19 +145,12 @@ RUN: Mapping[str, tuple[str, Kind]] = {
         *("rollout-batch-size", "n-samples-per-prompt", "global-batch-size", "micro-batch-size", "num-rollout"),
         *("num-steps-per-rollout", "over-sampling-batch-size", "num-epoch", "start-rollout-id", "lora-rank"),
         *("multi-lora-n-adapters", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
-        *("sglang-speculative-num-steps", "sglang-speculative-eagle-topk", "sglang-speculative-num-draft-tokens"),
     ),
     **_named(float, "eps-clip"),
     **_named(
         str,
-        *(
-            "advantage-estimator",
-            "loss-type",
-            "train-backend",
-            "lora-adapter-path",
-            "data-source-path",
-            "sglang-lora-paths",
-        ),
+        *("advantage-estimator", "loss-type", "train-backend", "lora-adapter-path", "data-source-path"),
+        "sglang-lora-paths",
         *("rollout-function-path", "custom-generate-function-path", "rollout-data-postprocess-path"),
         *("custom-advantage-function-path", "custom-reward-post-process-path"),
         *("custom-convert-samples-to-train-data-path", "sglang-config", "vllm-config", "rollout-external-engine-addrs"),

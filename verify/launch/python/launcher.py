@@ -42,14 +42,8 @@ _START = "execute_train"
 # They start processes, or read what the machine of the job has.
 _QUIET: frozenset[str] = frozenset(
     {
-        *(
-            "exec_command",
-            "exec_command_cpu",
-            "exec_command_gpu",
-            "exec_command_multi_node",
-            "convert_checkpoint",
-            "fp8_cast_bf16",
-        ),
+        *("exec_command", "exec_command_cpu", "exec_command_gpu", "exec_command_multi_node", "convert_checkpoint"),
+        "fp8_cast_bf16",
         *("hf_download_dataset", "rsync_simple", "ssh_start_ray_workers", "start_mooncake_master"),
     }
 )

@@ -1,5 +1,7 @@
 """A configuration as the trainer sees it: files merged, overrides applied, `${...}` resolved when a key is asked for.
 
+YAML is read into mappings, lists and words that know their line; nothing in it is executed.
+
 Source: OmegaConf's grammar of interpolations; the resolvers `add`, `mul`, `div` and `max` are NeMo-RL's.
 """
 
@@ -8,10 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
 
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.core.printable import shortened
-from verify.launch.settings.yaml_tree import NULL, Tree
+from ckptkit.formats import yaml_text
+from ckptkit.formats.yaml_text import MAX_BYTES
+from ckptkit.storage.regular import read_regular
 from verify.launch.words import UnresolvedWord, Word
 
 _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
@@ -55,7 +62,7 @@ class Config:
         node: Tree | None = self.tree if isinstance(self.tree, dict) else dict(self.tree)
         for key in filter(None, prefix.split(".")):
             node = node.get(key) if isinstance(node, dict) else None
-        yield from () if node is None else _keys(node, prefix)
+        yield from () if node is None else (key for key, _ in flat(node, prefix))
 
     def _node(self, keys: tuple[str, ...], depth: int) -> Tree | None:
         node: Tree | None = dict(self.tree)
@@ -159,12 +166,14 @@ def merged(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[str, Tree
     return found
 
 
-def _keys(node: Tree, prefix: str) -> Iterator[str]:
-    if isinstance(node, Word):
-        yield prefix
+def flat(tree: Tree | Mapping[str, Tree], prefix: str = "", *, lists: bool = True) -> Iterator[tuple[str, Word]]:
+    """Every word with its dotted key; those of lists with their index, or not at all."""
+    if isinstance(tree, Word):
+        yield prefix, tree
         return
-    for key, value in node.items() if isinstance(node, dict) else ((str(i), one) for i, one in enumerate(node)):
-        yield from _keys(value, f"{prefix}.{key}" if prefix else key)
+    entries = enumerate(tree if lists else ()) if isinstance(tree, list) else tree.items()
+    for key, value in entries:
+        yield from flat(value, f"{prefix}.{key}" if prefix else str(key), lists=lists)
 
 
 def _absolute(key: str, at: tuple[str, ...]) -> tuple[str, ...]:
@@ -207,3 +216,50 @@ def _arguments(text: str) -> list[str]:
         else:
             found[-1] += character
     return found
+
+
+Tree: TypeAlias = "dict[str, Tree] | list[Tree] | Word"
+
+NULL = "null"
+
+
+def read_yaml(path: Path) -> dict[str, Tree]:
+    """The mapping that a YAML file holds; an empty file is an empty mapping.
+
+    A null is the word `null`. Raises CkptkitError for a file that cannot be read, is no mapping, has a key twice, or
+    is too large (1 MB, 64 levels, 50,000 values with aliases expanded).
+    """
+    try:
+        data = read_regular(path, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CkptkitError(f"{path}: {reason}", "check the path of the configuration") from error
+    try:
+        tree = parse(data.decode(), path)
+    except UnicodeDecodeError as error:
+        raise _refused(path, "is not UTF-8 text") from error
+    if not isinstance(tree, dict):
+        raise _refused(path, "holds no mapping")
+    return tree
+
+
+def parse(text: str, path: Path | None = None) -> Tree:
+    """The tree of a YAML document; empty text is an empty mapping. Raises as `read_yaml`."""
+    try:
+        return _words(yaml_text.parse(text), path)
+    except ValueError as error:
+        raise _refused(path, str(error)) from error
+    except RecursionError as error:
+        raise _refused(path, "nested too deeply, aliases expanded") from error
+
+
+def _words(tree: yaml_text.Tree, path: Path | None) -> Tree:
+    if isinstance(tree, dict):
+        return {key: _words(one, path) for key, one in tree.items()}
+    if isinstance(tree, list):
+        return [_words(one, path) for one in tree]
+    return Word(NULL if tree.is_null else tree.text, path, None if path is None else tree.line)
+
+
+def _refused(path: Path | None, why: str) -> CkptkitError:
+    return CkptkitError(f"{path or 'a value on the command line'}: {why}", "give the YAML file as the trainer reads it")

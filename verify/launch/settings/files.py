@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.settings.config import merged
-from verify.launch.settings.yaml_tree import NULL, Tree, read_yaml
+from verify.launch.settings.config import NULL, Tree, merged, read_yaml
 from verify.launch.words import Word
 
 _MAX_DEPTH, _MAX_FILES = 20, 100

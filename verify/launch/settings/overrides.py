@@ -1,16 +1,16 @@
-"""Overrides on a command line, as Hydra has them: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`.
+"""Overrides on a command line, as Hydra has them: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`, and the values in them.
 
-Source: Hydra's override grammar. A later override of a key replaces an earlier one.
+Source: Hydra's override grammar, "Basic Override syntax" and "Extended Override syntax". A later override of a key
+replaces an earlier one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from verify.launch.settings.config import merged
-from verify.launch.settings.hydra_value import hydra_value
-from verify.launch.settings.yaml_tree import NULL, Tree
+from verify.launch.settings.config import NULL, Tree, merged
 from verify.launch.words import UnresolvedWord, Word
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*?(?:\[\d+\])*)(?:=(.*))?", re.DOTALL)
@@ -51,18 +51,6 @@ def applied(
     return found, groups
 
 
-def flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Word]]:
-    """Every word with its dotted key."""
-    if isinstance(tree, Word):
-        yield prefix, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from flat(value, f"{prefix}.{key}" if prefix else key)
-    else:
-        for index, value in enumerate(tree):
-            yield from flat(value, f"{prefix}.{index}" if prefix else str(index))
-
-
 def _with(tree: Mapping[str, Tree], keys: list[str], value: Tree) -> dict[str, Tree]:
     first, rest = keys[0], keys[1:]
     if not rest:
@@ -85,3 +73,159 @@ def _without(tree: Mapping[str, Tree], keys: list[str]) -> dict[str, Tree]:
         return {key: value for key, value in tree.items() if key != first}
     below = tree.get(first)
     return {**tree, first: _without(below, rest)} if isinstance(below, dict) else dict(tree)
+
+
+# Characters of a primitive, and those that a backslash may stand before.
+_PLAIN = re.compile(r"[A-Za-z0-9_/\-\\+.$%*@?|: \t]")
+_ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
+_KEY = re.compile(r"[A-Za-z0-9_/\-+.$%*@?|]+")
+# Hydra's functions. Other calls are text for ROLL, such as `list(range(0,8))`; Hydra itself stops at them.
+_CALL = re.compile(r"\s*([A-Za-z_]\w*)\(")
+_FUNCTIONS = frozenset(
+    {
+        *("bool", "choice", "extend_list", "float", "glob", "int", "interval", "json_str", "range", "shuffle", "sort"),
+        *("str", "tag"),
+    }
+)
+_MAX_DEPTH = 20
+
+
+class _RefusedError(Exception):
+    """A text that Hydra does not take, or that stands for several jobs, and why."""
+
+
+def hydra_value(text: str, word: Word) -> Tree:
+    """What Hydra makes of the text of a value; a word that is not known where it refuses it, or would call a function.
+
+    `word` is the whole override, whose place each part keeps.
+    """
+    called = _CALL.match(text)
+    if isinstance(word, UnresolvedWord) or (called and called[1] not in _FUNCTIONS):
+        return replace(word, text=text.strip())
+    reader = _Reader(text, word)
+    try:
+        tree = reader.element(0)
+        if reader.blanks() and reader.position < len(text):
+            more = ", which makes it several jobs" if text[reader.position] == "," else ""
+            raise _RefusedError(f"unexpected {text[reader.position]!r}{more}")
+    except _RefusedError as reason:
+        return UnresolvedWord(word.text, word.file, word.line, f"Hydra does not take this value: {reason}")
+    return tree
+
+
+@dataclass
+class _Reader:
+    """A position in the text of a value."""
+
+    text: str
+    word: Word
+    position: int = 0
+
+    def blanks(self) -> bool:
+        while self.peek() in (" ", "\t"):
+            self.position += 1
+        return True
+
+    def peek(self) -> str:
+        return self.text[self.position : self.position + 1]
+
+    def element(self, depth: int) -> Tree:
+        if depth > _MAX_DEPTH:
+            raise _RefusedError("it is nested too deeply")
+        self.blanks()
+        if self.peek() == "{":
+            return self.mapping(depth)
+        if self.peek() == "[":
+            return self.items(depth)
+        return self.quoted() if self.peek() and self.peek() in "'\"" else self.primitive()
+
+    def mapping(self, depth: int) -> Tree:
+        found: dict[str, Tree] = {}
+        self.position += 1
+        self.blanks()
+        while self.peek() != "}":
+            key = _KEY.match(self.text, self.position)
+            if key is None:
+                raise _RefusedError("a mapping whose key is none")
+            self.position = key.end()
+            self.blanks()
+            self.expect(":")
+            found[key[0]] = self.element(depth + 1)
+            if not self.goes_on("}"):
+                break
+        self.expect("}")
+        return found
+
+    def items(self, depth: int) -> Tree:
+        found: list[Tree] = []
+        self.position += 1
+        self.blanks()
+        while self.peek() != "]":
+            found.append(self.element(depth + 1))
+            if not self.goes_on("]"):
+                break
+        self.expect("]")
+        return found
+
+    def goes_on(self, end: str) -> bool:
+        """Whether a comma follows; goes past it."""
+        self.blanks()
+        if self.peek() == ",":
+            self.position += 1
+            self.blanks()
+            if self.peek() == end:
+                raise _RefusedError(f"a comma before {end!r}")
+            return True
+        return False
+
+    def expect(self, character: str) -> None:
+        if self.peek() != character:
+            raise _RefusedError(f"no {character!r}")
+        self.position += 1
+
+    def quoted(self) -> Word:
+        """Text in quotes; a backslash counts before a quote of the same kind only."""
+        quote = self.peek()
+        found = re.compile(rf"{quote}((?:[^{quote}\\]|\\.)*){quote}", re.DOTALL).match(self.text, self.position)
+        if found is None:
+            raise _RefusedError("a quote that is never closed")
+        self.position = found.end()
+        text = re.sub(rf"(\\+)({quote}|$)", lambda one: "\\" * (len(one[1]) // 2) + one[2], found[1])
+        if text == NULL:
+            return self.unknown("the text `null`, which is not null")
+        return replace(self.word, text=text)
+
+    def primitive(self) -> Word:
+        """Text without quotes; `null` is null."""
+        text, last = "", 0
+        while self.position < len(self.text):
+            if found := _ESCAPED.match(self.text, self.position):
+                text, self.position = text + found[1], found.end()
+                last = len(text)
+            elif self.text.startswith("${", self.position):
+                text += self.interpolation()
+                last = len(text)
+            elif _PLAIN.match(self.text, self.position):
+                text += self.peek()
+                last = last if self.peek() in " \t" else len(text)
+                self.position += 1
+            else:
+                break
+        if self.peek() == "(":
+            raise _RefusedError("the call of a function")
+        text = text[:last]
+        if not text:
+            return self.unknown("an empty text, which is not null")
+        return replace(self.word, text=NULL if text.lower() == NULL else text)
+
+    def unknown(self, why: str) -> Word:
+        return UnresolvedWord(self.word.text, self.word.file, self.word.line, why)
+
+    def interpolation(self) -> str:
+        start, depth = self.position, 0
+        while self.position < len(self.text):
+            depth += {"{": 1, "}": -1}.get(self.peek(), 0)
+            self.position += 1
+            if not depth and self.text[self.position - 1] == "}":
+                return self.text[start : self.position]
+        raise _RefusedError("${ that is never closed")

@@ -14,14 +14,14 @@ from ckptkit.storage.regular import read_regular
 from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP
 from verify.launch.options.argv import Option, last, options_of
-from verify.launch.options.nearest import nearest
+from verify.launch.options.names import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
 from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow
 from verify.launch.shell.trainers import ranks_of
 from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, Variable, clipped
-from verify.launch.unread import unread
+from verify.launch.stacks.slime.sides import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
 _MAX_BYTES, _MAX_PROGRAM = 1_000_000, 300_000
@@ -68,11 +68,7 @@ def read_script(
 
 
 def read_command(
-    text: str,
-    variables: Mapping[str, tuple[Value, ...]],
-    script: Path,
-    line: int,
-    environment: Mapping[str, str],
+    text: str, variables: Mapping[str, tuple[Value, ...]], script: Path, line: int, environment: Mapping[str, str]
 ) -> LaunchText:
     """What one command gives to its trainer, which a program at `script:line` would run with these variables."""
     shell = Shell(script, Path.cwd(), environment, script=script)

@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.links import absent, next_move
-from verify.launch.settings.yaml_tree import NULL
+from verify.launch.settings.config import NULL
 from verify.launch.sides import Side, hf_config_of, path_issue
 from verify.launch.stacks.settings import Settings
 

@@ -24,8 +24,8 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
-from verify.launch.settings.yaml_tree import Tree
-from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
+from verify.launch.settings.config import Tree
+from verify.launch.sides import ENGINE, Side, path_issue
 from verify.launch.stacks.directories import LOAD, STEP, hf_side, iterations_in, teacher_sides
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
@@ -51,12 +51,16 @@ def read(launch: Launch) -> Job:
     settings.not_looked_at(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     megatron = settings.switch(f"{_MEGATRON}.enabled")
-    start = _pretrained(settings) if megatron else hf_side("actor", settings, _MODEL, f"{_MODEL}, without Megatron")
+    prefixes = _pretrained_keys(settings)
+    if megatron:
+        start = _given(settings, prefixes[0]) if prefixes else _converted(settings)
+    else:
+        start = hf_side("actor", settings, _MODEL, f"{_MODEL}, without Megatron")
     roles = ["actor", *(["reference"] if _reference(settings) else [])]
     sides: list[Side] = []
     resumed = False
     # Weights of pretrained_checkpoint need not be those of the model that gives config and tokenizer.
-    copied = megatron and start is not None and start.is_megatron and not _pretrained_keys(settings)
+    copied = megatron and start is not None and start.is_megatron and not prefixes
     if start:
         actor = _resumed(settings, start, megatron)
         resumed = actor is not start
@@ -106,12 +110,6 @@ def _reference(settings: Settings) -> bool:
     if settings.word("dpo.reference_policy_kl_penalty"):
         return True
     return settings.above_zero("loss_fn.reference_policy_kl_penalty")
-
-
-def _pretrained(settings: Settings) -> Side | None:
-    """What the policy begins with, before anything is resumed."""
-    prefixes = _pretrained_keys(settings)
-    return _given(settings, prefixes[0]) if prefixes else _converted(settings)
 
 
 def _pretrained_keys(settings: Settings) -> list[str]:
@@ -212,13 +210,9 @@ def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
     names = [name for name in iterations_in(weights) if name != "release"]
     if names and (weights / names[-1] / ".metadata").exists():
         return Side("actor", "megatron", weights / names[-1], f"{steps[-1].name} is the last of {key}", start.issues)
-    issue = _no_weights(settings, key, weights)
-    return Side("actor", None, None, f"NeMo-RL stops: {weights} holds no iteration", (*start.issues, issue))
-
-
-def _no_weights(settings: Settings, key: str, weights: Path) -> PathIssue:
     hint = "restore its files, or move this step elsewhere, so that the one before it counts"
-    return path_issue(settings.place(key), weights, "an iteration of torch_dist", "none in it", hint, about=STEP)
+    issue = path_issue(settings.place(key), weights, "an iteration of torch_dist", "none in it", hint, about=STEP)
+    return Side("actor", None, None, f"NeMo-RL stops: {weights} holds no iteration", (*start.issues, issue))
 
 
 def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:

@@ -71,18 +71,22 @@ def read(launch: Launch) -> Job:
     settings.not_looked_at(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
-    sides = {role: _initial(settings, role) for role in roles}
+    sides = {role: _loaded(settings, role, _key(settings, role), _megatron(settings, role)) for role in roles}
     goes_on = False
     if first := sides["actor"]:
         first = replace(first, issues=(*first.issues, *_lost(settings)))
-        sides["actor"] = resumed(settings, first)
+        sides["actor"] = _resumed(settings, first)
         goes_on = sides["actor"] is not first
     rollout, engine, asked, served = _engine(settings)
     groups = [
-        _sizes(settings, role).group(role, _devices(settings, role)) for role in roles if _megatron(settings, role)
+        _sizes(settings, role).group(role, _devices(settings, _ROLES[role]))
+        for role in roles
+        if _megatron(settings, role)
     ]
     shared = tuple(_sequences(settings, roles))
-    groups += [Group(cut.role, _devices(settings, cut.role), (("ulysses_size", (cut.ranks,)),)) for cut in shared]
+    groups += [
+        Group(cut.role, _devices(settings, _ROLES[cut.role]), (("ulysses_size", (cut.ranks,)),)) for cut in shared
+    ]
     hf = settings.model(_key(settings, "actor")) if sides["actor"] else None
     same = all(sides.get(role) for role in ("actor", "reference")) and not goes_on
     every = [*(side for side in sides.values() if side), *([rollout] if rollout else []), *teachers.values()]
@@ -175,13 +179,8 @@ def _lost(settings: Settings) -> list[PathIssue]:
     return found
 
 
-def _initial(settings: Settings, role: str) -> Side | None:
-    """What a role loads before anything is resumed."""
-    return initial(settings, role, _key(settings, role), _megatron(settings, role))
-
-
-def initial(settings: Settings, role: str, key: str, megatron: bool) -> Side | None:
-    """What a role loads of the directory of a key."""
+def _loaded(settings: Settings, role: str, key: str, megatron: bool) -> Side | None:
+    """What a role loads of the directory of a key, before anything is resumed."""
     side = hf_side(role, settings, key, key)
     if side is None or side.path is None or not megatron or not (side.path / _MCA).exists():
         return side
@@ -194,7 +193,7 @@ def initial(settings: Settings, role: str, key: str, megatron: bool) -> Side | N
     return side
 
 
-def resumed(settings: Settings, start: Side) -> Side:
+def _resumed(settings: Settings, start: Side) -> Side:
     """The actor after the checkpoint that it goes on from, where there is one; `start` itself otherwise."""
     key = "resume_from_checkpoint"
     word = settings.word(key)
@@ -238,11 +237,7 @@ def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> Launch
     )
 
 
-def _devices(settings: Settings, role: str) -> Gpus:
-    return devices(settings, _ROLES[role])
-
-
-def devices(settings: Settings, worker: str) -> Gpus:
+def _devices(settings: Settings, worker: str) -> Gpus:
     """How many GPUs `device_mapping` names. It is Python, of which lists and ranges are understood."""
     key = f"{worker}.device_mapping"
     if not settings.resolved(key):
@@ -288,7 +283,7 @@ def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | N
     pp = rest[0] if rest else 1
     if tp is None or pp is None:
         return side, engine_of(name, None, None), None, ()
-    group = Group(ENGINE, _devices(settings, ENGINE), (("tp x pp", (tp, pp)),), places(settings, keys))
+    group = Group(ENGINE, _devices(settings, _ROLES[ENGINE]), (("tp x pp", (tp, pp)),), places(settings, keys))
     return side, engine_of(name, tp, pp), group, engine_cut(name, tp, None, settings.place(keys[0]))
 
 
@@ -301,4 +296,47 @@ STACK = Stack(
     models=frozenset({"pretrain", *(f"{_ROLES[role]}.{_OWN}" for role in ("actor", "reference", ENGINE))}),
     # Those of `examples/config`, of environments and of DeepSpeed: no path and no size of a role.
     own=re.compile(r"(?:vl_|step_)?(?:traj_)?envs(?:_gem_\w+)?|deepspeed_zero\d?(?:_\w+)?"),
+)
+
+
+# Pipelines that generate nothing. Source: ROLL `pipeline/sft/sft_config.py`, `pipeline/distill/distill_config.py`.
+# sft_train loads `pretrain`, whatever its own model says. A student and a teacher load `student_pretrain` and
+# `teacher_pretrain` as soon as one of the two has no model of its own.
+
+
+def read_supervised(launch: Launch) -> Job:
+    """The job of fine-tuning or distillation. Raises CkptkitError for values that are not numbers or truth values."""
+    settings = launch.settings
+    if any(True for _ in settings.config.names("sft_train")):
+        workers, keys = {"actor": "sft_train"}, {"actor": "pretrain"}
+    else:
+        workers = {"actor": "student", "teacher": "teacher"}
+        own = all(settings.word(f"{one}.{_OWN}") for one in workers.values())
+        keys = {role: f"{one}.{_OWN}" if own else f"{one}_pretrain" for role, one in workers.items()}
+    sides: dict[str, Side] = {}
+    sizes: dict[str, Sizes] = {}
+    for role, key in keys.items():
+        prefix = f"{workers[role]}.strategy_args"
+        megatron = settings.text(f"{prefix}.strategy_name").startswith("megatron")
+        if role == "teacher":
+            sides |= teacher_sides(settings, re.compile(rf"^{re.escape(key)}$"))
+        elif side := _loaded(settings, role, key, megatron):
+            sides[role] = _resumed(settings, side)
+        if megatron:
+            sizes[role] = Sizes.read(settings, lambda name, at=prefix: f"{at}.strategy_config.{name}")  # type: ignore[misc]
+    return Job(
+        SUPERVISED,
+        sides=tuple(sides.values()),
+        hf=settings.model(keys["actor"]),
+        models={"teacher": sides["teacher"].path} if "teacher" in sides else {},
+        sizes={role: size.arguments(LaunchArguments()) for role, size in sizes.items()},
+        placement=Placement(tuple(size.group(role, _devices(settings, workers[role])) for role, size in sizes.items())),
+    )
+
+
+SUPERVISED = replace(
+    STACK,
+    read=read_supervised,
+    fits=lambda tree: "sft_train" in tree or {"student", "teacher"} <= tree.keys(),
+    models=frozenset({"pretrain", "student_pretrain", f"student.{_OWN}"}),
 )

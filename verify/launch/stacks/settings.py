@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.hub_cache import hub_model
 from verify.issue import Issue
-from verify.launch.settings.config import Config, UnresolvedError
-from verify.launch.settings.yaml_tree import Tree
+from verify.launch.settings.config import Config, UnresolvedError, flat
 from verify.launch.words import Word, is_new_at_start
 from verify.report import Severity
 
@@ -170,7 +169,7 @@ class Settings:
 
     def written(self) -> dict[str, Word]:
         """Every single value of the configuration as it is written, by its dotted key."""
-        return dict(_words(self.config.tree, ""))
+        return dict(flat(self.config.tree, lists=False))
 
     def not_looked_at(self, pattern: re.Pattern[str]) -> None:
         """Adds a line for every key that matches, is given, and neither false, empty nor null."""
@@ -181,11 +180,3 @@ class Settings:
     def _say(self, line: str) -> None:
         if line not in self.unread:
             self.unread.append(line)
-
-
-def _words(node: Tree | Mapping[str, Tree], prefix: str) -> Iterator[tuple[str, Word]]:
-    if isinstance(node, Word):
-        yield prefix, node
-        return
-    for key, value in node.items() if isinstance(node, Mapping) else ():
-        yield from _words(value, f"{prefix}.{key}" if prefix else key)

@@ -36,15 +36,28 @@ class Gpus:
     source: str = ""
     node: int | None = None
 
+    @staticmethod
+    def read(settings: Settings, nodes: str, each: str) -> Gpus:
+        """The nodes under one key times the GPUs of each under another, 8 where that is not given."""
+        sizes = settings.size(nodes), settings.size(each, 8)
+        if sizes[0] is None or sizes[1] is None:
+            return Gpus()
+        source = f"{settings.place(nodes)} {sizes[0]} x {settings.place(each)} {sizes[1]}"
+        return Gpus(sizes[0] * sizes[1], source)
+
 
 @dataclass(frozen=True)
 class Group:
-    """The GPUs of one role, and products of sizes that must divide them, by their names: `tp x pp x cp`."""
+    """The GPUs of one role, and products of sizes that must divide them, by their names: `tp x pp x cp`.
+
+    source: where the sizes are written, in `file` where that is known.
+    """
 
     role: str
     gpus: Gpus = Gpus()
     products: tuple[tuple[str, tuple[int, ...]], ...] = ()
     source: str = ""
+    file: Path | None = None
 
     def issues(self) -> Iterator[Issue]:
         """Products that do not divide the GPUs, or an engine that does not fit on its nodes."""
@@ -56,7 +69,7 @@ class Group:
                 expected = f"GPUs of the {self.role} that divide by {names} = {product}"
                 message = f"{expected} ({self.source})" if self.source else expected
                 hint = f"make the GPUs a multiple of {least}, or choose other sizes"
-                yield Issue(message, f"{count} GPUs: {self.gpus.source}", hint)
+                yield Issue(message, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
             elif count and self.gpus.node and (found := across_nodes(math.prod(sizes), self.gpus.node, count)):
                 expected = f"engines that fit on nodes of {self.gpus.node} GPUs ({self.source})"
                 yield Issue(expected, f"{found}: {self.gpus.source}", "choose sizes that divide a node, or whole nodes")
@@ -136,6 +149,7 @@ class Sizes:
     etp: int | None = None
     vpp: int | None = None
     source: str = ""
+    file: Path | None = None
 
     @staticmethod
     def read(settings: Settings, key_of: Callable[[str], str]) -> Sizes:
@@ -149,12 +163,14 @@ class Sizes:
 
     def group(self, role: str, gpus: Gpus) -> Group:
         """What must divide the GPUs. Source: megatron-core `initialize_model_parallel`; etp is tp where not given."""
-        if self.tp is None or self.pp is None or self.cp is None or self.ep is None:
-            return Group(role)
         etp = self.tp if self.etp is None else self.etp
-        implied = (self.tp * self.cp) % (self.ep * etp) == 0
-        experts = () if implied else (("ep x etp x pp", (self.ep, etp, self.pp)),)
-        return Group(role, gpus, (("tp x pp x cp", (self.tp, self.pp, self.cp)), *experts), self.source)
+        products = []
+        if self.tp and self.pp and self.cp:
+            products.append(("tp x pp x cp", (self.tp, self.pp, self.cp)))
+        is_implied = self.tp and self.cp and self.ep and etp and self.tp * self.cp % (self.ep * etp) == 0
+        if self.ep and etp and self.pp and not is_implied:
+            products.append(("ep x etp x pp", (self.ep, etp, self.pp)))
+        return Group(role, gpus, tuple(products), self.source, self.file)
 
     def arguments(self, engine: LaunchArguments) -> LaunchArguments:
         """Those of a trainer beside this rollout engine."""

@@ -7,21 +7,23 @@ need_reference_policy, _load_checkpoint), `utils/checkpoint/` and the YAML files
 - The reference exists for a KL term only. It takes its sizes from the actor, but not `use_dist_checkpointing`.
 - The rollout engine has config and tokenizer from `model.path`, its weights from the actor (`load_format: dummy`).
 - `resume_mode: auto` follows the tracker of `default_local_dir` to `global_step_N`. Where either is missing, the run
-  starts from the beginning silently.
+  starts from the beginning silently. Source: `trainer/ppo/ray_trainer.py` (_load_checkpoint).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.speculative import Speculation, of_settings
-from verify.launch.sides import ENGINE, Side, path_issue
+from verify.launch.settings.config import Tree
+from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, REF, STEP, given, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import (
@@ -36,7 +38,6 @@ from verify.launch.stacks.sizes import (
     places,
     server_named,
 )
-from verify.launch.stacks.verl_steps import Resumed, resumed_step
 
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
@@ -75,7 +76,7 @@ def read(launch: Launch) -> Job:
     settings = launch.settings
     megatron = _is_megatron(settings)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
-    gpus = _gpus(settings)
+    gpus = Gpus.read(settings, "trainer.nnodes", "trainer.n_gpus_per_node")
     groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
     shared = () if megatron else tuple(_sequences(settings, roles))
     groups += [Group(cut.role, gpus, (("ulysses_sequence_parallel_size", (cut.ranks,)),), cut.where) for cut in shared]
@@ -272,23 +273,12 @@ def _after(settings: Settings, resumed: Resumed, role: str, side: Side, megatron
     return Side(role, None, None, f"verl stops: {path} holds no checkpoint", (*side.issues, issue))
 
 
-def _gpus(settings: Settings) -> Gpus:
-    nodes, each = settings.size("trainer.nnodes"), settings.size("trainer.n_gpus_per_node", 8)
-    if nodes is None or each is None:
-        return Gpus()
-    where = f"{settings.place('trainer.nnodes')} {nodes} x {settings.place('trainer.n_gpus_per_node')} {each}"
-    return Gpus(nodes * each, where)
-
-
 def _rollout_gpus(settings: Settings) -> Gpus | None:
     """The GPUs of a rollout that has its own, as fully_async_policy and one_step_off_policy give it."""
     keys = "rollout.nnodes", "rollout.n_gpus_per_node"
     if all(settings.word(key) is None and settings.resolved(key) for key in keys):
         return None
-    nodes, each = settings.size(keys[0]), settings.size(keys[1], 8)
-    if nodes is None or each is None:
-        return Gpus()
-    return Gpus(nodes * each, f"{settings.place(keys[0])} {nodes} x {settings.place(keys[1])} {each}")
+    return Gpus.read(settings, *keys)
 
 
 def _size_key(settings: Settings, role: str, name: str) -> str:
@@ -357,11 +347,133 @@ def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgumen
     return side, engine_of(name, tp, pp, ep), group, cuts
 
 
-STACK = Stack(
-    "verl",
-    read,
-    fits=lambda tree: _AR in tree,
-    models=frozenset({_MODEL}),
-    own=OWN,
-    groups=GROUPS,
+STACK = Stack("verl", read, fits=lambda tree: _AR in tree, models=frozenset({_MODEL}), own=OWN, groups=GROUPS)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The step that a run goes on from: its directory, None where it starts anew, and why."""
+
+    path: Path | None
+    why: str
+    issues: tuple[PathIssue, ...] = ()
+    stops: bool = False
+
+
+def resumed_step(settings: Settings) -> Resumed:
+    """What a run resumes, by its settings and the files that are there."""
+    mode = settings.text("trainer.resume_mode", "auto")
+    if mode == "resume_path":
+        return _resumed_path(settings)
+    if mode != "auto":
+        return Resumed(None, f"trainer.resume_mode is {mode}")
+    key = "trainer.default_local_dir"
+    project, experiment = "trainer.project_name", "trainer.experiment_name"
+    own = settings.is_new(key) or not settings.resolved(key) or settings.word(key) is not None
+    if new := next((one for one in ([key] if own else [project, experiment]) if settings.is_new(one)), None):
+        return Resumed(None, f"{new} has the time of the start in it, so its directory is new")
+    if not settings.resolved(key):
+        return Resumed(None, f"{key} is not known")
+    names = ("", "") if own else (settings.text(project, "verl_examples"), settings.text(experiment, "gsm8k"))
+    root = Path(settings.text(key) or f"checkpoints/{names[0]}/{names[1]}")
+    place = settings.place(key)
+    steps = _steps(root)
+    if not (root / TRACKER).is_file():
+        if not steps:
+            return Resumed(None, f"resume_mode auto finds no tracker in {root}")
+        actual = f"{', '.join(steps)} but no tracker, so verl starts from the beginning silently"
+        hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
+        issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, about=LOAD)
+        return Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
+    named = tracker_text(root)
+    if not (named.isdecimal() and len(named) < 10):
+        hint = "write the number of a step that is there"
+        issue = path_issue(place, root / TRACKER, "the number of a step", f"{named!r}", hint, about=LOAD)
+        return Resumed(None, f"{root / TRACKER} says {named!r}, at which verl stops", (issue,), stops=True)
+    path = root / f"global_step_{int(named)}"
+    if path.exists():
+        return Resumed(path, f"the tracker of {key} says {named}")
+    actual = f"only {', '.join(steps) or 'nothing'}, so verl starts from the beginning silently"
+    hint = "write the number of a step that is there into the tracker"
+    issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, about=STEP)
+    return Resumed(None, f"the tracker says {named}, but {path.name} is not there", (issue,))
+
+
+def _resumed_path(settings: Settings) -> Resumed:
+    key = "trainer.resume_from_path"
+    word = settings.word(key)
+    if not settings.resolved(key):
+        return Resumed(None, f"{key} is not known")
+    path = Path(word.text) if word else Path()
+    number = path.name.rpartition("global_step_")[2]
+    if word and "global_step_" in word.text and number.isdecimal() and path.is_dir():
+        return Resumed(path, f"{key}")
+    there = ", ".join(_steps(path.parent)) or "nothing" if word else ""
+    actual = "no such setting" if word is None else "another name" if path.is_dir() else f"not there; beside it {there}"
+    expected, hint = "a directory global_step_N that is there", "choose a step that is there"
+    issue = path_issue(settings.place(key), path, expected, actual, hint, about=STEP)
+    return Resumed(None, f"verl stops: {key} {path} is not a step of a run", (issue,), stops=True)
+
+
+def _steps(root: Path) -> list[str]:
+    names = [path.name for path in root.glob("global_step_*")] if root.is_dir() else []
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+# Supervised fine-tuning, which has no rollout. Source: verl `trainer/sft_trainer.py`,
+# `utils/checkpoint/checkpoint_handler.py` and `trainer/config/`. Its model is loaded as an actor's is.
+_TUNED = "model.path"
+# The ranks that share a sequence, of the engines fsdp and veomni.
+_SEQUENCE = ("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size")
+_TUNED_ELSEWHERE = re.compile(
+    r"^model\.(?:lora_adapter_path|hf_config_path|override_config)|\.override_mcore_model_config\."
 )
+
+
+def read_sft(launch: Launch) -> Job:
+    """The job of a launch of fine-tuning. Raises CkptkitError for values that are not numbers or truth values."""
+    settings, ranks = launch.settings, launch.text.ranks
+    is_chosen = any(word.text.startswith("engine") and "megatron" in word.text for word in settings.groups)
+    megatron = is_chosen or settings.text("engine.strategy") == "megatron"
+    key = "engine.dist_checkpointing_path"
+    word = settings.word(key)
+    if megatron and settings.switch("engine.use_dist_checkpointing") and word:
+        side: Side | None = torch_dist_side("actor", settings.place(key), Path(word.text), key, LOAD)
+    else:
+        side = hf_side("actor", settings, _TUNED, f"{_TUNED}, through a bridge" if megatron else _TUNED)
+    _resumes_elsewhere(settings)
+    settings.not_looked_at(_TUNED_ELSEWHERE)
+    sizes = Sizes.read(settings, lambda name: f"engine.{name}") if megatron else None
+    gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
+    if sizes:
+        placement = Placement((sizes.group("actor", gpus),))
+    else:
+        key = next((one for one in _SEQUENCE if settings.word(one) is not None), _SEQUENCE[0])
+        shared, at = settings.size(key), settings.place(key)
+        products = ((key.partition(".")[2], (shared,)),) if shared else ()
+        cuts = (Cut("actor", "ulysses", shared, at),) if shared and shared > 1 else ()
+        placement = Placement((Group("actor", gpus, products, at if cuts else ""),), cuts=cuts)
+    return Job(
+        SFT,
+        sides=(side,) if side else (),
+        hf=settings.model(_TUNED),
+        sizes={"actor": sizes.arguments(LaunchArguments())} if sizes else {},
+        placement=placement,
+    )
+
+
+def _resumes_elsewhere(settings: Settings) -> None:
+    """Says that a run goes on from steps that are there, whose layout is not looked at."""
+    if settings.text("trainer.resume_mode", "auto") == "disable":
+        return
+    word = settings.word("trainer.resume_from_path") or settings.word("trainer.default_local_dir")
+    if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
+        settings.unread.append(f"{word.place}: {word.text}: the step that the run goes on from is not looked at")
+
+
+def _fits_sft(tree: Mapping[str, Tree]) -> bool:
+    model = tree.get("model")
+    return isinstance(model, dict) and "path" in model and {"data", "trainer"} <= tree.keys()
+
+
+SFT = replace(STACK, read=read_sft, fits=_fits_sft, models=frozenset({_TUNED}))

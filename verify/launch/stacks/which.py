@@ -14,7 +14,7 @@ from verify.launch.options.argv import last, options_of
 from verify.launch.settings.config import Config
 from verify.launch.settings.files import Composed, compose
 from verify.launch.settings.overrides import applied, is_override
-from verify.launch.stacks import nemo_rl, roll, supervised, verl
+from verify.launch.stacks import nemo_rl, roll, verl
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.slime import job as slime
 from verify.launch.words import LaunchText, UnresolvedWord, Word
@@ -24,7 +24,7 @@ _FOLDER = frozenset({"--config-path", "-cp", "--config-dir", "-cd", "--config_pa
 _NAME = frozenset({"--config-name", "-cn", "--config_name"})
 _FILE = frozenset({"--config"})
 # In the order in which their settings are told apart; a launch without settings is of the last one.
-STACKS = (verl.STACK, nemo_rl.STACK, supervised.ROLL, roll.STACK, supervised.VERL, slime.STACK)
+STACKS = (verl.STACK, nemo_rl.STACK, roll.SUPERVISED, roll.STACK, verl.SFT, slime.STACK)
 
 
 @dataclass(frozen=True)

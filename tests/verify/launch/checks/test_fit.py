@@ -15,18 +15,12 @@ from support.launch_scripts import quantized_launch, write_config
 
 from converters.config.dims import Mla, ModelDims
 from converters.planner import dims_of
-from verify.launch.checks.fit import engine_fit
+from verify.launch.checks.gpus import engine_fit
 from verify.launch.preflight import preflight
 from verify.launch.stacks.sizes import Cut
 from verify.report import Finding
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
-PACKED = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS}},
-    "ignore": ["lm_head", r"re:.*\.mlp\.gate$"],
-}
 # What CK722 calls the side of a layer, by words of its finding, and the layers of an engine that it stands for.
 WORDS = {
     "moe_intermediate_size": {"experts"},
@@ -58,22 +52,22 @@ def drawn(engine: str) -> list[dict[str, Any]]:
     return cases
 
 
-def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims, stated: Mapping[str, Any]) -> list[str]:
+def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims) -> list[str]:
     """What CK722 says of a case."""
     dims, given = dict(case["dims"]), base
     if "kv_rank" in dims:
         parts = [dims.pop(name) for name in ("kv_rank", "nope", "rope", "value")]
         given = replace(base, mla=Mla(64, *parts))
     cut = Cut("", engine, case["ranks"], "", attention=case["attention"], dense=case["ranks"])
-    issues = engine_fit(replace(given, **dims), {"quantization_config": stated}, cut)
+    issues = engine_fit(replace(given, **dims), {"quantization_config": FP8}, cut)
     return [issue.expected for issue in issues if " block of " in issue.expected]
 
 
-def of_engine(cases: Sequence[Mapping[str, Any]], engine: str, root: Path, form: str) -> list[list[str]]:
+def of_engine(cases: Sequence[Mapping[str, Any]], engine: str, root: Path) -> list[list[str]]:
     """What the engine's own layers refuse of them."""
     file = root / "cases.json"
     file.write_text(json.dumps(cases))
-    ended_well = run_in_engine(engine, root / "log", "support.fp8_cuts", engine, file, *form.split())
+    ended_well = run_in_engine(engine, root / "log", "support.fp8_cuts", engine, file)
     assert ended_well, (root / "log").read_text()[-3000:]
     found: list[list[str]] = json.loads(file.read_text())
     return found
@@ -91,64 +85,18 @@ ENGINES = [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("stated", [FP8, PACKED], ids=["fp8", "compressed-tensors"])
 def test_what_is_refused_of_a_cut_is_what_the_layers_of_the_engine_refuse(
-    stated: Mapping[str, Any], engine: str, both: ModelDims, tmp_path: Path
+    engine: str, both: ModelDims, tmp_path: Path
 ) -> None:
-    cases, form = drawn(engine), "packed" if stated is PACKED else ""
-    seen = set[str]()
-    for case, refused in zip(cases, of_engine(cases, engine, tmp_path, form), strict=True):
-        findings = of_ours(case, engine, both, stated)
+    cases, seen = drawn(engine), set[str]()
+    for case, refused in zip(cases, of_engine(cases, engine, tmp_path), strict=True):
+        findings = of_ours(case, engine, both)
         names = [next(layers for words, layers in WORDS.items() if words in one) for one in findings]
         assert all(layers & set(refused) for layers in names), (case, findings, refused)
         assert set(refused) <= set().union(*names), (case, findings, refused)
         seen |= set(refused)
     expected = {"down_proj", "q_b_proj", "kv_b_proj", "o_proj", "experts"}
-    assert seen == expected | ({"gate_up_proj", "qkv_proj"} if engine == "sglang" or form else set())
-
-
-MXFP8 = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
-NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-NARROW = {
-    "heads": {"heads": 4, "groups": 4, "head_dim": 40, "ffn": 4 * 64, "expert_ffn": 4 * 64},
-    "dense": {"heads": 4, "groups": 4, "head_dim": 64, "ffn": 4 * 72, "expert_ffn": 4 * 64},
-    "experts": {"heads": 4, "groups": 4, "head_dim": 64, "ffn": 4 * 64, "expert_ffn": 4 * 48},
-    "none": {"heads": 4, "groups": 4, "head_dim": 64, "ffn": 4 * 64, "expert_ffn": 4 * 64},
-}
-
-
-@pytest.mark.sglang
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("stated", "form", "expected"),
-    [
-        (MXFP8, "mxfp8", [{"o_proj"}, {"down_proj"}, {"experts"}, set()]),
-        (NVFP4, "nvfp4", [{"o_proj"}, {"down_proj"}, set(), set()]),
-    ],
-    ids=["mxfp8", "nvfp4"],
-)
-def test_cuts_through_groups_of_mxfp8_and_nvfp4_are_those_that_sglang_refuses(
-    stated: Mapping[str, Any], form: str, expected: list[set[str]], both: ModelDims, tmp_path: Path
-) -> None:
-    """Of 4 ranks each has 40, 72, 48 or 64 inputs, which groups of 32, of 16 or all divide."""
-    cases = [{"ranks": 4, "attention": 4, "dims": dims} for dims in NARROW.values()]
-    refused = of_engine(cases, "sglang", tmp_path, form)
-    assert [set(names) for names in refused] == expected
-    ours = [of_ours(case, "sglang", both, stated) for case in cases]
-    assert [bool(findings) for findings in ours] == [bool(names) for names in expected]
-    assert all(f"{form.upper()} block of " in one for findings in ours for one in findings)
-
-
-def test_layers_that_modelopt_leaves_out_are_not_held_against_groups(both: ModelDims) -> None:
-    case = {"ranks": 4, "attention": 4, "dims": NARROW["dense"]}
-    down = {"model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4"}}
-    other = {"model.layers.0.self_attn.o_proj": {"quant_algo": "NVFP4"}}
-    assert of_ours(case, "vllm", both, NVFP4) != []
-    assert of_ours(case, "vllm", both, {**NVFP4, "ignore": ["model.layers.0.mlp"]}) == []
-    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
-    assert of_ours(case, "vllm", both, {**mixed, "quantized_layers": down}) != []
-    assert of_ours(case, "vllm", both, {**mixed, "quantized_layers": other}) == []
-    assert of_ours({**case, "dims": NARROW["heads"]}, "vllm", both, MXFP8) == []
+    assert seen == expected | ({"gate_up_proj", "qkv_proj"} if engine == "sglang" else set())
 
 
 def wide(text: str) -> str:
@@ -158,21 +106,20 @@ def wide(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("rank", "engine", "stated", "severity"),
+    ("rank", "engine", "severity"),
     [
         # What vLLM 0.33's own function makes of them beside a hidden size of 2048: blocks of 64, of 32, none.
-        (192, "vllm", FP8, "warning"),
-        (96, "vllm", FP8, "warning"),
-        (176, "vllm", FP8, "error"),
-        (192, "vllm", PACKED, "error"),
-        (192, "sglang", FP8, "error"),
+        (192, "vllm", "warning"),
+        (96, "vllm", "warning"),
+        (176, "vllm", "error"),
+        (192, "sglang", "error"),
     ],
 )
 def test_experts_that_vllm_033_splits_into_finer_blocks_are_a_warning(
-    rank: int, engine: Any, stated: Mapping[str, Any], severity: str, both: ModelDims
+    rank: int, engine: Any, severity: str, both: ModelDims
 ) -> None:
     dims = replace(both, dense_layers=(), expert_ffn=4 * rank)
-    issues = engine_fit(dims, {"quantization_config": stated}, Cut("", engine, 4, "", dense=4))
+    issues = engine_fit(dims, {"quantization_config": FP8}, Cut("", engine, 4, "", dense=4))
     assert [one.severity for one in issues if "moe_intermediate_size" in one.expected] == [severity]
 
 

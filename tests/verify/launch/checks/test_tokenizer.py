@@ -74,10 +74,7 @@ SHIFTED = {f"w{number}": number + 1 for number in range(299)} | {"w299": 0}
             {"model": {"type": "BPE", "vocab": SHIFTED, "merges": MERGES}},
             "another model's tokenizer: 300 of the 302 tokens in --hf-checkpoint have other ids ('w0' 1, not 0)",
         ),
-        (
-            {"added_tokens": ADDED[:1]},
-            "1 of the 302 tokens in --hf-checkpoint are not in it, such as '<turn>'",
-        ),
+        ({"added_tokens": ADDED[:1]}, "1 of the 302 tokens in --hf-checkpoint are not in it, such as '<turn>'"),
         ({"added_tokens": [*ADDED, {"id": 302, "content": "<new>"}]}, "1 are only in it, such as '<new>'"),
         (
             {"model": {"type": "BPE", "vocab": WORDS, "merges": ["w 2", "w 1"]}},

@@ -195,11 +195,6 @@ def test_a_checkpoint_that_nemo_rl_refuses_is_found(
     assert (finding.code, finding.actual, finding.hint) == (code, actual.replace("RELEASE", root), hint)
 
 
-def test_a_model_that_does_not_divide_is_found(base: Path, hf: Path) -> None:
-    report = preflight(script=model(base, hf, "  megatron_cfg: {tensor_model_parallel_size: 4}\n"))
-    assert ("CK703", "num_attention_heads = 10") in [(one.code, one.actual) for one in report.findings]
-
-
 def test_a_model_that_is_not_there_is_found(base: Path, only: OnlyFinding) -> None:
     file = model(base, Path("/nowhere/model"))
     finding = only(preflight(script=file))

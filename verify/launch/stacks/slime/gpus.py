@@ -7,19 +7,16 @@ SGLang `ServerArgs`; slime and miles `ray/placement_group.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from verify.issue import Issue
 from verify.launch.arguments import server_of
 from verify.launch.options.given import GivenArguments
 from verify.launch.sides import ENGINE
-from verify.launch.stacks.sizes import Cut, Placement, across_nodes
-from verify.launch.words import Word, at_places, first_file
+from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes, across_nodes
+from verify.launch.words import Word, at_places, first_file, places_of
 
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
-_RANKS = tuple(
-    f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-)
+_RANKS = tuple(NAMES[name] for name in ("tp", "pp", "cp", "ep", "etp"))
 _ENGINE = ("rollout_num_gpus_per_engine", "sglang_pp_size", "sglang_ep_size", "sglang_dp_size")
 # Spellings that SGLang takes for one size, and vLLM's option for it.
 _ALSO = {
@@ -39,11 +36,8 @@ def placement_of(given: GivenArguments, words: Sequence[Word], ranks: Word | Non
     if names.isdisjoint(given.values) and ranks is None:
         return None
     sizes = _Sizes(given, words, ranks)
-    counted = ranks is not None or not set(_JOB).isdisjoint(given.values)
-    job = list(_at(sizes.job(), given, (*_JOB, *_RANKS))) if counted else []
-    engines = _at(sizes.engines(), given, ("rollout_num_gpus", *_JOB, *_ENGINE))
-    nodes = _at(sizes.nodes(), given, ("num_gpus_per_node", "colocate", "rollout_num_gpus", *_JOB, _ENGINE[0]))
-    issues = (*job, *sizes.vocabulary(), *engines, *nodes)
+    is_counted = ranks is not None or not set(_JOB).isdisjoint(given.values)
+    issues = (*(sizes.trainer() if is_counted else ()), *sizes.vocabulary(), *sizes.engines(), *sizes.nodes())
     cut = sizes.cut()
     return Placement(issues=issues, cuts=(cut,) if cut else (), counted=True)
 
@@ -52,13 +46,6 @@ def _spelled(given: GivenArguments, names: Sequence[str]) -> Mapping[str, Word]:
     """These arguments as the launch gives them, in any spelling."""
     every = [one for name in names for one in (name, *_ALSO.get(name, ()))]
     return {name: given.places[name] for name in every if name in given.places}
-
-
-def _at(issues: Iterator[Issue], given: GivenArguments, names: Sequence[str]) -> Iterator[Issue]:
-    """The issues, with the file and line of each of these arguments that the launch gives."""
-    words = _spelled(given, names)
-    for issue in issues:
-        yield replace(issue, expected=f"{issue.expected}{at_places(words)}", file=first_file(words) or issue.file)
 
 
 class _Sizes:
@@ -71,11 +58,8 @@ class _Sizes:
         self.world = None if self.actor_nodes is None or self.each is None else self.actor_nodes * self.each
         self.world = int(ranks.text) if ranks else self.world
         self.node = of("num_gpus_per_node", 8)
-        self.tp, self.pp, self.cp = (
-            of(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context")
-        )
-        self.ep = of("expert_model_parallel_size", 1)
-        self.etp = of("expert_tensor_parallel_size", self.tp)
+        self.tp, self.pp, self.cp, self.ep = (of(NAMES[name], 1) for name in ("tp", "pp", "cp", "ep"))
+        self.etp = of(NAMES["etp"], self.tp)
         self.engine = of("rollout_num_gpus_per_engine", 1)
         self.engine_pp, self.engine_ep, self.engine_dp = (of(name, 1) for name in _ENGINE[1:])
         self.server = server_of(words)
@@ -98,25 +82,19 @@ class _Sizes:
         value = next((self.given.values[one] for one in names if one in self.given.values), default)
         return value if value is None or value > 0 else None
 
-    def issue(self, expected: str, actual: str, hint: str) -> Issue:
-        return Issue(expected, actual, hint, file=self.where)
+    def issue(self, expected: str, actual: str, hint: str, names: Sequence[str] = ()) -> Issue:
+        """An issue at the places of these arguments."""
+        words = _spelled(self.given, names)
+        return Issue(f"{expected}{at_places(words)}", actual, hint, file=first_file(words) or self.where)
 
-    def job(self) -> Iterator[Issue]:
+    def trainer(self) -> Iterator[Issue]:
         """The trainer's GPUs."""
-        if self.world is None:
-            return
-        counted = (
-            f"processes started at {self.ranks.place}" if self.ranks else "actor_num_nodes x actor_num_gpus_per_node"
-        )
-        message = f"{f'world size {self.world}' if self.ranks else f'{self.world} GPUs'} ({counted})"
-        if self.tp and self.pp and self.cp and self.world % (self.tp * self.pp * self.cp):
-            product = f"{self.tp} x {self.pp} x {self.cp} = {self.tp * self.pp * self.cp}"
-            expected = f"a multiple of TP x PP x CP = {product} GPUs"
-            yield self.issue(expected, message, "change the number of GPUs, or these sizes")
-        if self.ep and self.etp and self.pp and self.ep > 1 and self.world % (self.ep * self.etp * self.pp):
-            product = f"{self.ep} x {self.etp} x {self.pp} = {self.ep * self.etp * self.pp}"
-            expected = f"a multiple of EP x ETP x PP = {product} GPUs"
-            yield self.issue(expected, message, "change the number of GPUs, or these sizes")
+        words = _spelled(self.given, (*_JOB, *_RANKS))
+        source = f"processes started at {self.ranks.place}" if self.ranks else " x ".join(_JOB)
+        places, file = places_of(words), first_file(words) or self.where
+        ep = self.ep if self.etp else None  # an etp that is not known is not that of tp
+        sizes = Sizes(self.tp, self.pp, self.cp, ep, self.etp, source=places, file=file)
+        return sizes.group("actor", Gpus(self.world, source)).issues()
 
     def vocabulary(self) -> Iterator[Issue]:
         """Rows of the embedding, which Megatron pads by itself to a multiple of TP unless it is told how many."""
@@ -127,33 +105,33 @@ class _Sizes:
             yield self.issue(expected, f"padded_vocab_size = {rows}, at {self.given.place('padded_vocab_size')}", hint)
 
     def engines(self) -> Iterator[Issue]:
-        """The rollout's GPUs."""
-        total = self._rollout()
-        if self.engine and total and total % self.engine:
-            expected = f"rollout GPUs that divide by rollout_num_gpus_per_engine = {self.engine}"
-            yield self.issue(expected, f"{total} rollout GPUs", "some GPUs would belong to no engine")
+        """The rollout's GPUs, and sizes of an engine that must divide one another."""
+        names = ("rollout_num_gpus", *_JOB, *_ENGINE)
+        words = _spelled(self.given, names)
+        if self.engine:
+            gpus, products = Gpus(self._rollout(), "those of the rollout"), ((_ENGINE[0], (self.engine,)),)
+            yield from Group(ENGINE, gpus, products, places_of(words), first_file(words) or self.where).issues()
         if self.engine and self.engine_pp and self.engine % self.engine_pp:
             expected = f"rollout_num_gpus_per_engine that divides by {self.pp_name} = {self.engine_pp}"
             actual = f"rollout_num_gpus_per_engine = {self.engine}"
-            yield self.issue(expected, actual, "the trainer stops: change one of them")
+            yield self.issue(expected, actual, "the trainer stops: change one of them", names)
             return
+        if (self.engine_dp or 0) > 1 and not self.dp_attention and not self.given.anything:
+            expected = f"--sglang-enable-dp-attention, since sglang_dp_size = {self.engine_dp}"
+            yield self.issue(expected, "the launch does not give it", "slime stops without it", names)
         tp = self.tp_of_engine
-        if tp and self.engine_ep and tp % self.engine_ep:
-            expected = f"tensor parallel ranks of an engine that divide by sglang_ep_size = {self.engine_ep}"
-            yield self.issue(expected, f"{tp} ranks", "give an --sglang-ep-size that divides the engine's GPUs")
-        if self.engine_dp and self.engine_dp > 1:
-            if not self.dp_attention and not self.given.anything:
-                expected = f"--sglang-enable-dp-attention, since sglang_dp_size = {self.engine_dp}"
-                yield self.issue(expected, "the launch does not give it", "slime stops without it")
-            elif tp and tp % self.engine_dp:
-                expected = f"tensor parallel ranks of an engine that divide by sglang_dp_size = {self.engine_dp}"
-                yield self.issue(expected, f"{tp} ranks", "give an --sglang-dp-size that divides the engine's GPUs")
+        for size, short in ((self.engine_ep, "ep"), (self.engine_dp if self.dp_attention else None, "dp")):
+            if tp and size and tp % size:
+                expected = f"tensor parallel ranks of an engine that divide by sglang_{short}_size = {size}"
+                hint = f"give an --sglang-{short}-size that divides the engine's GPUs"
+                yield self.issue(expected, f"{tp} ranks", hint, names)
 
     def nodes(self) -> Iterator[Issue]:
         """Engines on nodes of `num_gpus_per_node` GPUs, by which slime and miles compute where each engine is.
 
         vime takes the trainer's number instead where they share GPUs.
         """
+        names = ("num_gpus_per_node", "colocate", "rollout_num_gpus", *_JOB, _ENGINE[0])
         node, each, external = self.node, self.each, "rollout_external_engine_addrs" in self.given.places
         if not node or not each or not self.engine or self.given.anything or self.ranks or external:
             return
@@ -162,7 +140,7 @@ class _Sizes:
             default = "" if "num_gpus_per_node" in self.given.places else ", by default"
             expected = f"num_gpus_per_node = actor_num_gpus_per_node = {each}, since engines share the trainer's nodes"
             hint = f"give --num-gpus-per-node {each}: otherwise engines get the address of another node"
-            yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint)
+            yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint, names)
             return
         total, apart = self._rollout(), not self.given.get("colocate", False)
         groups = any(name in self.given.places for name in ("sglang_config", "vllm_config"))
@@ -170,7 +148,7 @@ class _Sizes:
         if total and offset is not None and not groups and (found := across_nodes(self.engine, node, total, offset)):
             expected = f"engines that fit on nodes of num_gpus_per_node = {node} GPUs"
             hint = "choose --rollout-num-gpus-per-engine that divides a node, or that is a multiple of it"
-            yield self.issue(expected, found, f"{hint}; --num-gpus-per-node says how large a node is")
+            yield self.issue(expected, found, f"{hint}; --num-gpus-per-node says how large a node is", names)
 
     @property
     def pp_name(self) -> str:

@@ -1,15 +1,21 @@
 """What a job of slime, miles, vime, Relax or Megatron-LM is, by the options of its launch.
 
-Source: slime `utils/arguments.py`, miles `utils/arguments.py`, and what the modules beside this one name.
+And which of its options do not go together: samples, updates or an adapter are lost, mostly in silence.
+
+Source: slime 624b824 `utils/arguments.py` (slime_validate_args), `train_async.py`, `utils/dp_schedule.py`,
+`backends/megatron_utils/arguments.py`; miles 31f1ca9 `utils/arguments.py` (miles_validate_args),
+`utils/dp_schedule.py`, `ray/rollout/rollout_data_conversion.py`; and what the modules beside this one name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError
+from converters.config.values import class_of, language_part
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, launch_arguments
 from verify.launch.job import Job, Launch, Stack
@@ -19,18 +25,12 @@ from verify.launch.options.names import names, trainer_options
 from verify.launch.options.speculative import of_options
 from verify.launch.sides import Side, is_trained
 from verify.launch.stacks.directories import config_in
-from verify.launch.stacks.slime.combinations import Run, combination_issues
-from verify.launch.stacks.slime.files import role_files
+from verify.launch.stacks.sizes import NAMES
 from verify.launch.stacks.slime.gpus import placement_of
-from verify.launch.stacks.slime.sides import Paths, notes_of, sharing_of, sides_of, unread_of
+from verify.launch.stacks.slime.sides import Paths, notes_of, role_files, sharing_of, sides_of, unread_of
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
-_SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
+_CUTS = ("tp", "pp", "ep", "etp")
 # A launch that gives one of these is of slime, miles or vime.
 _TRAINERS = frozenset(
     {
@@ -60,7 +60,7 @@ def read(launch: Launch) -> Job:
         sides,
         paths.hf,
         sizes=dict.fromkeys(["actor", *(side.role for side in sides)], sizes),
-        sizes_at={name: given.places[one] for name, one in _SIZES.items() if one in given.places},
+        sizes_at={name: given.places[one] for name in _CUTS if (one := NAMES[name]) in given.places},
         sharing=sharing_of(paths, sides),
         placement=placement_of(given, text.words, text.ranks),
         speculation=of_options(given, text.words),
@@ -123,3 +123,147 @@ STACK = Stack(
     one_model=True,
     vllm_readers=("vllm", "slime"),
 )
+
+
+# Options with which a rollout may have other samples than a number of each prompt, or the batch another size.
+_OTHER_SAMPLES = (
+    *("rollout_function_path", "custom_generate_function_path", "custom_convert_samples_to_train_data_path"),
+    *("use_dynamic_global_batch_size", "rollout_data_postprocess_path", "lora_rank", "data_source_path"),
+)
+# Options with which an advantage is more than a reward less the mean of its group.
+_OTHER_ADVANTAGES = (
+    *("use_opd", "disable_rewards_normalization", "custom_advantage_function_path", "rollout_function_path"),
+    *("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A launch of slime or miles.
+
+    program: the file that starts the trainer, empty where it is not known.
+    is_miles: an option is given that only miles has.
+    config: the model's config.json, empty where it is not known.
+    resumed: the iteration that the actor goes on from, 0 for a new run.
+    """
+
+    given: GivenArguments
+    program: str = ""
+    is_miles: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    resumed: int = 0
+
+
+def combination_issues(run: Run) -> Iterator[Issue]:
+    """Every combination of options that does not go together; values that are not known are passed over."""
+    given = run.given
+    yield from (*_batches(given), *_micro_batches(given), *_advantages(given), *_rollouts(run), *_adapter(given))
+    if given.has("colocate") and run.program == "train_async.py":
+        expected = "no --colocate with train_async.py, which generates and trains at once"
+        yield given.issue(("colocate",), expected, "the trainer stops: leave --colocate out, or start train.py")
+    if given.has("debug_rollout_only"):
+        return
+    yield from _sequence(run)
+    mixture = given.known("num_experts") and given.known("train_backend", "megatron") == "megatron"
+    if mixture and given.known("moe_token_dispatcher_type") == "allgather":
+        hint = "slime only logs that it takes alltoall instead, for sequences of many lengths"
+        expected = "--moe-token-dispatcher-type alltoall or flex"
+        yield given.issue(("moe_token_dispatcher_type",), expected, hint, "warning")
+
+
+def _batches(given: GivenArguments) -> Iterator[Issue]:
+    prompts, samples = given.known("rollout_batch_size"), given.known("n_samples_per_prompt", 1)
+    steps, batch = given.known("num_steps_per_rollout"), given.known("global_batch_size")
+    names = ("global_batch_size", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")
+    rollout = prompts * samples if prompts and samples else None
+    if rollout and steps and batch and batch != rollout // steps:
+        product = f"{prompts} x {samples} / {steps} = {rollout // steps}"
+        expected = f"global_batch_size = rollout_batch_size x n_samples_per_prompt / num_steps_per_rollout = {product}"
+        yield given.issue(names, expected, "the trainer stops: leave one of the two out")
+    elif rollout and batch and not steps and all(map(given.lacks, _OTHER_SAMPLES)):
+        product = f"{prompts} x {samples} = {rollout}"
+        if rollout < batch:
+            expected = f"global_batch_size of at most rollout_batch_size x n_samples_per_prompt = {product}"
+            yield given.issue(names[:3], expected, "the trainer stops: a rollout has fewer samples than one step")
+        elif rollout % batch:
+            expected = f"global_batch_size that divides rollout_batch_size x n_samples_per_prompt = {product}"
+            hint = f"the last {rollout % batch} samples of every rollout are not trained on"
+            yield given.issue(names[:3], expected, hint, "warning")
+    over = given.known("over_sampling_batch_size")
+    if over and prompts and over < prompts:
+        expected = "over_sampling_batch_size of at least rollout_batch_size"
+        pair = ("over_sampling_batch_size", "rollout_batch_size")
+        yield given.issue(pair, expected, "the trainer stops: change one of them")
+
+
+def _micro_batches(given: GivenArguments) -> Iterator[Issue]:
+    """Micro-batches of a fixed size over data parallel ranks."""
+    if not all(map(given.lacks, ("use_dynamic_batch_size", *_OTHER_SAMPLES))):
+        return
+    batch, micro = given.known("global_batch_size"), given.known("micro_batch_size", 1)
+    nodes, each = given.known("actor_num_nodes", 1), given.known("actor_num_gpus_per_node")
+    sizes = [given.known(f"{one}_parallel_size", 1) for one in ("tensor_model", "pipeline_model", "context")]
+    if not (batch and micro and nodes and each and all(sizes)):
+        return
+    ranks, rest = divmod(nodes * each, sizes[0] * sizes[1] * sizes[2])
+    if not rest and ranks and batch % (ranks * micro):
+        product = f"{ranks} x {micro} = {ranks * micro}"
+        expected = f"global_batch_size that divides by data parallel ranks x micro_batch_size = {product}"
+        hint = "the trainer stops in its first step: change one of them, or give --use-dynamic-batch-size"
+        yield given.issue(("global_batch_size", "micro_batch_size"), expected, hint)
+
+
+def _advantages(given: GivenArguments) -> Iterator[Issue]:
+    estimator, clip = given.known("advantage_estimator", "grpo"), given.known("eps_clip", 0.2)
+    if estimator == "cispo" and clip is not None and clip < 1:
+        hint = "slime only warns: the lower bound stays active"
+        expected = "--eps-clip 1.0 with cispo, which has no lower bound"
+        yield given.issue(("advantage_estimator", "eps_clip"), expected, hint, "warning")
+    is_grouped = estimator in ("grpo", "gspo", "cispo") and all(map(given.lacks, _OTHER_ADVANTAGES))
+    is_grouped = is_grouped and given.known("loss_type", "policy_loss") == "policy_loss"
+    if is_grouped and given.known("n_samples_per_prompt") == 1:
+        expected = "--n-samples-per-prompt above 1 with advantages within a group"
+        hint = "the trainer only logs it: the only sample of a group is its own mean, so every advantage is 0"
+        yield given.issue(("n_samples_per_prompt",), expected, hint, "warning")
+
+
+def _rollouts(run: Run) -> Iterator[Issue]:
+    """How many rollouts a run has. One that resumes goes on behind its iteration; a critic may have loaded another."""
+    given, next_rollout = run.given, run.resumed + 1
+    if given.has("num_rollout") and given.has("num_epoch"):
+        hint = "--num-epoch is ignored, which the trainer only logs"
+        yield given.issue(("num_rollout", "num_epoch"), "one of --num-rollout and --num-epoch", hint, "warning")
+    rollouts, others = given.known("num_rollout"), ("start_rollout_id", "finetune", "debug_rollout_only")
+    has_critic = given.known("advantage_estimator", "grpo") in ("ppo", None)
+    if run.resumed and rollouts and rollouts <= next_rollout and all(map(given.lacks, others)) and not has_critic:
+        expected = f"--num-rollout above {next_rollout}, as --load goes on from iteration {run.resumed}"
+        hint = "the run ends without a step of training, as if it were done: --num-rollout counts from the first start"
+        yield given.issue(("num_rollout", "start_rollout_id"), expected, hint, "warning")
+
+
+def _adapter(given: GivenArguments) -> Iterator[Issue]:
+    trains = given.known("lora_rank", 0) or given.has("lora_adapter_path") or given.has("multi_lora_n_adapters")
+    if given.has("lora_train_only") and trains:
+        hint = "the engine generates with the base model, which is not the policy that is trained: leave it out"
+        names, expected = ("lora_train_only", "lora_rank"), "an engine with the adapter of --lora-rank"
+        yield given.issue(names, expected, hint, "warning")
+    plain = (
+        given.known("lora_rank", 0) == 0 and given.lacks("lora_adapter_path") and given.lacks("multi_lora_n_adapters")
+    )
+    for name in ("sglang_enable_lora", "sglang_lora_paths", "vllm_enable_lora"):
+        if plain and given.has(name):
+            hint = "the trainer sends whole weights to layers that wait for an adapter: leave the engine's option out"
+            yield given.issue((name, "lora_rank"), f"--lora-rank with --{name.replace('_', '-')}", hint)
+
+
+def _sequence(run: Run) -> Iterator[Issue]:
+    """Contiguous parts of the tokens are for DeepSeek's sparse attention; other attention takes them in zigzag order.
+
+    Before slime stopped at it, tokens were scrambled silently. miles trains other models with contiguous parts too.
+    """
+    given, model = run.given, class_of(run.config)
+    ranks, is_sparse = given.known("context_parallel_size", 1) or 1, "index_topk" in language_part(run.config)
+    if model and ranks > 1 and given.has("allgather_cp") and not (is_sparse or run.is_miles):
+        expected = f"no --allgather-cp with context_parallel_size above 1 for {model}"
+        hint = "tokens would be in another order than this attention takes them: leave --allgather-cp out"
+        yield given.issue(("allgather_cp", "context_parallel_size"), expected, hint)

@@ -1,8 +1,14 @@
-"""Who loads what in a job of slime, miles or Megatron-LM: its paths, and the sides that follow from them."""
+"""Who loads what in a job of slime, miles or Megatron-LM: its paths, and the sides that follow from them.
+
+Paths are options, or in files of settings: `--custom-config-path`, for all roles, and `--megatron-config-path`, for
+one. Such settings are set after the options were judged: a path in them is loaded as it is, and nothing stands in for
+it. Source: slime `utils/arguments.py` (slime_validate_args, parse_megatron_role_args), miles `utils/arguments.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,11 +17,98 @@ from ckptkit.formats.detect import TRACKER
 from ckptkit.formats.hf.hub_cache import HubModel, hub_model
 from verify.launch.job import Launch
 from verify.launch.options.argv import Option, last, options_of
+from verify.launch.options.tables import GPUS, READ, option_of
+from verify.launch.settings.config import NULL, Tree, read_yaml
 from verify.launch.sides import ENGINE, Side, is_trained
 from verify.launch.stacks.slime import loading
-from verify.launch.stacks.slime.files import RoleFiles
-from verify.launch.unread import unread
 from verify.launch.words import Word, known_words
+
+CUSTOM, MEGATRON = "--custom-config-path", "--megatron-config-path"
+_FILE_PATHS = frozenset({"load", "ref_load", "hf_checkpoint", "critic_load", "opd_teacher_load"})
+_STEPS = frozenset({"ckpt_step", "ref_ckpt_step", "opd_teacher_ckpt_step"})
+# Other settings that change what is loaded, or how it is cut.
+_FILE_MATTERS = re.compile(r"parallel_size|checkpoint|ckpt|load$|layout|num_layers|mtp_num|lora|virtual_pipeline")
+_FILE_HARMLESS = re.compile(r"recompute|no_load|finetune|save|exit_on_missing|activation")
+_ROLES = ("actor", "critic")
+
+
+@dataclass(frozen=True)
+class RoleFiles:
+    """What these files say: settings of every role, and those of one. `read` are the options whose files were read.
+
+    `unread` has a line for every setting that matters and is not looked at.
+    """
+
+    common: Mapping[str, Word] = field(default_factory=dict)
+    roles: Mapping[str, Mapping[str, Word]] = field(default_factory=dict)
+    read: frozenset[str] = frozenset()
+    unread: tuple[str, ...] = ()
+
+    def path(self, role: str, name: str) -> Word | None:
+        """The path that a setting gives to a role; None where no file gives it one."""
+        return self._given(role, name) if name in _FILE_PATHS else None
+
+    def step(self, role: str, name: str) -> int | None:
+        """The iteration that a setting gives. Raises CkptkitError where it is not a number."""
+        word = self._given(role, name) if name in _STEPS else None
+        return _iteration(name, word) if word else None
+
+    def _given(self, role: str, name: str) -> Word | None:
+        return self.roles.get(role, {}).get(name, self.common.get(name))
+
+
+def _iteration(name: str, word: Word) -> int:
+    """The iteration that a word gives. Raises CkptkitError where it is not a number."""
+    if not (word.text.isdecimal() and len(word.text) < 10):
+        raise CkptkitError(f"{word.place}: {name} {word.text} is not a number", "give the iteration as a number")
+    return int(word.text)
+
+
+def role_files(words: Sequence[Word]) -> RoleFiles:
+    """The files that a launch names, as far as they are there. Raises CkptkitError for one that cannot be read."""
+    options = options_of(words)
+    custom, megatron = (_named(options, option) for option in (CUSTOM, MEGATRON))
+    common = _settings(read_yaml(custom)) if custom else {}
+    roles = dict(_of_roles(megatron)) if megatron else {}
+    every = [(name, word) for name, word in common.items() if option_of(name) not in READ]
+    every += [pair for role in roles.values() for pair in role.items()]
+    unread = [f"{word.place}: {name}: {word.text}: not looked at" for name, word in every if _matters(name)]
+    read = frozenset(option for option, path in ((CUSTOM, custom), (MEGATRON, megatron)) if path)
+    return RoleFiles(common, roles, read, tuple(dict.fromkeys(unread)))
+
+
+def _matters(name: str) -> bool:
+    known = name in _FILE_PATHS | _STEPS or _FILE_HARMLESS.search(name) is not None
+    return not known and _FILE_MATTERS.search(name) is not None
+
+
+def _named(options: Sequence[Option], name: str) -> Path | None:
+    """The file of an option; None where it is not given, or not there: then it is listed as not read."""
+    option = last(options, name)
+    found = Path(option.value.text) if option and option.value else None
+    return found if found and found.is_file() else None
+
+
+def _settings(tree: Tree | None) -> dict[str, Word]:
+    """The single values of a mapping; a null sets nothing that is loaded."""
+    pairs = tree.items() if isinstance(tree, dict) else ()
+    return {name: value for name, value in pairs if isinstance(value, Word) and value.text != NULL}
+
+
+def _of_roles(path: Path) -> Iterator[tuple[str, dict[str, Word]]]:
+    """The overrides of every role. Raises CkptkitError where slime stops: at another form, or a role that is twice."""
+    entries = read_yaml(path).get("megatron")
+    if not isinstance(entries, list):
+        raise CkptkitError(f"{path} has no list `megatron`", "write `megatron: [{role: actor, overrides: {...}}]`")
+    seen: set[str] = set()
+    for entry in entries:
+        role = entry.get("role") if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or not isinstance(role, Word) or role.text not in _ROLES:
+            continue
+        if role.text in seen:
+            raise CkptkitError(f"{role.place}: the role {role.text} stands twice", "give every role one entry")
+        seen.add(role.text)
+        yield role.text, _settings(entry.get("overrides") or entry.get("args"))
 
 
 @dataclass(frozen=True)
@@ -68,59 +161,51 @@ class Paths:
     @staticmethod
     def read(launch: Launch, files: RoleFiles, mode: str | None, fsdp: bool = False) -> Paths:
         """Those of a launch. Raises CkptkitError for an iteration that is not a number."""
-        options, given = _Options(options_of(launch.text.words)), launch.given
-        hf, own = given.hf_checkpoint, options.last("--hf-checkpoint")
-        path = options.path("--hf-checkpoint", Path(hf) if hf else None)
+        options, given, notes = options_of(launch.text.words), launch.given, list[str]()
+
+        def note(option: str, chosen: object, word: Word) -> None:
+            notes.append(f"{option} {chosen} was looked at, although {word.place} says {word.text}")
+
+        def path(option: str, chosen: Path | None = None) -> Path | None:
+            """A path; one that preflight was given counts before that of the words."""
+            word = _last_value(options, option)
+            if chosen and word and Path(word.text).absolute() != chosen.absolute():
+                note(option, chosen, word)
+            return chosen or (Path(word.text) if word else None)
+
+        def step(option: str, chosen: int | None = None) -> int | None:
+            """An iteration, likewise."""
+            word = _last_value(options, option)
+            number = _iteration(option, word) if word else None
+            if word and chosen is not None and number != chosen:
+                note(option, chosen, word)
+            return number if chosen is None else chosen
+
+        hf, own = given.hf_checkpoint, _last_value(options, "--hf-checkpoint")
+        directory = path("--hf-checkpoint", Path(hf) if hf else None)
         # `./org/model` is a path, and Path forgets that.
         hub = hub_model(str(hf) if hf else own.text if own else "", launch.environment)
         return Paths(
-            hub.path if hub else path,
-            hub,
-            options.path("--load", given.load),
-            options.path("--ref-load", given.ref_load),
-            options.step("--ckpt-step", given.ckpt_step),
-            options.step("--ref-ckpt-step"),
-            options.path("--critic-load"),
-            options.path("--opd-teacher-load"),
-            options.step("--opd-teacher-ckpt-step"),
-            files,
-            mode,
-            fsdp,
-            tuple(options.notes),
+            hf=hub.path if hub else directory,
+            hub=hub,
+            load=path("--load", given.load),
+            ref_load=path("--ref-load", given.ref_load),
+            ckpt_step=step("--ckpt-step", given.ckpt_step),
+            ref_step=step("--ref-ckpt-step"),
+            critic=path("--critic-load"),
+            teacher=path("--opd-teacher-load"),
+            teacher_step=step("--opd-teacher-ckpt-step"),
+            files=files,
+            mode=mode,
+            fsdp=fsdp,
+            replaced=tuple(notes),
         )
 
 
-@dataclass
-class _Options:
-    """The options of a launch, and a note for each that an option of preflight contradicts."""
-
-    options: Sequence[Option]
-    notes: list[str] = field(default_factory=list)
-
-    def last(self, name: str) -> Word | None:
-        """The value of an option; None where it is not given, or could not be told."""
-        option = last(self.options, name)
-        return option.value if option and option.known else None
-
-    def path(self, option: str, given: Path | None = None) -> Path | None:
-        """A path; one that preflight was given counts before that of the words."""
-        word = self.last(option)
-        if given is None:
-            return Path(word.text) if word else None
-        if word and Path(word.text).absolute() != given.absolute():
-            self.notes.append(f"{option} {given} was looked at, although {word.place} says {word.text}")
-        return given
-
-    def step(self, option: str, given: int | None = None) -> int | None:
-        """An iteration. Raises CkptkitError where the words give none."""
-        word = self.last(option)
-        if word is not None and not (word.text.isdecimal() and len(word.text) < 10):
-            raise CkptkitError(f"{word.place}: {option} {word.text} is not a number", "give the iteration as a number")
-        if given is None:
-            return int(word.text) if word else None
-        if word and int(word.text) != given:
-            self.notes.append(f"{option} {given} was looked at, although {word.place} says {word.text}")
-        return given
+def _last_value(options: Sequence[Option], name: str) -> Word | None:
+    """The value of an option; None where it is not given, or could not be told."""
+    option = last(options, name)
+    return option.value if option and option.known else None
 
 
 def sides_of(launch: Launch, paths: Paths) -> tuple[Side, ...]:
@@ -228,3 +313,62 @@ def _of_file(paths: Paths, role: str, name: str, option: str, step: int | None) 
     first = next((one for one in steps if one is not None), None)
     side = loading.trainer(role, option, Path(word.text), first, paths.mode)
     return replace(side, why=f"{side.why} ({name} at {word.place})")
+
+
+# Hydra's overrides of a configuration of no stack that is known: `actor.rollout.tp_size=4`, `+a.b=c`, `~a.b`.
+_OVERRIDE = re.compile(r"(?:[+~]{1,2}\w[\w@/:-]*(?:\.[\w@/:-]+)*(?:=|$)|[A-Za-z_][\w@/:-]*(?:\.[\w@/:-]+)+=)")
+# What an override or an option sets that the checks of a launch look at.
+_MATTERS = re.compile(
+    r"parallel_size|(?:^|[._+])(?:tp|pp|ep|etp|vpp)(?:_size)?$|load|checkpoint|ckpt|model\.path|model_path|layout|"
+    r"virtual_pipeline|num_layers"
+)
+_SIZE = re.compile(r"--(?:.*-)?(?:parallel-size|(?:tp|pp|ep|etp|vpp)(?:-size)?)")
+# Sizes that cut no weight, and those that slime and miles overwrite by --rollout-num-gpus-per-engine.
+_HARMLESS = frozenset(
+    {
+        *("--context-parallel-size", "--sglang-data-parallel-size", "--sglang-moe-data-parallel-size"),
+        *("--sglang-tp-size", "--sglang-tensor-parallel-size"),
+    }
+)
+_PATHS = frozenset({"--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"})
+# Looked at where a launch gives them; preflight has no options for these.
+_FROM_WORDS = frozenset({"--ref-ckpt-step", "--critic-load", "--opd-teacher-load", "--opd-teacher-ckpt-step"})
+_OTHER_PATHS = frozenset({"--pretrained-checkpoint", "--lora-adapter-path"})
+_FILES = frozenset(
+    {
+        *("--config", "--config-path", "--config-name", "--custom-config-path", "--megatron-config-path"),
+        *("--sglang-config", "--yaml-cfg"),
+    }
+)
+
+
+def overrides(words: Sequence[str]) -> list[str]:
+    """The words that have the form of a Hydra override."""
+    return [word for word in words if _OVERRIDE.match(word)]
+
+
+def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
+    """A line for everything among the words of a launch that matters and is not read.
+
+    `given`: options for paths that preflight was given itself.
+    """
+    lines: dict[str, None] = {}
+    for option in options_of([Word(word) for word in words]):
+        name = option.name
+        shown = f"{name} {option.value.text}" if option.value else name
+        usual = name.replace("_", "-")
+        if usual in _PATHS and usual not in given:
+            lines[f"{shown}: give it to preflight itself, before --"] = None
+        elif usual in _OTHER_PATHS or (usual in _FROM_WORDS and usual not in given):
+            lines[f"{shown}: what it names is not looked at; verify it by itself"] = None
+        elif usual in _FILES:
+            lines[f"{shown}: the settings of this file are not read"] = None
+        elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
+            lines[f"{shown}: no parallel size that is read"] = None
+    left = overrides(words)
+    matter = [word for word in left if _MATTERS.search(word.partition("=")[0])]
+    lines |= {f"{word}: an override of a configuration file": None for word in matter}
+    if rest := [word for word in left if word not in matter]:
+        what = f"{len(left) - len(matter)} {'other ' if matter else ''}override{'s' * (len(rest) > 1)}"
+        lines[f"{what} of a configuration file, such as {rest[0]}"] = None
+    return list(lines)

@@ -1,0 +1,256 @@
+"""CK719, CK721, CK724, CK746: the options of a launch: their names, their combinations, and what they ask for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Set
+
+from converters.config.values import language_part
+from verify.check import Skip, Tally, check
+from verify.evidence.side_files import SideFiles
+from verify.evidence.subject import Subject
+from verify.issue import Issue
+from verify.launch.checks.engine import engine_config, engine_of, job_of, unless_skipped
+from verify.launch.job import Job
+from verify.launch.options.argv import last, options_of
+from verify.launch.options.given import GivenArguments
+from verify.launch.options.names import engine_settings, nearest
+from verify.launch.options.tables import OPTIONS
+from verify.launch.words import UnresolvedWord, Word
+
+# Letters that may differ, in a short name and in a long one.
+_FEW, _MANY, _SHORT, _SHORTEST = 1, 2, len("ckpt-step"), 4
+_MAX_NAMES = 2_000
+# Mappings whose names are those of another program, or the user's own.
+_FREE = re.compile(
+    r"kwargs|env_vars|system_envs|^envs?$|override|runtime_env|^custom|^tools?$|domain|^rewards$|tags?$|^data$|"
+    r"^defaults$|^hydra$|plugin|^agent|^wandb|^swanlab|additional_configs?|^nsight|interleave|^datasets?$"
+)
+_NAME = re.compile(r"[A-Za-z]\w*")
+
+
+def _job(subject: Subject) -> Job:
+    job = job_of(subject)
+    if not (job.text.words or job.text.issues or job.written):
+        raise Skip("no launch arguments were given")
+    return job
+
+
+@check(
+    "CK721",
+    "every line and option of the launch reaches the trainer",
+    stage="launch",
+    rationale=(
+        "Where a line lacks its backslash the options behind it are lost. slime passes over an option that it does not "
+        "know, as NeMo-RL and ROLL do over a setting of a file, and the default counts instead."
+    ),
+    fix="Correct the line, the option or the setting that the finding names.",
+    unless=unless_skipped(_job),
+)
+def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Line continuations, arrays that are set nowhere, and names that differ in a letter or two from a known one.
+
+    The finding names the release of which the known name is (`verify/launch/options/names`).
+    """
+    job = _job(subject)
+    tally.compared(0, len(job.text.words) + 1 + sum(not name.startswith("-") for name in job.written))
+    yield from job.text.issues
+    own = job.stack.names()
+    known, seen = own.keys() | OPTIONS | engine_settings(), set[str]()
+    for name, word in _bounded(job.written, tally):
+        for part in _parts(name):
+            if part in seen:
+                continue
+            seen.add(part)
+            if (meant := _meant(part, own.keys(), known)) is not None:
+                what = name if part == name else f"{part} in {name}"
+                hint = f"write {meant}, as {own[meant]} has it: {job.stack.unknown}"
+                yield Issue(meant, f"{what} is not known, at {word.place}", hint, file=word.file, severity="warning")
+
+
+def _parts(name: str) -> Iterator[str]:
+    """An option other than vLLM's, which have no list, or the parts of a dotted key up to a mapping with free names."""
+    if name.startswith("-"):
+        yield from () if name.startswith("--vllm-") else (name,)
+        return
+    for part in name.split("."):
+        if _FREE.search(part):
+            return
+        if _NAME.fullmatch(part):
+            yield part
+
+
+def _bounded(named: Mapping[str, Word], tally: Tally) -> list[tuple[str, Word]]:
+    """The options of a launch, as many as anybody writes; a note where there are more."""
+    if len(named) > _MAX_NAMES:
+        tally.note(f"{len(named)} different options: only the first {_MAX_NAMES} were looked through for misspellings")
+    return list(named.items())[:_MAX_NAMES]
+
+
+def _meant(name: str, own: Set[str], known: Set[str]) -> str | None:
+    """The stack's own name that another one was meant to be; None for a known one, and for one that is near to none."""
+    bare = name.strip("-")
+    if name in known or len(bare) < _SHORTEST:
+        return None
+    return nearest(name, own, _FEW if len(bare) < _SHORT else _MANY)
+
+
+def _combinations(subject: Subject) -> tuple[Issue, ...]:
+    """The combinations that the stack's reader found. Raises Skip where no such rule is known."""
+    if (issues := job_of(subject).combinations) is None:
+        raise Skip(
+            "the launch is not one of slime, miles, ROLL or verl's main_ppo, whose combinations of options are known"
+        )
+    return issues
+
+
+@check(
+    "CK746",
+    "the options of the launch go together",
+    stage="launch",
+    rationale=(
+        "Trainers accept options that contradict one another: samples that no step trains on, a run that ends without "
+        "a step, an adapter that only one of trainer and engine has. Sizes of batches are counted once GPUs are booked."
+    ),
+    fix="Change the options that the finding names.",
+    unless=unless_skipped(_combinations),
+)
+def options_go_together(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Arithmetic of batches, rollouts of a run that resumes, adapters, and what only warns in a trainer's log."""
+    tally.compared(0)
+    yield from _combinations(subject)
+
+
+# Backends of attention that do not share a sequence out over context parallel ranks.
+# Source: Transformer Engine's `get_attention_backend`; `local` is Megatron's own, which has no context parallelism.
+_WHOLE = ("unfused", "local")
+
+
+def _described(subject: Subject) -> GivenArguments:
+    """The arguments of a launch that says what it trains. Raises Skip for any other."""
+    given = job_of(subject).arguments
+    if not given.describes_model:
+        raise Skip("the launch gives no model arguments")
+    return given
+
+
+@check(
+    "CK719",
+    "no switch makes training compute another function",
+    stage="launch",
+    rationale=(
+        "Megatron drops 0.1 of hidden states and attention unless it is told not to, and computes in another precision "
+        "or order than the engine: log-probabilities of trainer and engine drift apart."
+    ),
+    fix="Give --attention-dropout 0.0 --hidden-dropout 0.0, and the switches that the finding names.",
+    unless=unless_skipped(_described),
+)
+def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Dropout, fp16, the attention backend under context parallelism, and a router's dtype and order."""
+    given = _described(subject)
+    yield from (*_dropout(given), *_precision(given, subject), *_attention(given), *_experts(given))
+    tally.compared(0, 6)
+
+
+def _warning(given: GivenArguments, name: str, expected: str, actual: str, hint: str) -> Issue:
+    word = given.places.get(name)
+    file = word.file if word else None
+    return Issue(expected, f"{actual}, {_where(given, name)}", hint, file=file, severity="warning")
+
+
+def _where(given: GivenArguments, name: str) -> str:
+    return f"at {given.places[name].place}" if name in given.places else "by default, as the launch does not give it"
+
+
+def _dropout(given: GivenArguments) -> Iterator[Issue]:
+    for name in ("attention_dropout", "hidden_dropout"):
+        value = given.get(name, None if given.anything else 0.1)
+        if value:
+            option = f"--{name.replace('_', '-')} 0.0"
+            hint = f"give {option}, unless the training is meant to drop"
+            yield _warning(given, name, f"{name} = 0.0, as generation has none", f"{name} = {value}", hint)
+
+
+def _precision(given: GivenArguments, subject: Subject) -> Iterator[Issue]:
+    root = job_of(subject).hf
+    config = engine_config(root) if root else {}
+    text = config.get("text_config")
+    stated = config.get("dtype") or config.get("torch_dtype")
+    stated = stated or (text.get("dtype") or text.get("torch_dtype") if isinstance(text, dict) else None)
+    if given.get("fp16", False) and stated == "bfloat16":
+        hint = "leave --fp16 out: values beyond 65504 become infinite"
+        yield _warning(given, "fp16", "bfloat16, as config.json says", "float16", hint)
+
+
+def _attention(given: GivenArguments) -> Iterator[Issue]:
+    backend, ranks = given.get("attention_backend", "auto"), given.get("context_parallel_size", 1) or 1
+    if backend in _WHOLE and ranks > 1:
+        message = f"attention_backend = {backend} with context_parallel_size = {ranks}"
+        hint = "take flash or fused, or --context-parallel-size 1"
+        yield _warning(
+            given, "attention_backend", "a backend that shares a sequence out: flash, fused or auto", message, hint
+        )
+
+
+def _experts(given: GivenArguments) -> Iterator[Issue]:
+    if not given.get("num_experts", 0) or given.anything:
+        return
+    if given.get("moe_router_dtype", "nothing") not in (None, "fp32", "fp64"):
+        actual = f"moe_router_dtype = {given.get('moe_router_dtype', 'nothing')}"
+        hint = "give --moe-router-dtype fp32: near ties in bfloat16 choose other experts than the engine does"
+        yield _warning(given, "moe_router_dtype", "moe_router_dtype = fp32", actual, hint)
+    if not given.get("moe_permute_fusion", False) and "moe_permute_fusion" not in given.unknown:
+        # Source: megatron-core `moe_utils.unpermute`, which calls scatter_add_, and torch's list of what is not
+        # deterministic on CUDA. How much it comes to was not measured.
+        hint = "give it: without it Megatron adds a token's experts up in an order that changes from run to run"
+        yield _warning(given, "moe_permute_fusion", "--moe-permute-fusion", "moe_permute_fusion = False", hint)
+
+
+# Options of slime and miles; Source: their `utils/arguments.py`.
+_TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"
+
+
+def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
+    """The word that asks for a template, and the ids to stop at. Raises Skip where a launch asks for neither."""
+    engine_of(subject)
+    options = options_of(job_of(subject).text.words)
+    template, stops = last(options, _TEMPLATE), last(options, _STOPS)
+    ids = [word for word in stops.values if not isinstance(word, UnresolvedWord)] if stops else []
+    if template is None and not ids:
+        raise Skip(f"the launch has neither {_TEMPLATE} nor {_STOPS}")
+    return template.word if template else None, ids
+
+
+@check(
+    "CK724",
+    "the tokenizer has the chat template and the stop tokens that the launch asks for",
+    stage="launch",
+    rationale="Without a template the first rollout stops the job, after the GPUs were booked; with the template or "
+    "the stop tokens of another model, responses never end.",
+    fix="Give the instruct release as --hf-checkpoint, or add its chat_template.jinja; take stop ids from its config.",
+    unless=unless_skipped(_asked),
+)
+def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """`--apply-chat-template` against the templates of --hf-checkpoint, and stop ids against its vocabulary."""
+    template, ids = _asked(subject)
+    root = engine_of(subject)
+    files = SideFiles(root)
+    tally.compared(0, len(ids) + (template is not None))
+    if template is not None and files.has_tokenizer and not files.templates:
+        yield Issue(
+            f"a chat template, since {template.place} has {_TEMPLATE}",
+            "none in chat_template.jinja, tokenizer_config.json or chat_template.json",
+            "a base model has none: give the instruct release, copy its chat_template.jinja, or leave the option out",
+            file=root,
+        )
+    config = engine_config(root)
+    vocabulary = language_part(config).get("vocab_size")
+    for word in ids:
+        known = word.text.isdecimal() and (not isinstance(vocabulary, int) or int(word.text) < vocabulary)
+        if not known:
+            yield Issue(
+                f"token ids below the vocab_size of config.json, {vocabulary}",
+                f"{_STOPS} {word.text}, at {word.place}",
+                "take the ids from eos_token_id of generation_config.json",
+                file=root,
+            )
