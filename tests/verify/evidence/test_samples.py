@@ -19,7 +19,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.read import FileExtent
 from verify.evidence.hf_files import HfFiles
-from verify.evidence.sampled.samples import MAX_TENSORS, SamplePair, chosen, samples_of
+from verify.evidence.samples import MAX_TENSORS, SamplePair, chosen, samples_of
 
 TORCH_DIST = [label for label, (_, how) in SAVES.items() if not how.get("legacy")]
 

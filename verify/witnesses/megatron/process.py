@@ -30,10 +30,9 @@ from converters.planner import HYBRID, MCORE, Rule, dialect_of, dims_of, rules_o
 from converters.stored import as_stored
 from verify.evidence.plain import plain
 from verify.witnesses.loading.bits import poison
-from verify.witnesses.megatron.compare import compare_all
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
-from verify.witnesses.megatron.slices import Position
+from verify.witnesses.megatron.slices import Position, compare_all
 from verify.witnesses.process import codec
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.process.sandbox import end_with_parent
