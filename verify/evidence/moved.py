@@ -110,7 +110,11 @@ def explain_moves(origins: Mapping[str, str | None], stages: Stages, where: str 
         yield layers
         for name in layers.names:
             del left[name]
-    within = {name: other for name, other in left.items() if _differ_in_one_part(name, other)}
+    within = {
+        name: other
+        for name, other in left.items()
+        if parts_apart(name, other) == 1 and name.count(".") == other.count(".")
+    }
     for text, names in _moved_parts(within):
         yield Moved(text, AGAIN, names)
     others = {name: other for name, other in left.items() if name not in within}
@@ -215,10 +219,6 @@ def _copies(layers: list[int], others: list[int], stages: Stages) -> _Text:
     if len(layers) > 1 and (inside := stages.holding({*layers, *others})):
         return layers, f"{text}, all of {inside}", _INSIDE
     return layers, text, _COPIED
-
-
-def _differ_in_one_part(name: str, other: str) -> bool:
-    return parts_apart(name, other) == 1 and name.count(".") == other.count(".")
 
 
 def _moved_parts(origins: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:

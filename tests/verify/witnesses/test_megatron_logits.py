@@ -29,7 +29,6 @@ from verify.options import VerifyOptions
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import Computed, MegatronRun, run_megatron
 from verify.witnesses.reference.job import Judged, Reference
-from verify.witnesses.registry import with_implied
 
 require_megatron()
 
@@ -42,10 +41,6 @@ def run_witness(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = str(Path(models.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")])))
     monkeypatch.setattr(megatron_run, "_WITNESS", name)
-
-
-def test_logits_of_megatron_need_no_engine() -> None:
-    assert with_implied(ASKED) == ASKED
 
 
 @pytest.mark.usefixtures("served")

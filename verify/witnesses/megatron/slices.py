@@ -38,10 +38,6 @@ class Position:
     experts: range
     local_spec: bool = False
 
-    def of_rank(self, rank: int) -> Position:
-        """The same with another tensor parallel rank, inside experts and outside."""
-        return replace(self, tp_rank=rank, etp_rank=rank)
-
 
 def ranks_of(rule: Rule, at: Position) -> tuple[int, int]:
     """The tensor parallel rank that cuts this tensor, and how many there are: inside experts others than outside."""
@@ -133,7 +129,7 @@ def diagnose(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> str:
         if _equal(expected.to(dtype).float(), held):
             return f"{where}the source's values rounded to {str(dtype).removeprefix('torch.')}"
     for other in range(size if cut else 0):
-        if _equal(expected_slice(rule, whole, held, at.of_rank(other))[0], held):
+        if _equal(expected_slice(rule, whole, held, replace(at, tp_rank=other, etp_rank=other))[0], held):
             return f"{where}the slice of tensor parallel rank {other}"
     parts = list(_parts(rule, whole, expected, held, at))
     return where + ", ".join(parts) if parts or cut else ""
