@@ -92,17 +92,12 @@ class Interpreter:
         return subprocess.CompletedProcess([self.path], process.returncode, said)
 
 
-def variable_of(program: str) -> str:
-    """The environment variable that names the Python which has a program."""
-    return f"CKPTKIT_{program.upper()}_PYTHON"
-
-
 def python_of(program: str, given: Mapping[str, str]) -> str:
     """The Python that has a program: as given, else as its environment variable says, else this one.
 
     A path is made absolute, since a witness runs in another directory; a name is looked up in PATH.
     """
-    found = given.get(program) or os.environ.get(variable_of(program)) or sys.executable
+    found = given.get(program) or os.environ.get(f"CKPTKIT_{program.upper()}_PYTHON") or sys.executable
     return os.path.abspath(found) if os.sep in found else found
 
 
