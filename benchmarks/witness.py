@@ -85,7 +85,7 @@ def main(how: str, hf: Path, scratch: Path) -> None:
     from ckptkit.formats.hf.reader import read_json
     from verify.witnesses.loading.engine import Build
     from verify.witnesses.loading.examine import Examination
-    from verify.witnesses.loading.material import safetensors_of
+    from verify.witnesses.loading.process import safetensors_of
     from verify.witnesses.process.exit_report import PhaseLog
     from verify.witnesses.sglang import adapter
 

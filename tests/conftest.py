@@ -195,7 +195,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
     require_megatron()
     from support.forking import started
 
-    monkeypatch.setattr("verify.witnesses.megatron.run.start", partial(started, "megatron"))
+    from verify.witnesses.process.sandbox import start
+
+    def fork(module: str, *words: Any, **how: Any) -> Any:
+        return start(module, *words, **how) if ".reference." in module else started("megatron", module, *words, **how)
+
+    monkeypatch.setattr("verify.witnesses.process.run.start", fork)
 
 
 @pytest.fixture

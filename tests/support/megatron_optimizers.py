@@ -19,9 +19,9 @@ def _as_if_on_a_gpu() -> None:
 
 
 def _cpu_for_cuda() -> Any:
-    from verify.witnesses.megatron.model import _CpuForCuda
+    from verify.witnesses.megatron.model import OnCpu
 
-    return _CpuForCuda()
+    return OnCpu()
 
 
 def optimizer_state(ddp: Any, sharded: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:

@@ -77,18 +77,9 @@ def swapped_experts(weights: Weights) -> Weights:
         yield _SWAPPED.sub(lambda match: f"{match[1]}{other[match[2]]}.", name), tensor
 
 
-def swapped_gate_and_up(weights: Weights) -> Weights:
-    """Gate and up of one expert under each other's names."""
-    return _swapped(weights, "weight")
-
-
 def swapped_scales(weights: Weights) -> Weights:
     """The scales of FP8 blocks of gate and up of one expert under each other's names."""
-    return _swapped(weights, "weight_scale_inv")
-
-
-def _swapped(weights: Weights, leaf: str) -> Weights:
-    gate, up = (f"model.layers.5.mlp.experts.11.{one}_proj.{leaf}" for one in ("gate", "up"))
+    gate, up = (f"model.layers.5.mlp.experts.11.{one}_proj.weight_scale_inv" for one in ("gate", "up"))
     names = {gate: up, up: gate}
     for name, tensor in weights:
         yield names.get(name, name), tensor
@@ -116,11 +107,6 @@ def half_written(weights: Weights) -> Weights:
     FusedMoE._load_w2 = half
     yield from weights
     FusedMoE._load_w2 = original
-
-
-def skipped_layer(weights: Weights) -> Weights:
-    """What a reader gives that loses a layer's norm."""
-    return ((name, tensor) for name, tensor in weights if name != "model.layers.2.input_layernorm.weight")
 
 
 def lost_and_exchanged(weights: Weights) -> Weights:
@@ -165,10 +151,8 @@ ALTER: Mapping[str, Callable[[Weights], Weights]] = {
     for one in (
         unaltered,
         swapped_experts,
-        swapped_gate_and_up,
         one_bit,
         half_written,
-        skipped_layer,
         lost_and_exchanged,
         lost_on_one_rank,
         cut,

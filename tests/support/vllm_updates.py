@@ -33,8 +33,8 @@ from support.processes import run_logged
 from verify.evidence.extremes import as_integers
 from verify.witnesses.loading.compare import Loaded
 from verify.witnesses.loading.engine import Build
-from verify.witnesses.loading.material import safetensors_of
 from verify.witnesses.loading.placement import Placement
+from verify.witnesses.loading.process import safetensors_of
 from verify.witnesses.loading.trace import Trace
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.process.interpreter import python_of

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from ckptkit.core.specs import summarize
 from verify.diff.pairs import Content, Pair
 from verify.evidence.folding import parts_apart
-from verify.evidence.moved.moves import explain_moves, group_pairs
-from verify.evidence.moved.stages import Stages
+from verify.evidence.moved import Stages, explain_moves, group_pairs
 
 
 @dataclass(frozen=True)

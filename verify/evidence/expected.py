@@ -153,7 +153,9 @@ def expected_of(subject: Subject) -> Expected | None:
     # A release may repeat tensors under these names, and this one does.
     repeated = frozenset(name for name in copies if name in names or name in subject.hf_files.unknown)
     scales = frozenset(name for kind in kinds for name in kind if is_cache_scale(name, config))
-    return Expected(shapes, frozenset(), fp32, indices, repeated | scales | _carried(kinds, config))
+    carries = family_of(config).carries  # tensors outside the language model, by what precedes or follows the numbers
+    carried = frozenset(name for kind in kinds if carries(kind[0]) for name in kind)
+    return Expected(shapes, frozenset(), fp32, indices, repeated | scales | carried)
 
 
 def require_expected(subject: Subject) -> Expected:
@@ -167,12 +169,6 @@ def _stored(subject: Subject) -> Mapping[str, Any]:
     """Names that headers or `.metadata` have, and those that an index lists in files that cannot be read."""
     unread = subject.unread_names
     return {**subject.specs, **dict.fromkeys(unread)} if unread else subject.specs
-
-
-def _carried(kinds: Iterable[Sequence[str]], config: Mapping[str, Any]) -> frozenset[str]:
-    """Tensors outside the language model, by what precedes or follows the numbers in their names."""
-    family = family_of(config)
-    return frozenset(name for names in kinds if family.carries(names[0]) for name in names)
 
 
 def _outputs(plan: Plan) -> dict[str, TensorSpec]:

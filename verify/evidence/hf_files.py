@@ -6,7 +6,7 @@ in a truncated shard are known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -145,14 +145,10 @@ class HfFiles:
 
     def stretch(self, name: str, element: int) -> FileExtent | None:
         """The bytes of a tensor from an element on; None where no readable header has it."""
-        shard = next((one for one in self._likely(name) if name in one.specs), None)
+        named = self.shards.get((self.index or {}).get(name, ""))  # the one that the index names first
+        likely = (*filter(None, [named]), *self.shards.values())
+        shard = next((one for one in likely if name in one.specs), None)
         return None if shard is None else shard.stretch(name, element)
-
-    def _likely(self, name: str) -> Iterator[Shard]:
-        """The shards that may hold a tensor, the one that the index names first."""
-        if (named := self.shards.get((self.index or {}).get(name, ""))) is not None:
-            yield named
-        yield from self.shards.values()
 
     @cached_property
     def twice(self) -> Mapping[str, list[str]]:

@@ -13,7 +13,6 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.detect import iteration_of
 from ckptkit.formats.torch_dist.plain_dcp import refuse_plain_dcp
 from ckptkit.formats.torch_dist.reader import StoredMetadata, TorchDistCheckpoint, read_metadata
-from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.storage.directory import Directory
 from converters.megatron.hybrid_model import is_hybrid
 from converters.megatron.run_config import args_file, stored_args
@@ -99,12 +98,9 @@ class MegatronFiles:
     def blobs(self) -> Mapping[Path, Mapping[tuple[int, int], tuple[str, ...]]]:
         """For every file, the (offset, length) ranges that keys are stored in, in file order; aliases share a range."""
         found: dict[Path, dict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
-        for key, blob in self._all_blobs():
+        stored = [(key, chunk.blob) for key, tensor in self.metadata.tensors.items() for chunk in tensor.chunks]
+        for key, blob in (*stored, *self.metadata.objects.items()):
             found[blob.path][blob.offset, blob.length].append(key)
         return {
             path: {at: tuple(keys) for at, keys in sorted(ranges.items())} for path, ranges in sorted(found.items())
         }
-
-    def _all_blobs(self) -> list[tuple[str, Blob]]:
-        stored = [(key, chunk.blob) for key, tensor in self.metadata.tensors.items() for chunk in tensor.chunks]
-        return stored + list(self.metadata.objects.items())

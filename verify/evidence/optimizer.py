@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,24 +53,6 @@ class StateStats:
         return StateStats(self.kind, self.nbytes + other.nbytes, self.finite and other.finite, low, high)
 
 
-class Histogram:
-    """How often each number of a 16-bit dtype occurs."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.counts = torch.zeros(1 << 16, dtype=torch.int64)
-        self._lock = threading.Lock()
-
-    def add(self, bits: Tensor) -> None:
-        """Counts a tensor of int16, the bits of numbers."""
-        import torch
-
-        found = torch.bincount(bits.reshape(-1).to(torch.int64) & 0xFFFF, minlength=1 << 16)
-        with self._lock:
-            self.counts += found
-
-
 @dataclass
 class OptimizerValues:
     """The outcome of the pass, by the name of each tensor of state: `optimizer.state.exp_avg.NAME`."""
@@ -79,8 +62,8 @@ class OptimizerValues:
     compared: dict[str, tuple[int, int]] = field(default_factory=dict)  # masters: elements unlike the weight's, of all
     # Of buckets, which have no names, by dtype of the weights: how often numbers occur in weights, and nearest to
     # masters (to the even and to the larger one where two are as near).
-    weights: dict[str, Histogram] = field(default_factory=dict)
-    masters: dict[str, tuple[Histogram, Histogram]] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    masters: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, name: str, found: StateStats) -> None:
@@ -88,18 +71,37 @@ class OptimizerValues:
         with self._lock:
             self.stats[name] = self.stats[name].joined(found) if name in self.stats else found
 
+    def count(self, histogram: Tensor, bits: Tensor) -> None:
+        """Adds how often each number of a 16-bit dtype occurs in a tensor of int16, the bits of numbers."""
+        import torch
+
+        found = torch.bincount(bits.reshape(-1).to(torch.int64) & 0xFFFF, minlength=len(histogram))
+        with self._lock:
+            histogram += found
+
+    def read(self, name: str, read: Callable[[], Tensor]) -> Tensor | None:
+        """What `read` reads, None where it cannot."""
+        try:
+            return read()
+        except CkptkitError as error:
+            self.unreadable[name] = error.message
+            return None
+
 
 _Task = Callable[[OptimizerValues], int]
 
 
 def optimizer_values(subject: Subject) -> OptimizerValues:
     """Reads everything once. The weights beside master weights are read only where their digests are not known yet."""
+    import torch
+
     state, values = subject.once(state_of), OptimizerValues()
     known = {name: one.digest for name, one in subject.once(read_values).stats.items()}
     tasks = [*_by_weight(state, known), *_by_bucket(state)]
     largest = max((nbytes for nbytes, _ in tasks), default=0)
     for dtype in _rounded(state.buckets):
-        values.weights[dtype], values.masters[dtype] = Histogram(), (Histogram(), Histogram())
+        counts = [torch.zeros(1 << 16, dtype=torch.int64) for _ in range(3)]
+        values.weights[dtype], values.masters[dtype] = counts[0], (counts[1], counts[2])
     with progress("reading optimizer state", sum(nbytes for nbytes, _ in tasks)) as advance, threads(largest) as pool:
         for nbytes in pool.map(lambda task: task[1](values), tasks):
             advance(nbytes)
@@ -113,13 +115,10 @@ def _by_weight(state: OptimizerState, known: Mapping[str, bytes]) -> Iterator[tu
         for kind, stored in kinds.items():
             prefix = stored.key.removesuffix(key)
             for name, part in parts_of(key, stored):
-                weight = weights.get(name) if kind in MASTERS and _is_rounded(state.weights[key], stored) else None
+                is_master = kind in MASTERS and stored.dtype == "float32" and state.weights[key].dtype in _ROUNDED
+                weight = weights.get(name) if is_master else None
                 nbytes = sum(_bytes(chunk, stored.dtype) for chunk in part.chunks)
                 yield nbytes, partial(_look, prefix + name, kind, part, weight, known.get(name))
-
-
-def _is_rounded(weight: StoredTensor, master: StoredTensor) -> bool:
-    return weight.dtype in _ROUNDED and master.dtype == "float32"
 
 
 def _look(name: str, kind: str, part: Part, weight: Part | None, digest: bytes | None, values: OptimizerValues) -> int:
@@ -161,53 +160,40 @@ def _rounded(buckets: Sequence[Bucket]) -> set[str]:
 
 
 def _bytes(chunk: Chunk, dtype: str) -> int:
-    elements = 1
-    for size in chunk.sizes:
-        elements *= size
-    return elements * ITEMSIZE[dtype]
+    return math.prod(chunk.sizes) * ITEMSIZE[dtype]
 
 
 def _look_at_chunk(bucket: Bucket, kind: str, stored: StoredTensor, chunk: Chunk, values: OptimizerValues) -> int:
     import torch
 
-    try:
-        tensor = chunk.blob.tensor(stored.dtype, chunk.sizes)
-    except CkptkitError as error:
-        values.unreadable[stored.key] = error.message
+    tensor = values.read(stored.key, lambda: chunk.blob.tensor(stored.dtype, chunk.sizes))
+    if tensor is None:
         return 0
     if len(chunk.offsets) != 1 or not is_padding(chunk.offsets[0], tensor.numel()):
         values.add(stored.key, _measured(kind, tensor))
     if kind in MASTERS and bucket.dtype in _ROUNDED and stored.dtype == "float32":
         even, up = values.masters[bucket.dtype]
         for piece in torch.split(tensor, _PIECE):
-            even.add(_nearest(piece, bucket.dtype))
-            up.add(_nearest_up(piece) if bucket.dtype == "bfloat16" else _nearest(piece, bucket.dtype))
+            nearest = as_integers(piece.to(getattr(torch, bucket.dtype)))  # of two as near the even one
+            values.count(even, nearest)
+            values.count(up, _nearest_up(piece) if bucket.dtype == "bfloat16" else nearest)
     return tensor.nbytes
 
 
 def _count(key: str, part: Part, values: OptimizerValues) -> int:
     import torch
 
-    try:
-        tensor = part.read(None)
-    except CkptkitError as error:
-        values.unreadable[key] = error.message
+    tensor = values.read(key, lambda: part.read(None))
+    if tensor is None:
         return 0
     for piece in torch.split(tensor.reshape(-1), _PIECE):
-        values.weights[part.stored.dtype].add(as_integers(piece))
+        values.count(values.weights[part.stored.dtype], as_integers(piece))
     return tensor.nbytes
 
 
 def _measured(kind: str, tensor: Tensor) -> StateStats:
     found = extremes(tensor.reshape(-1))
     return StateStats(kind, found.nbytes, found.finite, found.low, found.high)
-
-
-def _nearest(master: Tensor, dtype: str) -> Tensor:
-    """The bits of the nearest 16-bit numbers; of two as near the even one."""
-    import torch
-
-    return as_integers(master.to(getattr(torch, dtype)))
 
 
 def _nearest_up(master: Tensor) -> Tensor:
@@ -243,7 +229,7 @@ def without_master(values: OptimizerValues, dtype: str) -> int:
 
     As many as there are fewer masters than weights do not count: the run does not train those.
     """
-    weights = values.weights[dtype].counts
-    fewer = max(0, int(weights.sum() - values.masters[dtype][0].counts.sum()))
-    missing = min(int((weights - masters.counts).clamp(min=0).sum()) for masters in values.masters[dtype])
+    weights = values.weights[dtype]
+    fewer = max(0, int(weights.sum() - values.masters[dtype][0].sum()))
+    missing = min(int((weights - masters).clamp(min=0).sum()) for masters in values.masters[dtype])
     return missing if missing > fewer else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -92,7 +92,7 @@ def comparable(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
     """
     if not (isinstance(source, HfCheckpoint) and is_quantized(source.config) and is_quantized(checkpoint.config)):
         return source
-    from quant.formats.dequantize import format_of, same_format
+    from quant.formats.dequantize import format_of, same_format, sound_steps
 
     try:
         alike = same_format(format_of(source.config), format_of(checkpoint.config))
@@ -100,7 +100,7 @@ def comparable(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
         return source
     if alike and source.specs == checkpoint.specs:
         return source
-    there, here = ({step.outputs[0].name: step for step in _steps(one)} for one in (source, checkpoint))
+    there, here = ({step.outputs[0].name: step for step in sound_steps(one)} for one in (source, checkpoint))
     kept = {name for name, step in there.items() if _stays(step, here.get(name), source, checkpoint, alike)}
     return _dequantized(source, str(source.root), frozenset(kept)) if kept < there.keys() else source
 
@@ -109,13 +109,6 @@ def _dequantized(source: Checkpoint, where: str, kept: frozenset[str] = frozense
     from quant.formats.dequantize import dequantized
 
     return dequantized(source, where, copies_of(as_stored(source.config, source.specs)), kept)
-
-
-def _steps(checkpoint: Checkpoint) -> Iterator[Step]:
-    """What dequantizes each weight whose parts fit."""
-    from quant.formats.dequantize import sound_steps
-
-    return sound_steps(checkpoint)
 
 
 def _stays(there: Step, here: Step | None, source: Checkpoint, checkpoint: Checkpoint, alike: bool) -> bool:

@@ -6,25 +6,30 @@ The same pass hashes whole files, where the model hub's client has recorded the 
 from __future__ import annotations
 
 import os
+import socket
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import Reader, byte_ranges_of
 from ckptkit.core.progress import progress
 from ckptkit.formats.hf.hub_cache import Download, downloads_in
 from ckptkit.formats.hf.reader import INDEX, HfCheckpoint
-from ckptkit.formats.hf.side_files import is_weight
+from ckptkit.formats.hf.side_files import is_own, is_weight, weights_at
 from ckptkit.storage.file_hash import FileHash
+from ckptkit.storage.fingerprint import fingerprint
+from ckptkit.transfer.ray import connected, cpus, outcomes, pieces_of
 from converters.experts import is_fused
 from converters.foreign import refuse_foreign, refuse_stated
 from verify.evidence.hf_files import HfFiles
-from verify.evidence.on_ray import parts_on_ray
 from verify.evidence.subject import Subject
 from verify.evidence.values import Groups, Values, common_groups, look, sides
 
@@ -150,6 +155,64 @@ def _parts(
         yield pool.map(partial(look, checkpoint, source), groups)
 
 
+@dataclass(frozen=True)
+class TaskInput:
+    """What every task of a pass is given; paths are those of `Subject`."""
+
+    path: Path
+    source_path: Path | None
+    hf_path: Path | None
+    stored: bool  # whether names are those on disk
+    files: str  # fingerprint of both sides, which the task's node must see too
+
+
+def parts_on_ray(
+    subject: Subject, stored: bool, checkpoint: Checkpoint, groups: Groups
+) -> Generator[Values, None, None]:
+    """What each task found, in the order of `groups`. Raises CkptkitError as `outcomes`, and where nodes differ."""
+    # Workers run in another directory.
+    source, hf = (path and path.absolute() for path in (subject.source_path, subject.hf_path))
+    task = TaskInput(subject.path.absolute(), source, hf, stored, _files(subject))
+    sizes = {names: sum(checkpoint.specs[name].nbytes for name in names) for names in groups}
+    with connected(subject.options.ray or "auto") as ray:
+        pieces = [[name for names in piece for name in names] for piece in pieces_of(sizes, cpus(ray))]
+        early: dict[int, Values] = {}
+        following = 0
+        for index, part in outcomes(ray, look_at, task, pieces):
+            early[index] = part
+            while following in early:
+                yield early.pop(following)
+                following += 1
+
+
+def look_at(task: TaskInput, names: Sequence[str]) -> Values:
+    """Looks at whole groups, on this node. Raises CkptkitError when it does not see the coordinator's files."""
+    checkpoint, source, groups = _open_sides(task)
+    wanted, found = set(names), Values()
+    for group in groups:
+        if group[0] in wanted:
+            found.add(look(checkpoint, source, group))
+    return found
+
+
+@lru_cache(maxsize=1)
+def _open_sides(task: TaskInput) -> tuple[Checkpoint, Checkpoint | None, Groups]:
+    """Both sides, opened once a process."""
+    if _files(task) != task.files:
+        also = f" or {task.source_path}" if task.source_path else ""
+        raise CkptkitError(
+            f"node {socket.gethostname()} sees other files at {task.path}{also} than the coordinator"
+            " (names, sizes or times differ)",
+            "name paths on a file system that all nodes share, or copy with times (rsync -a)",
+        )
+    checkpoint, source = sides(Subject(task.path, task.source_path, task.hf_path), task.stored)
+    return checkpoint, source, list(common_groups(checkpoint, source))
+
+
+def _files(sides: Subject | TaskInput) -> str:
+    return fingerprint(map(weights_at, filter(None, (sides.path, sides.source_path, sides.hf_path))), is_own)
+
+
 @contextmanager
 def threads(largest: int) -> Iterator[Executor]:
     """A thread a core, memory permitting, each with one thread of torch's: more would only be in their way.
@@ -160,13 +223,9 @@ def threads(largest: int) -> Iterator[Executor]:
 
     before = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(_workers(largest), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        # Both sides and what is computed from them are in memory at a time, for every thread.
+        workers = max(1, min(os.cpu_count() or 1, _MEMORY // (3 * largest or 1)))
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool
     finally:
         torch.set_num_threads(before)
-
-
-def _workers(largest: int) -> int:
-    """Threads to read and digest with (both let other threads run): as many as there are cores, memory permitting."""
-    # Both sides and what is computed from them are in memory at a time, for every thread.
-    return max(1, min(os.cpu_count() or 1, _MEMORY // (3 * largest or 1)))

@@ -114,11 +114,8 @@ class SideFiles:
     def added_tokens(self) -> Mapping[str, Mapping[str, bool]]:
         """The flags of each added token as transformers has them: those of tokenizer_config.json where it has some."""
         decoder = self.tokenizer_config.get("added_tokens_decoder")
-        stated = [
-            *_objects(self.tokenizer.get("added_tokens")),
-            *_objects(list(decoder.values()) if isinstance(decoder, Mapping) else []),
-        ]
-        return {str(one["content"]): flags_of(one) for one in stated if "content" in one}
+        stated = list(decoder.values()) if isinstance(decoder, Mapping) else []
+        return {**flags_in(self.tokenizer.get("added_tokens")), **flags_in(stated)}
 
     @property
     def has_vocabulary(self) -> bool:
@@ -150,7 +147,11 @@ class SideFiles:
         yield (
             TOKENIZER,
             _model_vocabulary(vocab)
-            | {str(one["content"]): one["id"] for one in _objects(tokenizer.get("added_tokens")) if _is_token(one)},
+            | {
+                str(one["content"]): one["id"]
+                for one in _objects(tokenizer.get("added_tokens"))
+                if {"content", "id"} <= one.keys()
+            },
         )
         added = self.tokenizer_config.get("added_tokens_decoder")
         pairs = added.items() if isinstance(added, Mapping) else ()
@@ -250,14 +251,13 @@ def _inline(file: str, content: Any) -> list[tuple[str, str, str]]:
     return [(file, "default", content)] if isinstance(content, str) else []
 
 
-def flags_of(token: Mapping[str, Any]) -> Mapping[str, bool]:
-    """The flags of an added token; one that is not special is normalized unless it says otherwise."""
-    defaults = {"normalized": not token.get("special", False)}
-    return {flag: bool(token.get(flag, defaults.get(flag, False))) for flag in _FLAGS}
-
-
-def _is_token(one: Mapping[str, Any]) -> bool:
-    return "content" in one and "id" in one
+def flags_in(tokens: Any) -> Mapping[str, Mapping[str, bool]]:
+    """The flags of each of a list of added tokens; one that is not special is normalized unless it says otherwise."""
+    found = {str(one["content"]): one for one in _objects(tokens) if "content" in one}
+    return {
+        token: {flag: bool(one.get(flag, flag == "normalized" and not one.get("special", False))) for flag in _FLAGS}
+        for token, one in found.items()
+    }
 
 
 def _model_vocabulary(vocab: Any) -> dict[str, int]:

@@ -210,7 +210,7 @@ def _chosen(
 def _compared(
     local: Sequence[str], held: Mapping[str, tuple[str, Tensor]], rules: Mapping[str, Rule], reference: Checkpoint
 ) -> list[TensorSeen]:
-    from verify.witnesses.megatron.compare import compare_all
+    from verify.witnesses.megatron.slices import compare_all
 
     cut_down = any(
         CUT_IN_LOCAL_SPEC.fullmatch(name) and tuple(tensor.shape) != reference.specs[name].shape

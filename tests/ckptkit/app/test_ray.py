@@ -34,7 +34,7 @@ from ckptkit.transfer import ray as ray_tasks
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import JOURNAL, Journal
 from quant.schemes.w4a16 import int4_scheme
-from verify.evidence import on_ray as values_on_ray
+from verify.evidence import reading
 from verify.run import verify
 
 ray = pytest.importorskip("ray")
@@ -322,11 +322,11 @@ def test_a_node_that_sees_another_source_is_named(task: TaskInput, different: st
 
 
 def test_a_node_that_sees_another_checkpoint_is_named(releases: PathOf) -> None:
-    task = values_on_ray.TaskInput(releases("qwen3_moe"), releases("qwen2-tied"), None, stored=False, files="0" * 64)
+    task = reading.TaskInput(releases("qwen3_moe"), releases("qwen2-tied"), None, stored=False, files="0" * 64)
     with pytest.raises(
         CkptkitError, match=r"node \S+ sees other files at \S+qwen3_moe or \S+qwen2-tied than the coordinator"
     ):
-        values_on_ray.look_at(task, ["model.norm.weight"])
+        reading.look_at(task, ["model.norm.weight"])
 
 
 def test_a_file_that_arrived_in_part_is_missed(task: TaskInput) -> None:

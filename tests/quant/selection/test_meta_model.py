@@ -475,7 +475,7 @@ def test_one_module_alone_hands_configs_to_transformers() -> None:
                 found.add(str(file.relative_to(root)))
     witnesses = ("reference/process.py", "reference/prediction.py", "rollouts/process.py")
     others = {f"verify/witnesses/{file}" for file in witnesses}
-    others |= {f"verify/evidence/side/{file}.py" for file in ("texts", "processor_classes")}
+    others |= {f"verify/evidence/side/{file}.py" for file in ("texts", "processors")}
     others |= {"verify/checks/quantization/quantization_config.py"}
     defaults = "verify/checks/config/config.py"
     assert found == {"quant/selection/meta_model.py", defaults, *others}

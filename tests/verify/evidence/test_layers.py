@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verify.evidence.moved.layers import moved_layers
-from verify.evidence.moved.moves import repeated_layers
-from verify.evidence.moved.stages import Stages
+from verify.evidence.moved import Stages, moved_layers, repeated_layers
 
 TWELVE = Stages(12)  # layers of a pipeline that nobody knows
 HALVES = Stages(12, {0: [range(6)], 1: [range(6, 12)]})

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support.fixture_types import PathOf
@@ -19,7 +18,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.read import FileExtent
 from verify.evidence.hf_files import HfFiles
-from verify.evidence.sampled.samples import MAX_TENSORS, SamplePair, chosen, samples_of
+from verify.evidence.samples import MAX_TENSORS, SamplePair, chosen, samples_of
 
 TORCH_DIST = [label for label, (_, how) in SAVES.items() if not how.get("legacy")]
 
@@ -152,14 +151,6 @@ def test_what_cannot_be_compared_is_counted_with_its_reason(tmp_path: Path) -> N
     }
     # A padded vocabulary is compared as far as both have rows.
     assert samples_of(a, b, [SamplePair("y", "y", padded=True)]).compared == ["y"]
-
-
-def test_bytes_are_those_of_numpy(tmp_path: Path) -> None:
-    """The bits of an infinity in bfloat16, written by hand."""
-    a = flat(tmp_path / "a", {"x": torch.tensor([math.inf, -math.inf])})
-    (tmp_path / "b").write_bytes(np.array([0x7F80, 0xFF80], np.uint16).tobytes())
-    b = Flat(tmp_path / "b", {"x": TensorSpec("x", (2,), "bfloat16")})
-    assert samples_of(a, b, [SamplePair("x", "x")]).differing == []
 
 
 UP, NORM = "model.layers.3.mlp.up_proj.weight", "model.layers.3.input_layernorm.weight"

@@ -57,12 +57,19 @@ def test_every_engine_has_its_stage_option_and_checks() -> None:
         assert engine.name in NEEDS
 
 
-def test_updates_imply_a_live_engine_which_is_sglang() -> None:
-    asked = with_implied(frozenset({"update"}))
-    assert asked == {"update", "engine"}
-    assert programs_not_asked(asked) == ["Megatron", "vLLM"]
-    assert programs_not_asked(frozenset({"logits"})) == ["Megatron", "SGLang", "vLLM"]
-    assert programs_not_asked(frozenset({"vllm", "engine"})) == ["Megatron", "SGLang"]
+@pytest.mark.parametrize(
+    ("asked", "implied", "unasked"),
+    [
+        ({"update"}, {"update", "engine"}, ["Megatron", "vLLM"]),
+        ({"release-resume"}, {"release-resume", "engine"}, ["Megatron", "vLLM"]),
+        ({"logits"}, {"logits"}, ["Megatron", "SGLang", "vLLM"]),
+        ({"logits", "megatron"}, {"logits", "megatron"}, ["SGLang", "vLLM"]),
+        ({"vllm", "engine"}, {"vllm", "engine"}, ["Megatron", "SGLang"]),
+    ],
+)
+def test_updates_imply_a_live_engine_and_logits_do_not(asked: set[str], implied: set[str], unasked: list[str]) -> None:
+    found = with_implied(frozenset(asked))
+    assert (found, programs_not_asked(found)) == (implied, unasked)
 
 
 def test_the_engine_is_vllm_where_that_alone_is_asked() -> None:

@@ -16,7 +16,7 @@ from hostile.planted import plant, ran
 from support.processes import environment as of_tests
 
 from verify.witnesses.loading.run import outcome
-from verify.witnesses.process import ranks
+from verify.witnesses.process import run as process_run
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.run import run_ranks
 from verify.witnesses.process.sandbox import environment
@@ -69,7 +69,7 @@ def test_a_hang_is_inconclusive_with_the_stack_of_the_process(tmp_path: Path) ->
 
 
 def test_a_witness_that_takes_all_memory_is_inconclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "free_memory", lambda: 200 << 20)
+    monkeypatch.setattr(process_run, "free_memory", lambda: 200 << 20)
     failed = run(tmp_path, "eat")
     assert_inconclusive(failed, tmp_path, "it took nearly all memory that was free when it began")
 

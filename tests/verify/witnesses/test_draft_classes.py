@@ -99,19 +99,6 @@ def test_vllms_classes_hold_what_is_called_sound(name: str, in_vllm: Loads) -> N
 
 
 @pytest.mark.sglang
-def test_fused_parameters_of_sglang_hold_their_parts(in_sglang: Loads) -> None:
-    places = in_sglang["SpecForge"]["places"]
-    fused = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
-    for parts, param in (("q k v", fused["qkv"]), ("gate up", fused["gate_up"])):
-        block = param.partition(".")[0]
-        for part in parts.split():
-            assert places[f"midlayer.{block}.{part}_proj.weight"] == [f"{LAYER}{param}.weight"]
-    assert places["fc.weight"] == ["model.fc.weight"]
-    assert places["midlayer.hidden_norm.weight"] == [f"{LAYER}hidden_norm.weight"]
-    assert places["lm_head.weight"] == ["lm_head.weight"]
-
-
-@pytest.mark.sglang
 @pytest.mark.parametrize("name", ODD)
 def test_sglang_leaves_unwritten_what_warnings_say(name: str, in_sglang: Loads) -> None:
     left = set(in_sglang[name]["unwritten"]) - {EMBEDDING, "lm_head.weight"}

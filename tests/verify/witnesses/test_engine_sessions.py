@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -21,7 +20,6 @@ from ckptkit.core.errors import CkptkitError
 from quant.online import sglang_reload
 from verify.witnesses.live.job import EngineJob
 from verify.witnesses.live.server import Refused
-from verify.witnesses.process.codec import load, save
 from verify.witnesses.sglang.live import server as server_module
 from verify.witnesses.sglang.live.readback import POISON, RECORD
 from verify.witnesses.sglang.live.server import BEGIN, END, Server, start
@@ -219,12 +217,6 @@ def test_these_engines_take_what_sglangs_own_takes() -> None:
     own = dict(requests(Path(__file__).read_text(), "Engine"))
     own |= dict(requests(Path(__file__).read_text(), "SessionEngine")) if "begin_weight_update" in real else {}
     assert {name: real.get(name) for name in own} == own
-
-
-def test_the_job_of_a_draft_engine_is_read_as_written(tmp_path: Path) -> None:
-    save(EngineJob("model", [], draft=True), tmp_path / "job")
-    assert json.loads((tmp_path / "job").read_text())["draft"] is True
-    assert load(EngineJob, tmp_path / "job").draft
 
 
 @pytest.mark.parametrize(

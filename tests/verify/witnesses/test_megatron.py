@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from families import case
 from families.case import MOE, SIZES, Case
-from safetensors.torch import save_file
 from support import models
 from support.check_examples import hold_example
 from support.fixture_types import PathOf
@@ -29,6 +27,7 @@ from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
+from verify.witnesses.process.run import causes
 
 needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
 in_megatron = pytest.mark.usefixtures("served")
@@ -36,13 +35,6 @@ in_megatron = pytest.mark.usefixtures("served")
 
 def entries(metadata: Metadata, key: str) -> dict[MetadataIndex, object]:
     return {index: info for index, info in metadata.storage_data.items() if index.fqn == key}
-
-
-def point(metadata: Metadata, key: str, at: str) -> None:
-    """Makes `key` read the bytes of `at`."""
-    origin = entries(metadata, at)
-    for index in entries(metadata, key):
-        metadata.storage_data[index] = origin[MetadataIndex(at, index.offset)]
 
 
 def remove(metadata: Metadata, key: str) -> None:
@@ -71,21 +63,6 @@ def test_tensor_and_pipeline_parallel(releases: PathOf, converted: PathOf) -> No
 
 
 @in_megatron
-def test_expert_parallel(releases: PathOf, converted: PathOf) -> None:
-    subject = Subject(converted("qwen3_moe"), releases("qwen3_moe"), options=VerifyOptions(tp=2, ep=2))
-    findings, _ = judge(subject)
-    assert findings == []
-    held = [
-        {seen.name for seen in report.tensors if ".layers.3." in seen.name and "linear_fc2" in seen.name}
-        for report in subject.once(run_megatron).reports
-    ]
-    assert held == [
-        {f"decoder.layers.3.mlp.experts.experts.{expert}.linear_fc2.weight" for expert in part}
-        for part in (range(6), range(6, 12))
-    ]
-
-
-@in_megatron
 def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted: PathOf) -> None:
     findings, tallies = judge(
         Subject(converted("qwen2-tied"), options=VerifyOptions(pp=2, vpp=3, against=frozenset({"megatron"})))
@@ -95,35 +72,6 @@ def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted:
         "pp rank 0: layers 0..1 and 4..5 and 8..9",
         "pp rank 1: layers 2..3 and 6..7 and 10..11",
     ]
-
-
-def eleven_layers(release: Path, path: Path) -> Path:
-    """The release without its last layer."""
-    path.mkdir()
-    config = json.loads((release / "config.json").read_text()) | {"num_hidden_layers": 11}
-    config.pop("layer_types", None)
-    (path / "config.json").write_text(json.dumps(config))
-    kept = {name: tensor for name, tensor in models.tensors(release).items() if ".layers.11." not in name}
-    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
-@in_megatron
-def test_layers_that_do_not_divide_are_left_over_for_the_last_stage(releases: PathOf, tmp_path: Path) -> None:
-    release = eleven_layers(releases("glm4_moe"), tmp_path / "release")
-    convert(release, tmp_path / "megatron")
-    subject = Subject(tmp_path / "megatron", release, options=VerifyOptions(pp=3))
-    findings, tallies = judge(subject)
-    assert findings == []
-    assert tallies["CK403"].facts["pipeline stages"] == [
-        "pp rank 0: layers 0..3",
-        "pp rank 1: layers 4..7",
-        "pp rank 2: layers 8..10",
-    ]
-    assert "TP1 PP3, last stage 3 layers, 3 rank(s)" in tallies["CK401"].facts["megatron"][0]
-    # 9 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared), 2 dense layers,
-    # embedding, norm and output layer
-    assert tallies["CK402"].tensors == 9 * (24 + 6 + 3 + 2) + 2 * 9 + 3
 
 
 @in_megatron
@@ -177,30 +125,6 @@ def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Pat
 
 
 @in_megatron
-def test_second_half_of_the_layers_repeating_the_first(converted: PathOf, releases: PathOf, copy_of: PathOf) -> None:
-    """What a conversion that numbers the layers of each pipeline stage from 0 leaves behind."""
-    broken = copy_of(converted("qwen2-untied"))
-
-    def repeat(metadata: Metadata) -> None:
-        for key in [
-            key
-            for key in metadata.state_dict_metadata
-            if key.startswith("decoder.layers.") and "_extra_state" not in key
-        ]:
-            _, _, layer, rest = key.split(".", 3)
-            if int(layer) >= 6:
-                point(metadata, key, f"decoder.layers.{int(layer) - 6}.{rest}")
-
-    models.edit_metadata(broken / "release", repeat)
-    findings, tallies = judge(Subject(broken, releases("qwen2-untied"), options=VerifyOptions(pp=2)))
-    (finding,) = findings
-    assert finding.actual == "layers {6..11} hold the values of layers {0..5}, which are stages 1 and 0 of the pipeline"
-    # 6 layers of 7 tensors: two norms, qkv with its bias, projection, fc1 and fc2.
-    assert (finding.code, finding.count, finding.rank) == ("CK402", 6 * 7, "rank 1")
-    assert tallies["CK403"].facts["pipeline stages"] == ["pp rank 0: layers 0..5", "pp rank 1: layers 6..11"]
-
-
-@in_megatron
 def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) -> None:
     broken = copy_of(converted("qwen2-tied"))
 
@@ -226,10 +150,10 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
     for stages in (1, 2):
         subject = Subject(converted("qwen2-tied"), options=VerifyOptions(pp=stages))
         with pytest.raises(
-            Unable, match=r"rank 0 failed while .*, which says nothing about the checkpoint: no answer within 1 s"
+            Unable, match=r"rank 0 failed while .*, which says nothing about the checkpoint: it did not end within 1 s"
         ):
             list(strict_load(subject, Tally()))
-        with pytest.raises(Unable, match="no answer within 1 s"):
+        with pytest.raises(Unable, match="it did not end within 1 s"):
             list(right_slices(subject, Tally()))
 
 
@@ -240,20 +164,20 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
         (
             "own",
             r"while comparing what was loaded, which says nothing about the checkpoint: "
-            r"KeyError: 'a defect of ours' .*\(exit code 1\)",
+            r"exit code 1; KeyError: 'a defect of ours' .*",
         ),
         (
             "kill",
-            r"while joining the process groups, which .*killed by SIGKILL, as the kernel does when memory runs out\)",
+            r"while joining the process groups, which .*killed by SIGKILL, as the kernel does when memory runs out; .*",
         ),
         (
             "import",
-            r"while importing what it needs, which .*: "
-            r".*OSError: libcuda.so.1: cannot open shared object file \(exit code 1\)",
+            r"while importing what it needs, which .*: exit code 1; "
+            r"OSError: libcuda.so.1: cannot open shared object file .*",
         ),
         (
             "signature",
-            r"while asking the model which keys it wants, which .*: TypeError: .*'metadata'.*\(exit code 1\)",
+            r"while asking the model which keys it wants, which .*: exit code 1; TypeError: .*'metadata'.*",
         ),
     ],
 )
@@ -273,10 +197,6 @@ def test_a_witness_that_breaks_is_inconclusive(
     ("name", "sizes", "message"),
     [
         ("qwen2-tied", {"tp": 4}, "10 attention heads do not divide by --tp 4"),
-        ("qwen2-tied", {"pp": 5}, "12 layers do not divide by --pp 5"),
-        ("qwen2-tied", {"pp": 8}, "12 layers do not divide by --pp 8"),
-        ("qwen2-tied", {"pp": 2, "vpp": 4}, "12 layers do not divide by --pp x --vpp 8"),
-        ("qwen3_moe", {"ep": 8}, "12 experts do not divide by --ep 8"),
         ("qwen3_moe", {"etp": 5}, "96 rows of an expert do not divide by --etp 5"),
         ("qwen2-tied", {"ep": 2}, "--ep 2, but this model has no experts"),
     ],
@@ -338,5 +258,5 @@ def test_a_rank_that_lost_another_is_no_cause() -> None:
         4: "torch.distributed.DistNetworkError: failed to recv, got 0 bytes (exit code 1)",
     }
     own = {1: "ValueError: no such key (exit code 1)"}
-    assert megatron_run.causes(lost | own) == own
-    assert megatron_run.causes(lost) == {}
+    assert causes(lost | own) == own
+    assert causes(lost) == {}

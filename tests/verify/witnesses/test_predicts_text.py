@@ -23,11 +23,9 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
 from verify.skip import Unable
-from verify.witnesses.process.codec import load, save
 from verify.witnesses.reference import run as reference_run
-from verify.witnesses.reference.job import Predicted, Reference, ReferenceJob
+from verify.witnesses.reference.job import Predicted, Reference
 from verify.witnesses.reference.prediction import TEXTS, bits_a_byte, predicted, texts_of, tokenizer_of
-from verify.witnesses.registry import with_implied
 
 LOGITS = frozenset({"logits"})
 # As SmolLM2-135M-Instruct measures, and the same with the first norm of every layer less one.
@@ -106,12 +104,6 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
         tokenizer_of(tmp_path)
 
 
-def test_a_job_of_the_reference_is_read_as_written(tmp_path: Path) -> None:
-    job = ReferenceJob("model", "report", [[1, 2]], [[[3]]])
-    save(job, tmp_path / "job")
-    assert load(ReferenceJob, tmp_path / "job") == job
-
-
 def test_texts_need_a_tokenizer_and_its_vocabulary(tmp_path: Path) -> None:
     path = structured.save(structured.unstructured(), tmp_path, tokenizer=True)
     with pytest.raises(Unable, match=r"no tokenizer\.json"):
@@ -129,19 +121,6 @@ def test_losses_are_those_of_transformers(tmp_path: Path) -> None:
         loss = model(torch.tensor([text]), labels=torch.tensor([text])).loss
     assert found.losses[0] / (len(text) - 1) == pytest.approx(float(loss), abs=1e-4)
     assert found.structure > 6
-
-
-def test_what_logits_ask_alone_and_beside_others() -> None:
-    """Updates are an engine's; logits alone are not, also of an HF checkpoint that real Megatron loads."""
-    for asked, implied in (
-        ({"logits"}, {"logits"}),
-        ({"logits", "megatron"}, {"logits", "megatron"}),
-        ({"logits", "sglang"}, {"logits", "sglang"}),
-        ({"logits", "engine"}, {"logits", "engine"}),
-        ({"logits", "update"}, {"logits", "update", "engine"}),
-        ({"release-resume"}, {"release-resume", "engine"}),
-    ):
-        assert with_implied(frozenset(asked)) == implied
 
 
 def test_real_transformers_fail_weights_with_structure_that_predict_nothing(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from support.quantized import fp8_blocks as quantized_blocks
 from support.quantized import int4
 from torch import Tensor, nn
 
-from verify.witnesses.loading.job import ONE_RANK, LoadReport
-from verify.witnesses.loading.layouts.fp8_blocks import fp8_blocks
+from verify.witnesses.loading.job import LoadReport
 from verify.witnesses.loading.layouts.layout import Layout, Outcome, not_kept, reordered, swapped_halves, unknown
 from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight
-from verify.witnesses.loading.layouts.values import absorbed, products
+from verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
 from verify.witnesses.loading.merge import merged
 from verify.witnesses.sglang import adapter
 
@@ -229,11 +228,7 @@ def test_sglang_fp8_scales_without_a_block_size_are_not_known() -> None:
 
 def test_the_largest_change_of_all_ranks_is_told() -> None:
     reports = [
-        LoadReport(
-            *("0", "m", "cuda", "bfloat16", ONE_RANK, False, 1, 1, {}, {}, 0),
-            *((), (), (), (), (), (), (), (), (), 2, ()),
-            requantized={"a": change, f"{rank}": 0.01},
-        )
+        LoadReport("0", "m", "cuda", "bfloat16", repacked=(), requantized={"a": change, f"{rank}": 0.01})
         for rank, change in enumerate((0.02, 0.03))
     ]
     assert merged(reports).requantized == {"a": 0.03, "0": 0.01, "1": 0.01}

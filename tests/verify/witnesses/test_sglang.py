@@ -33,6 +33,9 @@ from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.process import run as process_run
 
 pytestmark = pytest.mark.sglang
+Cases = Mapping[str, Case]
+Runs = Mapping[str, LoadRun]
+Judged = Callable[[str], tuple[Any, Any, Any]]
 
 GROUP = 32
 ONLINE = ["lm_head", "model.embed_tokens"]
@@ -156,12 +159,7 @@ def broken_cases(root: Path, releases: Callable[..., Path], converted: Callable[
         "bf16 shards": Case(online(root, "shards", glm, [*ONLINE, KEEP_ROUTER, *shards])),
         "float32": Case(root / "float32"),
         "other source": Case(converted("qwen3_moe"), written(root, "swapped", qwen, swapped)),
-        "int4 swapped_experts": Case(root / "qwen-int4", alter="swapped_experts"),
-        "int4 half_written": Case(root / "qwen-int4", alter="half_written"),
-        **{
-            alter: Case(qwen, alter=alter)
-            for alter in ("swapped_experts", "swapped_gate_and_up", "one_bit", "half_written", "skipped_layer")
-        },
+        **{alter: Case(qwen, alter=alter) for alter in ("swapped_experts", "one_bit", "half_written")},
     }
 
 
@@ -186,6 +184,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
     return run_cases(cases, tmp_path_factory.mktemp("reports"))
+
+
+@pytest.fixture(scope="module")
+def judged(cases: Cases, runs: Runs) -> Judged:
+    """`judged(name)`: results, findings and facts of the checks, of what became of a case."""
+    return lambda name: checked(cases[name], runs[name])
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +218,8 @@ SOUND = (
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], runs: dict[str, LoadRun]) -> None:
-    results, findings, facts = checked(cases[name], runs[name])
+def test_sound_checkpoints_pass(name: str, judged: Judged) -> None:
+    results, findings, facts = judged(name)
     assert findings == []
     status = {code: result.status for code, result in results.items()}
     draft = {"CK508": "passed"} if "draft" in name else {}
@@ -227,51 +231,16 @@ def test_sound_checkpoints_pass(name: str, cases: dict[str, Case], runs: dict[st
     assert facts["SGLang"][0].startswith(f"SGLang {version('sglang')}, ")
 
 
-@pytest.mark.parametrize("name", SOUND)
-def test_every_tensor_of_a_sound_checkpoint_is_compared(
-    name: str, cases: dict[str, Case], reports: dict[str, LoadReport]
-) -> None:
-    tensors = models.tensors(cases[name].source or cases[name].checkpoint)
-    compared = {
-        key: tensor
-        for key, tensor in tensors.items()
-        if not key.endswith("weight_shape") and not key.startswith("model.layers.12.")
-    }
-    report = reports[name]
-    assert (report.loaded_names, report.tensors, report.bytes) == (
-        len(tensors),
-        len(compared),
-        sum(tensor.nbytes for tensor in compared.values()),
-    )
-    assert report.routers_seen == {"qwen2": 0, "qwen3": 12, "glm4": 10}.get(
-        name.split()[-1].split("_")[0].split("-")[0], report.routers_seen
-    )
-
-
-def test_the_model_is_sglangs_own(reports: dict[str, LoadReport]) -> None:
-    assert [reports[name].model for name in ("qwen2-tied", "qwen3_moe", "glm4_moe")] == [
-        "Qwen2ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Glm4MoeForCausalLM",
-    ]
-    assert {report.dtype for name, report in reports.items() if name != "float32"} == {"bfloat16"}
-
-
-def test_a_packed_shared_expert_is_loaded_as_a_routed_one(
-    cases: dict[str, Case], reports: dict[str, LoadReport]
-) -> None:
+def test_a_packed_shared_expert_is_loaded_as_a_routed_one(reports: dict[str, LoadReport], judged: Judged) -> None:
     """SGLang 0.5.16 cannot build it otherwise; one in BF16 needs a place of its own."""
-    facts = {
-        name: checked(cases[name], LoadRun(reports[name]))[2]["SGLang"][-1]
-        for name in ("int4 glm4_moe", "online int4 glm4_moe")
-    }
+    facts = {name: judged(name)[2]["SGLang"][-1] for name in ("int4 glm4_moe", "online int4 glm4_moe")}
     assert (reports["int4 glm4_moe"].fused_shared, reports["online int4 glm4_moe"].fused_shared) == (True, False)
     assert "without --disable-shared-experts-fusion" in facts["int4 glm4_moe"]
     assert "as with --disable-shared-experts-fusion" in facts["online int4 glm4_moe"]
 
 
-def test_draft_layers_are_a_model_of_their_own(cases: dict[str, Case], runs: dict[str, LoadRun]) -> None:
-    _, _, facts = checked(cases["draft layers"], runs["draft layers"])
+def test_draft_layers_are_a_model_of_their_own(judged: Judged) -> None:
+    _, _, facts = judged("draft layers")
     assert not [line for line in facts["SGLang"] if "layers.12." in line]
     assert facts["SGLang's draft model"][0].endswith("layer are those of Glm4MoeForCausalLM")
 
@@ -311,18 +280,6 @@ BROKEN: dict[str, set[tuple[str, str, int]]] = {
     "swapped_experts": {
         ("CK504", f"model.layers.3.mlp.experts.{{4..5}}.{part}_proj.weight", 2) for part in ("gate", "up", "down")
     },
-    "int4 swapped_experts": {
-        ("CK504", f"model.layers.3.mlp.experts.{{4..5}}.{one}_proj.weight_{part}", 2)
-        for one in ("gate", "up", "down")
-        for part in ("packed", "scale")
-    },
-    "int4 half_written": {
-        *(("CK502", f"model.layers.{{0..11}}.mlp.experts.w2_weight_{part}", 12) for part in ("packed", "scale")),
-        *(("CK503", f"{EXPERTS}down_proj.weight_{part}", 144) for part in ("packed", "scale")),
-    },
-    "swapped_gate_and_up": {
-        ("CK504", f"model.layers.5.mlp.experts.11.{part}_proj.weight", 1) for part in ("gate", "up")
-    },
     "one_bit": {("CK504", "model.layers.7.self_attn.k_proj.weight", 1)},
     "half_written": {
         ("CK502", "model.layers.{0..11}.mlp.experts.w2_weight", 12),
@@ -338,25 +295,21 @@ BROKEN: dict[str, set[tuple[str, str, int]]] = {
         ),
         *(("CK503", f"model.layers.5.mlp.{part}_proj.weight", 1) for part in ("gate", "up", "down")),
     },
-    "skipped_layer": {
-        ("CK502", "model.layers.2.input_layernorm.weight", 1),
-        ("CK503", "model.layers.2.input_layernorm.weight", 1),
-    },
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_checkpoints_are_found(name: str, cases: dict[str, Case], reports: dict[str, LoadReport]) -> None:
-    results, findings, _ = checked(cases[name], LoadRun(reports[name]))
+def test_broken_checkpoints_are_found(name: str, judged: Judged) -> None:
+    results, findings, _ = judged(name)
     assert {(finding.code, finding.tensor, finding.count) for finding in findings} == BROKEN[name]
     assert {code for code, result in results.items() if result.status == "failed"} == {
         code for code, _, _ in BROKEN[name]
     }
 
 
-def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, LoadReport]) -> None:
+def test_findings_say_what_to_do(judged: Judged) -> None:
     def first(name: str, code: str) -> Finding:
-        return next(finding for finding in checked(cases[name], LoadRun(reports[name]))[1] if finding.code == code)
+        return next(finding for finding in judged(name)[1] if finding.code == code)
 
     assert KEEP_ROUTER in first("packed router qwen3_moe", "CK503").hint
     assert KEEP_ROUTER in first("packed router qwen3_moe", "CK505").hint
@@ -364,7 +317,7 @@ def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, Load
         "the tensor is missing from the checkpoint, or CK503 says under which name"
     )
     assert "1536 of 1536 elements were never written" in first("packed router qwen3_moe", "CK505").actual
-    assert [finding.actual for finding in checked(cases["dead routers"], LoadRun(reports["dead routers"]))[1]] == [
+    assert [finding.actual for finding in judged("dead routers")[1]] == [
         "all zero",
         "every element is 0.5",
     ]
@@ -379,11 +332,9 @@ def test_findings_say_what_to_do(cases: dict[str, Case], reports: dict[str, Load
     assert "fused name" in first("bf16 shards", "CK503").hint
 
 
-def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing(
-    cases: dict[str, Case], reports: dict[str, LoadReport]
-) -> None:
+def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing(judged: Judged) -> None:
     """SGLang's class of Qwen3-MoE does not read `mlp_only_layers`."""
-    _, findings, _ = checked(cases["mlp_only_layers"], LoadRun(reports["mlp_only_layers"]))
+    _, findings, _ = judged("mlp_only_layers")
     hints = {finding.tensor: finding.hint for finding in findings}
     assert not [hint for hint in hints.values() if "pack" in hint or "quantize" in hint]
     assert hints["model.layers.5.mlp.up_proj.weight"].startswith(
@@ -392,16 +343,14 @@ def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing
     )
 
 
-def test_blocks_that_do_not_divide_an_experts_rows_are_refused_by_sglang(
-    cases: dict[str, Case], runs: dict[str, LoadRun]
-) -> None:
-    (finding,) = checked(cases["fp8 uneven"], runs["fp8 uneven"])[1]
+def test_blocks_that_do_not_divide_an_experts_rows_are_refused_by_sglang(judged: Judged) -> None:
+    (finding,) = judged("fp8 uneven")[1]
     assert finding.code == "CK501"
     assert "is not divisible by weight quantization block_n = 64" in finding.actual
 
 
-def test_a_smaller_dtype_is_a_warning(cases: dict[str, Case], reports: dict[str, LoadReport]) -> None:
-    results, findings, _ = checked(cases["float32"], LoadRun(reports["float32"]))
+def test_a_smaller_dtype_is_a_warning(reports: dict[str, LoadReport], judged: Judged) -> None:
+    results, findings, _ = judged("float32")
     assert {result.status for result in results.values()} <= {"passed", "skipped"}
     assert {(finding.code, finding.severity) for finding in findings} == {("CK504", "warning")}
     assert all(finding.actual.startswith(f"float32 rounded to {reports['float32'].dtype}") for finding in findings)
@@ -433,8 +382,6 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], 
 
 # An SGLang that is found before the real one, and what becomes of the witness that imports it.
 FAKES = {
-    "raise OSError('libcuda.so.1: cannot open shared object file')": "exit code 1; "
-    "OSError: libcuda.so.1: cannot open shared object file",
     "import a_package_that_nobody_has": "exit code 1; ModuleNotFoundError: No module named 'a_package_that_nobody_has'",
     "import os; os.kill(os.getpid(), 9)": "while setting SGLang up, which says nothing about the checkpoint: "
     "killed by SIGKILL, as the kernel does when memory",

@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.sglang,
     pytest.mark.timeout(900),
 ]
+Cases = Mapping[str, Case]
+Runs = Mapping[str, LoadRun]
 Config = dict[str, Any]
 # Keys without which SGLang stops, and those without which it builds another model: what it then leaves out.
 STOPS = {
@@ -113,9 +115,7 @@ def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in STOPS.items() for key in keys])
-def test_sglang_stops_without_a_key_and_the_hint_names_it(
-    name: str, key: str, runs: Mapping[str, LoadRun], cases: Mapping[str, Case]
-) -> None:
+def test_sglang_stops_without_a_key_and_the_hint_names_it(name: str, key: str, runs: Runs, cases: Cases) -> None:
     if key == "swiglu_limit" and release("sglang") >= (0, 5, 23):
         pytest.skip("SGLang 0.5.23 has a default for it")
     said = str(runs[f"{name} {key}"].crash)
@@ -127,13 +127,13 @@ def test_sglang_stops_without_a_key_and_the_hint_names_it(
 
 
 @pytest.mark.parametrize("key", LEAVES_OUT)
-def test_sglang_silently_builds_another_model_without_a_key(key: str, runs: Mapping[str, LoadRun]) -> None:
+def test_sglang_silently_builds_another_model_without_a_key(key: str, runs: Runs) -> None:
     report = runs[f"minimax_m2 {key}"].report
     assert report is not None
     assert any(one.tensor.endswith(LEAVES_OUT[key]) for one in report.dropped)
 
 
-def test_a_layer_that_shares_an_indexer_needs_none_of_its_own(runs: Mapping[str, LoadRun]) -> None:
+def test_a_layer_that_shares_an_indexer_needs_none_of_its_own(runs: Runs) -> None:
     """SGLang builds one in every layer. 0.5.16 takes no notice of transformers' words, and runs what nothing wrote."""
     said, unheard = runs["shared indexers"].report, runs["shared indexers in transformers' words"].report
     assert said is not None
@@ -143,7 +143,7 @@ def test_a_layer_that_shares_an_indexer_needs_none_of_its_own(runs: Mapping[str,
     assert layers == (set() if release("sglang") >= (0, 5, 23) else {3, 4, 5, 7, 8, 9, 11})
 
 
-def test_sglang_looks_for_the_tie_flag_at_the_top(runs: Mapping[str, LoadRun]) -> None:
+def test_sglang_looks_for_the_tie_flag_at_the_top(runs: Runs) -> None:
     inside, top = runs["tie inside"].report, runs["tie at the top"].report
     assert inside is not None
     assert top is not None
@@ -152,7 +152,7 @@ def test_sglang_looks_for_the_tie_flag_at_the_top(runs: Mapping[str, LoadRun]) -
 
 
 @pytest.mark.parametrize("label", ["no tower", "no tower of Gemma"])
-def test_sglang_builds_a_vision_tower_that_is_not_stored(label: str, runs: Mapping[str, LoadRun]) -> None:
+def test_sglang_builds_a_vision_tower_that_is_not_stored(label: str, runs: Runs) -> None:
     """And loads without an error: its parameters keep what memory held."""
     report = runs[label].report
     assert report is not None, runs[label]
@@ -160,7 +160,7 @@ def test_sglang_builds_a_vision_tower_that_is_not_stored(label: str, runs: Mappi
     assert all(one.tensor.startswith(("visual.", "vision_tower.", "multi_modal")) for one in report.unwritten)
 
 
-def test_a_multimodal_class_over_a_config_of_text_alone_is_refused(runs: Mapping[str, LoadRun]) -> None:
+def test_a_multimodal_class_over_a_config_of_text_alone_is_refused(runs: Runs) -> None:
     """`verify` warns of it (CK104): its layers are named as the multimodal class has them."""
     assert "object has no attribute 'vision_config'" in str(runs["text under a multimodal class"].crash)
 

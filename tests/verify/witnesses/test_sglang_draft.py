@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+Cases = Mapping[str, Case]
+Runs = Mapping[str, LoadRun]
+Judged = Callable[[str], tuple[Any, Any, Any]]
 
 L = "model.layers.12."
 QUERY, ROUTER = L + "self_attn.q_proj.weight", L + "mlp.gate.weight"
@@ -110,6 +114,12 @@ def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture(scope="module")
+def judged(cases: Cases, runs: Runs) -> Judged:
+    """`judged(name)`: results, findings and facts of the checks, of what became of a case."""
+    return lambda name: checked(cases[name], runs[name])
+
+
 def draft(run: LoadRun) -> LoadReport:
     assert run.draft is not None, run
     return run.draft
@@ -120,8 +130,8 @@ def said(observations: tuple[Observation, ...]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["megatron", "int4", "no copies"])
-def test_a_sound_draft_model_passes(name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> None:
-    results, findings, facts = checked(cases[name], runs[name])
+def test_a_sound_draft_model_passes(name: str, cases: Cases, runs: Runs, judged: Judged) -> None:
+    results, findings, facts = judged(name)
     assert findings == []
     assert {results[code].status for code in ("CK501", "CK502", "CK503", "CK504", "CK505", "CK508")} == {"passed"}
     tensors = models.tensors(cases[name].source or cases[name].checkpoint)
@@ -135,23 +145,21 @@ def test_a_sound_draft_model_passes(name: str, cases: Mapping[str, Case], runs: 
     )
 
 
-def test_a_lost_part_of_a_fused_parameter_and_a_dead_router_are_named(
-    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_a_lost_part_of_a_fused_parameter_and_a_dead_router_are_named(runs: Runs, judged: Judged) -> None:
     param = "model.decoder.self_attn.qkv_proj.weight"
     assert said(draft(runs["query and router"]).unwritten) == {(QUERY, param)}
-    _, findings, _ = checked(cases["query and router"], runs["query and router"])
+    _, findings, _ = judged("query and router")
     assert [(one.code, one.tensor) for one in findings] == [("CK502", QUERY), ("CK505", ROUTER)]
     never = "40960 elements were never written: the checkpoint never gave it"
     assert findings[0].actual == f"{never}, at {param} in SGLang's draft model"
 
 
-def test_a_lost_tensor_that_sglang_calls_otherwise_is_named(runs: Mapping[str, LoadRun]) -> None:
+def test_a_lost_tensor_that_sglang_calls_otherwise_is_named(runs: Runs) -> None:
     """SGLang's class for Qwen3.5 has no `self_attn`."""
     assert said(draft(runs["norm of qwen"]).unwritten) == {(NORM, "model.layers.0.q_norm.weight")}
 
 
-def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs: Mapping[str, LoadRun]) -> None:
+def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs: Runs) -> None:
     """It waits for both parts of a fused parameter."""
     report = draft(runs["compressed query"])
     assert [(one.tensor, one.param, one.what.partition(": ")[2]) for one in report.unwritten] == [
@@ -161,7 +169,7 @@ def test_what_sglang_drops_since_another_tensor_is_lost_is_named_too(runs: Mappi
     assert {one.tensor for one in report.dropped} == {COMPRESSED[1]}
 
 
-def test_lost_and_exchanged_parts_in_int4_are_named(runs: Mapping[str, LoadRun]) -> None:
+def test_lost_and_exchanged_parts_in_int4_are_named(runs: Runs) -> None:
     report = draft(runs["int4 broken"])
     expert = L + "mlp.experts.7.up_proj.weight_packed"
     assert said(report.unwritten) == {
@@ -177,10 +185,8 @@ def test_lost_and_exchanged_parts_in_int4_are_named(runs: Mapping[str, LoadRun])
     }
 
 
-def test_a_copy_that_differs_from_what_sglang_takes_is_a_finding(
-    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
-    _, findings, _ = checked(cases["copy"], runs["copy"])
+def test_a_copy_that_differs_from_what_sglang_takes_is_a_finding(judged: Judged) -> None:
+    _, findings, _ = judged("copy")
     assert [(one.code, one.tensor) for one in findings] == [("CK503", EMBEDDING)]
     assert findings[0].actual.startswith(
         "SGLang's draft model takes model.embed_tokens.weight instead, which has other bits"
@@ -188,10 +194,8 @@ def test_a_copy_that_differs_from_what_sglang_takes_is_a_finding(
     assert "make the copies equal" in findings[0].hint
 
 
-def test_a_draft_that_sglang_refuses_is_a_finding_in_its_words(
-    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
-    results, findings, facts = checked(cases["two layers"], runs["two layers"])
+def test_a_draft_that_sglang_refuses_is_a_finding_in_its_words(cases: Cases, judged: Judged) -> None:
+    results, findings, facts = judged("two layers")
     stored = models.tensors(cases["two layers"].checkpoint)
     draft_of_two = [name for name in stored if re.search(r"layers\.1[23]\.", name)]
     assert [(one.code, one.severity, one.count) for one in findings] == [("CK508", "error", len(draft_of_two))]
@@ -201,10 +205,8 @@ def test_a_draft_that_sglang_refuses_is_a_finding_in_its_words(
     assert "SGLang's draft model" not in facts
 
 
-def test_without_a_draft_class_it_is_inconclusive_in_sglangs_words(
-    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
-    results, findings, facts = checked(cases["no class"], runs["no class"])
+def test_without_a_draft_class_it_is_inconclusive_in_sglangs_words(judged: Judged) -> None:
+    results, findings, facts = judged("no class")
     assert findings == []
     assert {code for code, result in results.items() if result.status != "passed"} == {"CK508"}
     assert results["CK508"].status == "skipped"
@@ -215,11 +217,9 @@ def test_without_a_draft_class_it_is_inconclusive_in_sglangs_words(
 
 
 @before("sglang", (0, 5, 23), "Qwen3.5's draft class takes qkv_proj apart")
-def test_names_of_shards_do_not_leave_out_the_fused_layer_of_a_draft(
-    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_names_of_shards_do_not_leave_out_the_fused_layer_of_a_draft(cases: Cases, judged: Judged) -> None:
     """SGLang's class of the model takes qkv_proj apart before it looks at `ignore`, and the draft class does not."""
-    _, findings, _ = checked(cases["qwen by names"], runs["qwen by names"])
+    _, findings, _ = judged("qwen by names")
     shards = {f"mtp.layers.0.self_attn.{one}_proj.weight" for one in "qkv"}
     assert {one.tensor for one in findings if one.code == "CK503"} == shards
     found = {tensor: one for one in lint(cases["qwen by names"].checkpoint).findings for tensor in one.tensors}
@@ -231,10 +231,8 @@ def test_names_of_shards_do_not_leave_out_the_fused_layer_of_a_draft(
     assert [(one.code, one.hint) for one in wrong] == [("CK302", r"add 're:mtp\..*'")] * 2
 
 
-def test_fused_experts_of_a_draft_that_no_entry_covers_are_found(
-    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
-    _, findings, _ = checked(cases["fused by names"], runs["fused by names"])
+def test_fused_experts_of_a_draft_that_no_entry_covers_are_found(cases: Cases, judged: Judged) -> None:
+    _, findings, _ = judged("fused by names")
     assert [one.code for one in findings if one.severity == "error"] == ["CK508"]
     assert "experts.w2_weight" in findings[-1].actual
     report = lint(cases["fused by names"].checkpoint)
@@ -246,10 +244,8 @@ def test_fused_experts_of_a_draft_that_no_entry_covers_are_found(
 
 
 @pytest.mark.parametrize("name", ["qwen by one entry", "fused by one entry"])
-def test_one_entry_for_the_draft_is_read_alike(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
-    results, findings, _ = checked(cases[name], runs[name])
+def test_one_entry_for_the_draft_is_read_alike(name: str, cases: Cases, judged: Judged) -> None:
+    results, findings, _ = judged(name)
     assert [one for one in findings if one.severity == "error"] == []
     assert results["CK508"].status == "passed"
     assert lint(cases[name].checkpoint).findings == ()
@@ -257,7 +253,7 @@ def test_one_entry_for_the_draft_is_read_alike(
 
 
 def test_without_such_layers_nothing_is_asked_of_draft_models(
-    releases: Callable[..., Path], tmp_path: Path, runs: Mapping[str, LoadRun]
+    releases: Callable[..., Path], tmp_path: Path, runs: Runs
 ) -> None:
     tensors = models.tensors(releases("glm4_moe-mtp"))
     path = written(

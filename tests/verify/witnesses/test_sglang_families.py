@@ -31,6 +31,8 @@ pytestmark = [
     pytest.mark.sglang,
     pytest.mark.timeout(900),
 ]
+Cases = Mapping[str, Case]
+Runs = Mapping[str, LoadRun]
 # Test models whose experts SGLang loads by its class for all of them, and how a down projection's name ends.
 ROUTED = [
     name
@@ -77,9 +79,7 @@ def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))
-def test_every_tensor_is_where_sglang_keeps_it(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_every_tensor_is_where_sglang_keeps_it(name: str, cases: Cases, runs: Runs) -> None:
     report = runs[name].report
     assert report is not None, runs[name]
     assert (report.unwritten, report.dropped, report.differing, report.routers) == ((), (), (), ())
@@ -93,7 +93,7 @@ def test_every_tensor_is_where_sglang_keeps_it(
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Mapping[str, LoadRun]) -> None:
+def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Runs) -> None:
     report = runs[name].report
     assert report is not None, runs[name]
     tensor, what, count = LEFT_OUT[name]
@@ -102,23 +102,21 @@ def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Mapping[str, Lo
 
 
 @pytest.mark.parametrize("name", of_a_kind(SAID))
-def test_what_sglang_refuses_is_quoted(name: str, runs: Mapping[str, LoadRun]) -> None:
+def test_what_sglang_refuses_is_quoted(name: str, runs: Runs) -> None:
     run = runs[name]
     assert run.report is None
     assert SAID[name] in f"{run.crash}{run.unable}"
 
 
 @pytest.mark.parametrize("name", of_a_kind(STRICT))
-def test_a_class_that_stops_at_a_lost_tensor_is_quoted(name: str, runs: Mapping[str, LoadRun]) -> None:
+def test_a_class_that_stops_at_a_lost_tensor_is_quoted(name: str, runs: Runs) -> None:
     run = runs[f"{name} lost_and_exchanged"]
     assert run.report is None
     assert "Some parameters are not loaded: {'model.layers.5.input_layerno" in str(run.crash)
 
 
 @pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if name not in STRICT]))
-def test_lost_and_exchanged_tensors_are_named(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_lost_and_exchanged_tensors_are_named(name: str, cases: Cases, runs: Runs) -> None:
     """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
     report = runs[f"{name} lost_and_exchanged"].report
     assert report is not None, runs[f"{name} lost_and_exchanged"]
@@ -130,9 +128,7 @@ def test_lost_and_exchanged_tensors_are_named(
 
 
 @pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if name in DRAFTS]))
-def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(name: str, cases: Cases, runs: Runs) -> None:
     report = runs[name].draft
     assert report is not None, runs[name]
     assert report.model == DRAFTS[name]
@@ -143,9 +139,7 @@ def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(
 
 
 @pytest.mark.parametrize("name", of_a_kind(DRAFTS))
-def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(name: str, cases: Cases, runs: Runs) -> None:
     """The projection of both inputs, a norm and up of one expert are missing; two experts have each other's names."""
     report = runs[f"{name} lost_and_exchanged"].draft
     assert report is not None, runs[f"{name} lost_and_exchanged"]
@@ -161,20 +155,18 @@ def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(
 
 
 @pytest.mark.parametrize("name", of_a_kind(NO_DRAFT))
-def test_why_no_draft_model_is_built_is_said(name: str, runs: Mapping[str, LoadRun]) -> None:
+def test_why_no_draft_model_is_built_is_said(name: str, runs: Runs) -> None:
     assert (runs[name].draft, runs[name].draft_crash) == (None, None)
     assert NO_DRAFT[name] in str(runs[name].draft_error)
 
 
 @pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if name not in DRAFTS and name not in NO_DRAFT]))
-def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, LoadRun]) -> None:
+def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Runs) -> None:
     assert (runs[name].draft, runs[name].draft_error) == (None, None)
 
 
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))
-def test_a_matrix_with_half_of_its_rows_is_named_with_what_sglang_says(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_a_matrix_with_half_of_its_rows_is_named_with_what_sglang_says(name: str, cases: Cases, runs: Runs) -> None:
     """Up of an expert, or the output of attention. No loader of SGLang takes it; some collect all tensors first."""
     crash = str(runs[f"{name} cut"].crash)
     cut = {one: tensor.shape for one, tensor in models.tensors(cases[name].checkpoint).items() if CUT.fullmatch(one)}
@@ -190,9 +182,7 @@ def test_a_matrix_with_half_of_its_rows_is_named_with_what_sglang_says(
 
 
 @pytest.mark.parametrize("name", of_a_kind(ROUTED))
-def test_the_half_of_each_expert_that_a_loader_leaves_out_is_named(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_the_half_of_each_expert_that_a_loader_leaves_out_is_named(name: str, cases: Cases, runs: Runs) -> None:
     report = runs[f"{name} half_written"].report
     assert report is not None, runs[f"{name} half_written"]
     tensors = models.tensors(cases[name].checkpoint)

@@ -19,6 +19,8 @@ from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+Cases = Mapping[str, Case]
+Runs = Mapping[str, LoadRun]
 
 # Of the matrix that `make sglang-matrix` runs: a dense model, one with experts, one with latent attention in the larger
 # groups and each way, a vision tower, experts that nobody knows one by one, and FP8 of linear attention.
@@ -64,9 +66,7 @@ def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("label", daily(LABELS, DAILY))
-def test_every_part_is_where_sglang_keeps_it(
-    label: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_every_part_is_where_sglang_keeps_it(label: str, cases: Cases, runs: Runs) -> None:
     report = runs[label].report
     assert report is not None, runs[label]
     assert (report.unwritten, report.dropped, report.differing, report.routers) == ((), (), (), ())
@@ -79,13 +79,13 @@ def test_every_part_is_where_sglang_keeps_it(
 
 
 @pytest.mark.parametrize("label", daily(CELLS, [*CELLS][1::3]))
-def test_a_cell_of_the_matrix_is_clean(label: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> None:
+def test_a_cell_of_the_matrix_is_clean(label: str, cases: Cases, runs: Runs) -> None:
     outcome = judged(CELLS[label], runs[label], values(cases[label]))
     assert (outcome.word, outcome.why) == (CLEAN, "")
 
 
 @pytest.mark.parametrize("name", daily(BROKEN, ("qwen3_moe", "qwen3_vl_moe")))
-def test_lost_and_exchanged_parts_are_named(name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> None:
+def test_lost_and_exchanged_parts_are_named(name: str, cases: Cases, runs: Runs) -> None:
     """A norm and the packed weight of one expert's up are missing; two experts of another layer are exchanged."""
     report = runs[f"broken {name}"].report
     assert report is not None, runs[f"broken {name}"]
@@ -99,7 +99,7 @@ def test_lost_and_exchanged_parts_are_named(name: str, cases: Mapping[str, Case]
 
 
 @pytest.mark.parametrize("name", daily(NOT_IN_FP8, ("llama", "mistral")))
-def test_scales_that_a_class_drops_are_named(name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> None:
+def test_scales_that_a_class_drops_are_named(name: str, cases: Cases, runs: Runs) -> None:
     """SGLang's Llama class gives scales of blocks the name of scales of tensors, and then finds no parameter."""
     report = runs[f"fp8 {name}"].report
     assert report is not None, runs[f"fp8 {name}"]

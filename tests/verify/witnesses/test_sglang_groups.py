@@ -24,6 +24,9 @@ from verify.run import verify
 from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+Cases = Mapping[str, Case]
+Runs = Mapping[str, LoadRun]
+Judged = Callable[[str], tuple[Any, Any, Any]]
 
 Quantized = dict[str, Tensor]
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -131,6 +134,12 @@ def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) ->
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture(scope="module")
+def judged(cases: Cases, runs: Runs) -> Judged:
+    """`judged(name)`: results, findings and facts of the checks, of what became of a case."""
+    return lambda name: checked(cases[name], runs[name])
+
+
 SOUND = ("regex", "two groups", "two sizes", "beside fp8", "cache")
 _NEWER = release("sglang") >= (0, 5, 23)
 REFUSED = {
@@ -143,10 +152,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_groups_that_sglang_loads_pass_without_it_too(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
-    results, findings, _ = checked(cases[name], runs[name])
+def test_groups_that_sglang_loads_pass_without_it_too(name: str, cases: Cases, judged: Judged) -> None:
+    results, findings, _ = judged(name)
     assert {code for code, result in results.items() if result.status == "passed"} >= {"CK501", "CK502", "CK504"}
     assert {(one.code, one.severity) for one in findings} == ({("CK503", "warning")} if name == "cache" else set())
     report = verify(cases[name].checkpoint)
@@ -159,15 +166,13 @@ def test_groups_that_sglang_loads_pass_without_it_too(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_sglang_refuses_is_an_error_without_it_too(
-    name: str, cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_what_sglang_refuses_is_an_error_without_it_too(name: str, cases: Cases, runs: Runs, judged: Judged) -> None:
     if name == "actorder" and release("compressed-tensors") < (0, 19):
         assert runs[name].crash is None
         assert not lint(cases[name].checkpoint).failed
         return
     exception, words = REFUSED[name]
-    results, _, _ = checked(cases[name], runs[name])
+    results, _, _ = judged(name)
     assert results["CK501"].status == "failed"
     assert exception in str(runs[name].crash)
     found = [one for one in verify(cases[name].checkpoint).findings if one.code == "CK302"]
@@ -178,9 +183,7 @@ def test_what_sglang_refuses_is_an_error_without_it_too(
     assert [one.kind for one in linted.findings if words in one.message] == ["refused"]
 
 
-def test_a_layer_without_a_target_is_named_and_not_to_be_quantized_again(
-    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_a_layer_without_a_target_is_named_and_not_to_be_quantized_again(cases: Cases, runs: Runs) -> None:
     assert "Unable to find matching target for model.layers.0.self_attn.qkv_proj" in str(runs["no target"].crash)
     linted = lint(cases["no target"].checkpoint)
     assert {one.readers for one in linted.findings if one.severity == "error"} == {("SGLang 0.5.16", "SGLang 0.5.23")}
@@ -190,22 +193,20 @@ def test_a_layer_without_a_target_is_named_and_not_to_be_quantized_again(
     assert all("targets" in hint and "quantize again" not in hint for hint in hints)
 
 
-def test_dropped_scales_of_a_vision_tower_are_a_finding(cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> None:
+def test_dropped_scales_of_a_vision_tower_are_a_finding(judged: Judged) -> None:
     """SGLang builds the tower in BF16, and its codes are then weights up to 448."""
-    results, findings, _ = checked(cases["fp8 tower"], runs["fp8 tower"])
+    results, findings, _ = judged("fp8 tower")
     assert results["CK503"].status == "failed"
     dropped = {one.tensor for one in findings if one.code == "CK503"}
     assert "model.visual.blocks.{0..1}.mlp.linear_fc1.weight_scale" in dropped
     assert all("visual" in str(name) and str(name).endswith("weight_scale") for name in dropped)
-    results, findings, _ = checked(cases["plain tower"], runs["plain tower"])
+    results, findings, _ = judged("plain tower")
     assert (results["CK503"].status, findings) == ("passed", [])
 
 
-def test_packed_routers_are_left_out_by_their_familys_name(
-    cases: Mapping[str, Case], runs: Mapping[str, LoadRun]
-) -> None:
+def test_packed_routers_are_left_out_by_their_familys_name(judged: Judged) -> None:
     """MiniMax-M2's router is `block_sparse_moe.gate`."""
-    _, findings, _ = checked(cases["packed routers"], runs["packed routers"])
+    _, findings, _ = judged("packed routers")
     hints = [one.hint for one in findings if one.code == "CK505" or (one.tensor or "").endswith("gate.weight_packed")]
     assert len(hints) == 2
     assert all(r"`re:.*\.block_sparse_moe\.gate(\.weight)?$`" in hint for hint in hints)
@@ -224,13 +225,13 @@ def test_the_entry_for_routers_is_the_familys(name: str, entry: str) -> None:
     assert keep_router(config_of(CASES[name])) == entry
 
 
-def test_fp8_is_not_taken_for_int4(cases: Mapping[str, Case]) -> None:
+def test_fp8_is_not_taken_for_int4(cases: Cases) -> None:
     report = lint(cases["plain tower"].checkpoint)
     assert report.scheme == "quantized"
     assert [one for one in report.findings if one.severity == "error"] == []
 
 
-def test_layers_of_another_format_are_not_added_to_the_list(cases: Mapping[str, Case]) -> None:
+def test_layers_of_another_format_are_not_added_to_the_list(cases: Cases) -> None:
     """In `ignore` an engine would take them for BF16."""
     path = cases["beside fp8"].checkpoint
     report = lint(path)

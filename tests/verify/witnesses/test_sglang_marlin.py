@@ -17,7 +17,7 @@ from torch import nn
 from verify.check import Tally
 from verify.checks.witnesses.loading import repacked
 from verify.evidence.subject import Subject
-from verify.witnesses.loading.job import ONE_RANK, LoadReport, Observation
+from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.layouts.layout import Expected, Outcome
 from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight, marlin_zero_points
 from verify.witnesses.loading.run import LoadedBy, LoadRun
@@ -131,10 +131,7 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
     found = [
         Observation(f"m.{one.param}[{one.expert}]", f"m.{one.param}[{one.expert}]", one.what) for one in differences
     ]
-    report = LoadReport(
-        *("0", "m", "cuda", "bfloat16", ONE_RANK, False, 1, 1, {}, {}, 0),
-        *((), (), (), (), (), (), (), (), tuple(found), 2),
-    )
+    report = LoadReport("0", "m", "cuda", "bfloat16", repacked=tuple(found), repacked_seen=2)
     subject = Subject(Path("checkpoint"))
     subject._results[LoadedBy(SGLANG)] = LoadRun(report)
     hold_example("CK506", next(repacked["sglang"](subject, Tally())))

@@ -54,7 +54,7 @@ def examined(
         config = models.configs()["qwen2-tied"].to_dict()
         examination = Examination(adapter, config, False, tensors.items, lambda weights: weights, phases)
         examination(Model(process, of_head), iter(tensors.items()), torch.device("cuda"))
-    assert list(examination.comparison.equal) == list(tensors)
+    assert list(examination.seen.equal) == list(tensors)
     return examination
 
 
@@ -82,7 +82,7 @@ def deleted(layer: nn.Module) -> None:
 @pytest.mark.parametrize("process", [nothing, the_same])
 def test_what_keeps_its_bits_is_fine(tmp_path: Path, process: Callable[[nn.Module], None]) -> None:
     examination = examined(tmp_path, process)
-    assert (examination.repacked, examination.repacked_seen) == ((), 2)
+    assert (examination.seen.repacked, examination.seen.repacked_seen) == ((), 2)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_what_keeps_its_bits_is_fine(tmp_path: Path, process: Callable[[nn.Modul
     ],
 )
 def test_what_changed_is_named(tmp_path: Path, process: Callable[[nn.Module], None], what: str) -> None:
-    (found,) = examined(tmp_path, process).repacked or ()
+    (found,) = examined(tmp_path, process).seen.repacked or ()
     assert isinstance(found, Observation)
     assert (found.tensor, found.param) == ("two.weight", "two.weight")
     assert what in found.what
 
 
 def test_a_weight_that_two_layers_share_is_named_once(tmp_path: Path) -> None:
-    (found,) = examined(tmp_path, nothing, of_head=in_place).repacked or ()
+    (found,) = examined(tmp_path, nothing, of_head=in_place).seen.repacked or ()
     assert found.tensor == "one.weight"

@@ -105,7 +105,7 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
         share = sum(unlike[name][0] for name in names) / sum(unlike[name][1] for name in names)
         yield Issue(expected, f"{share:.2%} of the elements differ", hint, names, subject.path)
     for dtype, weights in values.weights.items():
-        total = int(weights.counts.sum())
+        total = int(weights.sum())
         if missing := without_master(values, dtype):
             actual = f"{missing} of {total} {dtype} weights have no master weight that rounds to them"
             frozen = f"{hint}; or the run does not train all of them"

@@ -16,8 +16,7 @@ from verify.evidence.expected import fp32_names, is_cache_scale, is_quantized, t
 from verify.evidence.extremes import Extremes, same_bytes
 from verify.evidence.floats.rounding import float_weights
 from verify.evidence.folding import group_by_pattern, layer_of, layers_of, pattern_of
-from verify.evidence.moved.moves import explain_moves
-from verify.evidence.moved.stages import stages_of
+from verify.evidence.moved import explain_moves, stages_of
 from verify.evidence.packed import int4_format_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject

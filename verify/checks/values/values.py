@@ -32,8 +32,7 @@ from verify.evidence.expected import Expected, expected_of, is_cache_scale, usab
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import scales_in_floats
 from verify.evidence.folding import layer_of, layers_of, pattern_of
-from verify.evidence.moved.moves import repeated_experts, repeated_layers
-from verify.evidence.moved.stages import stages_of
+from verify.evidence.moved import repeated_experts, repeated_layers, stages_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.evidence.values import Values

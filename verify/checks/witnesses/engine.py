@@ -13,7 +13,6 @@ from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport
 from verify.witnesses.live.run import (
     EngineRun,
     engine_of,
-    names_of,
     no_second_load,
     run_draft_engine,
     run_engine,
@@ -163,7 +162,7 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
         by_place[rank, " in the draft model" if name.startswith(DRAFT) else ""].append(name)
     for (rank, where), names in by_place.items():
         actual = f"other bits{where} after {step.name}"
-        scales = [name for name in names if names_of(subject).has_default(name)]
+        scales = [name for name in names if engine_of(subject).has_default(name)]
         yield Issue(expected, actual, hint, names=[name for name in names if name not in scales], rank=rank)
         yield Issue(expected, actual, _OF_THE_CACHE, names=scales, rank=rank, severity="warning")
     named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *other.changed)}

@@ -13,7 +13,7 @@ from verify.check import Skip, Tally, Unable, check
 from verify.checks.witnesses.slices import ranks_named, wrong_slices
 from verify.evidence.expected import config_of
 from verify.evidence.folding import chunk_ranges, group_by_pattern
-from verify.evidence.moved.stages import Stages
+from verify.evidence.moved import Stages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.witnesses.megatron.job import RankReport, TensorSeen

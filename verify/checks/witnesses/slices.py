@@ -9,9 +9,7 @@ from pathlib import Path
 
 from ckptkit.core.specs import ranges
 from verify.evidence.folding import LAYER, group_by_pattern
-from verify.evidence.moved.layers import Moved
-from verify.evidence.moved.moves import AGAIN, explain_moves
-from verify.evidence.moved.stages import Stages
+from verify.evidence.moved import AGAIN, Moved, Stages, explain_moves
 from verify.issue import Issue
 from verify.witnesses.megatron.job import TensorSeen
 from verify.witnesses.megatron.run import MegatronRun

@@ -94,6 +94,8 @@ def _scales_of(checkpoint: Checkpoint, stored: StoredWeight) -> FloatScales:
         middle = middle / second if stored.layout.divides else middle * second
     zero = scales == 0
     unrounded = int((finite & ~zero & (mantissa.abs() != 0.5)).sum())
+    # So many different numbers are in common to two weights by no chance.
+    is_telling = unrounded >= _MANY and len(set(scales.flatten()[:_SAMPLE].tolist())) >= _MANY
     return FloatScales(
         stored,
         scales.numel(),
@@ -106,14 +108,9 @@ def _scales_of(checkpoint: Checkpoint, stored: StoredWeight) -> FloatScales:
         middle,
         second,
         {name: _one(read[name]) for name in stored.inputs if name in read and read[name].is_floating_point()},
-        digest_of(raw) if _telling(scales, unrounded) else b"",
+        digest_of(raw) if is_telling else b"",
         sum(tensor.nbytes for tensor in read.values()),
     )
-
-
-def _telling(scales: Tensor, unrounded: int) -> bool:
-    """Whether scales are so many different numbers that two weights have them in common by no chance."""
-    return unrounded >= _MANY and len(set(scales.flatten()[:_SAMPLE].tolist())) >= _MANY
 
 
 def _one(tensor: Tensor) -> float:

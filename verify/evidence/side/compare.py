@@ -8,8 +8,7 @@ from typing import Any
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
 from verify.evidence.side.difference import Difference, show
-from verify.evidence.side.processor_classes import PREPROCESSOR, VIDEO
-from verify.evidence.side.processors import processor_differences
+from verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
 from verify.evidence.side.tokenizers import tokenizer_differences
 from verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, SideFiles
 from verify.report import Severity

@@ -14,8 +14,7 @@ from typing import Any
 
 from ckptkit.core.printable import shortened
 from verify.evidence.side_files import TOKENIZER
-from verify.witnesses.process.entry import run_job
-from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from verify.witnesses.process.run import ask
 
 _LIBRARIES = ("tokenizers", "transformers")
@@ -153,13 +152,10 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
         mine, its = ("special" if odd[0] in side.special["all"] else "not special" for side in (here, there))
         special = f"{shortened(there.decode(odd[:1], False))} is {mine} but {its}"
     if not ids and here.vocabulary != there.vocabulary:
-        token = next(one for one in {**there.vocabulary, **here.vocabulary} if _other(one, here, there))
+        both = here.vocabulary, there.vocabulary
+        token = next(one for one in {**both[1], **both[0]} if both[0].get(one) != both[1].get(one))
         ids = f"{token!r} is {here.vocabulary.get(token, 'missing')} but {there.vocabulary.get(token, 'missing')}"
     return Answer(library, len(texts), ids, text, shown, special)
-
-
-def _other(token: str, here: _Loaded, there: _Loaded) -> bool:
-    return here.vocabulary.get(token) != there.vocabulary.get(token)
 
 
 def _texts(there: _Loaded, strings: Sequence[str]) -> Iterator[str]:

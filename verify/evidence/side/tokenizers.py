@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.core.printable import shortened
-from verify.evidence.side.difference import Difference
+from verify.evidence.side.difference import Difference, show
 from verify.evidence.side.texts import Answer, ask_libraries
 from verify.evidence.side.tokenizer_parts import (
     PARTS,
@@ -27,7 +26,7 @@ from verify.evidence.side_files import (
     VOCABULARY,
     VOCABULARY_LINES,
     SideFiles,
-    flags_of,
+    flags_in,
 )
 from verify.report import Severity
 from verify.skip import Unable
@@ -216,7 +215,7 @@ def _parts(here: SideFiles, there: SideFiles, place: str) -> Iterator[_Candidate
 def _flags(here: SideFiles, there: SideFiles, place: str) -> Iterator[_Candidate]:
     """Which tokens are added, and their flags, in tokenizer.json and as transformers has them."""
     if here.tokenizer and there.tokenizer:
-        mine, its = ({*_flags_in(side.tokenizer.get("added_tokens"))} for side in (here, there))
+        mine, its = ({*flags_in(side.tokenizer.get("added_tokens"))} for side in (here, there))
         for odd, words in ((its - mine, "not among the added tokens, as"), (mine - its, "an added token, and not one")):
             if odd := {token for token in odd if token in here.ids and here.ids[token] == there.ids.get(token)}:
                 more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
@@ -225,7 +224,7 @@ def _flags(here: SideFiles, there: SideFiles, place: str) -> Iterator[_Candidate
                 )
                 yield _Candidate(difference, "tokenizers", tuple(sorted(odd)))
     for file, views in (
-        (TOKENIZER, [_flags_in(side.tokenizer.get("added_tokens")) for side in (here, there)]),
+        (TOKENIZER, [flags_in(side.tokenizer.get("added_tokens")) for side in (here, there)]),
         (TOKENIZER_CONFIG, [side.added_tokens for side in (here, there)]),
     ):
         own, other = views
@@ -294,7 +293,7 @@ def _settings(here: SideFiles, there: SideFiles, place: str) -> Iterator[_Candid
             if _plain(mine.get(name)) != _plain(its.get(name)) and is_default == _one_sided(name, mine, its)
         ]
         if names:
-            described = [f"{name} is {_shown(mine.get(name))} but {_shown(its.get(name))} {place}" for name in names]
+            described = [f"{name} is {show(mine.get(name))} but {show(its.get(name))} {place}" for name in names]
             difference = Difference(TOKENIZER_CONFIG, " and ".join(names), "; ".join(described), count=len(names))
             is_on = any(mine.get(name) or its.get(name) for name in names)
             unasked: Severity | None = "error" if not is_default else "warning" if is_on else None
@@ -311,15 +310,6 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     return "TokenizersBackend" if value == "PreTrainedTokenizerFast" else value.removesuffix("Fast")
-
-
-def _shown(value: Any) -> str:
-    return "missing" if value is None else shortened(value)
-
-
-def _flags_in(tokens: Any) -> Mapping[str, Mapping[str, bool]]:
-    objects = [one for one in tokens if isinstance(one, Mapping)] if isinstance(tokens, list) else []
-    return {str(one["content"]): flags_of(one) for one in objects if "content" in one}
 
 
 def _rest(side: SideFiles) -> Mapping[str, Any]:

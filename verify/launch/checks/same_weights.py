@@ -16,7 +16,7 @@ from converters.ops.basic import Copy
 from converters.planner import dialect_of, dims_of, mappings_of
 from converters.stored import as_stored
 from verify.check import Skip, Tally, check
-from verify.evidence.sampled.samples import SamplePair, Stored, samples_of
+from verify.evidence.samples import SamplePair, Stored, samples_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.architecture import of_two_models

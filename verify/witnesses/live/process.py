@@ -23,8 +23,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineJob, EngineReport, Reload
 from verify.witnesses.live.server import Adapter, NotTried, Refused, Server
 from verify.witnesses.process.codec import save
-from verify.witnesses.process.entry import run_job
-from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 
 
 def run(job: EngineJob, phases: PhaseLog) -> None:

@@ -6,7 +6,7 @@ that latent attention computes after loading. This reads them too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 
 import torch
 from blake3 import blake3
@@ -24,21 +24,14 @@ def fill(model: nn.Module, has_default: Callable[[str], bool]) -> None:
 
 
 def described_tensors(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """Digest and bytes of each tensor, by name."""
-    return {name: (described(tensor), tensor.nbytes) for name, tensor in tensors_of(model).items()}
-
-
-def tensors_of(model: nn.Module) -> Mapping[str, Tensor]:
-    """Every parameter, buffer and tensor attribute of every module, by its first name."""
-    return dict(_tensors_of(model))
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Digest and bytes of every parameter, buffer and tensor attribute of every module, by its first name."""
+    found: dict[str, tuple[str, int]] = {}
     for prefix, module in model.named_modules():
         own = {**module._parameters, **module._buffers, **vars(module)}
         for name, tensor in own.items():
             if isinstance(tensor, Tensor) and tensor.device.type != "meta" and name not in _CACHES:
-                yield f"{prefix}.{name}".lstrip("."), tensor.detach()
+                found[f"{prefix}.{name}".lstrip(".")] = described(tensor.detach()), tensor.nbytes
+    return found
 
 
 def described(tensor: Tensor) -> str:

@@ -12,7 +12,7 @@ from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import Unable
 from verify.witnesses.live.job import FIRST, EngineJob, EngineReport
-from verify.witnesses.loading.engine import EngineFacts, Names
+from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import EngineSizes
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.loading.run import check_class, engine_sizes, interpreter_of, require
@@ -64,12 +64,6 @@ def engine_of(subject: Subject) -> EngineFacts:
     return live_engine(subject.against)
 
 
-def names_of(subject: Subject) -> Names:
-    """What is known of the parameters of that engine by their names."""
-    names: Names = import_module(engine_of(subject).names)
-    return names
-
-
 def _served(subject: Subject, draft: bool) -> EngineRun:
     engine = engine_of(subject)
     sizes = _sizes(engine, subject)
@@ -99,7 +93,8 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
 
 def no_second_load(subject: Subject) -> str | None:
     """Why the engine cannot be updated with this checkpoint, known before it starts; None where it may be."""
-    other = names_of(subject).not_reloadable(subject.hf_files.specs)
+    module, _, function = engine_of(subject).not_reloadable.rpartition(".")
+    other = getattr(import_module(module), function)(subject.hf_files.specs) if module else []
     if not other:
         return None
     label = engine_of(subject).label

@@ -33,10 +33,13 @@ def difference(actual: Tensor, expected: Tensor) -> str | None:
     """How two tensors of one dtype differ, for people; None when they are equal bit for bit."""
     if actual.shape != expected.shape:
         return f"shape {list(actual.shape)} instead of {list(expected.shape)}"
-    wrong = unequal(actual, expected)
-    count = int(wrong.sum())
-    if not count:
+    return first_wrong(unequal(actual, expected), actual, expected, "elements differ")
+
+
+def first_wrong(wrong: Tensor, actual: Tensor, expected: Tensor, words: str) -> str | None:
+    """Says how many elements are wrong, and which is the first; None where none is."""
+    if not (count := int(wrong.sum())):
         return None
     at = wrong.nonzero()[0].tolist()
     found, wanted = actual[tuple(at)].item(), expected[tuple(at)].item()
-    return f"{count} of {actual.numel()} elements differ, first at {at}: {found} instead of {wanted}"
+    return f"{count} of {wrong.numel()} {words}, first at {at}: {found} instead of {wanted}"

@@ -87,12 +87,19 @@ class Loaded:
         return result
 
     def computed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, bool]]:
-        """Whole parameters that were computed of this tensor alone by a known formula, and whether they are right."""
-        expected = computed_of(name, tensor)
-        for param, origins in self.placement.computed.items() if expected is not None else ():
+        """Whole parameters that were computed of this tensor alone by a known formula, and whether they are right.
+
+        Of a Mamba mixer's `A_log` that is A = -exp(A_log), within what one exponential of another device may be off.
+        Source: SGLang `layers/attention/mamba/mamba.py` and vLLM `layers/mamba/mamba_mixer2.py`,
+        `composed_weight_loader`.
+        """
+        if not name.endswith((".mixer.A_log", ".mamba.A_log")):
+            return
+        expected = -torch.exp(tensor.float())
+        for param, origins in self.placement.computed.items():
             held = self.tensors.get(param)
-            if expected is not None and held is not None and origins == {name} and held.shape == expected.shape:
-                yield param, is_computed(held, expected)
+            if held is not None and origins == {name} and held.shape == expected.shape:
+                yield param, torch.allclose(held.float(), expected.to(held.device), rtol=1e-6, atol=0)
 
     def promised(self) -> Iterable[str]:
         """Every HF name that may belong here."""
@@ -151,12 +158,12 @@ class Loaded:
     def differs(self, piece: Piece, tensor: Tensor) -> Observation | None:
         """What is wrong in a piece, held against the tensor as the reference has it."""
         if (parameter := self.tensors.get(piece.param)) is None:
-            return Observation(piece.tensor, piece.param, f"{self.engine.LABEL} has taken it away")
+            return Observation(piece.tensor, piece.param, f"{self.engine.FACTS.label} has taken it away")
         if tensor.numel() != self.sizes[piece.tensor]:
             what = f"{self.sizes[piece.tensor]} elements were given, {tensor.numel()} are in the source"
             return Observation(piece.tensor, piece.param, what)
         if piece.into.end > parameter.numel() or parameter.element_size() != piece.dtype.itemsize:
-            what = f"{self.engine.LABEL} has made it {list(parameter.shape)} {_short(parameter.dtype)}"
+            what = f"{self.engine.FACTS.label} has made it {list(parameter.shape)} {_short(parameter.dtype)}"
             return Observation(piece.tensor, piece.param, what)
         actual = piece.actual(parameter)
         wrong = difference(actual, piece.cast(piece.taken(tensor).to(actual.device)))
@@ -180,7 +187,7 @@ class Loaded:
                     piece.into.of(masks[piece.param])[...] = False
         places = {name: place for name in self.promised() if (place := self.place(name)) is not None}
         lacking = {param for name, (param, _) in places.items() if name not in self.sizes}
-        wanted = family_of(self.config).engine(self.engine.PACKAGE).wants_unused
+        wanted = family_of(self.config).engine(self.engine.FACTS.name).wants_unused
         for name in () if wanted else unused_names(self.config):
             if (place := self.place(name)) is not None and place[0] in masks.keys() - lacking:
                 masks[place[0]][...] = False
@@ -197,7 +204,7 @@ class Loaded:
 
     def why_absent(self, name: str) -> str:
         """Why a tensor was not written."""
-        gave = f"the checkpoint gave it, {self.engine.LABEL} dropped it"
+        gave = f"the checkpoint gave it, {self.engine.FACTS.label} dropped it"
         return gave if name in self.sizes else "the checkpoint never gave it"
 
     def unplaced(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
@@ -301,7 +308,7 @@ class Loaded:
             place = self.place(name)
             param = place[0] if place else name
             if name not in self.sizes:
-                yield Observation(name, param, f"{self.engine.LABEL} never read it")
+                yield Observation(name, param, f"{self.engine.FACTS.label} never read it")
             elif name in self.in_part:
                 what = f"only {self.in_part[name]} of its {self.sizes[name]} elements were written"
                 yield Observation(name, param, what)
@@ -319,7 +326,7 @@ class Loaded:
         """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
         for name in self.routers():
             if (place := self.place(name)) is None:
-                yield Observation(name, name, f"{self.engine.LABEL} {NO_ROUTER}")
+                yield Observation(name, name, f"{self.engine.FACTS.label} {NO_ROUTER}")
                 continue
             param, region = place
             held = region.of(flat(self.tensors[param]))
@@ -344,17 +351,3 @@ def _rounded(piece: Piece, tensor: Tensor) -> Observation | None:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def computed_of(name: str, tensor: Tensor) -> Tensor | None:
-    """What an engine holds for a tensor, in float32; None for one that it copies.
-
-    Of a Mamba mixer's `A_log` that is A = -exp(A_log). Source: SGLang `layers/attention/mamba/mamba.py` and vLLM
-    `layers/mamba/mamba_mixer2.py`, `composed_weight_loader`.
-    """
-    return -torch.exp(tensor.float()) if name.endswith((".mixer.A_log", ".mamba.A_log")) else None
-
-
-def is_computed(held: Tensor, expected: Tensor) -> bool:
-    """Whether a parameter holds these values, within what one exponential of another device may be off."""
-    return torch.allclose(held.float(), expected.to(held.device), rtol=1e-6, atol=0)

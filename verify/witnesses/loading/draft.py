@@ -66,7 +66,9 @@ class DraftLoaded(Loaded):
         """What is wrong with a tensor that was given and written nowhere."""
         if (original := self._copies.get(name)) is None:
             return super().nowhere(name, param)
-        what = f"{self.engine.LABEL}'s draft model takes {original} instead, which has other bits or was not loaded"
+        what = (
+            f"{self.engine.FACTS.label}'s draft model takes {original} instead, which has other bits or was not loaded"
+        )
         return Observation(name, param, what, original=original)
 
     def place(self, name: str) -> tuple[str, Region] | None:

@@ -6,6 +6,7 @@ process alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,10 @@ class EngineFacts:
     attention_whole: bool = False  # each of its ranks can keep attention whole
     shares_experts: bool = True  # of its ranks fewer than all may keep whole experts, and cut those
     live: str = ""  # the module that serves a checkpoint with it (`verify.witnesses.live.server.Adapter`)
-    names: str = ""  # the module that knows its parameters by name (`Names`)
+    # Parameters that it makes with a value that stands unless a checkpoint gives another: a regular expression.
+    defaults: str = r"(?!)"
+    # Gives the tensors of a checkpoint that a running engine cannot load a second time: MODULE.FUNCTION; empty: none.
+    not_reloadable: str = ""
     cpu_package: str | None = None  # the distribution that serves without a GPU
     updates_draft: bool = False  # the witness updates a running engine's draft model too
     # Endings of parameters that its own steps after loading are known to put in a wrong order, and what to do then.
@@ -52,6 +56,10 @@ class EngineFacts:
     clashes: tuple[tuple[str, str], ...] = ()
     # Environment variables and values for another try without a GPU, where it builds nothing at the first.
     without_gpu: tuple[tuple[str, str], ...] = ()
+
+    def has_default(self, param: str) -> bool:
+        """Whether a parameter is one of `defaults`."""
+        return re.fullmatch(self.defaults, param) is not None
 
 
 @dataclass(frozen=True)
@@ -77,21 +85,10 @@ class Step:
     layout: Layout | None  # what it makes of the module's parameters; None: they stay as they are
 
 
-class Names(Protocol):
-    """What a module about an engine's names offers. Nothing in it imports the engine."""
-
-    def has_default(self, param: str) -> bool:
-        """As `Engine.has_default`."""
-
-    def not_reloadable(self, names: Iterable[str]) -> list[str]:
-        """The tensors of a checkpoint that a running engine cannot load a second time, so that it is not tried."""
-
-
 class Engine(Protocol):
     """What an adapter offers. Parameters and modules go by the engine's own names, tensors by those of HF."""
 
-    PACKAGE: str  # which is also the name of its logger
-    LABEL: str  # in messages
+    FACTS: EngineFacts  # its name is also that of its logger
     LOAD: Phase  # whose exceptions are the engine's verdict on the weights
     REPACK: Phase  # and on what its kernels can take
 
@@ -115,9 +112,6 @@ class Engine(Protocol):
 
     def chosen_for(self) -> str | None:
         """The device whose layouts and kernels are chosen while tensors are on the CPU; None: the one they are on."""
-
-    def has_default(self, param: str) -> bool:
-        """Whether a parameter is made with a value that stands unless a checkpoint gives another."""
 
     def left_empty(self, param: str, config: Mapping[str, Any]) -> bool:
         """Whether a parameter is allocated without anything from the checkpoint being wanted in it."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -13,16 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.core.printable import one_line
-from verify.witnesses.loading.bits import poison
+from verify.witnesses.loading.bits import difference, poison
 from verify.witnesses.loading.compare import Comparison, Loaded
 from verify.witnesses.loading.draft import DraftLoaded, without_shared
-from verify.witnesses.loading.engine import Engine, Weights
+from verify.witnesses.loading.engine import Engine, Step, Weights
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadReport, Observation, PartialTensor
+from verify.witnesses.loading.layouts.layout import Difference, Expected, Outcome
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.loading.placement import Placement
-from verify.witnesses.loading.repacking import COMPARE, repack
 from verify.witnesses.loading.trace import Trace
-from verify.witnesses.process.exit_report import PhaseLog
+from verify.witnesses.process.exit_report import Phase, PhaseLog
+
+COMPARE = Phase("comparing what was loaded")
+Reference = Callable[[], Iterable[tuple[str, Tensor]]]  # every tensor that must be in the model, at each call anew
 
 
 class _NotFound(logging.Handler):
@@ -45,29 +47,20 @@ class Examination:
     engine: Engine
     config: Mapping[str, Any]
     fused_shared: bool
-    reference: Callable[[], Iterable[tuple[str, Tensor]]]  # every tensor that must be in the model, at each call anew
+    reference: Reference
     alter: Callable[[Weights], Weights]  # changes the weights
     phases: PhaseLog
     sizes: EngineSizes = ONE_RANK
     target: tuple[nn.Module, Loaded] | None = None  # the model that this one drafts for, and what was seen of it
-    parameters: int = 0
     loaded: Loaded = field(init=False)
-    comparison: Comparison = field(default_factory=Comparison)
-    unwritten: tuple[Observation, ...] = ()
-    dropped: tuple[Observation, ...] = ()
-    routers: tuple[Observation, ...] = ()
-    log: tuple[str, ...] = ()
-    repacked: tuple[Observation, ...] | None = None
-    repacked_seen: int = 0
-    unchecked: tuple[str, ...] = ()
-    requantized: Mapping[str, float] = field(default_factory=dict)
+    seen: LoadReport = field(init=False)  # without what `report` says of the engine and the model
 
     def __call__(self, model: nn.Module, weights: Weights, device: torch.device) -> None:
         before = self._tensors(model)
-        self.parameters = len({tensor.data_ptr() for tensor in before.values() if tensor.numel()})
-        poison(tensor for name, tensor in before.items() if not self.engine.has_default(name))
+        addresses = {tensor.data_ptr() for tensor in before.values() if tensor.numel()}
+        poison(tensor for name, tensor in before.items() if not self.engine.FACTS.has_default(name))
         handler = _NotFound()
-        logger = logging.getLogger(self.engine.PACKAGE)
+        logger = logging.getLogger(self.engine.FACTS.name)
         logger.addHandler(handler)
         self.phases.enter(self.engine.LOAD)
         with Trace(before.values()) as trace:
@@ -76,11 +69,18 @@ class Examination:
         if self.target is not None:
             self.engine.share(self.target[0], model)
         self.phases.enter(COMPARE)
-        self.log = tuple(handler.lines)
         self.loaded = self._loaded(trace, self._tensors(model))
-        self._examine(self.loaded)
+        self.seen = replace(self._compared(), parameters=len(addresses), log=tuple(handler.lines))
         if device.type == "cuda":
-            self._repack(model)
+            found = Repacking(self.loaded)
+            wrong = found.repack(model, self.seen.equal, lambda: self._tensors(model), self.reference, self.phases)
+            self.seen = replace(
+                self.seen,
+                repacked=tuple(wrong),
+                repacked_seen=len(found.repacked | found.unchanged),
+                unchecked=tuple(found.unchecked),
+                requantized=found.requantized,
+            )
 
     def _with_steps(self, weights: Weights) -> Weights:
         for name, tensor in weights:
@@ -100,61 +100,113 @@ class Examination:
         found = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         return found if self.target is None else without_shared(found, self.target[1].tensors)
 
-    def _examine(self, loaded: Loaded) -> None:
-        names: list[str] = []
-        self.comparison = loaded.compare(_noted(self.reference(), names))
-        equal = self.comparison.equal
-        self.unwritten = tuple(loaded.unwritten(equal))
-        self.dropped = tuple(loaded.dropped(equal, names))
-        self.routers = tuple(loaded.dead_routers())
+    def _compared(self) -> LoadReport:
+        loaded, names = self.loaded, list[str]()
 
-    def _repack(self, model: nn.Module) -> None:
-        equal, after = self.comparison.equal, partial(self._tensors, model)
-        seen = repack(self.loaded, equal, model, after, self.reference, self.phases)
-        self.unchecked = tuple(seen.unchecked)
-        self.requantized = seen.requantized
-        self.repacked = tuple(seen.wrong)
-        self.repacked_seen = len(seen.repacked | seen.unchanged)
+        def noted() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in self.reference():
+                names.append(name)
+                yield name, tensor
 
-    def _partial(self, name: str) -> PartialTensor:
-        parts = self.loaded.parts(name)
-        return PartialTensor(self.loaded.sizes[name], [(part.offset, part.sizes, part.strides) for part in parts])
-
-    def _cpu(self) -> str:
-        chosen = self.engine.chosen_for()
-        return f"cpu, with the choices of {chosen}" if chosen else "cpu"
+        found = loaded.compare(noted())
+        return LoadReport(
+            *("", "", "", ""),
+            sizes=self.sizes,
+            fused_shared=self.fused_shared,
+            loaded_names=len(loaded.sizes),
+            equal=found.equal,
+            partial={
+                name: PartialTensor(loaded.sizes[name], [(one.offset, one.sizes, one.strides) for one in parts])
+                for name, parts in ((name, loaded.parts(name)) for name in loaded.in_part)
+            },
+            routers_seen=len(loaded.routers()),
+            unwritten=tuple(loaded.unwritten(found.equal)),
+            dropped=tuple(loaded.dropped(found.equal, names)),
+            differing=tuple(found.differing),
+            rounded=tuple(found.rounded),
+            computed=tuple(one for one in loaded.placement.computed if one not in found.computed),
+            routers=tuple(loaded.dead_routers()),
+            draft=tuple(draft_names(self.config, loaded.sizes)),
+        )
 
     def report(self, model: nn.Module) -> LoadReport:
         """Everything that was seen; `model` as it is after loading."""
-        first = next(model.parameters())
-        return LoadReport(
-            version=version(self.engine.PACKAGE),
+        first, chosen = next(model.parameters()), self.engine.chosen_for()
+        cpu = f"cpu, with the choices of {chosen}" if chosen else "cpu"
+        return replace(
+            self.seen,
+            version=version(self.engine.FACTS.name),
             model=type(model).__name__,
-            device=torch.cuda.get_device_name() if first.is_cuda else self._cpu(),
+            device=torch.cuda.get_device_name() if first.is_cuda else cpu,
             dtype=str(first.dtype).removeprefix("torch."),
-            sizes=self.sizes,
-            fused_shared=self.fused_shared,
-            parameters=self.parameters,
-            loaded_names=len(self.loaded.sizes),
-            equal=self.comparison.equal,
-            partial={name: self._partial(name) for name in self.loaded.in_part},
-            routers_seen=len(self.loaded.routers()),
-            unwritten=self.unwritten,
-            dropped=self.dropped,
-            differing=tuple(self.comparison.differing),
-            rounded=tuple(self.comparison.rounded),
-            computed=tuple(one for one in self.loaded.placement.computed if one not in self.comparison.computed),
-            routers=self.routers,
-            draft=tuple(draft_names(self.config, self.loaded.sizes)),
-            log=self.log,
-            repacked=self.repacked,
-            repacked_seen=self.repacked_seen,
-            unchecked=self.unchecked,
-            requantized=self.requantized,
         )
 
 
-def _noted(pairs: Iterable[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in pairs:
-        names.append(name)
-        yield name, tensor
+@dataclass
+class Repacking:
+    """What was seen while a model's layers were repacked, one after the other."""
+
+    loaded: Loaded
+    repacked: set[str] = field(default_factory=set)  # parameters that must be in their kernel's layout
+    unchanged: set[str] = field(default_factory=set)  # parameters that must be as loaded
+    touched: set[str] = field(default_factory=set)  # those of them that changed
+    free: set[str] = field(default_factory=set)  # parameters that may change in ways not predicted here
+    unchecked: list[str] = field(default_factory=list)
+    requantized: dict[str, float] = field(default_factory=dict)  # parameters in new scales: the largest change, of 1
+
+    def repack(
+        self,
+        model: nn.Module,
+        equal: Mapping[str, int],
+        tensors: Callable[[], Mapping[str, Tensor]],
+        reference: Reference,
+        phases: PhaseLog,
+    ) -> list[Observation]:
+        """Repacks a model step by step, as its engine's loader does; what is wrong then. All else must stay as it was.
+
+        `equal`: the tensors that were right before. `tensors` gives what the model holds afterwards.
+        """
+        held = [*self.loaded.tensors.items()]
+        names = {tensor.data_ptr(): name for name, tensor in reversed(held) if tensor.numel()}
+        dead = list(self.loaded.dead_routers())
+        steps = [*self.loaded.engine.steps_after_loading(model)]  # a layout may ask what another step will change
+        wrong = [_observed(step.name, found) for step in steps for found in self._run(step, names, phases)]
+        after = replace(self.loaded, tensors=tensors())
+        again = after.compare(reference(), self.touched.__contains__) if self.touched else Comparison()
+        wrong += [one for one in again.differing if one.tensor in equal and one.param not in self.free]
+        return wrong + [one for one in after.dead_routers() if one not in dead]
+
+    def _run(self, step: Step, names: Mapping[int, str], phases: PhaseLog) -> list[Difference]:
+        """Runs the step of a module, and compares what it made. `names`: of parameters, by address."""
+        name, module = step.name, step.module
+        expected = step.layout(module) if step.layout else Expected(frozenset(), Outcome)
+        others = {  # the other parameters and buffers: by its name for each, the model's, and a copy
+            parameter: (names[tensor.data_ptr()], tensor.detach().clone())
+            for parameter, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            if tensor.data_ptr() in names and parameter not in expected.params
+        }
+        own = {known for known, _ in others.values()}
+        self.repacked |= {f"{name}.{parameter}" for parameter in expected.params}
+        self.unchanged |= own
+        phases.enter(self.loaded.engine.REPACK)
+        step.run()
+        phases.enter(COMPARE)
+        changed = {known for parameter, (known, copy) in others.items() if _has_changed(module, parameter, copy)}
+        self.touched |= changed
+        outcome = expected.compare()
+        if expected.free:
+            self.free |= own
+        if outcome.unknown and (changed or not expected.free):
+            self.unchecked.append(f"{name}: {outcome.unknown}")
+        self.requantized |= {f"{name}.{parameter}": change for parameter, change in outcome.requantized.items()}
+        return outcome.differences
+
+
+def _has_changed(module: nn.Module, parameter: str, copy: Tensor) -> bool:
+    now = getattr(module, parameter, None)
+    return now is None or now.dtype != copy.dtype or difference(now.detach(), copy) is not None
+
+
+def _observed(name: str, seen: Difference) -> Observation:
+    where = f"{name}.{seen.param}" if seen.expert is None else f"{name}.{seen.param}[{seen.expert}]"
+    return Observation(where, where, seen.what)

@@ -70,23 +70,23 @@ class LoadReport:
     model: str  # the engine's class
     device: str
     dtype: str
-    sizes: EngineSizes
-    fused_shared: bool  # a shared expert was kept as one more routed expert
-    parameters: int  # of the first rank
-    loaded_names: int  # how many names `load_weights` was given
-    equal: Mapping[str, int]  # tensors whose bits are where they should be, and their bytes
-    partial: Mapping[str, PartialTensor]  # tensors that are not here as a whole
-    routers_seen: int
-    unwritten: tuple[Observation, ...]  # what still holds the poison
-    dropped: tuple[Observation, ...]  # names that were given and written nowhere, or in part
-    differing: tuple[Observation, ...]  # places whose bits are not the file's
-    rounded: tuple[Observation, ...]  # places of a smaller dtype, which lost bits
-    computed: tuple[str, ...]  # parameters that were computed instead of copied, and so not compared
-    routers: tuple[Observation, ...]  # dead ones
-    draft: tuple[str, ...]  # names of multi-token prediction layers; the draft model has a report of its own
-    log: tuple[str, ...]  # what the engine said of unknown names
-    repacked: tuple[Observation, ...] | None  # wrong after the quantization methods; None: they did not run
-    repacked_seen: int
+    sizes: EngineSizes = ONE_RANK
+    fused_shared: bool = False  # a shared expert was kept as one more routed expert
+    parameters: int = 0  # of the first rank
+    loaded_names: int = 0  # how many names `load_weights` was given
+    equal: Mapping[str, int] = field(default_factory=dict)  # tensors whose bits are where they should be, their bytes
+    partial: Mapping[str, PartialTensor] = field(default_factory=dict)  # tensors that are not here as a whole
+    routers_seen: int = 0
+    unwritten: tuple[Observation, ...] = ()  # what still holds the poison
+    dropped: tuple[Observation, ...] = ()  # names that were given and written nowhere, or in part
+    differing: tuple[Observation, ...] = ()  # places whose bits are not the file's
+    rounded: tuple[Observation, ...] = ()  # places of a smaller dtype, which lost bits
+    computed: tuple[str, ...] = ()  # parameters that were computed instead of copied, and so not compared
+    routers: tuple[Observation, ...] = ()  # dead ones
+    draft: tuple[str, ...] = ()  # names of multi-token prediction layers; the draft model has a report of its own
+    log: tuple[str, ...] = ()  # what the engine said of unknown names
+    repacked: tuple[Observation, ...] | None = None  # wrong after the quantization methods; None: they did not run
+    repacked_seen: int = 0
     unchecked: tuple[str, ...] = ()  # what they turned into a layout that is not known here
     # Parameters that they rounded to other scales, and their largest change, as a part of a block's largest value.
     requantized: Mapping[str, float] = field(default_factory=dict)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from verify.witnesses.loading.compare import DROPPED, NO_ROUTER
 from verify.witnesses.loading.job import LoadReport, Observation
@@ -15,42 +16,33 @@ from verify.witnesses.loading.trace import Region
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 
+_EACH = ("unwritten", "differing", "rounded")  # fields of observations that ranks may share
+_NAMES = ("computed", "log", "unchecked")
+
+
 def merged(reports: Sequence[LoadReport]) -> LoadReport:
     """One report of all ranks, in the order of their numbers; that of a single rank as it is."""
     first = reports[0]
     if len(reports) == 1:
         return first
-    differing = _grouped([report.differing for report in reports])
-    wrong = {seen.tensor for seen in differing}
-    equal = {name: size for report in reports for name, size in report.equal.items() if name not in wrong}
+    found: dict[str, Any] = {name: _grouped([getattr(report, name) for report in reports]) for name in _EACH}
+    for name in _NAMES:
+        found[name] = tuple(dict.fromkeys(one for report in reports for one in getattr(report, name)))
+    wrong = {seen.tensor for seen in found["differing"]}
+    rounded = dict.fromkeys(name for report in reports for name in report.requantized)
+    routers = _grouped([report.routers for report in reports])  # a rank lacks those of layers that others have
     repacked = [report.repacked for report in reports if report.repacked is not None]
     return replace(
         first,
-        equal=equal,
+        **found,
+        equal={name: size for report in reports for name, size in report.equal.items() if name not in wrong},
         partial={},
-        unwritten=_grouped([report.unwritten for report in reports]),
         dropped=tuple(_dropped(reports)),
-        differing=differing,
-        rounded=_grouped([report.rounded for report in reports]),
-        computed=_all(report.computed for report in reports),
-        routers=tuple(_routers(reports)),
-        log=_all(report.log for report in reports),
+        routers=tuple(one for one in routers if one.rank is None or not one.what.endswith(NO_ROUTER)),
         repacked=_grouped(repacked) if len(repacked) == len(reports) else None,
         repacked_seen=sum(report.repacked_seen for report in reports),
-        unchecked=_all(report.unchecked for report in reports),
-        requantized=_largest(report.requantized for report in reports),
+        requantized={name: max(report.requantized.get(name, 0.0) for report in reports) for name in rounded},
     )
-
-
-def _all(lists: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(one for several in lists for one in several))
-
-
-def _largest(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for one in several:
-        found |= {name: max(change, found.get(name, 0.0)) for name, change in one.items()}
-    return found
 
 
 def _grouped(seen: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:
@@ -63,13 +55,6 @@ def _grouped(seen: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:
         replace(next(iter(by_rank.values())), rank=None if len(by_rank) == len(seen) else ", ".join(map(str, by_rank)))
         for by_rank in by_words.values()
     )
-
-
-def _routers(reports: Sequence[LoadReport]) -> Iterator[Observation]:
-    """Dead routers. A rank that has other layers lacks those of this one."""
-    for seen in _grouped([report.routers for report in reports]):
-        if seen.rank is None or not seen.what.endswith(NO_ROUTER):
-            yield seen
 
 
 def _dropped(reports: Sequence[LoadReport]) -> Iterator[Observation]:

@@ -15,9 +15,11 @@ from quant.formats.dequantize import format_of
 from quant.formats.floats.layout import Layout
 from quant.formats.part_names import INT4_PARTS, WEIGHT_SCALE_INV
 from quant.formats.release import Floats
+from verify.evidence.expected import weights_of
 
 # The scale of a layer's inputs: of a Linear, or of experts.
 _OF_INPUTS = re.compile(r".+\.(?:w13_|w2_)?input(?:_global)?_scale")
+_ORDER = re.compile(r".+\.experts\.(?:routed_experts\.)?w(?:13|2)_(?:weight_g_idx|g_idx_sort_indices)")
 _DRAFT = re.compile(r".*?\bmtp\.|.*?layers\.\d+\.")
 
 
@@ -39,6 +41,15 @@ def without_input_scale(param: str, config: Mapping[str, Any]) -> bool:
         return False
     layouts = _layouts(config)
     return bool(layouts) and all(row.second and not row.needs_input for row in layouts)
+
+
+def without_order(param: str, config: Mapping[str, Any]) -> bool:
+    """Whether a parameter is about the order of columns in packed experts, and nothing of the checkpoint belongs there.
+
+    Engines allocate two for every such layer, and read the first with activation ordering only.
+    """
+    is_ordered = weights_of(config).get("actorder") in ("group", "dynamic")
+    return _ORDER.fullmatch(param) is not None and (not is_ordered or param.endswith("_sort_indices"))
 
 
 def has_nvfp4(config: Mapping[str, Any]) -> bool:

@@ -19,10 +19,8 @@ from verify.skip import Unable
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
 from verify.witnesses.process.codec import load, save
-from verify.witnesses.process.exit_report import ExitReport, exit_report_of
 from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.process.ranks import causes
-from verify.witnesses.process.run import last_words, run_ranks, time_limit
+from verify.witnesses.process.run import failures_of, run_ranks, time_limit
 
 _WITNESS = "verify.witnesses.loading.process"  # the module that ranks run
 _START_S = 900  # importing an engine and building its kernels on a cold machine
@@ -131,38 +129,32 @@ def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:
 
 def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[Path]) -> LoadRun:
     """What became of a witness whose ranks were to write `reports`; `failed`: how those ended that did not."""
-    if not all(report.exists() for report in reports):
-        ending, message = _cause(failed, reports, logs)
-        if ending.verdict:
-            return LoadRun(None, crash=message)
-        why = f"the witness failed while {ending.phase}, which says nothing about the checkpoint: {message}"
-        return LoadRun(None, unable=why)
-    report = _merged(reports)
-    drafts = [LoadReport.draft_path(report) for report in reports]
-    if not report.draft:
+    report = _merged(reports) if all(report.exists() for report in reports) else None
+    if report is not None and not report.draft:
         return LoadRun(report)
-    if all(draft.exists() for draft in drafts):
+    drafts = [LoadReport.draft_path(report) for report in reports]
+    if report is not None and all(draft.exists() for draft in drafts):
         return LoadRun(report, draft=_merged(drafts))
-    ending, message = _cause(failed, reports, logs)
-    if ending.verdict:
-        return LoadRun(report, draft_crash=f"while {ending.phase}, {message}")
-    return LoadRun(report, draft_error=f"the draft model was not looked at: while {ending.phase}, {message}")
+    failures = failures_of(failed, dict(enumerate(reports)), dict(enumerate(logs)))
+    # The one to blame is the first whose words are a verdict, or the first.
+    rank = min(failures, key=lambda one: (not failures[one].ending.verdict, one))
+    cause = failures[rank]
+    if len(reports) > 1:
+        cause = replace(cause, message=f"rank {rank}: {cause.message}")
+    if report is None:
+        if cause.ending.verdict:
+            return LoadRun(None, crash=cause.message)
+        return LoadRun(None, unable=f"the witness failed {cause}")
+    why = f"while {cause.ending.phase}, {cause.message}"
+    if cause.ending.verdict:
+        return LoadRun(report, draft_crash=why)
+    return LoadRun(report, draft_error=f"the draft model was not looked at: {why}")
 
 
 def _merged(reports: Sequence[Path]) -> LoadReport:
     from verify.witnesses.loading.merge import merged  # needs torch, which header verbs do not import
 
     return merged([load(LoadReport, report) for report in reports])
-
-
-def _cause(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[Path]) -> tuple[ExitReport, str]:
-    """How the rank ended that is to blame for reports that are missing, and in words."""
-    endings = {rank: exit_report_of(reports[rank]) for rank in failed or range(len(reports))}
-    by_themselves = causes({rank: ending.message for rank, ending in endings.items()}) or endings
-    rank = min(by_themselves, key=lambda one: (not endings[one].verdict, one))
-    ending, how = endings[rank], failed.get(rank, "no report")
-    on = f"rank {rank}: " if len(reports) > 1 else ""
-    return ending, f"{on}{how}; {ending.message or last_words(logs[rank])}"
 
 
 def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:

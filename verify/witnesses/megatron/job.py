@@ -29,10 +29,11 @@ class RankJob:
     hf: str | None  # gives the config of a checkpoint that carries none
     source: str | None  # what parameters are compared with; None: the checkpoint's own bytes, read without Megatron
     sizes: ParallelSizes
-    rank: int
-    store: str  # the file through which ranks meet
-    report: str
     dtype: str  # of the parameters
+    rank: int = 0
+    store: str = ""  # the file through which ranks meet
+    report: str = ""
+    gpu: bool = False  # it has one
     transformer_engine: bool = False
     hybrid: bool = False  # the checkpoint holds a HybridModel, not a GPTModel
     prompts: Sequence[Sequence[int]] = ()  # token ids; with them nothing is compared

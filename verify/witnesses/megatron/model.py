@@ -57,17 +57,24 @@ class Build:
     hybrid: bool = False
 
 
-class _CpuForCuda(TorchFunctionMode):
-    """Puts on the CPU what is made with `device="cuda"`."""
+class OnCpu(TorchFunctionMode):
+    """Puts on the CPU what is made on, or moved to, a CUDA device."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wanted = dict(kwargs or {})
-        return function(*args, **wanted | ({"device": "cpu"} if wanted.get("device") == "cuda" else {}))
+        if "cuda" in str(wanted.get("device")):
+            wanted["device"] = torch.device("cpu")
+        if function is torch.Tensor.to:
+            args = tuple(
+                torch.device("cpu") if isinstance(one, (str, torch.device)) and str(one).startswith("cuda") else one
+                for one in args
+            )
+        return function(*args, **wanted)
 
 
 def _on_the_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*args: Any) -> Tensor:
-        with _CpuForCuda():
+        with OnCpu():
             return function(*args)
 
     return run
@@ -206,19 +213,6 @@ def _refuse_two_output_layers(chunk: Chunk) -> None:
         )
 
 
-def block_spec(
-    dims: ModelDims, config: TransformerConfig, build: Build, stage: int | None
-) -> TransformerBlockSubmodules:
-    """The spec of this rank's layers: Megatron's own, changed as the model's architecture needs.
-
-    Each layer's spec has the layer's number, from 0, in `metainfo["layer"]`.
-    """
-    standard = _standard(config)
-    spec = get_gpt_decoder_block_spec(standard, build.transformer_engine, normalization="RMSNorm", vp_stage=stage)
-    first = get_transformer_layer_offset(config, vp_stage=stage)
-    return _adapted(dims, config, build, spec, first)
-
-
 def _standard(config: TransformerConfig) -> TransformerConfig:
     # From 0.19 on the standard spec refuses a config with another attention, which a variant puts in.
     standard = copy.copy(config)
@@ -229,6 +223,10 @@ def _standard(config: TransformerConfig) -> TransformerConfig:
 def _adapted(
     dims: ModelDims, config: TransformerConfig, build: Build, spec: TransformerBlockSubmodules, first: int
 ) -> TransformerBlockSubmodules:
+    """The spec of this rank's layers: Megatron's own, changed as the model's architecture needs.
+
+    Each layer's spec has the layer's number, from 0, in `metainfo["layer"]`.
+    """
     spec.layer_specs = [
         replace(layer, metainfo={**layer.metainfo, "layer": first + place})
         for place, layer in enumerate(spec.layer_specs)
@@ -259,7 +257,10 @@ def _gpt_model(
     dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: Build, stage: int | None
 ) -> Callable[..., Chunk]:
     """GPTModel with what only it takes."""
-    spec = block_spec(dims, config, build, stage)
+    spec = get_gpt_decoder_block_spec(
+        _standard(config), build.transformer_engine, normalization="RMSNorm", vp_stage=stage
+    )
+    spec = _adapted(dims, config, build, spec, get_transformer_layer_offset(config, vp_stage=stage))
     return partial(
         GPTModel,
         transformer_layer_spec=spec,

@@ -1,6 +1,6 @@
-"""Ranks of a real Megatron that load a checkpoint: `python -m verify.witnesses.megatron.process FOLDER RANK...`.
+"""Ranks of a real Megatron that load a checkpoint: `python -m verify.witnesses.megatron.process JOB.json...`.
 
-A rank reads FOLDER/job-RANK.json, builds the model, poisons every parameter, loads strictly with Megatron's own
+A rank builds the model of its job, poisons every parameter, loads strictly with Megatron's own
 `dist_checkpointing`, and compares what it holds with the slices predicted from the reference. An exception ends it; the
 phase log says what that means.
 """
@@ -30,15 +30,13 @@ from converters.planner import HYBRID, MCORE, Rule, dialect_of, dims_of, rules_o
 from converters.stored import as_stored
 from verify.evidence.plain import plain
 from verify.witnesses.loading.bits import poison
-from verify.witnesses.megatron.compare import compare_all
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
-from verify.witnesses.megatron.slices import Position
+from verify.witnesses.megatron.slices import Position, compare_all
 from verify.witnesses.process import codec
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.process.sandbox import end_with_parent
-from verify.witnesses.reference.job import Judged
-from verify.witnesses.reference.logprobs import judged
+from verify.witnesses.reference.job import Judged, judged
 
 with importing_megatron():
     from megatron.core import dist_checkpointing, parallel_state
@@ -47,8 +45,7 @@ with importing_megatron():
     from megatron.core.transformer.moe import moe_utils
 
     from verify.witnesses.megatron.model import Build, Chunk, build_chunks, connect, has_mtp, inputs_of, logits
-    from verify.witnesses.megatron.recording_loader import WatchedLoad
-    from verify.witnesses.megatron.single_rank import connect_alone
+    from verify.witnesses.megatron.recording_loader import WatchedLoad, connect_alone
 
 
 def reference_of(source: str, hf: str | None, dialect: str = MCORE) -> Checkpoint:
@@ -88,14 +85,10 @@ COMPARE = Phase("comparing what was loaded")
 COMPUTE = Phase("computing log-probabilities")
 
 
-def _ignore(phase: Phase) -> None:
-    """For callers that keep no phase log."""
-
-
 def load(
     chunks: list[Chunk],
     checkpoint: str,
-    enter: Callable[[Phase], None] = _ignore,
+    enter: Callable[[Phase], None] = lambda phase: None,
     reader: WatchedLoad | None = None,
 ) -> tuple[int, set[str], set[str], list[str]]:
     """Loads with Megatron.
@@ -216,18 +209,16 @@ def _load_as_trainer(
 def _answers(chunks: list[Chunk], job: RankJob, vocabulary: int) -> tuple[Judged, ...]:
     """What the ranks together make of the prompts; empty on a rank without the output layer."""
     if not job.transformer_engine:
-        _multiply_plainly()
+        # Where Transformer Engine is installed, routers call its `general_gemm`, whatever layers the model has
+        # (`RouterGatingLinearFunction`). That rounds factors in float32 to TF32, which has 10 bits of mantissa, and it
+        # knows no CPU.
+        moe_utils.te_general_gemm = None
     answers: list[Judged] = []
     for prompt in job.prompts:
         found = _forward(chunks, job.sizes, prompt)
         if found is not None:
             answers.append(judged(found[:, :vocabulary], prompt))
     return tuple(answers)
-
-
-def read_job(folder: Path, rank: int) -> RankJob:
-    """The job that was written for a rank."""
-    return codec.load(RankJob, folder / f"job-{rank}.json")
 
 
 def _run(job: RankJob) -> None:
@@ -237,28 +228,31 @@ def _run(job: RankJob) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _forked(folder: Path, rank: int, parent: int) -> None:
-    """One of several ranks, in a process of its own: stderr goes where the caller looks for what it said."""
+def _forked(job: RankJob, log: Path, parent: int) -> None:
+    """One of several ranks, in a process of its own, which prints where the caller looks for what it said."""
     end_with_parent(parent)
-    with (folder / f"stderr-{rank}").open("ab") as errors:
-        os.dup2(errors.fileno(), sys.stderr.fileno())
-    _run(read_job(folder, rank))
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    _run(job)
 
 
-def _fork(folder: Path, ranks: Sequence[int]) -> None:
+def _fork(jobs: Sequence[RankJob], folder: Path) -> None:
     """Runs several ranks to their ends; the exit code of each stands in FOLDER/exit-RANK as soon as it is known.
 
     Ranks that are alone run a few at once, and no more are started after one that failed.
     """
     context = multiprocessing.get_context("fork")
-    processes = {rank: context.Process(target=_forked, args=(folder, rank, os.getpid()), daemon=True) for rank in ranks}
-    first = read_job(folder, ranks[0])
-    at_once = first.at_once or len(ranks)
-    if first.trainer:
+    processes = {
+        job.rank: context.Process(target=_forked, args=(job, folder / f"log-{job.rank}", os.getpid()), daemon=True)
+        for job in jobs
+    }
+    at_once = jobs[0].at_once or len(jobs)
+    if jobs[0].trainer:
         from verify.witnesses.megatron.trainer import import_loader
 
         import_loader()
-    waiting, running = list(ranks), dict[int, int]()
+    waiting, running = list(processes), dict[int, int]()
     while running or waiting:
         for rank in waiting[: at_once - len(running)]:
             waiting.remove(rank)
@@ -270,15 +264,6 @@ def _fork(folder: Path, ranks: Sequence[int]) -> None:
             (folder / f"partial-{rank}").write_text(str(processes[rank].exitcode))
             (folder / f"partial-{rank}").rename(folder / f"exit-{rank}")
             waiting = [] if processes[rank].exitcode else waiting
-
-
-def _multiply_plainly() -> None:
-    """Has the routers of this process multiply as they do where Transformer Engine is not installed.
-
-    Where it is, they call its `general_gemm`, whatever layers the model has (`RouterGatingLinearFunction`). That rounds
-    factors in float32 to TF32, which has 10 bits of mantissa, and it knows no CPU.
-    """
-    moe_utils.te_general_gemm = None
 
 
 def _forward(chunks: Sequence[Chunk], sizes: ParallelSizes, prompt: Sequence[int]) -> Tensor | None:
@@ -313,11 +298,11 @@ def _hidden(chunk: Chunk, given: Tensor | None, tokens: Tensor) -> Tensor:
 
 def main() -> None:
     """Entry point of a rank, or of the process that forks several."""
-    folder, ranks = Path(sys.argv[1]), [int(rank) for rank in sys.argv[2:]]
-    if len(ranks) == 1:
-        _run(read_job(folder, ranks[0]))
+    jobs = [codec.load(RankJob, Path(word)) for word in sys.argv[1:]]
+    if len(jobs) == 1:
+        _run(jobs[0])
     else:
-        _fork(folder, ranks)
+        _fork(jobs, Path(sys.argv[1]).parent)
 
 
 if __name__ == "__main__":

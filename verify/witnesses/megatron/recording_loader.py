@@ -1,20 +1,34 @@
-"""Megatron's own reader of torch_dist, which also notes what it was told to read."""
+"""Megatron's own reader of torch_dist, which also notes what it was told to read, in a process group or by one rank.
+
+Loading a checkpoint needs no word from other ranks. torch's `fake` backend has all the groups of a world of any size
+and no other process behind them, so what a rank is follows from Megatron's own `initialize_model_parallel`. What a
+collective would return is wrong there, so nothing may call one.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed import checkpoint
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptkit.formats.torch_dist.names import second_names
+from converters.megatron.parallel import ParallelSizes
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import Box
-from verify.witnesses.megatron.single_rank import without_collectives
 
 with importing_megatron():
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    from verify.witnesses.megatron.model import lay_out, pretend_cuda
 
 
 class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
@@ -53,3 +67,23 @@ class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
                 boxes.append(Box(tuple(wanted.global_offset), sizes, is_main_replica(wanted.replica_id)))
         with without_collectives() if self.alone else nullcontext():
             return super().load(sharded_state_dict, *args, **kwargs)
+
+
+def connect_alone(sizes: ParallelSizes, rank: int) -> None:
+    """Makes this process the rank `rank` of a world of these sizes that has no others. On the CPU only."""
+    pretend_cuda()
+    torch.distributed.init_process_group("fake", rank=rank, world_size=sizes.world, store=FakeStore())
+    lay_out(sizes, gloo=False)
+
+
+@contextmanager
+def without_collectives() -> Iterator[None]:
+    """Within the context torch's checkpoint reader plans for this rank alone, as Megatron has it do from 0.19 on.
+
+    Before, rank 0 gathered the plans of all ranks; reading never used those of the others.
+    """
+    with ExitStack() as stack:
+        for name in ("load", "load_state_dict"):
+            reads = getattr(checkpoint, name)
+            stack.enter_context(mock.patch.object(checkpoint, name, partial(reads, no_dist=True)))
+        yield

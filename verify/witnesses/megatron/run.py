@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-import subprocess
+import re
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.core.printable import one_line
 from ckptkit.core.specs import ranges
 from ckptkit.formats.detect import tracker_fault
 from ckptkit.formats.hf.side_files import main_dtype
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.transfer.copy import cores
 from converters.config.dims import ModelDims
 from converters.megatron.hybrid_model import hybrid_dims, needs_release
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
@@ -26,14 +26,12 @@ from converters.planner import HYBRID, MCORE, dialect_of, dims_of, to_megatron
 from converters.registry import unwitnessed
 from verify.evidence.expected import config_of
 from verify.skip import Unable
-from verify.witnesses.megatron.concurrency import bytes_a_rank, fits_together, ranks_at_once
 from verify.witnesses.megatron.job import RankJob, RankReport
 from verify.witnesses.process.codec import load, save
-from verify.witnesses.process.exit_report import ExitReport, exit_report_of, how_it_ended
 from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.process.ranks import causes, wait
-from verify.witnesses.process.run import time_limit
-from verify.witnesses.process.sandbox import end, start, stuck_at
+from verify.witnesses.process.memory import free_memory
+from verify.witnesses.process.run import Failure, failures_of, time_limit
+from verify.witnesses.process.run import run_ranks as run_witness
 from verify.witnesses.reference.job import Ids, Judged, Reference
 from verify.witnesses.reference.run import check_reference, judged_by_transformers
 
@@ -46,6 +44,15 @@ _START_SECONDS = 600  # imports, process groups, building the model
 _INDEXER_SINCE = (0, 19)  # the megatron-core whose indexer turns the dimensions that the releases mean
 # The megatron-core whose latent attention normalizes queries that are not compressed (`mla_qk_norm_config.py`).
 _QUERY_NORM_SINCE = (0, 19)
+_TOGETHER = 8  # ranks up to which a real process group is started
+_PROCESS = 700 << 20  # bytes that a rank has of its own beside weights: torch, Megatron and their buffers
+_COPIES = 2  # of a rank's weights, while Megatron puts gate and up together again
+# What Megatron-LM refuses beside a layer pattern.
+_NOT_OF_HYBRID = (
+    *("--pipeline-layout", "--account-for-embedding-in-pipeline-split"),
+    "--account-for-loss-in-pipeline-split",
+)
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,6 @@ class MegatronRun:
     failures: Mapping[int, str]  # what Megatron raised about the checkpoint, on the ranks that failed first
     unable: str | None = None  # why Megatron could not be asked, which is not a verdict on the checkpoint
     not_found: str | None = None  # why a trainer would not load this checkpoint, but another or none
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank gave no report: its own words, and how they are to be read."""
-
-    message: str
-    ending: ExitReport
 
 
 def sizes_of(subject: Subject) -> ParallelSizes:
@@ -104,7 +103,11 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     staged = staged_dims(subject)
     sizes = with_remainder(with_chunks(sizes), staged.layers)
     check_sizes(sizes, staged)
-    _check_ranks(given.ranks, sizes)
+    if beyond := [rank for rank in given.ranks if not 0 <= rank < sizes.world]:
+        raise CkptkitError(
+            f"--ranks {ranges(beyond).strip('{}')}, but {sizes} has {sizes.world} rank(s)",
+            f"they are numbered 0..{sizes.world - 1}",
+        )
     return sizes
 
 
@@ -119,16 +122,7 @@ def staged_dims(subject: Subject) -> ModelDims:
 
 def _check_hybrid_options(subject: Subject) -> None:
     """Raises UsageError for options that Megatron-LM refuses beside a layer pattern."""
-    given = subject.options.megatron
-    refused = [
-        option
-        for option, value in (
-            ("--pipeline-layout", given.pipeline_layout),
-            ("--account-for-embedding-in-pipeline-split", given.account_for_embedding_in_pipeline_split),
-            ("--account-for-loss-in-pipeline-split", given.account_for_loss_in_pipeline_split),
-        )
-        if value
-    ]
+    refused = [option for option in subject.options.megatron.given() if option in _NOT_OF_HYBRID]
     if refused and subject.megatron_files.hybrid:
         raise UsageError(
             f"{', '.join(refused)}: Megatron-LM refuses it for a HybridModel, which this checkpoint holds",
@@ -144,14 +138,6 @@ def interpreter_of(subject: Subject) -> Interpreter:
 def _has(subject: Subject, module: str) -> bool:
     there = interpreter_of(subject)
     return there.has(module) if there.elsewhere else find_spec(module) is not None
-
-
-def _check_ranks(ranks: Sequence[int], sizes: ParallelSizes) -> None:
-    if beyond := [rank for rank in ranks if not 0 <= rank < sizes.world]:
-        raise CkptkitError(
-            f"--ranks {ranges(beyond).strip('{}')}, but {sizes} has {sizes.world} rank(s)",
-            f"they are numbered 0..{sizes.world - 1}",
-        )
 
 
 def run_megatron(subject: Subject) -> MegatronRun:
@@ -174,20 +160,16 @@ def run_megatron(subject: Subject) -> MegatronRun:
         _check_trainer(subject, sizes, at_once)
         if reason := tracker_fault(subject.location.path.absolute()):
             return MegatronRun(sizes, _TRAINER, [], {}, not_found=reason)
-    with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
-        jobs = [replace(_job(subject, sizes, rank, Path(scratch), gpu), at_once=at_once) for rank in ranks]
-        if trainer:
-            jobs = [replace(job, trainer=str(Path(job.checkpoint).parent)) for job in jobs]
-        turns = math.ceil(len(jobs) / at_once) if at_once else 1
-        limit_s = turns * time_limit(_START_SECONDS, subject.checkpoint.specs)
-        failures = run_ranks(jobs, Path(scratch), gpu, limit_s, interpreter_of(subject))
-        reports = [] if failures else [load(RankReport, Path(job.report)) for job in jobs]
-    if (at_once or trainer) and len(jobs) == sizes.world:
+    job = replace(_job(subject, sizes, gpu), at_once=at_once)
+    if trainer:
+        job = replace(job, trainer=str(Path(job.checkpoint).parent))
+    turns = math.ceil(len(ranks) / at_once) if at_once else 1
+    reports, failures = run_ranks(subject, job, ranks, turns * time_limit(_START_SECONDS, subject.checkpoint.specs))
+    if (at_once or trainer) and len(ranks) == sizes.world:
         reports = _with_missing(reports, subject)
     verdicts = {rank: failure.message for rank, failure in failures.items() if failure.ending.verdict}
-    return MegatronRun(
-        sizes, _device(gpu, jobs[0]), reports, verdicts, _unable(failures) if failures and not verdicts else None
-    )
+    unable = _unable(failures) if failures and not verdicts else None
+    return MegatronRun(sizes, _device(job, gpu), reports, verdicts, unable)
 
 
 def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None:
@@ -214,6 +196,30 @@ def _at_once(subject: Subject, sizes: ParallelSizes) -> int:
     each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
     together = not subject.options.megatron.ranks and fits_together(sizes.world, each)
     return 0 if together else ranks_at_once(each)
+
+
+def bytes_a_rank(checkpoint: Checkpoint, dims: ModelDims, sizes: ParallelSizes) -> int:
+    """About the most memory that a rank takes. Of the stages the longest counts, with the embedding as well.
+
+    A chunk on disk, and a tensor to compare with, are read whole.
+    """
+    longest = max(sum(map(len, chunks)) for chunks in sizes.pipeline(dims).stages) / dims.layers
+    held, largest = 0.0, 0
+    for name, spec in checkpoint.specs.items():
+        cut = sizes.etp * sizes.ep if ".experts.experts." in name else sizes.tp
+        held += spec.nbytes / cut * (longest if _LAYER.match(name) else 1)
+        largest = max(largest, spec.nbytes)
+    return int(_COPIES * held) + 2 * largest + _PROCESS
+
+
+def ranks_at_once(each: int) -> int:
+    """How many ranks of `each` bytes may run at a time: no more than there are cores, and at least one."""
+    return max(1, min(cores(), free_memory() // each))
+
+
+def fits_together(world: int, each: int) -> bool:
+    """Whether all ranks may run at a time, in one process group."""
+    return world == 1 or (world <= _TOGETHER and world * each <= free_memory())
 
 
 def _with_missing(reports: Sequence[RankReport], subject: Subject) -> list[RankReport]:
@@ -304,27 +310,19 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     check_reference(subject, prompts)
     refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
     gpu = _on_gpus(sizes)
-    with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
-        jobs = [_logits_job(subject, sizes, rank, Path(scratch), gpu, prompts, dtype) for rank in range(sizes.world)]
-        limit_s = time_limit(_START_SECONDS, subject.checkpoint.specs, passes=4)
-        failures = run_ranks(jobs, Path(scratch), gpu, limit_s, interpreter_of(subject))
-        if failures:
-            raise Unable(_unable(failures))
-        reports = [load(RankReport, Path(job.report)) for job in jobs]
-        answers = {report.rank: report.judged for report in reports if report.judged}
-        reference = None
-        if not any(not_finite(judged)[0] for judged in answers.values()):
-            top_ids = [answer.top_ids for answer in min(answers.items())[1]]
-            reference = judged_by_transformers(subject, prompts, top_ids)
-    return Computed(reports[0].version, sizes, _device(gpu, jobs[0]), dtype, answers, reference)
-
-
-def _logits_job(
-    subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: bool, prompts: Ids, dtype: str
-) -> RankJob:
-    job = _job(subject, sizes, rank, scratch, gpu)
+    job = _job(subject, sizes, gpu)
     engine = job.transformer_engine and dtype != "float32"
-    return replace(job, dtype=dtype, prompts=prompts, transformer_engine=engine)
+    job = replace(job, dtype=dtype, prompts=prompts, transformer_engine=engine)
+    limit_s = time_limit(_START_SECONDS, subject.checkpoint.specs, passes=4)
+    reports, failures = run_ranks(subject, job, range(sizes.world), limit_s)
+    if failures:
+        raise Unable(_unable(failures))
+    answers = {report.rank: report.judged for report in reports if report.judged}
+    reference = None
+    if not any(not_finite(judged)[0] for judged in answers.values()):
+        top_ids = [answer.top_ids for answer in min(answers.items())[1]]
+        reference = judged_by_transformers(subject, prompts, top_ids)
+    return Computed(reports[0].version, sizes, _device(job, gpu), dtype, answers, reference)
 
 
 def _on_gpus(sizes: ParallelSizes) -> bool:
@@ -333,7 +331,7 @@ def _on_gpus(sizes: ParallelSizes) -> bool:
     return torch.cuda.device_count() >= sizes.world
 
 
-def _device(gpu: bool, job: RankJob) -> str:
+def _device(job: RankJob, gpu: bool) -> str:
     spec = "Transformer Engine spec" if job.transformer_engine else "local spec"
     if job.trainer:
         return f"{_TRAINER}, gloo on the CPU, {spec}"
@@ -343,78 +341,38 @@ def _device(gpu: bool, job: RankJob) -> str:
 
 def _unable(failures: Mapping[int, Failure]) -> str:
     rank, failure = min(failures.items())
-    phase = failure.ending.phase
-    return f"rank {rank} failed while {phase}, which says nothing about the checkpoint: {failure.message}"
+    return f"rank {rank} failed {failure}"
 
 
-def _job(subject: Subject, sizes: ParallelSizes, rank: int, scratch: Path, gpu: bool) -> RankJob:
+def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
+    """What all ranks are asked."""
     return RankJob(
         checkpoint=str(subject.location.path.absolute()),
         hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
         source=str(subject.source_path.absolute()) if subject.source_path else None,
         sizes=sizes,
-        rank=rank,
-        store=str(scratch / "store"),
-        report=str(scratch / f"report-{rank}.json"),
         dtype=main_dtype(subject.checkpoint.specs) or "bfloat16",
         transformer_engine=gpu and _has(subject, "transformer_engine"),
         hybrid=subject.megatron_files.hybrid,
+        gpu=gpu,
     )
 
 
 def run_ranks(
-    jobs: Sequence[RankJob], scratch: Path, gpu: bool, seconds: float, interpreter: Interpreter
-) -> dict[int, Failure]:
-    """Runs a process a job to the end and says why the first ones to fail failed; empty when all reported.
+    subject: Subject, job: RankJob, ranks: Sequence[int], limit_s: float
+) -> tuple[list[RankReport], dict[int, Failure]]:
+    """Runs these ranks to the end: their reports or, where some failed, why those did that failed first.
 
-    On the CPU they are forked from one that has imported Megatron, which takes longer than to load a small model.
-    CUDA bears no fork.
+    On the CPU they are forked from one process that has imported Megatron, which takes longer than to load a small
+    model. CUDA bears no fork.
     """
-    processes = (
-        {job.rank: _start([job], scratch, gpu, interpreter) for job in jobs}
-        if gpu
-        else {jobs[0].rank: _start(jobs, scratch, gpu, interpreter)}
-    )
-    try:
-        first, soon_after = wait([job.rank for job in jobs], processes, scratch, time.monotonic() + seconds)
-    finally:
-        for process in processes.values():
-            end(process)
-
-    reports = {job.rank: Path(job.report) for job in jobs}
-
-    def words(codes: Mapping[int, int | None]) -> dict[int, str]:
-        late = f"no answer within {seconds:.0f} s"
-        return {
-            rank: late + stuck_at(scratch / f"stderr-{rank}")
-            if code is None
-            else _last_words(scratch / f"stderr-{rank}", reports[rank], code)
-            for rank, code in codes.items()
-        }
-
-    failed = causes(words(first)) or causes(words(soon_after)) or words(first)
-    return {rank: Failure(message, exit_report_of(reports[rank])) for rank, message in failed.items()}
-
-
-def _start(jobs: Sequence[RankJob], scratch: Path, gpu: bool, interpreter: Interpreter) -> subprocess.Popen[bytes]:
-    for job in jobs:
-        save(job, scratch / f"job-{job.rank}.json")
-    # A rank decides by what it sees: without GPUs for all ranks, none may find one.
-    variables = interpreter.environment(scratch) | {"OMP_NUM_THREADS": "1"}
-    variables |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    words = [scratch, *(job.rank for job in jobs)]
-    return start(_WITNESS, words, scratch / f"stderr-{jobs[0].rank}", variables, stdout=False, python=interpreter.path)
-
-
-def _last_words(errors: Path, report: Path, code: int) -> str:
-    """The exception that ended a rank, or the last lines of its stderr that say something where it left none."""
-    if ending := exit_report_of(report).message:
-        found = [line.strip() for line in ending.splitlines()]
-    else:
-        lines = [
-            line.removeprefix(f"[rank{errors.name.partition('-')[2]}]:").strip()
-            for line in errors.read_text(errors="replace").splitlines()
-        ]
-        found = [line for line in lines if line and set(line) - set("^~ ")][-2:]
-    end = how_it_ended(code)
-    return f"{one_line(' | '.join(found))[-1000:]} ({end})" if found else str(end)
+    with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
+        root = Path(scratch)
+        reports = {rank: root / f"report-{rank}.json" for rank in ranks}
+        for rank, report in reports.items():
+            own = replace(job, rank=rank, store=str(root / "store"), report=str(report))
+            save(own, root / f"job-{rank}.json")
+        how = run_witness(root, ranks, _WITNESS, limit_s, interpreter_of(subject), together=not job.gpu)
+        if how:
+            return [], failures_of(how, reports, {rank: root / f"log-{rank}" for rank in ranks})
+        return [load(RankReport, report) for report in reports.values()], {}

@@ -1,20 +1,27 @@
-"""What each parameter of a Megatron rank must hold, predicted from global tensors, and whether it does.
+"""What each parameter of a Megatron rank must hold, predicted from global tensors, and what it holds instead.
 
 Megatron's resharding is never asked, only its numbers of layers, experts and ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
+from ckptkit.core.checkpoint import Checkpoint
 from converters.megatron.module_names import CUT_IN_LOCAL_SPEC
-from converters.ops.basic import Copy
+from converters.ops.basic import Copy, GateUpInOne
 from converters.planner import Rule
-from verify.evidence.extremes import same_bytes
+from verify.evidence.extremes import digest_of, same_bytes
+from verify.evidence.folding import parts_apart, pattern_of
+from verify.evidence.values import rows_named
 from verify.witnesses.loading.bits import poisoned, unequal
 from verify.witnesses.megatron.job import TensorSeen
+
+_READ_BYTES = 4 << 30  # of the reference, in search of the tensor whose values stand in the wrong place
 
 
 @dataclass(frozen=True)
@@ -30,10 +37,6 @@ class Position:
     etp: int
     experts: range
     local_spec: bool = False
-
-    def of_rank(self, rank: int) -> Position:
-        """The same with another tensor parallel rank, inside experts and outside."""
-        return replace(self, tp_rank=rank, etp_rank=rank)
 
 
 def ranks_of(rule: Rule, at: Position) -> tuple[int, int]:
@@ -55,6 +58,34 @@ def expected_slice(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> tu
     return op.shard(whole, rank, size).to(local.dtype), local
 
 
+def compare_all(
+    held: Mapping[str, Tensor],
+    name_of: Callable[[str], str],
+    rules: Mapping[str, Rule],
+    reference: Checkpoint,
+    at: Position,
+) -> Iterator[TensorSeen]:
+    """Every parameter of a rank (`held`, by local name) against the reference, read group by group."""
+    wanted: dict[str, list[str]] = {}
+    for local, tensor in held.items():
+        name = name_of(local)
+        if name in rules and name in reference.specs:
+            wanted.setdefault(name, []).append(local)
+        else:
+            yield TensorSeen(local, name, "unknown", tensor.nbytes, tensor.numel())
+    siblings = Siblings(rules, reference, at)
+    for group in reference.groups:
+        names = [name for name in group if name in wanted]
+        for name, whole in (reference.read(names) if names else {}).items():
+            for local in wanted[name]:
+                here = held[local].cpu()
+                seen = compare(local, rules[name], whole, here, at)
+                if seen.verdict == "differs":
+                    diagnosis = diagnose(rules[name], whole, here, at)
+                    seen = replace(seen, diagnosis=diagnosis, origins=siblings.whose(name, here))
+                yield seen
+
+
 def compare(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at: Position) -> TensorSeen:
     """Holds one parameter (on the CPU) against its prediction, bit for bit."""
     expected, held = expected_slice(rule, whole, local, at)
@@ -71,3 +102,136 @@ def compare(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at: Posit
         return replace(seen, verdict="unwritten", differing=differing)
     largest = float((expected.double() - held.double()).abs().max())
     return replace(seen, verdict="differs", differing=differing, largest=largest)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows of a rank's parameter that come from one HF tensor: its name, the rows, and their numbers in the whole."""
+
+    name: str
+    rows: Tensor
+    numbers: Tensor
+
+
+def diagnose(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> str:
+    """Which part of `local` is not its slice of `whole`, and what stands there where that can be told.
+
+    Both have the shapes of `expected_slice`. Rows are numbered as in the whole Megatron tensor.
+    """
+    expected, held = expected_slice(rule, whole, local, at)
+    if expected.shape != held.shape:
+        return f"shape {list(held.shape)}, not {list(expected.shape)}"
+    rank, size = ranks_of(rule, at)
+    cut = size > 1 and expected.shape != whole.shape
+    where = f"in the slice of tensor parallel rank {rank} of {size}: " if cut else ""
+    # A smaller dtype that the values went through, if that explains every difference.
+    for dtype in (torch.bfloat16, torch.float16) if expected.dtype == torch.float32 else ():
+        if _equal(expected.to(dtype).float(), held):
+            return f"{where}the source's values rounded to {str(dtype).removeprefix('torch.')}"
+    for other in range(size if cut else 0):
+        if _equal(expected_slice(rule, whole, held, replace(at, tp_rank=other, etp_rank=other))[0], held):
+            return f"{where}the slice of tensor parallel rank {other}"
+    parts = list(_parts(rule, whole, expected, held, at))
+    return where + ", ".join(parts) if parts or cut else ""
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and not unequal(one, other).any()
+
+
+def _parts(rule: Rule, whole: Tensor, expected: Tensor, held: Tensor, at: Position) -> Iterator[str]:
+    """Each run of wrong rows with what stands there; nothing where every row is wrong and nothing can be told."""
+    wrong = unequal(expected, held).reshape(len(held), -1).any(dim=1) if held.dim() else torch.ones(1, dtype=torch.bool)
+    sections = _sections(rule, whole, held, at)
+    for section in sections:
+        bad = wrong[section.rows]
+        if not bad.any():
+            continue
+        named = rows_named(section.numbers[bad].tolist()) + (f" ({section.name})" if section.name else "")
+        others = (one.name for one in sections if one is not section and _equal(expected[one.rows], held[section.rows]))
+        if poisoned(held[section.rows[bad]]).all():
+            yield f"as before the load in {named}"
+        elif bad.all() and (other := next(others, None)):
+            yield f"the values of {other} in {named}"
+        elif not wrong.all():
+            yield f"other values in {named}"
+
+
+def _sections(rule: Rule, whole: Tensor, held: Tensor, at: Position) -> list[Section]:
+    """The rows of a rank's parameter by the HF tensor that they are of; all as one where that is one."""
+    numbers = _numbers(rule, whole, held, at)
+    if numbers is None:
+        everything = torch.arange(len(held)) if held.dim() else torch.arange(1)
+        return [Section("", everything, everything)]
+    found = [(name, part, torch.isin(numbers, part).nonzero().flatten()) for name, part in _split(rule, len(whole))]
+    return [Section(name, rows, numbers[rows]) for name, _, rows in found if len(rows)]
+
+
+def _numbers(rule: Rule, whole: Tensor, held: Tensor, at: Position) -> Tensor | None:
+    """For each row of a rank's parameter its number in the whole tensor; None where the rows are not cut by rank."""
+    if not held.dim():
+        return None
+    if rule.mapping.vocab:
+        first = ranks_of(rule, at)[0] * len(held)
+        return torch.arange(first, first + len(held))
+    if held.dim() > 1 and held.shape[1:] != whole.shape[1:]:
+        return torch.arange(len(held))
+    places = torch.arange(len(whole)).reshape(-1, *[1] * (whole.dim() - 1))
+    return expected_slice(rule, places, places, at)[0].flatten()
+
+
+def _split(rule: Rule, rows: int) -> Sequence[tuple[str, Tensor]]:
+    """The module's name (`gate_proj`) and the numbers of the rows of each HF tensor that a rule becomes."""
+    everything = torch.arange(rows).reshape(-1, 1)
+    if isinstance(rule.mapping.op, GateUpInOne):
+        names, parts = ["gate", "up"], [*everything.chunk(2)]
+    elif len(rule.hf) == 1:
+        names, parts = [""], [everything]
+    else:
+        names = [name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2] for name in rule.hf]
+        parts = [*rule.mapping.op.split(everything)]
+    return [(name, part.flatten()) for name, part in zip(names, parts, strict=True)]
+
+
+@dataclass
+class Siblings:
+    """Finds the tensors of the reference whose slice a parameter holds: of other layers, other experts, other norms.
+
+    `digests` holds what was read so far; after `_READ_BYTES` no more is read, and nothing is found.
+    """
+
+    rules: Mapping[str, Rule]
+    reference: Checkpoint
+    at: Position
+    digests: dict[str, bytes] = field(default_factory=dict)
+    read: int = 0
+
+    def whose(self, name: str, local: Tensor) -> tuple[str, ...]:
+        """Every tensor of the same kind whose slice is `local`, those closest by name alone; empty for a constant."""
+        if local.numel() and not unequal(local, local.flatten()[0].expand(local.shape)).any():
+            return ()
+        wanted = digest_of(local.contiguous())
+        for tier in self._tiers(name):
+            if found := tuple(other for other in tier if self._digest(other, local) == wanted):
+                return found
+        return ()
+
+    def _tiers(self, name: str) -> Iterator[list[str]]:
+        """Candidates, the likeliest first: one number apart, then all of the kind, then norms of another kind."""
+        stored = [one for one in self.rules if one in self.reference.specs]
+        pattern, shape = pattern_of(name), self.rules[name].megatron_shape
+        siblings = [one for one in stored if one != name and pattern_of(one) == pattern]
+        yield [one for one in siblings if parts_apart(name, one) == 1]
+        yield [one for one in siblings if parts_apart(name, one) != 1]
+        if "norm" in name:
+            norms = [one for one in stored if "norm" in one and pattern_of(one) != pattern]
+            yield [one for one in norms if self.rules[one].megatron_shape == shape]
+
+    def _digest(self, name: str, local: Tensor) -> bytes | None:
+        if name not in self.digests:
+            if self.read > _READ_BYTES:
+                return None
+            self.read += self.reference.specs[name].nbytes
+            expected, held = expected_slice(self.rules[name], self.reference.read([name])[name], local, self.at)
+            self.digests[name] = digest_of(expected.contiguous()) if expected.shape == held.shape else b""
+        return self.digests[name]

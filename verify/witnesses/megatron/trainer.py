@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import megatron_args
@@ -25,7 +24,7 @@ from converters.megatron.flags import launch_flags
 from converters.planner import HYBRID, MCORE
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob
-from verify.witnesses.megatron.model import pretend_cuda
+from verify.witnesses.megatron.model import OnCpu, pretend_cuda
 from verify.witnesses.megatron.recording_loader import WatchedLoad
 
 # Megatron-LM reads these of the GPU that it expects.
@@ -41,30 +40,14 @@ _RUN = (
 _DTYPES = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}
 
 
-class _OnCpu(TorchFunctionMode):
-    """Puts on the CPU what is made on, or moved to, a CUDA device."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wanted = dict(kwargs or {})
-        if "cuda" in str(wanted.get("device")):
-            wanted["device"] = torch.device("cpu")
-        if function is torch.Tensor.to:
-            args = tuple(torch.device("cpu") if _is_cuda(value) else value for value in args)
-        return function(*args, **wanted)
-
-
-def _is_cuda(value: Any) -> bool:
-    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
-
-
-def pretend_gpu() -> _OnCpu:
+def pretend_gpu() -> OnCpu:
     """Patches torch as Megatron-LM needs it without a GPU; the mode is for the calls of its functions."""
     pretend_cuda()
     torch.cuda.get_device_properties = lambda device=None: _HOPPER  # type: ignore[assignment,return-value]
     torch.cuda.get_device_capability = lambda device=None: (_HOPPER.major, _HOPPER.minor)
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.empty_cache = lambda: None
-    return _OnCpu()
+    return OnCpu()
 
 
 def import_loader() -> Any:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import one_line
@@ -101,6 +103,17 @@ class PhaseLog:
         if error is not None:
             message = "; ".join(filter(None, [described(error), self._step]))
             save(ExitReport(self._phase.name, message, is_verdict(error, self._phase)), self._path)
+
+
+def run_job(kind: type[Any], run: Callable[[Any, PhaseLog], Any]) -> None:
+    """What a witness does as a program: runs the job in the file that the command line names, of type `kind`.
+
+    Saves what `run` returns in the job's file `report`; None: it saved its report itself.
+    """
+    job = load(kind, Path(sys.argv[1]))
+    with PhaseLog(Path(job.report)) as phases:
+        if (found := run(job, phases)) is not None:
+            save(found, Path(job.report))
 
 
 def how_it_ended(code: int) -> str | None:

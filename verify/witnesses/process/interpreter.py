@@ -20,22 +20,15 @@ from verify.witnesses.process.sandbox import PACKAGES, environment
 
 _SECONDS = 120  # of a busy machine with its packages on a network's disk
 _ABSENT = 3  # an exit code
-_RELEASE = f"""
+# Prints the version of a package, or whether a module can be found.
+_RELEASE = "from importlib.metadata import version; print(version(sys.argv[1]))"
+_HAS = f"from importlib.util import find_spec; find_spec(sys.argv[1]) or sys.exit({_ABSENT})"
+_PROGRAM = """
 import sys
-from importlib.metadata import PackageNotFoundError, version
 try:
-    print(version(sys.argv[1]))
-except PackageNotFoundError:
-    sys.exit({_ABSENT})
-"""
-_HAS = f"""
-import sys
-from importlib.util import find_spec
-try:
-    found = find_spec(sys.argv[1])
-except ModuleNotFoundError:
-    found = None
-sys.exit(0 if found else {_ABSENT})
+    {}
+except ModuleNotFoundError:  # as PackageNotFoundError is
+    sys.exit({})
 """
 
 
@@ -84,7 +77,9 @@ class Interpreter:
         try:
             with (
                 TemporaryDirectory(prefix="ckptkit-python-") as folder,
-                start_python(["-c", program, word], Path(folder), found, self.path, **pipes) as process,
+                start_python(
+                    ["-c", _PROGRAM.format(program, _ABSENT), word], Path(folder), found, self.path, **pipes
+                ) as process,
             ):
                 try:
                     said, errors = process.communicate(timeout=_SECONDS)
@@ -97,17 +92,12 @@ class Interpreter:
         return subprocess.CompletedProcess([self.path], process.returncode, said)
 
 
-def variable_of(program: str) -> str:
-    """The environment variable that names the Python which has a program."""
-    return f"CKPTKIT_{program.upper()}_PYTHON"
-
-
 def python_of(program: str, given: Mapping[str, str]) -> str:
     """The Python that has a program: as given, else as its environment variable says, else this one.
 
     A path is made absolute, since a witness runs in another directory; a name is looked up in PATH.
     """
-    found = given.get(program) or os.environ.get(variable_of(program)) or sys.executable
+    found = given.get(program) or os.environ.get(f"CKPTKIT_{program.upper()}_PYTHON") or sys.executable
     return os.path.abspath(found) if os.sep in found else found
 
 

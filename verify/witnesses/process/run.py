@@ -1,10 +1,12 @@
-"""Runs witnesses as child processes, waits for them, and says how those ended that failed."""
+"""Runs witnesses as child processes, one or several ranks, waits for them, and says how those ended that failed."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,15 +15,22 @@ from typing import Any, TypeVar
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
 from verify.witnesses.process.codec import load, save
-from verify.witnesses.process.exit_report import exit_report_of, how_it_ended
+from verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, exit_report_of, how_it_ended
 from verify.witnesses.process.interpreter import Interpreter
-from verify.witnesses.process.ranks import wait
-from verify.witnesses.process.sandbox import end, start, stuck_at
+from verify.witnesses.process.memory import free_memory, memory_limit, takes_more_than
+from verify.witnesses.process.sandbox import ask_for_stacks, end, start, stuck_at
 
 T = TypeVar("T")
 _BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
 _LAST_LINES = 8
 _HERE = Interpreter()
+_MEMORY_SECONDS = 2.0  # between two looks at how much memory they take
+_GRACE_SECONDS = 5.0  # between the first rank that failed and the end of those that wait for it
+# What gloo, NCCL and torch's store say of a rank that is gone.
+_LOST = re.compile(
+    r"Connection (?:reset|closed) by peer|Connection closed|Broken pipe|remote process exited|failed to recv"
+    r"|sendBytes failed|recvValue failed"
+)
 _TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -31,7 +40,7 @@ def time_limit(start_s: float, specs: Mapping[str, TensorSpec], passes: int = 1)
 
 
 def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Interpreter = _HERE) -> tuple[T | None, str]:
-    """Runs `python -m MODULE` with a job (an `entry.Job`) in a process of its own.
+    """Runs `python -m MODULE` with a job, which has a `report`, in a process of its own.
 
     Returns its report, None without one; and in which phase it ended and what it said, empty where it ended well.
     """
@@ -47,37 +56,127 @@ def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Inter
         return load(kind, report) if report.exists() else None, message
 
 
-def run_ranks(root: Path, ranks: int, module: str, limit_s: float, interpreter: Interpreter = _HERE) -> dict[int, str]:
-    """Runs `module` with `root`/job-RANK.json, a process each, which print into log-RANK.
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank gave no report: in words, and how they are to be read."""
 
+    message: str
+    ending: ExitReport
+
+    def __str__(self) -> str:
+        return f"while {self.ending.phase}, which says nothing about the checkpoint: {self.message}"
+
+
+def failures_of(failed: Mapping[int, str], reports: Mapping[int, Path], logs: Mapping[int, Path]) -> dict[int, Failure]:
+    """Why ranks gave no report; `failed`: how those ended that are to blame. Else what all ranks say."""
+    found = {}
+    for rank in failed or reports:
+        ending = exit_report_of(reports[rank])
+        words = f"{failed.get(rank, 'no report')}; {ending.message or last_words(logs[rank])}"
+        found[rank] = Failure(words, ending)
+    return {rank: found[rank] for rank in causes({rank: one.message for rank, one in found.items()})} or found
+
+
+def run_ranks(
+    root: Path,
+    ranks: int | Sequence[int],
+    module: str,
+    limit_s: float,
+    interpreter: Interpreter = _HERE,
+    *,
+    together: bool = False,
+) -> dict[int, str]:
+    """Runs `module` with `root`/job-RANK.json, a process each, which print into log-RANK. `ranks`: so many, or these.
+
+    `together`: one process without a GPU is given all jobs, forks each rank and writes its exit code into exit-RANK.
     Returns how those ended that failed first.
     """
+    numbers = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
     variables = interpreter.environment(root)
-    if ranks > 1:
+    if together or len(numbers) > 1:
         import torch
 
         variables |= {"OMP_NUM_THREADS": "1"}
-        if torch.cuda.device_count() < ranks:
+        if together or torch.cuda.device_count() < len(numbers):
             variables |= {"CUDA_VISIBLE_DEVICES": ""}
     processes = {
-        rank: start(module, [root / f"job-{rank}.json"], root / f"log-{rank}", variables, python=interpreter.path)
-        for rank in range(ranks)
+        several[0]: start(
+            module,
+            [root / f"job-{rank}.json" for rank in several],
+            root / f"log-{several[0]}",
+            variables,
+            python=interpreter.path,
+        )
+        for several in ([numbers] if together else [[rank] for rank in numbers])
     }
     try:
-        first, _ = wait(range(ranks), processes, root, time.monotonic() + limit_s)
+        first, soon_after = wait(numbers, processes, root, time.monotonic() + limit_s)
     finally:
         for process in processes.values():
             end(process)
-    late = f"it did not end within {limit_s:.0f} s"
+    late, codes = f"it did not end within {limit_s:.0f} s", soon_after | first
     return {
-        rank: late + stuck_at(root / f"log-{rank}") if code is None else str(how_it_ended(code))
-        for rank, code in first.items()
+        rank: late + stuck_at(root / f"log-{rank}") if codes[rank] is None else str(how_it_ended(codes[rank] or 0))
+        for rank in _blamed(root, first) or _blamed(root, soon_after) or first
     }
+
+
+def _blamed(root: Path, ranks: Iterable[int]) -> dict[int, str]:
+    """Those of some ranks that failed by themselves, with what they said."""
+    messages = {rank: exit_report_of(root / f"report-{rank}.json").message for rank in ranks}
+    return causes({rank: message or last_words(root / f"log-{rank}") for rank, message in messages.items()})
+
+
+def causes(messages: Mapping[int, str]) -> dict[int, str]:
+    """The messages of ranks that failed by themselves: those that only lost another one are left out."""
+    return {rank: message for rank, message in messages.items() if not _LOST.search(message)}
+
+
+Codes = dict[int, int | None]
+
+
+def wait(
+    ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path, deadline: float
+) -> tuple[Codes, Codes]:
+    """Exit codes of the ranks that failed first, None for those running at the deadline; and all that had soon after.
+
+    Empty when all went well. Whoever waits for a rank that fails may be seen to fail before it. OVER_MEMORY stands for
+    ranks that were running when they took more memory together than they may. At the deadline their logs get the
+    stacks of their threads.
+    """
+    most, look_at = memory_limit(free_memory()), time.monotonic()
+    while True:
+        codes = _codes(ranks, processes, scratch)
+        if failed := _failed(codes):
+            time.sleep(_GRACE_SECONDS if len(ranks) > 1 else 0)
+            return failed, _failed(_codes(ranks, processes, scratch))
+        if all(code == 0 for code in codes.values()):
+            return {}, {}
+        if most and time.monotonic() >= look_at:
+            if takes_more_than(most, processes.values()):
+                return {rank: OVER_MEMORY for rank, code in codes.items() if code is None}, {}
+            look_at = time.monotonic() + _MEMORY_SECONDS
+        if time.monotonic() > deadline:
+            ask_for_stacks(processes.values())
+            return {rank: None for rank, code in codes.items() if code is None}, {}
+        time.sleep(0.1)
+
+
+def _failed(codes: Codes) -> Codes:
+    return {rank: code for rank, code in codes.items() if code}
+
+
+def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]], scratch: Path) -> Codes:
+    """Exit codes of ranks: as their parent wrote them down, or of their own processes; None while they run."""
+    files = {rank: scratch / f"exit-{rank}" for rank in ranks}
+    ended = {rank: process.poll() for rank, process in processes.items()}
+    return {rank: int(file.read_text()) if file.exists() else ended.get(rank) for rank, file in files.items()}
 
 
 def last_words(log: Path) -> str:
     """The last exception in a log with the place it came from, or the last lines where there is none; on one line."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(errors="replace") if log.exists() else ""  # a rank that was not forked yet has none
+    lines = [line for line in text.splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     if not starts:
         return f"it last printed: {one_line(' | '.join(lines[-_LAST_LINES:]))}" if lines else "it printed nothing"

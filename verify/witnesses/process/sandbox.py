@@ -42,29 +42,16 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(
-    module: str,
-    words: Sequence[object],
-    log: Path,
-    variables: Mapping[str, str],
-    *,
-    stdout: bool = True,
-    python: str = sys.executable,
+    module: str, words: Sequence[object], log: Path, variables: Mapping[str, str], *, python: str = sys.executable
 ) -> subprocess.Popen[bytes]:
-    """Starts `python -m MODULE WORDS...` in a session of its own, with stderr and, if asked, stdout in `log`.
+    """Starts `python -m MODULE WORDS...` in a session of its own, which prints into `log`.
 
     It runs in the folder of `log`, so paths among its words and in its job have to be absolute.
     """
-    quiet = [] if stdout else ["-W", "ignore"]
-    command = [*quiet, "-m", __name__, str(os.getpid()), module, *map(str, words)]
+    command = ["-m", __name__, str(os.getpid()), module, *map(str, words)]
     with log.open("wb") as output:
         return start_python(
-            command,
-            log.parent,
-            variables,
-            python,
-            stdout=output if stdout else subprocess.DEVNULL,
-            stderr=output,
-            start_new_session=True,
+            command, log.parent, variables, python, stdout=output, stderr=output, start_new_session=True
         )
 
 

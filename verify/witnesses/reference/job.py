@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Ids = Sequence[Sequence[int]]  # of tokens, a sequence a prompt
 TOP = 20  # tokens a position whose log-probabilities are compared, besides the prompt's own
@@ -16,6 +20,23 @@ class Judged:
     tokens: Sequence[float]  # of tokens 1 to n-1
     top_ids: Sequence[Sequence[int]]  # the most probable tokens at each of these positions
     top: Sequence[Sequence[float]]  # log-probabilities, as many a position
+
+
+def judged(logits: Tensor, prompt: Sequence[int], top_ids: Ids | None = None) -> Judged:
+    """Of logits [tokens, vocabulary] of a prompt: its log-probabilities, the best tokens, and those of `top_ids`.
+
+    The same numbers from transformers and Megatron. Without `top_ids`, one list for each position but the first, those
+    of the best tokens themselves.
+    """
+    import torch
+
+    normal = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    tokens = torch.tensor(prompt[1:], device=normal.device)
+    wanted = None if top_ids is None else torch.tensor(top_ids, device=normal.device)
+    count = TOP if wanted is None else wanted.shape[1]
+    own = normal.topk(min(count, normal.shape[1])).indices
+    top = normal.gather(1, own if wanted is None else wanted)
+    return Judged(normal.gather(1, tokens[:, None])[:, 0].tolist(), own.tolist(), top.tolist())
 
 
 @dataclass(frozen=True)

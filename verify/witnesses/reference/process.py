@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import View
@@ -26,11 +25,9 @@ from converters.planner import to_hf
 from converters.registry import family_of
 from quant.formats.floats.layout import E4M3
 from verify.evidence.plain import plain
-from verify.witnesses.process.entry import run_job
-from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from verify.witnesses.reference.activations import rounded_inputs
-from verify.witnesses.reference.job import Ids, Judged, Reference, ReferenceJob
-from verify.witnesses.reference.logprobs import judged
+from verify.witnesses.reference.job import Ids, Judged, Reference, ReferenceJob, judged
 from verify.witnesses.reference.prediction import predicted
 
 LOAD = Phase("loading the checkpoint into transformers")
@@ -41,7 +38,9 @@ _ROOM_BYTES = 8 << 30  # attention and logits of the longest prompt
 def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
     """Computes the answers. Raises CkptkitError where transformers would not hold the whole checkpoint."""
     checkpoint, home = as_hf(Path(job.checkpoint), Path(job.hf) if job.hf else None)
-    dtype = getattr(torch, job.dtype) if job.dtype else dtype_of(checkpoint)
+    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    # Without a dtype that in which an engine computes.
+    dtype = getattr(torch, job.dtype or ("float16" if stored == "float16" else "bfloat16"))
     if job.texts and not job.prompts:
         phases.enter(LOAD)
         model = model_of(checkpoint, home, dtype)
@@ -84,12 +83,6 @@ def in_fp8(path: Path) -> list[str]:
     """The modules of an HF directory whose weights are stored in FP8."""
     specs = HfCheckpoint(path).specs.values()
     return [one.name.removesuffix(".weight") for one in specs if one.dtype == E4M3 and one.name.endswith(".weight")]
-
-
-def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype in which an engine computes."""
-    config = checkpoint.config
-    return torch.float16 if (config.get("dtype") or config.get("torch_dtype")) == "float16" else torch.bfloat16
 
 
 def model_of(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dtype) -> nn.Module:

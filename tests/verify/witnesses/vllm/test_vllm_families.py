@@ -16,6 +16,7 @@ from support.vllm_runs import run_cases
 from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+Runs = Mapping[str, LoadRun]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def runs(needed: list[str], root: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Mapping[str, LoadRun]) -> None:
+def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Runs) -> None:
     report = runs[name].report
     assert report is not None, runs[name]
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
@@ -52,7 +53,7 @@ def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Mappin
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_vllms_class_leaves_out_is_named(name: str, runs: Mapping[str, LoadRun]) -> None:
+def test_what_vllms_class_leaves_out_is_named(name: str, runs: Runs) -> None:
     report = runs[name].report
     assert report is not None, runs[name]
     seen = {one.tensor: one.what for one in report.dropped}
@@ -61,7 +62,7 @@ def test_what_vllms_class_leaves_out_is_named(name: str, runs: Mapping[str, Load
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_tensors_that_nobody_uses_and_vllm_wants_are_named(name: str, runs: Mapping[str, LoadRun]) -> None:
+def test_tensors_that_nobody_uses_and_vllm_wants_are_named(name: str, runs: Runs) -> None:
     report = runs[name].report
     assert report is not None, runs[name]
     assert (report.dropped, report.differing) == ((), ())
@@ -70,13 +71,13 @@ def test_tensors_that_nobody_uses_and_vllm_wants_are_named(name: str, runs: Mapp
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_what_vllm_refuses_is_quoted(name: str, runs: Mapping[str, LoadRun]) -> None:
+def test_what_vllm_refuses_is_quoted(name: str, runs: Runs) -> None:
     assert runs[name].report is None
     assert SAID[name] in f"{runs[name].crash}{runs[name].unable}"
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Mapping[str, LoadRun]) -> None:
+def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Runs) -> None:
     """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
     report = runs[f"{name} broken"].report
     assert report is not None, runs[f"{name} broken"]
@@ -88,7 +89,7 @@ def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Mappi
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Path, runs: Mapping[str, LoadRun]) -> None:
+def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Path, runs: Runs) -> None:
     report, broken = runs[name].draft, runs[f"{name} broken"].draft
     assert report is not None, runs[name]
     assert broken is not None, runs[f"{name} broken"]
@@ -103,11 +104,11 @@ def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Pat
 
 
 @pytest.mark.parametrize("name", DRAFT_REFUSED)
-def test_what_vllm_refuses_of_a_draft_model_is_quoted(name: str, runs: Mapping[str, LoadRun]) -> None:
+def test_what_vllm_refuses_of_a_draft_model_is_quoted(name: str, runs: Runs) -> None:
     assert runs[name].draft is None
     assert DRAFT_REFUSED[name] in str(runs[name].draft_error)
 
 
 @pytest.mark.parametrize("name", [name for name in CLEAN if name not in DRAFTS and name not in DRAFT_REFUSED])
-def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Mapping[str, LoadRun]) -> None:
+def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Runs) -> None:
     assert (runs[name].draft, runs[name].draft_error) == (None, None)

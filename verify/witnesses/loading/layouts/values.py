@@ -1,8 +1,12 @@
-"""The numbers that a layer's parameters stand for, and layouts that are compared with them."""
+"""The numbers that a layer's parameters stand for, and layouts that are compared with them.
+
+Some kernels want FP8 scales that are powers of two (DeepGEMM's UE8M0), so engines round such weights once more after
+loading. That is not a fault of the checkpoint or of the load; the report says how far it moves weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 from quant.formats.floats.decode import codes_and_scales
 from quant.formats.packing import unpack, unpack_zero_point
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
+from verify.witnesses.loading.bits import first_wrong, unequal
 from verify.witnesses.loading.layouts.layout import Difference, Expected, Layout, Outcome, own_parameters
 
 # Of a step of INT4. Kernels multiply codes and zero points by the scale in bfloat16, which rounds each product of up to
@@ -18,6 +23,9 @@ from verify.witnesses.loading.layouts.layout import Difference, Expected, Layout
 _OF_A_STEP = 1 / 8
 _OF_FP8 = 2**-7  # of a value in FP8, whose neighbours are a 16th or an 8th of it away; bfloat16 rounds by a 512th
 _AT_ONCE = 1024  # inputs
+_LARGEST = 448.0  # of float8_e4m3fn
+_SMALLEST = 1e-4  # DeepGEMM takes no block's largest value for smaller
+_ROUNDING = 2**-20  # of a scale, computed in float32
 
 
 @dataclass(frozen=True)
@@ -76,34 +84,21 @@ def products(run: Callable[[Tensor], Tensor], dtype: torch.dtype, block: tuple[i
         def compare() -> Outcome:
             if values is None:
                 return Outcome(unknown="its kernel has a layout of its own")
-            return Outcome([Difference(weight, what) for what in _unlike(values, run, dtype)])
+            what = _unlike(values, run, dtype)
+            return Outcome([Difference(weight, what)] if what else [])
 
         return Expected(frozenset(names), compare)
 
     return expect
 
 
-def _unlike(values: Values, run: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[str]:
+def _unlike(values: Values, run: Callable[[Tensor], Tensor], dtype: torch.dtype) -> str | None:
     outputs, inputs = values.exact.shape
-    within = values.within.expand(values.exact.shape)
-    count, first = 0, None
-    for begin in range(0, inputs, _AT_ONCE):
-        end = min(begin + _AT_ONCE, inputs)
-        ones = torch.zeros(end - begin, inputs, dtype=dtype, device=values.exact.device)
-        ones[torch.arange(end - begin), torch.arange(begin, end)] = 1
-        columns = run(ones)[:, :outputs].float().t()
-        wrong = ~((columns - values.exact[:, begin:end]).abs() <= within[:, begin:end])  # NaN too
-        count += int(wrong.sum())
-        if first is None and wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            first = row, begin + column, columns[row, column].item(), values.exact[row, begin + column].item()
-    if first is None:
-        return []
-    row, column, found, wanted = first
-    return [
-        f"{count} of {outputs * inputs} elements differ by what the kernel computes, first at {[row, column]}: "
-        f"{found} instead of {wanted}"
-    ]
+    several = torch.split(torch.arange(inputs, device=values.exact.device), _AT_ONCE)
+    units = (nn.functional.one_hot(some, inputs).to(dtype) for some in several)
+    columns = torch.cat([run(some)[:, :outputs].float() for some in units]).t()
+    wrong = ~((columns - values.exact).abs() <= values.within)  # NaN too
+    return first_wrong(wrong, columns, values.exact, "elements differ by what the kernel computes")
 
 
 def absorbed(layer: nn.Module, heads: int, rows: int, block: tuple[int, int] | None = None) -> Layout:
@@ -136,7 +131,74 @@ def _beyond(module: nn.Module, name: str, wanted: Tensor, within: Tensor) -> Ite
     found = getattr(module, name).detach().float()
     if found.shape != wanted.shape:
         yield Difference(name, f"shape {list(found.shape)} instead of {list(wanted.shape)}")
-    elif count := int((wrong := ~((found - wanted).abs() <= within)).sum()):
-        at = tuple(wrong.nonzero()[0].tolist())
-        what = f"{count} of {wrong.numel()} elements differ from kv_b_proj's, first at {list(at)}: "
-        yield Difference(name, f"{what}{found[at].item()} instead of {wanted[at].item()}")
+    elif what := first_wrong(~((found - wanted).abs() <= within), found, wanted, "elements differ from kv_b_proj's"):
+        yield Difference(name, what)
+
+
+def fp8_blocks(block: tuple[int, int], pairs: Sequence[tuple[str, str]]) -> Layout:
+    """FP8 weights [..., rows, columns] whose codes and scales are as loaded, or rounded to other scales.
+
+    `pairs`: the names of each weight and its scales [..., rows / block, columns / block].
+    """
+
+    def expect(module: nn.Module) -> Expected:
+        own = own_parameters(module)
+        before = {pair: tuple(own[name].clone() for name in pair) for pair in pairs}
+
+        def compare() -> Outcome:
+            outcome = Outcome()
+            for (name, scale_name), (codes, scales) in before.items():
+                now = [getattr(module, one).detach() for one in (name, scale_name)]
+                if [(one.shape, one.dtype) for one in now] != [(one.shape, one.dtype) for one in (codes, scales)]:
+                    outcome.unknown = f"{scale_name} has a layout of its kernel's own"
+                    continue
+                for expert in range(len(codes)) if codes.dim() == 3 else [None]:
+                    was, found = (
+                        [one if expert is None else one[expert] for one in several]
+                        for several in ((codes, scales), now)
+                    )
+                    if wrong := _wrong_codes(block, was, found):
+                        outcome.differences.append(Difference(name, wrong, expert))
+                    elif change := _change(block, was, found):
+                        outcome.requantized[name] = max(change, outcome.requantized.get(name, 0.0))
+            return outcome
+
+        return Expected(frozenset(name for pair in pairs for name in pair), compare)
+
+    return expect
+
+
+def _wrong_codes(block: tuple[int, int], was: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
+    """What is wrong with a matrix: codes that are not the loaded values in their scales, or unfit scales."""
+    codes, factors = codes_and_scales(was[0], was[1], block)
+    loaded = codes * factors
+    now, new = codes_and_scales(found[0], found[1], block)
+    same = ~unequal(new.contiguous(), factors.contiguous())
+    wanted = torch.where(same, codes, (loaded / new).to(torch.float8_e4m3fn).float())
+    fits = same | _fits(block, loaded, found[1], new)
+    wrong = unequal(now, wanted) & ~((now == 0) & (wanted == 0)) | ~fits
+    return first_wrong(wrong, now * new, loaded, "values differ")
+
+
+def _fits(block: tuple[int, int], loaded: Tensor, scales: Tensor, new: Tensor) -> Tensor:
+    """Where a new scale is a power of two that holds the largest value of its block, and not twice as large."""
+    largest = _by_block(block, loaded.abs(), scales.shape).clamp(min=_SMALLEST) / _LARGEST
+    needed = codes_and_scales(loaded, largest, block)[1]
+    mantissa, _ = torch.frexp(new)
+    return (mantissa == 0.5) & (new >= needed * (1 - _ROUNDING)) & (new <= 2 * needed * (1 + _ROUNDING))
+
+
+def _by_block(block: tuple[int, int], values: Tensor, shape: torch.Size) -> Tensor:
+    """The largest of each block: [rows, columns] -> `shape`."""
+    height, width = block
+    whole = values.new_zeros(shape[0] * height, shape[1] * width)
+    whole[: values.shape[0], : values.shape[1]] = values
+    return whole.view(shape[0], height, shape[1], width).amax((1, 3))
+
+
+def _change(block: tuple[int, int], was: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """The largest change of a value, as a part of the largest value of its block; 0.0: none."""
+    (codes, factors), (now, new) = (codes_and_scales(one[0], one[1], block) for one in (was, found))
+    loaded = codes * factors
+    largest = codes_and_scales(loaded, _by_block(block, loaded.abs(), was[1].shape), block)[1]
+    return float(((now * new - loaded).abs() / largest.clamp(min=torch.finfo(torch.float32).tiny)).max())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quant.formats.part_names import WEIGHT_PACKED
 from verify.witnesses.live import readback
-from verify.witnesses.sglang.names import has_default
+from verify.witnesses.sglang.facts import SGLANG
 
 RECORD = "verify.witnesses.sglang.live.readback.record"
 POISON = "verify.witnesses.sglang.live.readback.fill"
@@ -31,7 +31,7 @@ def record(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
 
 def fill(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Poisons every parameter: resumed memory may hold what was there before, and hide what an update leaves out."""
-    readback.fill(model, has_default)
+    readback.fill(model, SGLANG.has_default)
 
 
 def packed(model: nn.Module) -> dict[str, str]:

@@ -33,6 +33,13 @@ _NAMED = re.compile(r"^name=(\S+) ", re.MULTILINE)  # in the checker's message, 
 # that a selector names.
 BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
 _LOADERS = [BEGIN, END, RECORD, POISON]  # what an engine is started with as `custom_weight_loader`
+# One draft token a step, by the multi-token prediction layer of the same directory.
+_SPECULATIVE: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 1,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 2,
+}
 _Send = Callable[[Sequence[Any], str | None], None]
 
 
@@ -178,19 +185,8 @@ def start(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
         random_seed=0,
         watchdog_timeout=1500,
         log_level="info",
-        **(_speculative(job) if job.draft else {}),
+        **(_SPECULATIVE | {"speculative_draft_model_path": job.checkpoint} if job.draft else {}),
     )
-
-
-def _speculative(job: EngineJob) -> dict[str, Any]:
-    """One draft token a step, by the multi-token prediction layer of the same directory."""
-    return {
-        "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": job.checkpoint,
-        "speculative_num_steps": 1,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": 2,
-    }
 
 
 def _check_draft(job: EngineJob, checkpoint: HfCheckpoint) -> None:

@@ -37,7 +37,11 @@ class Server:
 
     def answers(self) -> list[Judged]:
         """What the model makes of each prompt."""
-        found = self._generate(self._job.prompts, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)
+        import vllm
+
+        asked = vllm.SamplingParams(temperature=0, detokenize=False, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)
+        tokens = [{"prompt_token_ids": list(prompt)} for prompt in self._job.prompts]
+        found: Sequence[Any] = self._llm.generate(tokens, asked, use_tqdm=False) if tokens else []
         pairs = zip(self._job.prompts, found, strict=True)
         return [_judged(prompt, one.prompt_logprobs[1:]) for prompt, one in pairs]
 
@@ -71,14 +75,6 @@ class Server:
     def snapshot_and_poison(self) -> None:
         """Poisons every parameter."""
         self._llm.collective_rpc("live_poison")
-
-    def _generate(self, prompts: Sequence[Sequence[int]], **asked: Any) -> Sequence[Any]:
-        import vllm
-
-        wanted = vllm.SamplingParams(temperature=0, detokenize=False, **asked)
-        tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        found: Sequence[Any] = self._llm.generate(tokens, wanted, use_tqdm=False) if tokens else []
-        return found
 
 
 def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:

@@ -18,7 +18,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from verify.witnesses.live.readback import described_tensors, fill
 from verify.witnesses.live.server import buckets
 from verify.witnesses.loading.bits import poison
-from verify.witnesses.vllm.names import has_default
+from verify.witnesses.vllm.facts import VLLM
 
 if current_platform.is_cpu():
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
@@ -55,7 +55,7 @@ class LiveWorker:
 
     def live_poison(self) -> None:
         """Poisons every parameter."""
-        fill(self.model_runner.get_model(), has_default)
+        fill(self.model_runner.get_model(), VLLM.has_default)
 
     def live_update(self, path: str) -> None:
         """The whole checkpoint, bucket by bucket."""

@@ -1,0 +1,310 @@
+"""Explains tensors that hold each other's values: layers, pipeline stages, experts and projections.
+
+The one answer for checks with a source, witnesses and `diff`. Without a source it explains layers and experts that hold
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import ranges, summarize
+from converters.megatron.pipeline import Pipeline
+from verify.evidence.folding import LAYER, layer_of, layers_of, parts_apart, pattern_of
+from verify.evidence.subject import Subject
+
+# The next move, by what most often puts values into each other's place.
+_EXCHANGED = "their names were exchanged where they were written: save or convert again from the source"
+_ROTATED = "the layers were numbered from another start: save or convert again, numbered from 0"
+_REORDERED = (
+    "the layers were written in another order, for example sorted as text (0, 1, 10, 11, 2): save or convert again "
+    "in order of number"
+)
+_STAGE = "the layers of a pipeline stage were numbered from another one: save or convert again with global layer IDs"
+_INSIDE = "the layers were numbered wrongly inside a pipeline stage: save or convert again with global layer IDs"
+_COPIED = "save or convert again from the source"
+AGAIN = "convert again from the source"
+_LOCAL = "each expert parallel rank may have numbered its experts from 0: save or convert again with global expert IDs"
+_WHICH = "compare with the release: which {} belongs there?"
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One mistake that put values under other names."""
+
+    text: str  # what happened, for people
+    hint: str  # the next move
+    names: list[str]  # tensors with wrong values
+    is_layers: bool = False  # whether whole layers moved
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline stages of a model, for findings that a stage may explain."""
+
+    count: int  # decoder layers
+    # The layers of each stage's chunks. Empty: the pipeline is unknown, and the stages of every even one are possible.
+    chunks: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+
+    @staticmethod
+    def of_names(names: Collection[str]) -> Stages:
+        """An unknown pipeline over the decoder layers that these tensors belong to."""
+        return Stages(1 + max(layers_of(names), default=-1))
+
+    def pair(self, layers: Sequence[int], others: Sequence[int]) -> str | None:
+        """What two sets of as many layers are called if each is a stage, or a chunk of one: `stages 1 and 0 of ...`."""
+        one, other = self._label(layers), self._label(others)
+        pipeline = "the pipeline" if self.chunks else f"a pipeline of {self.count // len(layers)}"
+        return None if one is None or other is None else f"stages {one} and {other} of {pipeline}"
+
+    def _label(self, layers: Sequence[int]) -> str | None:
+        size = len(layers)
+        if not self.chunks:
+            is_run = list(layers) == list(range(layers[0], layers[0] + size))
+            is_even = 1 < size < self.count and self.count % size == 0 == layers[0] % size
+            return str(layers[0] // size) if is_run and is_even else None
+        labels = {tuple(chunk): f"{at} (chunk {n})" for at, some in self.chunks.items() for n, chunk in enumerate(some)}
+        labels |= {tuple(_all(chunks)): str(stage) for stage, chunks in self.chunks.items()}
+        return labels.get(tuple(layers))
+
+    def holding(self, layers: Collection[int]) -> str | None:
+        """The stage of the known pipeline that holds all of these, with its layers."""
+        for stage, chunks in self.chunks.items():
+            if set(layers) <= set(_all(chunks)):
+                return f"stage {stage} of the pipeline (layers {ranges(_all(chunks))})"
+        return None
+
+
+def _all(chunks: Sequence[Sequence[int]]) -> list[int]:
+    return sorted(layer for chunk in chunks for layer in chunk)
+
+
+def stages_of(subject: Subject) -> Stages:
+    """The pipeline that saved the checkpoint, by its training arguments; unknown where they have none.
+
+    Raises CkptkitError where `.metadata` or the training arguments cannot be read.
+    """
+    args = subject.megatron_files.args if subject.is_megatron else {}
+    if (args.get("pipeline_model_parallel_size") or 1) == 1:
+        return Stages.of_names(subject.specs)
+    try:
+        pipeline = Pipeline.from_args(args)
+        return Stages(pipeline.layers, dict(enumerate(pipeline.stages)))
+    except CkptkitError:  # Megatron would refuse these numbers, so no stage of theirs saved anything
+        return Stages.of_names(subject.specs)
+
+
+def explain_moves(origins: Mapping[str, str | None], stages: Stages, where: str = "") -> Iterator[Moved]:
+    """Yields the tensors that hold others' values, those that one mistake explains together.
+
+    Whole layers come first, then experts and projections, then what remains. `origins` is as in `moved_layers`, and
+    `where` follows the name of a tensor whose values stand elsewhere.
+    """
+    left = {name: other for name, other in origins.items() if other is not None}
+    for layers in moved_layers(origins, stages):
+        yield layers
+        for name in layers.names:
+            del left[name]
+    within = {
+        name: other
+        for name, other in left.items()
+        if parts_apart(name, other) == 1 and name.count(".") == other.count(".")
+    }
+    for text, names in _moved_parts(within):
+        yield Moved(text, AGAIN, names)
+    others = {name: other for name, other in left.items() if name not in within}
+    for names in group_pairs(others):
+        yield Moved(f"the values of {summarize(others[name] for name in names)}{where}", AGAIN, names)
+
+
+def group_pairs(pairs: Mapping[str, str]) -> Iterable[list[str]]:
+    """Groups names that differ in numbers only, on both sides of the pair."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, other in pairs.items():
+        groups[pattern_of(name), pattern_of(other)].append(name)
+    return groups.values()
+
+
+def moved_layers(origins: Mapping[str, str | None], stages: Stages) -> Iterator[Moved]:
+    """Yields the layers that hold another layer's values, those that one mistake explains together.
+
+    `origins` maps each tensor with wrong values to the one whose values it holds; None where that is unknown. A layer
+    has moved when it has several wrong tensors, and all of them hold the tensors of the same name in one other layer.
+    """
+    wrong: dict[int, list[str]] = defaultdict(list)
+    sources: dict[int, set[int | None]] = defaultdict(set)
+    for name, other in origins.items():
+        if (layer := layer_of(name)) is not None:
+            wrong[layer].append(name)
+            sources[layer].add(_same_tensor_in(name, other))
+    origin = {
+        layer: source
+        for layer, found in sources.items()
+        if len(found) == 1 < len(wrong[layer]) and (source := next(iter(found))) is not None
+    }
+    exchanged = {layer for layer, other in origin.items() if origin.get(other) == layer}
+    around = sorted(layer for layer in origin if layer not in exchanged and _is_in_cycle(layer, origin))
+    pairs = {layer: origin[layer] for layer in exchanged if layer < origin[layer]}
+    copies = {layer: other for layer, other in origin.items() if layer not in exchanged and layer not in around}
+    texts = [_exchange(*far, stages) for far in _equally_far(pairs)]
+    texts += [_permutation(around, origin, stages)] if around else []
+    texts += [_copies(*far, stages) for far in _equally_far(copies)]
+    for layers, text, hint in texts:
+        yield Moved(text, hint, [name for layer in sorted(layers) for name in wrong[layer]], is_layers=True)
+
+
+def _same_tensor_in(name: str, other: str | None) -> int | None:
+    """The layer of `other` when it is the tensor `name` of another layer."""
+    here, there = LAYER.match(name), LAYER.match(other or "")
+    if not here or not there or other is None or name[here.end() :] != other[there.end() :]:
+        return None
+    return int(there[1])
+
+
+def _is_in_cycle(start: int, origin: Mapping[int, int]) -> bool:
+    """Whether a layer is on a cycle of layers that each hold the values of the next."""
+    layer = origin[start]
+    for _ in origin:
+        if layer == start or layer not in origin:
+            break
+        layer = origin[layer]
+    return layer == start
+
+
+def _equally_far(origin: Mapping[int, int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Layers and their origins, those equally far apart together."""
+    by_distance: dict[int, list[int]] = defaultdict(list)
+    for layer, other in sorted(origin.items()):
+        by_distance[other - layer].append(layer)
+    for distance, layers in by_distance.items():
+        yield layers, [layer + distance for layer in layers]
+
+
+_Text = tuple[Sequence[int], str, str]  # the layers concerned, the text and the hint
+
+
+def _exchange(layers: list[int], others: list[int], stages: Stages) -> _Text:
+    blamed = stages.pair(layers, others)
+    text = f"layers {ranges(layers)} and {ranges(others)} are exchanged"
+    return [*layers, *others], text + (f", which are {blamed}" if blamed else ""), _STAGE if blamed else _EXCHANGED
+
+
+def _permutation(layers: list[int], origin: Mapping[int, int], stages: Stages) -> _Text:
+    """Layers that are a permutation of themselves: rotated, or in another order."""
+    first, count, by = layers[0], len(layers), origin[layers[0]] - layers[0]
+    inside = stages.holding(layers)
+    which = f"layers {ranges(layers)}{f', all of {inside},' if inside else ''}"
+    is_run = layers[-1] - first + 1 == count
+    if is_run and all(origin[layer] == first + (layer - first + by) % count for layer in layers):
+        text = f"{which} are rotated: layer {first} holds the values of layer {first + by}"
+        return layers, text, _INSIDE if inside else _REORDERED if first else _ROTATED
+    held = ", ".join(f"layer {layer} those of layer {origin[layer]}" for layer in layers[1:3])
+    held += " and so on" if layers[3:] else ""
+    text = f"{which} stand in another order: layer {first} holds the values of layer {origin[first]}, {held}"
+    return layers, text, _INSIDE if inside else _REORDERED
+
+
+def _copies(layers: list[int], others: list[int], stages: Stages) -> _Text:
+    """Layers that hold copies of others."""
+    text = f"layers {ranges(layers)} hold the values of layers {ranges(others)}"
+    if len(layers) == 1:
+        text = f"layer {layers[0]} holds the values of layer {others[0]}"
+    if blamed := stages.pair(layers, others):
+        return layers, f"{text}, which are {blamed}", _STAGE
+    if len(layers) > 1 and (inside := stages.holding({*layers, *others})):
+        return layers, f"{text}, all of {inside}", _INSIDE
+    return layers, text, _COPIED
+
+
+def _moved_parts(origins: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Moves between names that differ in one part (an expert, a projection): a text each, and the names concerned."""
+    moves: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by what stands before and behind the part
+    for name, other in origins.items():
+        one, two = name.split("."), other.split(".")
+        at = next(index for index, part in enumerate(one) if part != two[index])
+        moves[".".join(one[:at]), ".".join(one[at + 1 :])][one[at]] = two[at]
+    same: dict[tuple[str, frozenset[tuple[str, str]]], list[str]] = defaultdict(list)
+    for (before, behind), mapping in moves.items():
+        kind = before.rpartition(".")[2]
+        key = kind if kind in ("experts", "layers") else "", frozenset(mapping.items())
+        same[key] += [".".join(filter(None, (before, part, behind))) for part in mapping]
+    for (kind, relation), names in same.items():
+        yield _relation(kind, dict(relation)), names
+
+
+def _relation(kind: str, mapping: Mapping[str, str]) -> str:
+    """Words for parts of names that hold each other's values: `experts 3 and 5 are exchanged`."""
+    prefix = f"{kind} " if kind else ""
+    names = sorted(mapping, key=_order)
+    if all(mapping.get(other) == name for name, other in mapping.items()):
+        first = [name for name in names if _order(name) < _order(mapping[name])]
+        return f"{prefix}{_listed(first)} and {_listed([mapping[name] for name in first])} are exchanged"
+    if set(mapping) == set(mapping.values()):
+        held = ", ".join(f"{name} holds the values of {mapping[name]}" for name in names[:3])
+        return f"{prefix}{_listed(names)} stand in another order: {held}{' and so on' if names[3:] else ''}"
+    if len(names) == 1:
+        return f"{kind[:-1]}{' ' if kind else ''}{names[0]} holds the values of {mapping[names[0]]}"
+    return f"{prefix}{_listed(names)} hold the values of {_listed([mapping[name] for name in names])}"
+
+
+def _order(part: str) -> tuple[int, str]:
+    return (int(part), "") if part.isdecimal() else (-1, part)
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return ranges(map(int, parts)) if all(part.isdecimal() for part in parts) else ", ".join(parts)
+
+
+def repeated_layers(equal: Iterable[Sequence[str]], stages: Stages) -> Iterator[Moved]:
+    """Explains tensors with the same bytes that differ only in their layer, those equally far apart together.
+
+    `equal` are groups of tensors of one pattern with the same bytes. Groups with two tensors of one layer are left out.
+    """
+    single = ((layers_of(names), names) for names in equal)
+    for sets, names in _same_gaps((layers, names) for layers, names in single if len(layers) == len(names)):
+        text = f"layers {' and '.join(map(ranges, sets))} hold the same bytes"
+        blamed = len(sets) == 2 and stages.pair(*sets)
+        yield Moved(
+            f"{text}; they are {blamed}" if blamed else text, _STAGE if blamed else _WHICH.format("layer"), names
+        )
+
+
+def repeated_experts(equal: Iterable[Sequence[str]]) -> Iterator[Moved]:
+    """Explains tensors with the same bytes within a layer, experts equally far apart together.
+
+    `equal` is as in `repeated_layers`. Groups that differ in more than the expert stand alone.
+    """
+    experts: list[tuple[list[int], Sequence[str]]] = []
+    for names in equal:
+        matches = [match for name in names if (match := _EXPERT.fullmatch(name))]
+        if len(matches) < len(names) or len({(match[1], match[3]) for match in matches}) > 1:
+            yield Moved("the same bytes", _WHICH.format("expert"), list(names))
+        else:
+            experts.append((sorted(int(match[2]) for match in matches), names))
+    for sets, found in _same_gaps(experts):
+        text = f"experts {' and '.join(map(ranges, sets))} hold the same bytes"
+        yield Moved(text, _LOCAL if _numbered_by_rank(sets) else _WHICH.format("expert"), found)
+
+
+def _same_gaps(groups: Iterable[tuple[Sequence[int], Sequence[str]]]) -> Iterator[tuple[list[list[int]], list[str]]]:
+    """Joins groups of sorted numbers with the same gaps: all first numbers, all second ones, and so on; their names."""
+    names_of: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    starts: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for numbers, names in groups:
+        gaps = tuple(number - numbers[0] for number in numbers)
+        names_of[gaps] += names
+        starts[gaps].add(numbers[0])
+    for gaps, found in names_of.items():
+        yield [sorted(start + gap for start in starts[gaps]) for gap in gaps], found
+
+
+def _numbered_by_rank(sets: Sequence[Sequence[int]]) -> bool:
+    """Whether these are the first experts of several ranks with as many each: runs of one length, the first from 0."""
+    size = len(sets[0])
+    runs = (list(some) == list(range(some[0], some[0] + size)) and some[0] % size == 0 for some in sets)
+    return size > 1 and sets[0][0] == 0 and all(runs)
