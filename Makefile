@@ -33,7 +33,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 	fi
 
 .PHONY: help setup demo test test-nightly test-sglang test-vllm test-vllm-cpu test-interop fuzz lint docs cards failures families \
-	mutation-report reports sglang-matrix bench megatron-layouts dist audit which-python
+	reports sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -130,9 +130,6 @@ families: $(stamp)  ## write the table of docs/families.md from the registry
 
 reports: $(stamp)  ## write lab/reports.md from the public reports that tests rebuild
 	@PYTHONPATH=.:tests $(python) -W ignore -m reports.table
-
-mutation-report: $(stamp)  ## break checkpoints in every known way and print which checks find it
-	@PYTHONPATH=.:tests $(python) -W ignore -m mutations.report
 
 # With CUDA it also passes through SGLang's repacking. CELLS takes --only REGEX and --limit N.
 sglang-matrix: $(stamp)  ## load every test model in every format into SGLang (an hour) and print what came out

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from mutations.edits import edit_stored, names, replace, tensor
-from mutations.torch_dist_edits import FC1
+from mutations.torch_dist import FC1
 from torch import Tensor
 
 from reports.files import on_checkpoint, without_tensors

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from mutations.torch_dist_edits import TRACKER
+from mutations.torch_dist import TRACKER
 from support import models
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex

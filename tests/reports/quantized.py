@@ -115,11 +115,7 @@ def _doubled_scale(path: Path) -> None:
 
 def int4_without(*ignore: str, group: int | None = 32) -> Change:
     """The release in INT4, without these modules."""
-
-    def prepare(work: Path) -> None:
-        quantize(work / SOURCE, work / "CKPT", QuantScheme(group, "qmax7", ignore))
-
-    return prepare
+    return lambda work: quantize(work / SOURCE, work / "CKPT", QuantScheme(group, "qmax7", ignore))
 
 
 def _mtp_by_name(content: dict[str, Any]) -> None:
