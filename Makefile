@@ -33,7 +33,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 	fi
 
 .PHONY: help setup demo test test-nightly test-sglang test-vllm test-vllm-cpu test-interop fuzz lint docs cards failures families \
-	reports sglang-matrix bench megatron-layouts dist audit which-python
+	sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -127,9 +127,6 @@ cards: $(stamp)  ## write docs/cards from headers, or compare with weights: make
 
 families: $(stamp)  ## write the table of docs/families.md from the registry
 	@PYTHONPATH=.:tests $(python) -W ignore -m families.table
-
-reports: $(stamp)  ## write lab/reports.md from the public reports that tests rebuild
-	@PYTHONPATH=.:tests $(python) -W ignore -m reports.table
 
 # With CUDA it also passes through SGLang's repacking. CELLS takes --only REGEX and --limit N.
 sglang-matrix: $(stamp)  ## load every test model in every format into SGLang (an hour) and print what came out

@@ -1,4 +1,4 @@
-"""Public bug reports, each rebuilt as a small case with a sound twin: lab/reports.md and its test are made of them."""
+"""Public bug reports of lab/reports.md, each rebuilt as a small case with a sound twin."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from reports import (
     precision,
     quantized,
 )
-from reports.report import Report
+from reports.report import Case, read
 
-REPORTS: tuple[Report, ...] = (
-    *files.REPORTS,
-    *indexes.REPORTS,
-    *megatron.REPORTS,
-    *names.REPORTS,
-    *exports.REPORTS,
-    *conversions.REPORTS,
-    *configs.REPORTS,
-    *quantized.REPORTS,
-    *lists.REPORTS,
-    *precision.REPORTS,
-    *adapters.REPORTS,
-    *adapter_files.REPORTS,
-    *merges.REPORTS,
-    *drafts.REPORTS,
-    *launches.REPORTS,
-    *other_formats.REPORTS,
+CASES: dict[str, Case] = (
+    adapter_files.CASES
+    | adapters.CASES
+    | configs.CASES
+    | conversions.CASES
+    | drafts.CASES
+    | exports.CASES
+    | files.CASES
+    | indexes.CASES
+    | launches.CASES
+    | lists.CASES
+    | megatron.CASES
+    | merges.CASES
+    | names.CASES
+    | other_formats.CASES
+    | precision.CASES
+    | quantized.CASES
 )
+REPORTS = tuple(read(CASES))

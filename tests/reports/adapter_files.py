@@ -10,9 +10,9 @@ import torch
 from mutations.edits import edit_json, tensor
 from safetensors.torch import load_file, save_file
 
-from reports.adapters import OVER_BASE, VERIFY, WEIGHTS
+from reports.adapters import VERIFY, WEIGHTS
 from reports.merges import CONFIG, attention, experts_of, save
-from reports.report import SOURCE, Change, Report
+from reports.report import SOURCE, Case, Change
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -72,75 +72,25 @@ def _whole(rows: int) -> Change:
     return make
 
 
-REPORTS = (
-    Report(
-        "surogate#173",
-        "2026-09",
-        "adapter_config.json without lora_alpha: one reader scales by 0, PEFT by 8 / r, others stop.",
-        f"{VERIFY} --strict",
-        "qwen2-untied/",
-        "CK131",
-        ("lora_alpha not there", "PEFT takes 8"),
-        _without_alpha,
-        _of_attention,
+CASES = {
+    "surogate#173": Case("qwen2-untied/", ("lora_alpha not there", "PEFT takes 8"), _without_alpha, _of_attention),
+    "vllm#48019": Case(
+        "qwen3_vl-tied/", ("vLLM 0.26 has no layer of this name", "answers with the base"), _as_text, _of_attention
     ),
-    Report(
-        "vllm#48019",
-        "2026-07",
-        "An adapter that was trained on the language model alone is served on the wrapper, whose layers have a "
-        "prefix: no name is found, and the base answers.",
-        f"{OVER_BASE} --strict",
-        "qwen3_vl-tied/",
-        "CK137",
-        ("vLLM 0.26 has no layer of this name", "answers with the base"),
-        _as_text,
-        _of_attention,
-    ),
-    Report(
-        "Automodel#3595",
-        "2026-08",
-        "The wrapper's `thinker.` stands before `base_model.model.`, not behind it.",
-        VERIFY,
+    "Automodel#3595": Case(
         "qwen3_omni_moe/",
-        "CK133",
         ("base_model.model. before every name",),
         _named(lambda name: f"thinker.{name.replace('.thinker.', '.')}"),
         _of_attention,
     ),
-    Report(
-        "ART#803",
-        "2026-08",
-        "PEFT takes a tensor of experts for [experts, inputs, outputs], Qwen3.6 has outputs first: the factors of "
-        "an identity adapter are on each other's side.",
-        OVER_BASE,
-        "qwen3_5_moe/fused",
-        "CK132",
-        (".experts",),
-        _exchanged,
-        _of_experts,
-        twin=VERIFY,
+    "ART#803": Case("qwen3_5_moe/fused", (".experts",), _exchanged, _of_experts, VERIFY),
+    "LlamaFactory#10186": Case(
+        "qwen2-untied/", ("[352, 128], as in the base", "[360, 128]", "embed_tokens"), _whole(8), _whole(0), VERIFY
     ),
-    Report(
-        "LlamaFactory#10186",
-        "2026-02",
-        "An adapter with a whole embedding and output layer was trained on a base whose vocabulary had grown.",
-        OVER_BASE,
+    "LlamaFactory#9545": Case(
         "qwen2-untied/",
-        "CK132",
-        ("[352, 128], as in the base", "[360, 128]", "embed_tokens"),
-        _whole(8),
-        _whole(0),
-        twin=VERIFY,
-    ),
-    Report(
-        "LlamaFactory#9545",
-        "2025-11",
-        "resize_vocab trains embedding and output layer whole (modules_to_save), which vLLM does not serve.",
-        f"{OVER_BASE} --strict",
-        "qwen2-untied/",
-        "CK137",
         ("SGLang 0.5.16 leaves it out silently, vLLM 0.26 refuses the adapter",),
         _whole(0),
         _of_attention,
     ),
-)
+}

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
-from reports.report import SOURCE, Change, Report
+from reports.report import SOURCE, Case, Change
 
-VERIFY, OVER_BASE = "ckptkit verify CKPT", "ckptkit verify CKPT --source RELEASE"
-MERGED = "ckptkit verify CKPT --source RELEASE --adapter ADAPTER"
+VERIFY = "ckptkit verify CKPT"
 WEIGHTS = "adapter_model.safetensors"
 RANK = 4
 
@@ -204,153 +203,57 @@ def _pruned(work: Path) -> None:
     shutil.rmtree(version_at(work / "CKPT", 1))
 
 
-REPORTS = (
-    Report(
-        "Megatron-Bridge#5384",
-        "2026-08",
-        "An export quantizes the base first and adds the adapter to that: shapes do not fit, and it is left out.",
-        MERGED,
+CASES = {
+    "Megatron-Bridge#5384": Case(
         "qwen2-untied-tiles/",
-        "CK305",
         ("self_attn.q_proj.weight", "quantization steps off"),
         _base_quantized,
         _dense_merged(_INT4),
     ),
-    Report(
-        "ms-swift#5450",
-        "2025-08",
-        "An adapter of the class without an output layer is merged into the one with it: PEFT finds no name and warns, "
-        "and the merged model is the base.",
-        MERGED,
-        "qwen3-untied/",
-        "CK202",
-        ("self_attn.q_proj.weight",),
-        _the_base,
-        _dense_merged(),
-    ),
-    Report(
-        "tinker-cookbook#525",
-        "2026-03",
-        "Pairs of in_proj_q, in_proj_k and in_proj_v, where Qwen3.5 has in_proj_qkv: engines know none of them.",
-        OVER_BASE,
+    "ms-swift#5450": Case("qwen3-untied/", ("self_attn.q_proj.weight",), _the_base, _dense_merged()),
+    "tinker-cookbook#525": Case(
         "qwen3_5/",
-        "CK132",
         ("linear_attn.in_proj_q", "the base has no"),
         _linear_attention(("in_proj_q", 48), ("in_proj_k", 48), ("in_proj_v", 160)),
         _linear_attention(("in_proj_qkv", 0)),
     ),
-    Report(
-        "Relax#262",
-        "2026-08",
-        "An exported adapter has the base's names without `base_model.model.`: PEFT warns, and leaves every B at zero.",
-        VERIFY,
+    "Relax#262": Case(
         "qwen3-untied/",
-        "CK133",
         ("base_model.model. before every name", "the adapter changes nothing"),
         _named(lambda name: name.removeprefix("base_model.model.")),
         _layers_pairs("q_proj", "k_proj", "v_proj", "o_proj"),
     ),
-    Report(
-        "prime-rl#3014",
-        "2026-07",
-        "Nemotron-H's adapter keeps the trainer's names where a rule is missing: `mamba`, `shared_expert`, `model.`.",
-        OVER_BASE,
+    "prime-rl#3014": Case(
         "nemotron_h/",
-        "CK132",
         ("the base has no model.layers.0.mamba.in_proj",),
         _named(_trainers_name),
         _layers_pairs("in_proj", "out_proj", "up_proj", "down_proj"),
     ),
-    Report(
-        "Automodel#3284",
-        "2026-08",
-        "Experts of a layer are exported in one pair with inputs and outputs exchanged, as PEFT had them up to 0.18.",
-        OVER_BASE,
+    "Automodel#3284": Case(
         "qwen3_moe/",
-        "CK132",
         ("A [rank, 128] and B [192, rank] of 12 experts", "A [48, 192], B [128, 48]"),
         _turned,
         _one_pair(RANK),
-        twin=VERIFY,
-    ),
-    Report(
-        "unsloth#5410",
-        "2026-05",
-        "A merge meets that layout, swallows the error, and writes the base's own experts: 18,432 tensors.",
-        MERGED,
-        "qwen3_moe/",
-        "CK202",
-        (".mlp.experts.", "144"),
-        _without_experts_deltas,
-        pairs_merged,
-    ),
-    Report(
-        "Megatron-Bridge#6076",
-        "2026-09",
-        "Shared-outer LoRA is saved as PEFT; PEFT has no module for the shared factors, drops them, and keeps those of "
-        "each expert.",
         VERIFY,
-        "qwen3_moe/",
-        "CK131",
-        ("lora_A is missing", ".experts.gate_up_proj"),
-        _without_shared,
-        _shared_outer,
     ),
-    Report(
-        "Megatron-Bridge#5588",
-        "2026-08",
-        "vLLM looks for the shared factor under the name of each expert, finds none, and ends in `lora_b is None`.",
-        f"{OVER_BASE} --strict",
+    "unsloth#5410": Case("qwen3_moe/", (".mlp.experts.", "144"), _without_experts_deltas, pairs_merged),
+    "Megatron-Bridge#6076": Case(
+        "qwen3_moe/", ("lora_A is missing", ".experts.gate_up_proj"), _without_shared, _shared_outer
+    ),
+    "Megatron-Bridge#5588": Case(
         "qwen3_moe/",
-        "CK137",
         ("SGLang 0.5.16 takes factors with an axis of experts; vLLM 0.26 refuses the adapter", ".experts."),
         prepare=_shared_outer,
         twin=VERIFY,
     ),
-    Report(
-        "Automodel#3834",
-        "2026-09",
-        "A MoE adapter saves a smaller rank for each expert than adapter_config.json has: PEFT cannot load it.",
-        OVER_BASE,
+    "Automodel#3834": Case(
         "qwen3_moe/",
-        "CK132",
         ("rank 4, as adapter_config.json says", "rank 1", ".experts."),
         _one_pair(1),
         _one_pair(RANK),
-        twin=VERIFY,
+        VERIFY,
     ),
-    Report(
-        "Megatron-Bridge#3341",
-        "2026-04",
-        "A grouped export of a merged model writes experts without what LoRA adds to them.",
-        MERGED,
-        "qwen3_moe/",
-        "CK202",
-        (".mlp.experts.",),
-        _without_experts_deltas,
-        pairs_merged,
-    ),
-    Report(
-        "slime#2104",
-        "2026-06",
-        "A delta that a host failed to apply is swallowed: its own checkpoint and the trainer part for the rest of the "
-        "run.",
-        "ckptkit verify CKPT --source DELTAS --hf RELEASE",
-        "qwen2-untied/",
-        "CK202",
-        ("model.",),
-        _missed_the_last,
-        _published,
-    ),
-    Report(
-        "SkyRL#1902",
-        "2026-07",
-        "A chain of deltas whose oldest version was pruned is replayed on the first base.",
-        OVER_BASE,
-        "qwen2-untied/",
-        "CK122",
-        (),
-        _pruned,
-        _chain,
-    ),
-)
+    "Megatron-Bridge#3341": Case("qwen3_moe/", (".mlp.experts.",), _without_experts_deltas, pairs_merged),
+    "slime#2104": Case("qwen2-untied/", ("model.",), _missed_the_last, _published),
+    "SkyRL#1902": Case("qwen2-untied/", (), _pruned, _chain),
+}

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ckptkit.app.api import convert
 from reports.configs import config, settings
-from reports.exports import AGAINST, VERIFY, changed, stored
+from reports.exports import changed, stored
 from reports.files import number_files, on_checkpoint, without_tensors
-from reports.report import SOURCE, Report
+from reports.report import SOURCE, Case
 
 MTP_EXPERTS = "mtp.layers.0.mlp.experts"
 _DRAFT = "mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight"
@@ -132,146 +132,35 @@ def _own_output_layer(work: Path) -> None:
     shutil.copytree((work / SOURCE).resolve(), path / "hf")
 
 
-REPORTS = (
-    Report(
-        "Megatron-Bridge#4657",
-        "2026-07",
-        "The bridges of the DeepSeek family map the router's selection bias in MTP layers alone: in Kimi K2's other "
-        "layers it stays zero.",
-        AGAINST,
+CASES = {
+    "Megatron-Bridge#4657": Case(
         "kimi_k2/megatron",
-        "CK202",
         ("e_score_correction_bias",),
         lambda work: [
             stored(f"decoder.layers.{layer}.mlp.router.expert_bias", torch.zeros_like)(work) for layer in range(1, 12)
         ],
     ),
-    Report(
-        "Megatron-Bridge#3740",
-        "2026-05",
-        "Qwen3.6 has the MTP layer's experts in one tensor each, Qwen3.5 one by one under the same class: none is "
-        "found, and all stay as initialized.",
-        AGAINST,
-        "qwen3_5_moe/",
-        "CK202",
-        (MTP_EXPERTS,),
-        stored(_DRAFT, _random, 12),
-        _from_packed_drafts,
+    "Megatron-Bridge#3740": Case("qwen3_5_moe/", (MTP_EXPERTS,), stored(_DRAFT, _random, 12), _from_packed_drafts),
+    "Megatron-Bridge#5334": Case(
+        "step3p5/hf", ("shared_head.output.weight",), without_tensors("shared_head.output"), settings(eos_token_id=3)
     ),
-    Report(
-        "Megatron-Bridge#5334",
-        "2026-08",
-        "Step-3.5 publishes an output layer for each MTP layer, Megatron shares one: the export lacks them.",
-        VERIFY,
-        "step3p5/hf",
-        "CK104",
-        ("shared_head.output.weight",),
-        without_tensors("shared_head.output"),
-        settings(eos_token_id=3),
+    "Model-Optimizer#1305": Case(
+        "glm4_moe/hf", ("e_score_correction_bias",), without_tensors("e_score_correction_bias")
     ),
-    Report(
-        "Model-Optimizer#1305",
-        "2026-04",
-        "An exporter returns before it collects biases: the router's selection bias is dropped.",
-        VERIFY,
-        "glm4_moe/hf",
-        "CK104",
-        ("e_score_correction_bias",),
-        without_tensors("e_score_correction_bias"),
-    ),
-    Report(
-        "Megatron-Bridge#3077",
-        "2026-04",
-        "YaRN is asked for by an override of rope_scaling, which in transformers 5 replaces the base too: training "
-        "takes 10000.",
-        AGAINST,
-        "qwen2-untied/",
-        "CK701",
-        ("rotary_base",),
-        on_checkpoint(_base_of_the_class),
-        _from_yarn,
-    ),
-    Report(
-        "swiss-ai/Megatron-LM#106",
-        "2026-02",
-        "A converter does not read from the checkpoint that queries and keys are normalized, and writes no such norms.",
-        VERIFY,
-        "qwen3-untied/hf",
-        "CK104",
-        ("q_norm.weight",),
-        without_tensors("q_norm", "k_norm"),
-    ),
-    Report(
-        "ms-swift#9412",
-        "2026-05",
-        "Qwen3.5's decay and gated norms are float32 in the release; loaded in bfloat16 they are saved so.",
-        AGAINST,
+    "Megatron-Bridge#3077": Case("qwen2-untied/", ("rotary_base",), on_checkpoint(_base_of_the_class), _from_yarn),
+    "swiss-ai/Megatron-LM#106": Case("qwen3-untied/hf", ("q_norm.weight",), without_tensors("q_norm", "k_norm")),
+    "ms-swift#9412": Case(
         "qwen3_5/",
-        "CK203",
         ("linear_attn.A_log",),
         changed("linear_attn.A_log", lambda found: found.to(torch.bfloat16)),
         _kept_in_float32,
     ),
-    Report(
-        "mlx-vlm#2114",
-        "2026-08",
-        "A converter added the 1 of norms that multiply by 1 + w; eight of eleven published conversions have it twice.",
-        AGAINST,
-        "qwen3_5/hf",
-        "CK202",
-        ("input_layernorm.weight", "each element is 1 more than the source's"),
-        on_checkpoint(_folded),
+    "mlx-vlm#2114": Case(
+        "qwen3_5/hf", ("input_layernorm.weight", "each element is 1 more than the source's"), on_checkpoint(_folded)
     ),
-    Report(
-        "vllm#54917",
-        "2026-09",
-        "Gemma 4 as transformers saves it has no keys in layers that share those of another; vLLM asked for them.",
-        VERIFY,
-        "gemma4-small-as-released/hf",
-        prepare=on_checkpoint(_without_shared_keys),
-        verdict="sound",
-        reason="such layers use no keys of their own; a reader asked for what is never used",
-    ),
-    Report(
-        "auto-round#1984",
-        "2026-07",
-        "config.json of a quantized MiniMax-M3 has layer_types for 7 layers; without it the answers are wrong.",
-        VERIFY,
-        "minimax_m3_vl/hf",
-        "CK101",
-        ("layer_types",),
-        config(_short_types),
-        config(_types),
-    ),
-    Report(
-        "unsloth#8448",
-        "2026-08",
-        "transformers 5 writes tokenizer_class TokenizersBackend, which version 4 and other readers do not know.",
-        VERIFY,
-        "qwen2-untied/hf",
-        prepare=on_checkpoint(_backend),
-        verdict="sound",
-        reason="transformers 5 reads what it wrote; which release reads it is in no file",
-    ),
-    Report(
-        "Megatron-Bridge#3743",
-        "2026-05",
-        "An import of gpt-oss in BF16 leaves down_proj of the experts in HF's layout, which its sizes do not show: it "
-        "is square.",
-        AGAINST,
-        "gpt_oss-square/megatron",
-        "CK202",
-        ("down_proj.weight", "144"),
-        on_checkpoint(_down_turned),
-    ),
-    Report(
-        "slime#345",
-        "2025-09",
-        "A tied Qwen2.5 is converted with an output layer of its own, for which the release has no weights.",
-        AGAINST,
-        "qwen2/megatron",
-        "CK701",
-        ("untie_embeddings_and_output_weights = True",),
-        _own_output_layer,
-    ),
-)
+    "vllm#54917": Case("gemma4-small-as-released/hf", prepare=on_checkpoint(_without_shared_keys)),
+    "auto-round#1984": Case("minimax_m3_vl/hf", ("layer_types",), config(_short_types), config(_types)),
+    "unsloth#8448": Case("qwen2-untied/hf", prepare=on_checkpoint(_backend)),
+    "Megatron-Bridge#3743": Case("gpt_oss-square/megatron", ("down_proj.weight", "144"), on_checkpoint(_down_turned)),
+    "slime#345": Case("qwen2/megatron", ("untie_embeddings_and_output_weights = True",), _own_output_layer),
+}

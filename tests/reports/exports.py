@@ -12,10 +12,8 @@ from torch import Tensor
 
 from reports.files import on_checkpoint, without_tensors
 from reports.quantized import deepseek_v4
-from reports.report import Change, Report
+from reports.report import Case, Change
 
-VERIFY = "ckptkit verify CKPT"
-AGAINST = "ckptkit verify CKPT --source RELEASE"
 EXPERT_FC1 = "decoder.layers.5.mlp.experts.experts.linear_fc1.weight"
 
 
@@ -75,169 +73,55 @@ def _split(name: str) -> tuple[str, int, str]:
     return f"{before}.experts.", int(number), f".{after}"
 
 
-REPORTS = (
-    Report(
-        "Megatron-Bridge#1272",
-        "2025-11",
-        "Mappings do not know `to_wrap`, under which adapters keep a base: no adapted module's weight is exported.",
-        VERIFY,
+CASES = {
+    "Megatron-Bridge#1272": Case(
         "qwen2-untied/hf",
-        "CK104",
         ("self_attn.q_proj.weight", "in no shard"),
         without_tensors(*(f"self_attn.{part}_proj" for part in "qkvo")),
     ),
-    Report(
-        "Megatron-Bridge#4107",
-        "2026-06",
-        "Nemotron-3 exported without its MTP layer has no final norm.",
-        VERIFY,
-        "nemotron_h/hf",
-        "CK104",
-        ("backbone.norm_f.weight", "in no shard"),
-        without_tensors("backbone.norm_f"),
+    "Megatron-Bridge#4107": Case(
+        "nemotron_h/hf", ("backbone.norm_f.weight", "in no shard"), without_tensors("backbone.norm_f")
     ),
-    Report(
-        "NeMo-RL#2774",
-        "2026-06",
-        "Many weights of Nemotron-3 are not converted, those of its MTP layers among them.",
-        AGAINST,
-        "nemotron_h-latent/hf",
-        "CK202",
-        ("mtp.layers.0.eh_proj.weight", "missing"),
-        without_tensors("mtp."),
-    ),
-    Report(
-        "vime#388",
-        "2026-08",
-        "With EP=4 the experts of rank 0 arrive in all ranks' places; Gemma 4 has those of a layer in one tensor.",
-        VERIFY,
+    "NeMo-RL#2774": Case("nemotron_h-latent/hf", ("mtp.layers.0.eh_proj.weight", "missing"), without_tensors("mtp.")),
+    "vime#388": Case(
         "gemma4/hf",
-        "CK206",
         ("experts {0..2} and {3..5} and {6..8} and {9..11} hold the same bytes", "expert parallel rank"),
         on_checkpoint(_repeated),
     ),
-    Report(
-        "llm-compressor#2735",
-        "2026-05",
-        "DeepSeek-V4 is quantized through transformers, which drops `mtp.*` while it loads; config.json announces the "
-        "layer still.",
-        AGAINST,
-        "deepseek_v4/hf",
-        "CK202",
-        ("mtp.0.attn.wkv.weight", "missing"),
-        without_tensors("mtp."),
-        deepseek_v4,
+    "llm-compressor#2735": Case(
+        "deepseek_v4/hf", ("mtp.0.attn.wkv.weight", "missing"), without_tensors("mtp."), deepseek_v4
     ),
-    Report(
-        "slime#1799",
-        "2026-04",
-        "A converter numbers experts as a rank does: with EP=8 the ranks 1 to 7 hold the experts of rank 0.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK206",
-        (".mlp.experts.",),
-        on_checkpoint(_local_numbers),
-    ),
-    Report(
-        "ISEEKYAN/Megatron-LM#81",
-        "2026-07",
-        "An export casts everything to bfloat16, the float32 selection bias of the router too.",
-        AGAINST,
+    "slime#1799": Case("qwen3_moe/hf", (".mlp.experts.",), on_checkpoint(_local_numbers)),
+    "ISEEKYAN/Megatron-LM#81": Case(
         "glm4_moe/hf",
-        "CK203",
         ("e_score_correction_bias",),
         changed("e_score_correction_bias", lambda found: found.to(torch.bfloat16)),
     ),
-    Report(
-        "Megatron-LM#5844",
-        "2026-07",
-        "`tools/checkpoint` finds no expert of Mixtral under its own names, leaves all as initialized, and succeeds.",
-        AGAINST,
+    "Megatron-LM#5844": Case(
         "mixtral/megatron",
-        "CK202",
         ("experts",),
         stored(EXPERT_FC1, lambda found: torch.randn(found.shape).mul(0.02).to(found.dtype), experts=12),
     ),
-    Report(
-        "Megatron-Bridge#5366",
-        "2026-08",
-        "The low-memory import writes rows of gate and up in turn, where Megatron has gate above up.",
-        AGAINST,
-        "qwen2-untied/megatron",
-        "CK202",
-        ("model.layers.3.mlp.gate_proj.weight",),
-        stored(FC1, _interleaved),
+    "Megatron-Bridge#5366": Case(
+        "qwen2-untied/megatron", ("model.layers.3.mlp.gate_proj.weight",), stored(FC1, _interleaved)
     ),
-    Report(
-        "Megatron-Bridge#5375",
-        "2026-08",
-        "An export keeps the rows that Megatron added to divide the vocabulary over ranks.",
-        VERIFY,
-        "qwen2-untied/hf",
-        "CK105",
-        ("embed_tokens.weight",),
-        on_checkpoint(_padded),
-    ),
-    Report(
-        "training-gym#100",
-        "2026-06",
-        "With expert parallelism fused experts are exported without the transpose; the rollout is gibberish.",
-        VERIFY,
+    "Megatron-Bridge#5375": Case("qwen2-untied/hf", ("embed_tokens.weight",), on_checkpoint(_padded)),
+    "training-gym#100": Case(
         "qwen3_5_moe/fused",
-        "CK105",
         ("mlp.experts.down_proj",),
         changed("layers.3.mlp.experts.down_proj", lambda found: found.transpose(1, 2)),
     ),
-    Report(
-        "slime#1840",
-        "2026-04",
-        "The raw converter of gpt-oss writes down_proj of the experts in the layout of other families.",
-        VERIFY,
+    "slime#1840": Case(
         "gpt_oss/hf",
-        "CK105",
         ("mlp.experts.down_proj",),
         changed("mlp.experts.down_proj", lambda found: found.transpose(1, 2) if found.dim() == 3 else found),
     ),
-    Report(
-        "NeMo-RL#2249",
-        "2026-04",
-        "Layers of gpt-oss are missing from the exported checkpoint.",
-        VERIFY,
-        "gpt_oss/hf",
-        "CK104",
-        ("model.layers.",),
-        without_tensors("model.layers.10.", "model.layers.11."),
-    ),
-    Report(
-        "Megatron-Bridge#4960",
-        "2026-07",
-        "The bridge of GLM-5 overwrites the number of MTP layers with None; conversion drops them and succeeds.",
-        AGAINST,
-        "glm_moe_dsa/hf",
-        "CK202",
-        ("model.layers.12.",),
-        without_tensors("model.layers.12."),
-    ),
-    Report(
-        "Model-Optimizer#2427",
-        "2026-09",
-        "A quantizer finds MTP weights by parts of names; where a family spells them otherwise, they are not exported, "
-        "and config.json still announces them.",
-        AGAINST,
+    "NeMo-RL#2249": Case("gpt_oss/hf", ("model.layers.",), without_tensors("model.layers.10.", "model.layers.11.")),
+    "Megatron-Bridge#4960": Case("glm_moe_dsa/hf", ("model.layers.12.",), without_tensors("model.layers.12.")),
+    "Model-Optimizer#2427": Case("deepseek_v3/hf", ("model.layers.12.",), without_tensors("model.layers.12.")),
+    "Megatron-Bridge#1883": Case(
         "deepseek_v3/hf",
-        "CK202",
-        ("model.layers.12.",),
-        without_tensors("model.layers.12."),
-    ),
-    Report(
-        "Megatron-Bridge#1883",
-        "2026-01",
-        "A custom model of the family is exported against the shards of the release: 1,481 tensors are yielded and not "
-        "saved, and no weight is written.",
-        VERIFY,
-        "deepseek_v3/hf",
-        "CK103",
         ("no weights",),
         on_checkpoint(lambda path: [file.unlink() for file in path.glob("*.safetensors*")]),
     ),
-)
+}

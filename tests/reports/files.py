@@ -11,9 +11,8 @@ import torch
 from mutations.edits import INDEX, edit_index, names, replace, shard_of, tensor, write_index
 from support.fake_hub import download
 
-from reports.report import Change, Report
+from reports.report import Case, Change
 
-VERIFY = "ckptkit verify CKPT"
 LAST = "model.layers.11."
 
 
@@ -130,164 +129,41 @@ def _zero_projections(path: Path) -> None:
     replace(path, {name: torch.zeros_like(tensor(path, name)) for name in found})
 
 
-REPORTS = (
-    Report(
-        "Megatron-Bridge#4188",
-        "2026-06",
-        "An export without the MTP layer skips each shard of which a tensor is missing: the first and the last ones, "
-        "with embedding, last layer and output layer. The index agrees with what is left.",
-        VERIFY,
+CASES = {
+    "Megatron-Bridge#4188": Case(
         "glm4_moe_lite/hf",
-        "CK104",
         ("model.embed_tokens.weight",),
         without_shards("model.embed_tokens", "model.layers.12.", "lm_head", "model.norm"),
     ),
-    Report(
-        "AReaL#1403",
-        "2026-06",
-        "The same writer, MTP head dropped: a shard that holds an MTP tensor too is not written, with the output layer "
-        "and two decoder layers; 62 GB of 67.",
-        VERIFY,
-        "qwen3_5_moe/hf",
-        "CK104",
-        ("lm_head.weight",),
-        without_shards("mtp.", "lm_head", "layers.11.mlp.experts.0."),
+    "AReaL#1403": Case(
+        "qwen3_5_moe/hf", ("lm_head.weight",), without_shards("mtp.", "lm_head", "layers.11.mlp.experts.0.")
     ),
-    Report(
-        "Megatron-Bridge#4083",
-        "2026-06",
-        "The names for the index were gathered over pipeline ranks alone: experts of other expert parallel ranks are "
-        "stored and not listed.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK104",
-        (".mlp.experts.",),
-        on_checkpoint(_unlisted),
-    ),
-    Report(
-        "Relax#148",
-        "2026-07",
-        "The exported index lists MTP tensors that were planned and never written.",
-        VERIFY,
+    "Megatron-Bridge#4083": Case("qwen3_moe/hf", (".mlp.experts.",), on_checkpoint(_unlisted)),
+    "Relax#148": Case(
         "glm4_moe/hf",
-        "CK104",
         ("model.layers.12.",),
         on_checkpoint(lambda path: (replace(path, {}, names(path, "model.layers.12.")), _ghosts(path))),
     ),
-    Report(
-        "sglang#32279",
-        "2026-07",
-        "A download that stopped: the index names a shard that is not there, the engine leaves its parameters as "
-        "memory held them, and answers.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK102",
-        (".safetensors",),
-        on_checkpoint(_shard_gone),
+    "sglang#32279": Case("qwen3_moe/hf", (".safetensors",), on_checkpoint(_shard_gone)),
+    "vllm#34930": Case(
+        "qwen2-untied-tiles/int4", ("model.layers.11.",), without_shards("model.layers.11.mlp.down_proj.")
     ),
-    Report(
-        "vllm#34930",
-        "2026-02",
-        "The same with an INT4 checkpoint, where the engine does not check completeness at all.",
-        VERIFY,
-        "qwen2-untied-tiles/int4",
-        "CK104",
-        ("model.layers.11.",),
-        without_shards("model.layers.11.mlp.down_proj."),
-    ),
-    Report(
-        "ms-swift#9325",
-        "2026-05",
-        "An export of a mixture of experts left every expert out: 11 GB of a 397B model.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK104",
-        (".mlp.experts.",),
-        without_tensors(".mlp.experts."),
-    ),
-    Report(
-        "ms-swift#6644",
-        "2025-11",
-        "A conversion to HF is short of exactly the last layer.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK104",
-        (LAST,),
-        without_tensors(LAST),
-    ),
-    Report(
-        "slime#309",
-        "2025-09",
-        "The model script counts one layer less than the release has (its MTP layer), so a round trip always loses it.",
-        "ckptkit verify CKPT --source RELEASE",
-        "glm4_moe/hf",
-        "CK202",
-        ("model.layers.12.",),
-        without_tensors("model.layers.12."),
-    ),
-    Report(
-        "ms-swift#9504",
-        "2026-06",
-        "An export from a distributed checkpoint leaves the MTP weights of Qwen3.5 out, and says nothing.",
-        "ckptkit verify CKPT --source RELEASE",
-        "qwen3_5/hf",
-        "CK202",
-        ("mtp.",),
-        without_tensors("mtp."),
-    ),
-    Report(
-        "aprender#2337",
-        "2026-07",
-        "A file in the download cache has the right length and zeros where 27 of 339 tensors should be.",
-        VERIFY,
+    "ms-swift#9325": Case("qwen3_moe/hf", (".mlp.experts.",), without_tensors(".mlp.experts.")),
+    "ms-swift#6644": Case("qwen3_moe/hf", (LAST,), without_tensors(LAST)),
+    "slime#309": Case("glm4_moe/hf", ("model.layers.12.",), without_tensors("model.layers.12.")),
+    "ms-swift#9504": Case("qwen3_5/hf", ("mtp.",), without_tensors("mtp.")),
+    "aprender#2337": Case("qwen2-untied/hf", ("model.layers.11.mlp.down_proj.weight",), on_checkpoint(_zeroed)),
+    "huggingface_hub#3643": Case(
         "qwen2-untied/hf",
-        "CK205",
-        ("model.layers.11.mlp.down_proj.weight",),
-        on_checkpoint(_zeroed),
-    ),
-    Report(
-        "huggingface_hub#3643",
-        "2025-12",
-        "A download succeeds with other bytes than were published; nothing hashes them afterwards.",
-        VERIFY,
-        "qwen2-untied/hf",
-        "CK124",
         ("model.layers.11.", "hf download ", "--force-download"),
         on_checkpoint(_received),
         lambda work: _downloaded(work, local_dir=work / "CKPT"),
     ),
-    Report(
-        "vllm#53537",
-        "2026-08",
-        "One shard of a quantized model (INT8 there, INT4 here) has a sound header and wrong bytes; only tool calls "
-        "are cut short.",
-        VERIFY,
-        "qwen2-untied-tiles/int4",
-        "CK124",
-        ("model.layers.11.", "hf download org/model "),
-        on_checkpoint(_received),
-        _in_cache,
+    "vllm#53537": Case(
+        "qwen2-untied-tiles/int4", ("model.layers.11.", "hf download org/model "), on_checkpoint(_received), _in_cache
     ),
-    Report(
-        "VoiceStudio#1056",
-        "2026-07",
-        "In the download cache the snapshot's links dangle, so that transformers says that there is no weight file, "
-        "with every byte on disk.",
-        VERIFY,
-        "qwen2-untied/hf",
-        "CK102",
-        ("link",),
-        on_checkpoint(_dangling),
-        _linked,
+    "VoiceStudio#1056": Case("qwen2-untied/hf", ("link",), on_checkpoint(_dangling), _linked),
+    "prime-rl#3451": Case(
+        "qwen3_moe/hf", ("self_attn.k_proj.weight", "all zero", "12"), on_checkpoint(_zero_projections)
     ),
-    Report(
-        "prime-rl#3451",
-        "2026-09",
-        "A trainer that fuses q, k and v loads weights into copies that it does not train, and saves zeros for them.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK205",
-        ("self_attn.k_proj.weight", "all zero", "12"),
-        on_checkpoint(_zero_projections),
-    ),
-)
+}

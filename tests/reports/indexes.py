@@ -9,8 +9,8 @@ from mutations.edits import edit_index, names, shard_of, tensor
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from reports.files import VERIFY, on_checkpoint
-from reports.report import Report
+from reports.files import on_checkpoint
+from reports.report import Case
 
 EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"
 
@@ -49,47 +49,11 @@ def _renumbered(path: Path) -> None:
         file.rename(path / f"model-{number:05d}-of-{len(files) + 2:05d}.safetensors")
 
 
-REPORTS = (
-    Report(
-        "vllm#54230",
-        "2026-08",
-        "A file of another save is used for 129 of its tensors, and holds 1,024 more that the index does not place "
-        "there, some under names that are elsewhere: vLLM loads every tensor of a file that the index names.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK104",
-        (EXPERT, "each tensor in one shard"),
-        on_checkpoint(_reused),
+CASES = {
+    "vllm#54230": Case("qwen3_moe/hf", (EXPERT, "each tensor in one shard"), on_checkpoint(_reused)),
+    "colibri#1479": Case("qwen3_moe/hf", ("o_proj", "model-overlay.safetensors"), on_checkpoint(_overlay)),
+    "mlx-vlm#1464": Case("qwen2-untied/hf", ("transformers reads model.safetensors",), on_checkpoint(_stray)),
+    "mlx-vlm#1827": Case(
+        "qwen2-untied/hf", ("the file that the index names", "14 more: missing"), on_checkpoint(_renumbered)
     ),
-    Report(
-        "colibri#1479",
-        "2026-09",
-        "An overlay: the index places tensors in a file of their own, and the files before still hold their old "
-        "values.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK104",
-        ("o_proj", "model-overlay.safetensors"),
-        on_checkpoint(_overlay),
-    ),
-    Report(
-        "mlx-vlm#1464",
-        "2026-06",
-        "A 4-bit model.safetensors was left beside the BF16 shards, and a reader takes every file.",
-        VERIFY,
-        "qwen2-untied/hf",
-        "CK104",
-        ("transformers reads model.safetensors",),
-        on_checkpoint(_stray),
-    ),
-    Report(
-        "mlx-vlm#1827",
-        "2026-08",
-        "Files were written anew under other names, and the index was not: what it names and is there is loaded.",
-        VERIFY,
-        "qwen2-untied/hf",
-        "CK102",
-        ("the file that the index names", "14 more: missing"),
-        on_checkpoint(_renumbered),
-    ),
-)
+}

@@ -13,8 +13,8 @@ from support.floats import SPELLINGS, write
 from support.quantized import one_target, widen
 
 from reports.files import number_files, on_checkpoint
-from reports.quantized import LINT, VERIFY, cache_scales, int4_without, quantization
-from reports.report import SOURCE, Change, Report
+from reports.quantized import cache_scales, int4_without, quantization
+from reports.report import SOURCE, Case, Change
 
 LAYERS = tuple(f"model.language_model.layers.{layer}" for layer in range(12))
 FP8 = tuple(f".{part}_proj.weight" for part in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -159,122 +159,48 @@ def _two_widths(work: Path) -> None:
     widen(work / "CKPT", (work / SOURCE).resolve(), ".down_proj")
 
 
-REPORTS = (
-    Report(
-        "Model-Optimizer#1858",
-        "2026-06",
-        "NVFP4 of a mixture of experts whose routers stay in BF16: transformers 5 has no Linear there, so that the "
-        "exporter does not list them, and engines build them packed.",
-        f"{VERIFY} --reader vllm",
-        "qwen3_moe/",
-        "CK302",
-        ("mlp.gate",),
-        without(*ROUTERS),
-        _excluding(*ROUTERS),
-    ),
-    Report(
-        "Model-Optimizer#479",
-        "2025-10",
-        "The list is written with a prefix that no module of a vision model has, `model.layers.language_model.`.",
-        f"{VERIFY} --reader vllm",
+CASES = {
+    "Model-Optimizer#1858": Case("qwen3_moe/", ("mlp.gate",), without(*ROUTERS), _excluding(*ROUTERS)),
+    "Model-Optimizer#479": Case(
         "qwen3_vl-tied/",
-        "CK302",
         ("self_attn",),
         exclude(_hard_coded),
         _excluding(*ATTENTION, "model.visual*", packed=r".*language_model.*mlp\.\w+_proj\.weight"),
     ),
-    Report(
-        "vllm#45132",
-        "2026-06",
-        "The output layer is stored in NVFP4, and the list leaves it out: the engine has no place for its scales.",
-        VERIFY,
-        "qwen2-untied/",
-        "CK302",
-        ("lm_head",),
-        on_checkpoint(_head_packed),
-        _excluding(),
-    ),
-    Report(
-        "vllm#46264",
-        "2026-06",
-        "Of the scales of an FP8 cache v_scale alone is stored.",
-        VERIFY,
-        "qwen2-untied/",
-        "CK303",
-        ("k_scale",),
-        on_checkpoint(_without_k),
-        _cache,
-    ),
-    Report(
-        "sglang#32736",
-        "2026-07",
-        "The list names the modules that hold an expert's projections. SGLang looks for entries inside of names, takes "
-        "every expert for unquantized, and serves memory.",
-        LINT,
-        "qwen3_moe-tiles/int4",
-        "lint: disagreement",
-        ("mlp.experts",),
-        quantization(_containers),
-    ),
-    Report(
-        "sglang#23687",
-        "2026-04",
-        "The list of a dense FP8 model names `mlp.gate`, which is not there; a reader that compares beginnings leaves "
-        "out gate_proj, and drops its scales.",
-        f"{VERIFY} --reader transformers",
+    "vllm#45132": Case("qwen2-untied/", ("lm_head",), on_checkpoint(_head_packed), _excluding()),
+    "vllm#46264": Case("qwen2-untied/", ("k_scale",), on_checkpoint(_without_k), _cache),
+    "sglang#32736": Case("qwen3_moe-tiles/int4", ("mlp.experts",), quantization(_containers)),
+    "sglang#23687": Case(
         "qwen3_5/",
-        "CK302",
         ("transformers 5.12", "mlp.gate_proj.weight", "mlp.gate'"),
         quantization(_gates_of_a_mixture),
         _fp8_listed,
     ),
-    Report(
-        "Model-Optimizer#2334",
-        "2026-09",
-        "NVFP4 experts are exported packed, as the plain release has them: engines know quantized experts one by one.",
-        VERIFY,
+    "Model-Optimizer#2334": Case(
         "qwen3_5_moe/",
-        "CK104",
         ("experts.down_proj",),
         on_checkpoint(_packed_experts),
         _excluding(
             "model.visual*", "mtp.*", "*linear_attn*", packed=r".*language_model.*experts\.\d+\.\w+_proj\.weight"
         ),
     ),
-    Report(
-        "vllm#41994",
-        "2026-05",
-        "The list names every module of the MTP layer but its experts, which are stored in BF16: vLLM builds them in "
-        "NVFP4 and finds no place for their weights.",
-        f"{VERIFY} --reader vllm",
+    "vllm#41994": Case(
         "qwen3_5_moe/",
-        "CK302",
         ("vLLM 0.26 would pack", "mtp.layers.0.mlp.experts.{0..11}.down_proj.weight"),
         quantization(_without_draft_experts),
         _without_drafts,
     ),
-    Report(
-        "sglang#37673",
-        "2026-09",
-        "Quark's list names the experts of three layers one by one; SGLang asks for a layer's experts under one name, "
-        "and builds them packed.",
-        VERIFY,
+    "sglang#37673": Case(
         "qwen3_moe/",
-        "CK302",
         ("SGLang 0.5.16 would pack model.layers.{3,5..6}.mlp.experts.{0..11}.gate_proj.weight",),
         quantization(_one_by_one),
         _experts_kept,
     ),
-    Report(
-        "auto-round#2188",
-        "2026-08",
-        "Weights of two widths, whose config_groups both have the target `Linear`: readers keep one of the two.",
-        VERIFY,
+    "auto-round#2188": Case(
         "qwen2-untied-tiles/",
-        "CK303",
         ("mlp.gate_proj.weight_packed", "config.json says 8 bits"),
         quantization(one_target),
         _two_widths,
-        f"{LINT} --reader vllm",
+        "ckptkit lint CKPT --reader vllm",
     ),
-)
+}

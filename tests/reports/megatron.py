@@ -11,8 +11,8 @@ from support import models
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from reports.files import VERIFY, on_checkpoint
-from reports.report import Report
+from reports.files import on_checkpoint
+from reports.report import Case
 
 # A run of slime that goes on, but for its number of rollouts.
 _GOES_ON = (
@@ -55,68 +55,23 @@ def _common_state_as_an_object(work: Path) -> None:
     common.rename(path / name)
 
 
-REPORTS = (
-    Report(
-        "ms-swift#10045",
-        "2026-09",
-        "A patched reader swallows the error of a missing .distcp file: the tensors in it keep their initial values, "
-        "and the load succeeds.",
-        VERIFY,
+CASES = {
+    "ms-swift#10045": Case(
         "qwen3_moe/megatron",
-        "CK112",
         (".distcp",),
         on_checkpoint(lambda path: min((path / "release").glob("*.distcp")).unlink()),
     ),
-    Report(
-        "NeMo#14851",
-        "2025-09",
-        "Of some saves `KeyError: MetadataIndex(...)`: .metadata names a piece of a tensor and not where it lies.",
-        VERIFY,
+    "NeMo#14851": Case(
         "qwen3_moe/megatron",
-        "CK111",
         (QKV,),
         on_checkpoint(lambda path: models.edit_metadata(path / "release", _piece_without_place)),
     ),
-    Report(
-        "Megatron-Bridge#829",
-        "2025-10",
-        "A checkpoint without latest_checkpointed_iteration.txt: Megatron-LM finds nothing in it and starts anew.",
-        "ckptkit preflight --hf-checkpoint RELEASE --ref-load CKPT",
-        "qwen3_moe/megatron",
-        "CK712",
-        ("tracker",),
-        _no_tracker,
+    "Megatron-Bridge#829": Case("qwen3_moe/megatron", ("tracker",), _no_tracker),
+    "ms-swift#7628": Case(
+        "qwen3_moe/megatron", ("no tracker",), lambda work: (work / "RUN" / TRACKER).unlink(), _resumes
     ),
-    Report(
-        "ms-swift#7628",
-        "2026-01",
-        "Nodes do not share the directory of --save: the one that loads sees iterations and no tracker.",
-        "ckptkit preflight --hf-checkpoint RELEASE --load RUN --ref-load CKPT",
-        "qwen3_moe/megatron",
-        "CK711",
-        ("no tracker",),
-        lambda work: (work / "RUN" / TRACKER).unlink(),
-        _resumes,
+    "training-gym#492": Case(
+        "qwen3_moe/megatron", ("iteration 10", "without a step of training"), prepare=_resumes, twin=f"{_GOES_ON} 12"
     ),
-    Report(
-        "training-gym#492",
-        "2026-09",
-        "A run that goes on from iteration N with --num-rollout of at most N + 1 trains nothing, and ends as if done.",
-        f"{_GOES_ON} 11",
-        "qwen3_moe/megatron",
-        "CK746",
-        ("iteration 10", "without a step of training"),
-        prepare=_resumes,
-        twin=f"{_GOES_ON} 12",
-    ),
-    Report(
-        "ms-swift#9908",
-        "2026-08",
-        "A checkpoint of megatron-core 0.19 has no common.pt, for which an export looked.",
-        VERIFY,
-        "qwen3_moe/megatron",
-        prepare=_common_state_as_an_object,
-        verdict="sound",
-        reason="what common.pt held is an object in the .distcp files, where ckptkit reads it",
-    ),
-)
+    "ms-swift#9908": Case("qwen3_moe/megatron", prepare=_common_state_as_an_object),
+}

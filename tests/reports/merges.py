@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.app.api import convert
-from reports.adapters import MERGED, RANK, WEIGHTS, pairs_merged
-from reports.files import VERIFY, number_files, on_checkpoint
-from reports.report import SOURCE, Change, Report
+from reports.adapters import RANK, WEIGHTS, pairs_merged
+from reports.files import number_files, on_checkpoint
+from reports.report import SOURCE, Case, Change
 
 CONFIG = "adapter_config.json"
 
@@ -210,119 +210,21 @@ def _expert_after_expert(work: Path) -> None:
     convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "OTHER")
 
 
-REPORTS = (
-    Report(
-        "verl#7285",
-        "2026-08",
-        "The model merger writes a LoRA run's base byte for byte, and the adapter into a directory below it.",
-        MERGED,
-        "qwen2-untied/",
-        "CK202",
-        ("self_attn.q_proj.weight",),
-        _with_adapter_beside,
-        merged(_of_attention()),
+CASES = {
+    "verl#7285": Case("qwen2-untied/", ("self_attn.q_proj.weight",), _with_adapter_beside, merged(_of_attention())),
+    "Qwen-VL-Series-Finetune#259": Case(
+        "qwen3_5/", ("mtp.", "missing"), on_checkpoint(_without_drafts), merged(_of_attention())
     ),
-    Report(
-        "Qwen-VL-Series-Finetune#259",
-        "2026-08",
-        "A merge of Qwen3.5 through transformers, which drops `mtp.*` while it loads.",
-        MERGED,
-        "qwen3_5/",
-        "CK202",
-        ("mtp.", "missing"),
-        on_checkpoint(_without_drafts),
-        merged(_of_attention()),
+    "unsloth-zoo#779": Case("gemma4/", (".experts.",), on_checkpoint(_most_fell_back), merged(_gemma)),
+    "unsloth-zoo#812": Case("mixtral/", (".experts.",), on_checkpoint(_experts_from_base), merged(_mixtral)),
+    "unsloth-zoo#885": Case(
+        "gpt_oss/", ("the base has no model.layers.0.mlp.experts.gate_up_projs.0",), prepare=_only_attention_merged
     ),
-    Report(
-        "unsloth-zoo#779",
-        "2026-06",
-        "Gemma 4's experts are narrower than the model: a merge takes their layout for the turned one, and writes "
-        "57 of 60 as the base has them.",
-        MERGED,
-        "gemma4/",
-        "CK202",
-        (".experts.",),
-        on_checkpoint(_most_fell_back),
-        merged(_gemma),
+    "aprender#2189": Case(
+        "qwen2-untied/", ("self_attn.q_proj.weight",), _scaled(1 / RANK**0.5), merged(_of_attention(use_rslora=True))
     ),
-    Report(
-        "unsloth-zoo#812",
-        "2026-06",
-        "Mixtral names its projections w1, w2 and w3: a merge finds none of them for an adapter of fused experts.",
-        MERGED,
-        "mixtral/",
-        "CK202",
-        (".experts.",),
-        on_checkpoint(_experts_from_base),
-        merged(_mixtral),
-    ),
-    Report(
-        "unsloth-zoo#885",
-        "2026-07",
-        "A 4-bit gpt-oss has a Linear for each expert, and an adapter a pair for each; the merge looks for fused names "
-        "and skips them.",
-        MERGED,
-        "gpt_oss/",
-        names=("the base has no model.layers.0.mlp.experts.gate_up_projs.0",),
-        prepare=_only_attention_merged,
-        verdict="named",
-        reason="the names are those of one trainer's own class, whose experts no other has",
-    ),
-    Report(
-        "aprender#2189",
-        "2026-06",
-        "A merge ignores use_rslora: alpha / rank in place of alpha / sqrt(rank).",
-        MERGED,
-        "qwen2-untied/",
-        "CK202",
-        ("self_attn.q_proj.weight",),
-        _scaled(1 / RANK**0.5),
-        merged(_of_attention(use_rslora=True)),
-    ),
-    Report(
-        "mlx-vlm#841",
-        "2026-03",
-        "A merge multiplies by alpha, not by alpha / rank.",
-        MERGED,
-        "qwen2-untied/",
-        "CK202",
-        ("self_attn.q_proj.weight",),
-        _scaled(RANK),
-        merged(_of_attention()),
-    ),
-    Report(
-        "transformers#45127",
-        "2026-03",
-        "Embedding and output layer were trained apart and merged; the config still ties them, and a load "
-        "overwrites one.",
-        VERIFY,
-        "qwen2-tied/",
-        "CK211",
-        ("lm_head.weight",),
-        on_checkpoint(_tied_again),
-        _untied_merge,
-    ),
-    Report(
-        "unsloth#9331",
-        "2026-08",
-        "The same, and the merge does not write the trained output layer at all.",
-        MERGED,
-        "qwen2-tied/",
-        "CK202",
-        ("lm_head.weight",),
-        on_checkpoint(_head_discarded),
-        _untied_merge,
-    ),
-    Report(
-        "unsloth#6930",
-        "2026-07",
-        "A trainer has the columns of a fused expert's B expert after expert, PEFT rank after rank: a merge by the one "
-        "gives each expert columns of others.",
-        MERGED,
-        "qwen3_moe/",
-        "CK202",
-        (".mlp.experts.", "144"),
-        _expert_after_expert,
-        pairs_merged,
-    ),
-)
+    "mlx-vlm#841": Case("qwen2-untied/", ("self_attn.q_proj.weight",), _scaled(RANK), merged(_of_attention())),
+    "transformers#45127": Case("qwen2-tied/", ("lm_head.weight",), on_checkpoint(_tied_again), _untied_merge),
+    "unsloth#9331": Case("qwen2-tied/", ("lm_head.weight",), on_checkpoint(_head_discarded), _untied_merge),
+    "unsloth#6930": Case("qwen3_moe/", (".mlp.experts.", "144"), _expert_after_expert, pairs_merged),
+}

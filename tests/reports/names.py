@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from mutations.edits import names, rename, replace, tensor
 
-from reports.files import VERIFY, number_files, on_checkpoint
-from reports.report import Change, Report
+from reports.files import number_files, on_checkpoint
+from reports.report import Case, Change
 
 
 def renamed(new_name: Callable[[str], str]) -> Change:
@@ -78,100 +78,46 @@ def _experts_apart(path: Path) -> None:
 
 _PROJECTIONS = ("gate", "up", "down")
 
-REPORTS = (
-    Report(
-        "sglang#37679",
-        "2026-09",
-        "A quantizer saves Granite's experts one by one; the engine knows a layer's in one tensor: 20,160 dropped.",
-        VERIFY,
+CASES = {
+    "sglang#37679": Case(
         "granitemoehybrid/hf",
-        "CK104",
         ("block_sparse_moe.experts.{0..11}.gate_proj.weight", "config.json does not promise it"),
         on_checkpoint(_experts_apart),
     ),
-    Report(
-        "transformers#48075",
-        "2026-08",
-        "save_pretrained of Nemotron-H writes `backbone.embedding.weight`; every release has `embeddings`.",
-        VERIFY,
+    "transformers#48075": Case(
         "nemotron_h/hf",
-        "CK104",
         ("backbone.embedding.weight", "config.json does not promise it"),
         renamed(lambda name: name.replace("backbone.embeddings.", "backbone.embedding.")),
     ),
-    Report(
-        "sglang#38616",
-        "2026-09",
-        "GLM-5.3-Flash as transformers saves it: 524 of 1609 tensors, 97 % of the bytes, have other names than the "
-        "release's, which the engine does not know and drops.",
-        VERIFY,
+    "sglang#38616": Case(
         "glm5_next/hf",
-        "CK104",
         ("self_attn.forget_gate.f_a_proj.weight", "config.json does not promise it"),
         on_checkpoint(_as_transformers_saves),
     ),
-    Report(
-        "Automodel#1761",
-        "2026-04",
-        "Gemma 4's experts and router leave the trainer under its own names and layout, without per_expert_scale.",
-        VERIFY,
-        "gemma4/hf",
-        "CK104",
-        ("router.per_expert_scale", "in no shard"),
-        on_checkpoint(_as_the_trainer_names),
+    "Automodel#1761": Case(
+        "gemma4/hf", ("router.per_expert_scale", "in no shard"), on_checkpoint(_as_the_trainer_names)
     ),
-    Report(
-        "verl#4761",
-        "2026-01",
-        "The HF directory that was to hold the merged model holds an unmerged one: `base_model.model.` before every "
-        "name, `base_layer` in those of adapted modules.",
-        VERIFY,
-        "qwen2-untied/hf",
-        "CK104",
-        ("base_model.model.",),
-        renamed(_lora),
-    ),
-    Report(
-        "prime-rl#2640",
-        "2026-05",
-        "A training framework saves Qwen3.5 under a prefix that it nests twice more; the engine skips every name.",
-        VERIFY,
+    "verl#4761": Case("qwen2-untied/hf", ("base_model.model.",), renamed(_lora)),
+    "prime-rl#2640": Case(
         "qwen3_5/hf",
-        "CK104",
         ("model.language_model.language_model.language_model.", "inside their names"),
         renamed(
             lambda name: name.replace("model.language_model.", "model.language_model.language_model.language_model.")
         ),
     ),
-    Report(
-        "llm-compressor#2752",
-        "2026-05",
-        "Qwen3.5 quantized as a text model: packed names with the wrapper's `language_model.`; the engine drops each.",
-        f"{VERIFY} --strict",
+    "llm-compressor#2752": Case(
         "qwen3_5_text-tied-tiles/int4",
-        "CK104",
         ("model.language_model.*", "the multimodal class"),
         renamed(lambda name: name.replace("model.", "model.language_model.", 1)),
     ),
-    Report(
-        "vllm#50355",
-        "2026-07",
-        "Text-only checkpoints of Qwen3.5 whose names still have the wrapper's `language_model.`, under the config of "
-        "the text model.",
-        f"{VERIFY} --strict",
+    "vllm#50355": Case(
         "qwen3_5_text-tied/hf",
-        "CK104",
         ("model.language_model.*", "the multimodal class"),
         renamed(lambda name: name.replace("model.", "model.language_model.", 1)),
     ),
-    Report(
-        "transformers#45357",
-        "2026-04",
-        "save_pretrained of Qwen3.5 puts the vision tower below the language model's prefix.",
-        VERIFY,
+    "transformers#45357": Case(
         "qwen3_5/hf",
-        "CK104",
         ("model.language_model.visual.blocks",),
         renamed(lambda name: name.replace("model.visual.", "model.language_model.visual.")),
     ),
-)
+}

@@ -11,9 +11,7 @@ from support.fsdp_saves import save_fsdp
 from torch import Tensor
 
 from reports.files import number_files
-from reports.report import Change, Report
-
-VERIFY = "ckptkit verify CKPT"
+from reports.report import Case, Change
 
 
 def _quantized(parts: tuple[tuple[str, torch.dtype, int], ...], content: dict[str, object]) -> Change:
@@ -52,26 +50,7 @@ def _fsdp(work: Path) -> None:
     (work / "saved").rename(work / "CKPT")
 
 
-REPORTS = (
-    Report(
-        "auto-round#1464",
-        "2026-02",
-        "Experts in AutoRound's GPTQ layout end in a KeyError of `w2_weight.0.qweight`.",
-        VERIFY,
-        "qwen3_moe/hf",
-        names=("quantized format of AWQ or AutoRound",),
-        prepare=GPTQ,
-        verdict="named",
-        reason="weights in GPTQ's and AWQ's layout are not judged; `triage` knows the line",
-    ),
-    Report(
-        "Megatron-Bridge#1211",
-        "2025-11",
-        "A checkpoint of Megatron-FSDP (fsdp_dtensor) cannot be exported by what reads torch_dist.",
-        "ckptkit verify CKPT --source RELEASE",
-        "qwen3_moe/megatron",
-        prepare=_fsdp,
-        verdict="sound",
-        reason="ckptkit reads it and exports it to HF",
-    ),
-)
+CASES = {
+    "auto-round#1464": Case("qwen3_moe/hf", ("quantized format of AWQ or AutoRound",), prepare=GPTQ),
+    "Megatron-Bridge#1211": Case("qwen3_moe/megatron", prepare=_fsdp),
+}

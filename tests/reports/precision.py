@@ -20,7 +20,7 @@ from reports.files import number_files, on_checkpoint
 from reports.lists import exclude
 from reports.other_formats import GPTQ
 from reports.quantized import VERIFY, quantization
-from reports.report import SOURCE, Change, Report
+from reports.report import SOURCE, Case, Change
 
 _FP8 = re.compile(
     r"(.*language_model|mtp)\.layers\..*((self_attn|mlp)\.\w+_proj|linear_attn\.(in_proj_(qkv|z)|out_proj))\.weight"
@@ -189,127 +189,25 @@ def _with_zero_points(work: Path) -> None:
     quantize(work / SOURCE, work / "CKPT", scheme, readers=("vllm",))
 
 
-REPORTS = (
-    Report(
-        "compressed-tensors#712",
-        "2026-05",
-        "The list is kept to while calibrating and not while saving: the MTP layer is packed, and stands in the list.",
-        VERIFY,
-        "qwen3_5-tiles/",
-        "CK302",
-        ("mtp.layers.0",),
-        on_checkpoint(_drafts_packed),
-        _int4("re:mtp.*"),
+CASES = {
+    "compressed-tensors#712": Case(
+        "qwen3_5-tiles/", ("mtp.layers.0",), on_checkpoint(_drafts_packed), _int4("re:mtp.*")
     ),
-    Report(
-        "vllm#49187",
-        "2026-07",
-        "Quark's NVFP4 of GLM-5 has its MTP layer in BF16, and no entry for it: the engine builds it packed.",
-        VERIFY,
-        "glm4_moe/",
-        "CK302",
-        ("layers.12",),
-        quantization(_not_excluded),
-        _quark_nvfp4,
+    "vllm#49187": Case("glm4_moe/", ("layers.12",), quantization(_not_excluded), _quark_nvfp4),
+    "Model-Optimizer#1687": Case(
+        "qwen3_5/", ("model.visual.blocks.{0..1}.mlp.linear_fc1.weight",), _visual_packed, _visual_kept
     ),
-    Report(
-        "Model-Optimizer#1687",
-        "2026-06",
-        "NVFP4 takes in Qwen's vision tower, whose MLP (4304) no tile of 64 divides: the fallback kernel refuses it.",
-        VERIFY,
-        "qwen3_5/",
-        "CK302",
-        ("model.visual.blocks.{0..1}.mlp.linear_fc1.weight",),
-        _visual_packed,
-        _visual_kept,
-    ),
-    Report(
-        "imp#1450",
-        "2026-08",
-        "A quantizer takes the scales of an FP8 draft layer, decides to leave the layer as it is, and copies its "
-        "codes alone.",
-        VERIFY,
-        "qwen3_5/",
-        "CK303",
-        ("mtp.layers.0",),
-        on_checkpoint(_without_scales),
-        _fp8,
-    ),
-    Report(
-        "omlx#2159",
-        "2026-07",
-        "MXFP8 of MiniMax-M3 keeps exponents as uint8: a quantizer multiplies by the bytes, and all it makes is "
-        "10^5 too large.",
-        VERIFY,
-        "qwen2-untied/",
-        "CK208",
-        ("_proj.weight", "root mean square"),
-        _bytes_as_numbers,
-        _plain_of("mxfp8"),
-    ),
-    Report(
-        "llm-compressor#2714",
-        "2026-05",
-        "A recipe for every Linear packs Gemma 4's router and the projection of its vision tower, for which the "
-        "engine has no scales.",
-        VERIFY,
-        "gemma4/",
-        "CK301",
-        ("router.proj.weight", "the router unquantized"),
-        _routers_fp8,
-        _gemma_fp8,
-    ),
-    Report(
-        "auto-round#1660",
-        "2026-04",
-        "A module that was left out is of no kind that is quantized (`mlp.gate`), and is not exported as left out.",
-        VERIFY,
-        "qwen3_moe/hf",
-        names=("quantized format of AWQ or AutoRound",),
-        prepare=GPTQ,
-        verdict="named",
-        reason="weights in GPTQ's and AWQ's layout are not judged",
-    ),
-    Report(
-        "sglang#36596",
-        "2026-08",
-        "NVFP4 lists q_proj, k_proj and v_proj by name; SGLang asks for its fused name alone, and builds it packed.",
-        VERIFY,
-        "qwen3_moe/",
-        prepare=_listed_by_projection,
-        verdict="sound",
-        reason="the list names what is stored; the reader looked for a name of its own",
-    ),
-    Report(
-        "imp#1970",
-        "2026-09",
-        "recipe.yaml has patterns, config.json the names that they became: a reader went by the first.",
-        VERIFY,
-        "gemma4/",
-        prepare=_with_recipe,
-        verdict="sound",
-        reason="engines read config.json, whose list is right",
-    ),
-    Report(
-        "sglang#18370",
-        "2026-02",
-        "NVFP4 of Kimi K2.5 names its layers `language_model.layers`, in files and list, without `.model`.",
-        VERIFY,
-        "kimi_k25/",
-        names=("language_model.layers.*, which engines rename",),
-        prepare=_kimi_short,
-        verdict="named",
-        reason="engines have learned to rename them; under their names nothing is judged",
-    ),
-    Report(
-        "sglang#39510",
-        "2026-09",
-        "INT4 experts with zero points as compressed-tensors stores them: SGLang reads them turned, in AWQ's order.",
-        VERIFY,
+    "imp#1450": Case("qwen3_5/", ("mtp.layers.0",), on_checkpoint(_without_scales), _fp8),
+    "omlx#2159": Case("qwen2-untied/", ("_proj.weight", "root mean square"), _bytes_as_numbers, _plain_of("mxfp8")),
+    "llm-compressor#2714": Case("gemma4/", ("router.proj.weight", "the router unquantized"), _routers_fp8, _gemma_fp8),
+    "auto-round#1660": Case("qwen3_moe/hf", ("quantized format of AWQ or AutoRound",), prepare=GPTQ),
+    "sglang#36596": Case("qwen3_moe/", prepare=_listed_by_projection),
+    "imp#1970": Case("gemma4/", prepare=_with_recipe),
+    "sglang#18370": Case("kimi_k25/", ("language_model.layers.*, which engines rename",), prepare=_kimi_short),
+    "sglang#39510": Case(
         "qwen3_moe-tiles/",
-        "CK309",
         ("[rows / 8, groups]", "mlp.experts.{0..11}.gate_proj.weight_zero_point"),
         prepare=_with_zero_points,
         twin=f"{VERIFY} --reader vllm",
     ),
-)
+}

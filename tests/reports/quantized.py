@@ -23,10 +23,9 @@ from quant.formats.dequantize import dequantized
 from quant.formats.scheme import QuantScheme
 from quant.schemes.floats import FloatScheme
 from reports.files import number_files, on_checkpoint
-from reports.report import SOURCE, Change, Report
+from reports.report import SOURCE, Case, Change
 
 VERIFY = "ckptkit verify CKPT"
-LINT = "ckptkit lint CKPT"
 
 
 def quantization(change: Callable[[dict[str, Any]], object]) -> Change:
@@ -275,58 +274,25 @@ def _as_mistral_text(work: Path) -> None:
     write((work / SOURCE).resolve(), work / "CKPT", spelling)
 
 
-REPORTS = (
-    Report(
-        "vllm-omni#4025",
-        "2026-05",
-        "NVFP4: a scale above 448 becomes NaN when it is cast to FP8, and every answer `!!!!`.",
-        VERIFY,
+CASES = {
+    "vllm-omni#4025": Case(
         "qwen2-untied/hf",
-        "CK304",
         ("model.layers.3.mlp.down_proj.weight_scale", "NaN or infinity: 1 of"),
         on_checkpoint(_scale_too_large),
         _nvfp4,
     ),
-    Report(
-        "Automodel#2654",
-        "2026-06",
-        "FP8 with one scale a weight, of no axis, under weight_block_size null: transformers looks for rows of blocks.",
-        VERIFY,
-        "ministral3/",
-        prepare=_as_mistral_text,
-        verdict="sound",
-        reason="the checkpoint is right; the reader takes every FP8 for one in blocks",
-    ),
-    Report(
-        "Megatron-Bridge#5731",
-        "2026-08",
-        "An export of quantized experts drops an axis of their scales.",
-        VERIFY,
+    "Automodel#2654": Case("ministral3/", prepare=_as_mistral_text),
+    "Megatron-Bridge#5731": Case(
         "qwen3_moe/",
-        "CK303",
         ("mlp.experts.{0..11}.gate_proj.weight_scale_inv", "[48] float32"),
         on_checkpoint(_flat_scales),
         _in("fp8"),
     ),
-    Report(
-        "vllm#51946",
-        "2026-08",
-        "Exponents are read as numbers, 119 for 2^-8: here config.json does not say that the bytes are exponents.",
-        VERIFY,
-        "qwen2-untied/",
-        "CK303",
-        ("weight_scale_inv", "119.0"),
-        on_checkpoint(exponents_unannounced),
-        _in("fp8-ue8m0"),
+    "vllm#51946": Case(
+        "qwen2-untied/", ("weight_scale_inv", "119.0"), on_checkpoint(exponents_unannounced), _in("fp8-ue8m0")
     ),
-    Report(
-        "sglang#23841",
-        "2026-04",
-        "A packaged FP8 config in place of the checkpoint's own: the engine takes its weights in BF16 for FP8. Here "
-        "config.json says so itself.",
-        VERIFY,
+    "sglang#23841": Case(
         "qwen2-untied/hf",
-        "CK302",
         ("FP8", "plain numbers"),
         on_checkpoint(
             lambda path: edit_config(
@@ -334,322 +300,93 @@ REPORTS = (
             )
         ),
     ),
-    Report(
-        "vllm#51525",
-        "2026-08",
-        "NVFP4 experts that calibration did not reach have no input_scale; one GPU's kernel multiplies by memory that "
-        "nobody wrote, and answers nothing.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK303",
-        ("model.layers.5.mlp.experts.{3,9}", "input_scale", "lack it"),
-        _without("input_scale"),
-        _nvfp4,
+    "vllm#51525": Case(
+        "qwen3_moe/hf", ("model.layers.5.mlp.experts.{3,9}", "input_scale", "lack it"), _without("input_scale"), _nvfp4
     ),
-    Report(
-        "vllm#54444",
-        "2026-08",
-        "Scales of NVFP4 that are never loaded keep what memory held, here those of blocks.",
-        VERIFY,
+    "vllm#54444": Case(
         "qwen3_moe/hf",
-        "CK303",
         ("model.layers.5.mlp.experts.{3,9}", "NVFP4 weights without a scale"),
         _without("weight_scale"),
         _nvfp4,
     ),
-    Report(
-        "vllm#52501",
-        "2026-08",
-        "The same of the scale of the whole tensor.",
-        VERIFY,
+    "vllm#52501": Case(
         "qwen3_moe/hf",
-        "CK303",
         ("model.layers.5.mlp.experts.{3,9}", "without the tensor's scale"),
         _without("weight_scale_2"),
         _nvfp4,
     ),
-    Report(
-        "vllm#56770",
-        "2026-09",
-        "MXFP4 of weights alone is run with activations in 4 bits too, on one kind of GPU.",
-        VERIFY,
-        "qwen2-untied/",
-        prepare=_in("mxfp4-compressed"),
-        verdict="sound",
-        reason="config.json says that activations are not quantized; the engine chose a kernel that does",
-    ),
-    Report(
-        "vllm#46400",
-        "2026-06",
-        "FP8 that an engine makes while it runs differs from what is stored: three formulas of one scale.",
-        "ckptkit verify CKPT --source RELEASE",
-        "qwen2-untied/",
-        prepare=_fp8,
-        verdict="sound",
-        reason="each is within half a step, and `quantize --rounding` has all",
-    ),
-    Report(
-        "vllm#53709",
-        "2026-09",
-        "MXFP4 is made FP8, which is said to lose nothing: values far below the largest of their block become 0.",
-        "ckptkit verify CKPT --source RELEASE --strict",
+    "vllm#56770": Case("qwen2-untied/", prepare=_in("mxfp4-compressed")),
+    "vllm#46400": Case("qwen2-untied/", prepare=_fp8),
+    "vllm#53709": Case(
         "qwen3_moe-tiles/",
-        "CK305",
         ("model.layers.5.mlp.experts.7.up_proj", "not lossless: 1 of"),
         _from_mxfp4(-16),
         _from_mxfp4(-14),
-        twin="ckptkit verify CKPT --source RELEASE",
+        "ckptkit verify CKPT --source RELEASE",
     ),
-    Report(
-        "Model-Optimizer#2038",
-        "2026-07",
-        "NVFP4: an export counts groups in packed bytes and stores half of the scales.",
-        VERIFY,
-        "qwen2-untied/hf",
-        "CK303",
-        ("weight_scale", "for the packed bytes"),
-        on_checkpoint(_half_scales),
-        prepare=_nvfp4,
+    "Model-Optimizer#2038": Case(
+        "qwen2-untied/hf", ("weight_scale", "for the packed bytes"), on_checkpoint(_half_scales), _nvfp4
     ),
-    Report(
-        "vllm#54189",
-        "2026-08",
-        "NVFP4 of weights alone under a config that promises scales of activations: the engine multiplies by memory "
-        "that nobody wrote, here by zero.",
-        "ckptkit verify CKPT --reader vllm",
-        "qwen2-untied/hf",
-        "CK303",
-        ("input_scale", "none is stored"),
-        on_checkpoint(_no_input_scales),
-        prepare=_nvfp4,
+    "vllm#54189": Case("qwen2-untied/hf", ("input_scale", "none is stored"), on_checkpoint(_no_input_scales), _nvfp4),
+    "transformers#48371": Case("qwen3_moe/", ("mlp.experts.",), on_checkpoint(_without_the_global_scale), _dequantized),
+    "sglang#36158": Case(
+        "glm4_moe/", ("SGLang", "would pack", "layers.12"), quantization(_silent_about_drafts), _mxfp4_but_for_drafts
     ),
-    Report(
-        "transformers#48371",
-        "2026-08",
-        "NVFP4 experts are dequantized without the scale of the tensor.",
-        "ckptkit verify CKPT --source NVFP4",
-        "qwen3_moe/",
-        "CK202",
-        ("mlp.experts.",),
-        on_checkpoint(_without_the_global_scale),
-        prepare=_dequantized,
-    ),
-    Report(
-        "sglang#36158",
-        "2026-08",
-        "Quark's exclude list does not name the MTP layer, which is stored in BF16: the engine builds it in MXFP4.",
-        VERIFY,
-        "glm4_moe/",
-        "CK302",
-        ("SGLang", "would pack", "layers.12"),
-        quantization(_silent_about_drafts),
-        _mxfp4_but_for_drafts,
-    ),
-    Report(
-        "miles#1623",
-        "2026-07",
-        "FP8 is published with scales as a kernel takes them, four exponents in an int32.",
-        VERIFY,
-        "qwen2-untied/",
-        "CK303",
-        ("weight_scale_inv", "int32"),
-        on_checkpoint(_for_a_kernel),
-        _fp8,
-    ),
-    Report(
-        "vllm#57108",
-        "2026-09",
-        "A repacked DeepSeek-V4 lists scales that are not stored; the engine exempts quantized modules from its check.",
-        VERIFY,
+    "miles#1623": Case("qwen2-untied/", ("weight_scale_inv", "int32"), on_checkpoint(_for_a_kernel), _fp8),
+    "vllm#57108": Case(
         "deepseek_v4/hf",
-        "CK104",
         ("layers.{0..11}.attn.wo_a.scale", "the index lists it"),
         on_checkpoint(_without_scales_of_wo_a),
-        prepare=deepseek_v4,
+        deepseek_v4,
     ),
-    Report(
-        "miles#2706",
-        "2026-08",
-        "The tables that choose DeepSeek-V4's experts by token are buffers, which the trainer sends as zeros.",
-        VERIFY,
-        "deepseek_v4/hf",
-        "CK205",
-        ("layers.{0..2}.ffn.gate.tid2eid", "all zero"),
-        on_checkpoint(_zero_tables),
-    ),
-    Report(
-        "vllm#54974",
-        "2026-09",
-        "NVFP4: gate and up have two global scales, and the kernel takes one for both.",
-        VERIFY,
+    "miles#2706": Case("deepseek_v4/hf", ("layers.{0..2}.ffn.gate.tid2eid", "all zero"), on_checkpoint(_zero_tables)),
+    "vllm#54974": Case(
         "qwen2-untied/hf",
-        "CK306",
         ("model.layers.3.mlp.", "weight_scale_2", "by up to 1.7 times"),
         on_checkpoint(_gates_scale),
-        prepare=_nvfp4,
+        _nvfp4,
     ),
-    Report(
-        "vllm#45212",
-        "2026-06",
-        "NVFP4: experts without an input_scale are read with a scale of zero; NaN for some prompts.",
-        VERIFY,
+    "vllm#45212": Case(
         "qwen3_moe/hf",
-        "CK303",
         ("model.layers.5.mlp.experts.{3,9}", "input_scale", "lack it"),
         on_checkpoint(_two_experts_unmeasured),
-        prepare=_nvfp4,
+        _nvfp4,
     ),
-    Report(
-        "sglang#35797",
-        "2026-08",
-        "The list names q_proj, k_proj ... of the MTP layer one by one. SGLang's draft class has no table of fused "
-        "modules, builds qkv_proj packed and drops the stored weights: no draft token is accepted.",
-        LINT,
-        "qwen3_5-tiles/",
-        "lint: exposed",
-        ("mtp.layers.0.self_attn",),
-        quantization(_mtp_by_name),
-        int4_without("re:mtp.*"),
+    "sglang#35797": Case(
+        "qwen3_5-tiles/", ("mtp.layers.0.self_attn",), quantization(_mtp_by_name), int4_without("re:mtp.*")
     ),
-    Report(
-        "vllm#53387",
-        "2026-08",
-        "INT4 with the MTP layer in BF16, and a list that does not name it: vLLM builds the draft's fc by the target's "
-        "scheme, looks for fc.weight_packed and ends in a ValueError.",
-        f"{VERIFY} --reader vllm",
+    "vllm#53387": Case(
         "qwen3_5-tiles/",
-        "CK302",
         ("vLLM 0.26 would pack mtp.fc.weight",),
         quantization(_without_drafts),
         int4_without("re:mtp.*"),
     ),
-    Report(
-        "sglang#35792",
-        "2026-08",
-        "Entries that end in `.linear`, as a wrapper names its modules: 135 of 189 match nothing, and plain weights "
-        "meet packed modules.",
-        LINT,
-        "qwen3_moe-tiles/int4",
-        "lint: disagreement",
-        ("self_attn",),
-        quantization(_suffixed),
-        _attention_plain,
+    "sglang#35792": Case("qwen3_moe-tiles/int4", ("self_attn",), quantization(_suffixed), _attention_plain),
+    "vllm#40252": Case(
+        "qwen3_next-tiles/", ("linear_attn",), quantization(_split_names), int4_without("re:.*linear_attn.*")
     ),
-    Report(
-        "vllm#40252",
-        "2026-04",
-        "The list has the split names of the linear attention, the files the fused ones: none is protected.",
-        LINT,
-        "qwen3_next-tiles/",
-        "lint: exposed",
-        ("linear_attn",),
-        quantization(_split_names),
-        int4_without("re:.*linear_attn.*"),
+    "transformers#47407": Case("qwen3_moe-tiles/int4", ("mlp.experts.",), twin="ckptkit verify CKPT"),
+    "vllm#54304": Case("qwen2-untied-tiles/int4", ("model.embed_tokens.weight",), on_checkpoint(_embedding_packed)),
+    "llm-compressor#2805": Case(
+        "qwen2-untied-tiles/", ("actorder",), weights(actorder="static"), int4_without(group=None)
     ),
-    Report(
-        "transformers#47407",
-        "2026-07",
-        "Experts are packed one by one; transformers 5 has them in one tensor, finds none, and starts anew.",
-        "ckptkit verify CKPT --reader transformers",
-        "qwen3_moe-tiles/int4",
-        "CK302",
-        ("mlp.experts.",),
-        twin="ckptkit verify CKPT",
+    "sglang#31248": Case(
+        "qwen2-untied-tiles/int4", ("marlin-24",), quantization(lambda content: content.update(format="marlin-24"))
     ),
-    Report(
-        "vllm#54304",
-        "2026-08",
-        "A recipe quantizes the embedding, which hardly a model class can load.",
-        VERIFY,
-        "qwen2-untied-tiles/int4",
-        "CK301",
-        ("model.embed_tokens.weight",),
-        on_checkpoint(_embedding_packed),
-    ),
-    Report(
-        "llm-compressor#2805",
-        "2026-06",
-        "GPTQ writes `actorder: static` beside one scale a channel; the engine's compressed-tensors refuses it.",
-        f"{LINT} --strict",
-        "qwen2-untied-tiles/",
-        "lint: refused",
-        ("actorder",),
-        weights(actorder="static"),
-        int4_without(group=None),
-    ),
-    Report(
-        "sglang#31248",
-        "2026-07",
-        "INT4 under another `format` than pack-quantized: SGLang has no kernel for it, and names one that it lacks.",
-        LINT,
-        "qwen2-untied-tiles/int4",
-        "lint: refused",
-        ("marlin-24",),
-        quantization(lambda content: content.update(format="marlin-24")),
-    ),
-    Report(
-        "vllm#57792",
-        "2026-09",
-        "A width of experts in whole groups, that two ranks cut into a group and a half: a bare assertion.",
-        "ckptkit verify CKPT --tp 2",
+    "vllm#57792": Case(
         "qwen3_moe-tiles/",
-        "CK307",
         ("down_proj",),
         prepare=int4_without("re:.*self_attn.*", group=128),
         twin="ckptkit verify CKPT",
     ),
-    Report(
-        "sglang#19406",
-        "2026-02",
-        "The small projections of Qwen3.5's linear attention are packed too: fewer rows than a tile of Marlin, so that "
-        "the engine dies while it repacks.",
-        VERIFY,
+    "sglang#19406": Case(
         "qwen3_5-tiles/",
-        "CK302",
         ("linear_attn.in_proj_b", "unquantized"),
         on_checkpoint(_small_packed),
         int4_without("re:mtp.*", "re:.*linear_attn.*"),
     ),
-    Report(
-        "slime#2256",
-        "2026-08",
-        "The FP8 converter divides by the largest value of a block that is all zero: its scale is not a number.",
-        VERIFY,
-        "qwen2-untied/",
-        "CK204",
-        ("model.layers.3.mlp.down_proj",),
-        on_checkpoint(_zero_block),
-        _fp8,
-    ),
-    Report(
-        "slime#2271",
-        "2026-08",
-        "The FP8 converter turns scales into powers of two wrongly; here they are rounded, and the codes are not.",
-        "ckptkit verify CKPT --source RELEASE",
-        "qwen2-untied/",
-        "CK305",
-        ("model.layers.3.mlp.down_proj",),
-        on_checkpoint(_doubled_scale),
-        _fp8,
-    ),
-    Report(
-        "sglang#35455",
-        "2026-08",
-        "Scales of an FP8 cache are stored as the config says; SGLang drops them and serves the cache unscaled.",
-        VERIFY,
-        "qwen3_moe-tiles/int4",
-        prepare=cache_scales,
-        verdict="sound",
-        reason="the checkpoint is right. Which release of SGLang loads the scales is asked with --against-sglang",
-    ),
-    Report(
-        "vllm#31623",
-        "2026-01",
-        "Targets by expression name q_proj, k_proj and v_proj; vLLM looks for qkv_proj too, which is its own name.",
-        VERIFY,
-        "qwen3_moe-tiles/int4",
-        prepare=_targets,
-        verdict="sound",
-        reason="the checkpoint is right, for readers that take its targets so",
-    ),
-)
+    "slime#2256": Case("qwen2-untied/", ("model.layers.3.mlp.down_proj",), on_checkpoint(_zero_block), _fp8),
+    "slime#2271": Case("qwen2-untied/", ("model.layers.3.mlp.down_proj",), on_checkpoint(_doubled_scale), _fp8),
+    "sglang#35455": Case("qwen3_moe-tiles/int4", prepare=cache_scales),
+    "vllm#31623": Case("qwen3_moe-tiles/int4", prepare=_targets),
+}
