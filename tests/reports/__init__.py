@@ -2,42 +2,9 @@
 
 from __future__ import annotations
 
-from reports import (
-    adapter_files,
-    adapters,
-    configs,
-    conversions,
-    drafts,
-    exports,
-    files,
-    indexes,
-    launches,
-    lists,
-    megatron,
-    merges,
-    names,
-    other_formats,
-    precision,
-    quantized,
-)
+from reports import adapters, configs, drafts, exports, files, launches, lists, quantized
 from reports.report import Case, read
 
-CASES: dict[str, Case] = (
-    adapter_files.CASES
-    | adapters.CASES
-    | configs.CASES
-    | conversions.CASES
-    | drafts.CASES
-    | exports.CASES
-    | files.CASES
-    | indexes.CASES
-    | launches.CASES
-    | lists.CASES
-    | megatron.CASES
-    | merges.CASES
-    | names.CASES
-    | other_formats.CASES
-    | precision.CASES
-    | quantized.CASES
-)
+_SUBJECTS = (adapters, configs, drafts, exports, files, launches, lists, quantized)
+CASES: dict[str, Case] = {thread: case for subject in _SUBJECTS for thread, case in subject.CASES.items()}
 REPORTS = tuple(read(CASES))

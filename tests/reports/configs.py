@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mutations.edits import edit_common, edit_config, edit_json
+from mutations.edits import (
+    edit_common,
+    edit_json,
+)
 
-from reports.files import on_checkpoint, without_tensors
-from reports.report import SOURCE, Case, Change
+from reports.changes import (
+    as_release,
+    config,
+    on_checkpoint,
+    settings,
+    without_tensors,
+)
+from reports.report import Case, Change
 
 AGAINST = "ckptkit verify CKPT --source RELEASE"
-
-
-def config(change: Callable[[dict[str, Any]], object]) -> Change:
-    """config.json is changed in place."""
-    return lambda work: edit_json(work / "CKPT" / "config.json", change)
-
-
-def settings(**values: Any) -> Change:
-    """config.json says something else."""
-    return on_checkpoint(lambda path: edit_config(path, **values))
 
 
 def _tied_below(content: dict[str, Any]) -> None:
@@ -43,16 +40,10 @@ def _untied(content: dict[str, Any]) -> None:
     content["text_config"]["tie_word_embeddings"] = False
 
 
-def _two_spellings(content: dict[str, Any]) -> None:
-    """As a trainer on one release of transformers and a config of another leave it: two bases."""
-    content["rope_theta"] = 10000.0
-
-
 def _trained_with(work: Path) -> None:
     """A base that is not a class's default, in checkpoint and release."""
     edit_json(work / "CKPT" / "config.json", lambda content: content["rope_parameters"].update(rope_theta=500000.0))
-    (work / SOURCE).unlink()
-    shutil.copytree(work / "CKPT", work / SOURCE)
+    as_release(work)
 
 
 def _no_rope(content: dict[str, Any]) -> None:
@@ -64,16 +55,9 @@ def _layer_too_many(content: dict[str, Any]) -> None:
     content["layer_types"] = [*content["layer_types"], content["layer_types"][-1]]
 
 
-def _other_eos(path: Path) -> None:
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-
-
-def _same_eos(work: Path) -> None:
-    (work / "CKPT" / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
-
-
-def _other_arguments(path: Path) -> None:
-    edit_common(path, lambda content: setattr(content["args"], "rotary_base", 1000000))
+def _eos(token: int) -> Change:
+    """generation_config.json ends at this token."""
+    return lambda work: (work / "CKPT" / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
 
 
 def _end_of_turns(work: Path) -> None:
@@ -83,8 +67,7 @@ def _end_of_turns(work: Path) -> None:
     template = "{% for message in messages %}<bos>{{ message['content'] }}w7{% endfor %}\n"
     (path / "chat_template.jinja").write_text(template)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 7]}))
-    (work / SOURCE).unlink()
-    shutil.copytree(path, work / SOURCE)
+    as_release(work)
 
 
 def _end_of_texts(path: Path) -> None:
@@ -106,14 +89,18 @@ CASES = {
     "transformers#42612": Case("llama/hf", ("lm_head.weight",), settings(tie_word_embeddings=True)),
     "Qwen3-VL-Embedding#89": Case("qwen3_vl-tied/hf", ("lm_head.weight",), config(_untied)),
     "vllm#51665": Case("qwen2-untied/hf", ("lm_head.weight",), settings(tie_word_embeddings=True)),
-    "vllm#42624": Case("qwen2-untied/hf", ("10000",), config(_two_spellings), _trained_with),
+    "vllm#42624": Case("qwen2-untied/hf", ("10000",), settings(rope_theta=10000.0), _trained_with),
     "MarinFold#198": Case("qwen2-untied/hf", ("rope",), config(_no_rope), _trained_with),
     "Model-Optimizer#1693": Case("qwen3_5_text-tied/hf", ("layer_types",), config(_layer_too_many)),
     "Megatron-Bridge#5946": Case("glm4_moe/hf", ("model.layers.13.",), settings(num_nextn_predict_layers=2)),
     "Megatron-Bridge#5528": Case("qwen3_5_moe/hf", ("mtp.",), without_tensors("mtp.")),
     "sglang#26745": Case("qwen3_5/hf", ("visual",), without_tensors("model.visual.")),
-    "slime#1059": Case("qwen3_moe/megatron", ("rotary_base",), on_checkpoint(_other_arguments)),
-    "mlx-vlm#2112": Case("qwen2-untied/hf", ("generation_config.json",), on_checkpoint(_other_eos), _same_eos),
+    "slime#1059": Case(
+        "qwen3_moe/megatron",
+        ("rotary_base",),
+        on_checkpoint(lambda path: edit_common(path, lambda content: setattr(content["args"], "rotary_base", 1000000))),
+    ),
+    "mlx-vlm#2112": Case("qwen2-untied/hf", ("generation_config.json",), _eos(0), _eos(3)),
     "unsloth#5386": Case(
         "gemma4/hf",
         ("'w7', which the chat template writes", "ends at 3"),

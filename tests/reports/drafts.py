@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.drafts import KINDS, save_draft, tensors_of
 from support.launch_scripts import write_headers
 
-from reports.files import on_checkpoint
+from reports.changes import on_checkpoint
 from reports.launches import SCRIPT, VERL, launch, said
 from reports.report import SOURCE, Case, Change
 

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from mutations.edits import edit_config, edit_json, names, replace, tensor
+from mutations.edits import (
+    edit_config,
+    edit_json,
+    names,
+    replace,
+    tensor,
+)
 from mutations.floats import exponents_unannounced
 from mutations.int4 import packed, unpack
 from support import models
 from support.floats import AMAX, DEEPSEEK_V4, SPELLINGS, V4_QUANTIZED, Spelling, exponents, modelopt_nvfp4, write
 from support.quantized import int4
 from support.sglang_fp8 import with_fp8_blocks
+from torch import Tensor
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.dequantize import dequantized
-from quant.formats.scheme import QuantScheme
 from quant.schemes.floats import FloatScheme
-from reports.files import number_files, on_checkpoint
+from reports.changes import (
+    changed,
+    dropped,
+    int4_without,
+    number_files,
+    on_checkpoint,
+    quantization,
+    settings,
+    stored_as,
+)
 from reports.report import SOURCE, Case, Change
-
-VERIFY = "ckptkit verify CKPT"
-
-
-def quantization(change: Callable[[dict[str, Any]], object]) -> Change:
-    """quantization_config is changed in place."""
-    return lambda work: edit_json(work / "CKPT" / "config.json", lambda content: change(content["quantization_config"]))
-
-
-def weights(**values: Any) -> Change:
-    """The scheme says something else."""
-    return quantization(lambda content: content["config_groups"]["group_0"]["weights"].update(values))
 
 
 def _suffixed(content: dict[str, Any]) -> None:
@@ -53,10 +55,6 @@ def _without_scales_of_wo_a(path: Path) -> None:
     """The index lists them still."""
     for name in names(path, "attn.wo_a.scale"):
         models.edit(path, name, None)
-
-
-def _zero_tables(path: Path) -> None:
-    replace(path, {name: torch.zeros_like(tensor(path, name)) for name in names(path, "tid2eid")})
 
 
 def _attention_plain(work: Path) -> None:
@@ -106,17 +104,6 @@ def _fp8(work: Path) -> None:
     with_fp8_blocks((work / SOURCE).resolve(), work / "CKPT", 32)
 
 
-def _doubled_scale(path: Path) -> None:
-    """Scales rounded up to a power of two, under codes that were made before they were rounded."""
-    for name in names(path, "layers.3.mlp.down_proj.weight_scale_inv"):
-        replace(path, {name: tensor(path, name).log2().ceil().exp2()})
-
-
-def int4_without(*ignore: str, group: int | None = 32) -> Change:
-    """The release in INT4, without these modules."""
-    return lambda work: quantize(work / SOURCE, work / "CKPT", QuantScheme(group, "qmax7", ignore))
-
-
 def _mtp_by_name(content: dict[str, Any]) -> None:
     """Every module of the MTP layer by its own name, in place of one expression."""
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -156,66 +143,9 @@ def _nvfp4(work: Path) -> None:
     edit_config(path, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
 
 
-def _gates_scale(path: Path) -> None:
-    name = "model.layers.3.mlp.gate_proj.weight_scale_2"
-    replace(path, {name: tensor(path, name) * 1.7}, [])
-
-
-def _two_experts_unmeasured(path: Path) -> None:
-    experts = [f"model.layers.5.mlp.experts.{expert}." for expert in (3, 9)]
-    dropped = [name for name in names(path, "input_scale") if name.startswith(tuple(experts))]
-    replace(path, {}, dropped)
-
-
 def _half_scales(path: Path) -> None:
     """Counted from the packed bytes: a scale for each 32 weights, not 16."""
     replace(path, {name: tensor(path, name)[:, ::2].contiguous() for name in names(path, "_proj.weight_scale")[::2]})
-
-
-def _no_input_scales(path: Path) -> None:
-    replace(path, {}, names(path, "input_scale"))
-
-
-def _for_a_kernel(path: Path) -> None:
-    """Exponents four in an int32, as DeepGEMM takes them."""
-    for name in names(path, "weight_scale_inv"):
-        powers = exponents(tensor(path, name))
-        whole = torch.nn.functional.pad(powers, (0, -powers.shape[1] % 4)).contiguous()
-        replace(path, {name: whole.view(torch.int32)})
-
-
-def _mxfp4_but_for_drafts(work: Path) -> None:
-    """MXFP4 as Quark stores it, the MTP layer in BF16 and listed."""
-    release = (work / SOURCE).resolve()
-    layers = json.loads((release / "config.json").read_text())["num_hidden_layers"]
-    write(release, work / "CKPT", SPELLINGS["mxfp4-quark"], lambda name: _is_mxfp4(name, layers))
-    quantization(lambda content: content["exclude"].append(rf"re:model\.(layers\.{layers}|decoder)\..*"))(work)
-
-
-def _is_mxfp4(name: str, layers: int) -> bool:
-    return name.endswith("_proj.weight") and f"layers.{layers}." not in name
-
-
-def _silent_about_drafts(content: dict[str, Any]) -> None:
-    content["exclude"] = ["lm_head"]
-
-
-def _dequantized(work: Path) -> None:
-    """NVFP4 as compressed-tensors stores it, and what it means in BF16."""
-    source = write((work / SOURCE).resolve(), work / "NVFP4", SPELLINGS["nvfp4-compressed"])
-    shutil.copytree((work / SOURCE).resolve(), work / "CKPT")
-    view = dequantized(HfCheckpoint(source), "NVFP4")
-    stored = [name for name in names(work / "CKPT", "_proj.weight") if name in view.specs]
-    replace(work / "CKPT", dict(view.read(stored)))
-
-
-def _without_the_global_scale(path: Path) -> None:
-    replace(path, {name: tensor(path, name) * (2688 / AMAX) for name in names(path, ".experts.")})
-
-
-def _in(spelling: str) -> Change:
-    """The release as this spelling stores it."""
-    return lambda work: write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS[spelling])
 
 
 def _from_mxfp4(exponent: int) -> Change:
@@ -237,29 +167,6 @@ def _from_mxfp4(exponent: int) -> Change:
     return make
 
 
-def _without(ending: str) -> Change:
-    """The scales of two experts are not stored."""
-    experts = [f"model.layers.5.mlp.experts.{expert}." for expert in (3, 9)]
-    return on_checkpoint(
-        lambda path: replace(path, {}, [name for name in names(path, ending) if name.startswith(tuple(experts))])
-    )
-
-
-def _flat_scales(path: Path) -> None:
-    """The scales of experts without their second axis."""
-    replace(
-        path, {name: tensor(path, name).flatten() for name in names(path, "weight_scale_inv") if ".experts." in name}
-    )
-
-
-def _scale_too_large(path: Path) -> None:
-    """A scale above 448, which a cast to FP8 makes NaN."""
-    name = "model.layers.3.mlp.down_proj.weight_scale"
-    scale = tensor(path, name)
-    scale.view(torch.uint8)[0, 0] = 0x7F
-    replace(path, {name: scale})
-
-
 def _one_scale(module: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """FP8 with one scale a weight, and one of its inputs, as Mistral stores it."""
     scale = weight.float().abs().max() / 448
@@ -274,31 +181,67 @@ def _as_mistral_text(work: Path) -> None:
     write((work / SOURCE).resolve(), work / "CKPT", spelling)
 
 
+def _for_a_kernel(scale: Tensor) -> Tensor:
+    """Exponents four in an int32, as DeepGEMM takes them."""
+    powers = exponents(scale)
+    return torch.nn.functional.pad(powers, (0, -powers.shape[1] % 4)).contiguous().view(torch.int32)
+
+
+def _mxfp4_but_for_drafts(work: Path) -> None:
+    """MXFP4 as Quark stores it, the MTP layer in BF16 and listed."""
+    layers = json.loads((work / SOURCE / "config.json").read_text())["num_hidden_layers"]
+    stored_as("mxfp4-quark", rf"(?!.*layers\.{layers}\.).*_proj\.weight")(work)
+    quantization(lambda content: content["exclude"].append(rf"re:model\.(layers\.{layers}|decoder)\..*"))(work)
+
+
+def dequantized_from(spelling: str, name: str) -> Change:
+    """What a low-precision release means in BF16; that release is at `name`."""
+
+    def prepare(work: Path) -> None:
+        plain = (work / SOURCE).resolve()
+        if name == SOURCE:
+            (work / SOURCE).unlink()
+        write(plain, work / name, SPELLINGS[spelling])
+        shutil.copytree(plain, work / "CKPT")
+        view = dequantized(HfCheckpoint(work / name), spelling)
+        weights = [one for one in names(work / "CKPT", "_proj.weight") if one in view.specs]
+        replace(work / "CKPT", dict(view.read(weights)))
+
+    return prepare
+
+
+def _without(ending: str) -> Change:
+    """The scales of two experts are not stored."""
+    return dropped(rf"^model\.layers\.5\.mlp\.experts\.(3|9)\..*{ending}")
+
+
+def _scale_too_large(scale: Tensor) -> Tensor:
+    """A scale above 448, which a cast to FP8 makes NaN."""
+    scale.view(torch.uint8)[0, 0] = 0x7F
+    return scale
+
+
 CASES = {
     "vllm-omni#4025": Case(
         "qwen2-untied/hf",
         ("model.layers.3.mlp.down_proj.weight_scale", "NaN or infinity: 1 of"),
-        on_checkpoint(_scale_too_large),
+        changed("layers.3.mlp.down_proj.weight_scale$", _scale_too_large),
         _nvfp4,
     ),
     "Automodel#2654": Case("ministral3/", prepare=_as_mistral_text),
     "Megatron-Bridge#5731": Case(
         "qwen3_moe/",
         ("mlp.experts.{0..11}.gate_proj.weight_scale_inv", "[48] float32"),
-        on_checkpoint(_flat_scales),
-        _in("fp8"),
+        changed(r"\.experts\..*weight_scale_inv", torch.flatten),
+        stored_as("fp8"),
     ),
     "vllm#51946": Case(
-        "qwen2-untied/", ("weight_scale_inv", "119.0"), on_checkpoint(exponents_unannounced), _in("fp8-ue8m0")
+        "qwen2-untied/", ("weight_scale_inv", "119.0"), on_checkpoint(exponents_unannounced), stored_as("fp8-ue8m0")
     ),
     "sglang#23841": Case(
         "qwen2-untied/hf",
         ("FP8", "plain numbers"),
-        on_checkpoint(
-            lambda path: edit_config(
-                path, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-            )
-        ),
+        settings(quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
     ),
     "vllm#51525": Case(
         "qwen3_moe/hf", ("model.layers.5.mlp.experts.{3,9}", "input_scale", "lack it"), _without("input_scale"), _nvfp4
@@ -315,7 +258,7 @@ CASES = {
         _without("weight_scale_2"),
         _nvfp4,
     ),
-    "vllm#56770": Case("qwen2-untied/", prepare=_in("mxfp4-compressed")),
+    "vllm#56770": Case("qwen2-untied/", prepare=stored_as("mxfp4-compressed")),
     "vllm#46400": Case("qwen2-untied/", prepare=_fp8),
     "vllm#53709": Case(
         "qwen3_moe-tiles/",
@@ -327,29 +270,41 @@ CASES = {
     "Model-Optimizer#2038": Case(
         "qwen2-untied/hf", ("weight_scale", "for the packed bytes"), on_checkpoint(_half_scales), _nvfp4
     ),
-    "vllm#54189": Case("qwen2-untied/hf", ("input_scale", "none is stored"), on_checkpoint(_no_input_scales), _nvfp4),
-    "transformers#48371": Case("qwen3_moe/", ("mlp.experts.",), on_checkpoint(_without_the_global_scale), _dequantized),
-    "sglang#36158": Case(
-        "glm4_moe/", ("SGLang", "would pack", "layers.12"), quantization(_silent_about_drafts), _mxfp4_but_for_drafts
+    "vllm#54189": Case("qwen2-untied/hf", ("input_scale", "none is stored"), dropped("input_scale"), _nvfp4),
+    "transformers#48371": Case(
+        "qwen3_moe/",
+        ("mlp.experts.",),
+        changed(r"\.experts\.", lambda found: found * (2688 / AMAX)),
+        dequantized_from("nvfp4-compressed", "NVFP4"),
     ),
-    "miles#1623": Case("qwen2-untied/", ("weight_scale_inv", "int32"), on_checkpoint(_for_a_kernel), _fp8),
+    "sglang#36158": Case(
+        "glm4_moe/",
+        ("SGLang", "would pack", "layers.12"),
+        quantization(lambda content: content.update(exclude=["lm_head"])),
+        _mxfp4_but_for_drafts,
+    ),
+    "miles#1623": Case(
+        "qwen2-untied/", ("weight_scale_inv", "int32"), changed("weight_scale_inv", _for_a_kernel), _fp8
+    ),
     "vllm#57108": Case(
         "deepseek_v4/hf",
         ("layers.{0..11}.attn.wo_a.scale", "the index lists it"),
         on_checkpoint(_without_scales_of_wo_a),
         deepseek_v4,
     ),
-    "miles#2706": Case("deepseek_v4/hf", ("layers.{0..2}.ffn.gate.tid2eid", "all zero"), on_checkpoint(_zero_tables)),
+    "miles#2706": Case(
+        "deepseek_v4/hf", ("layers.{0..2}.ffn.gate.tid2eid", "all zero"), changed("tid2eid", torch.zeros_like)
+    ),
     "vllm#54974": Case(
         "qwen2-untied/hf",
         ("model.layers.3.mlp.", "weight_scale_2", "by up to 1.7 times"),
-        on_checkpoint(_gates_scale),
+        changed("layers.3.mlp.gate_proj.weight_scale_2", lambda found: found * 1.7),
         _nvfp4,
     ),
     "vllm#45212": Case(
         "qwen3_moe/hf",
         ("model.layers.5.mlp.experts.{3,9}", "input_scale", "lack it"),
-        on_checkpoint(_two_experts_unmeasured),
+        _without("input_scale"),
         _nvfp4,
     ),
     "sglang#35797": Case(
@@ -368,7 +323,10 @@ CASES = {
     "transformers#47407": Case("qwen3_moe-tiles/int4", ("mlp.experts.",), twin="ckptkit verify CKPT"),
     "vllm#54304": Case("qwen2-untied-tiles/int4", ("model.embed_tokens.weight",), on_checkpoint(_embedding_packed)),
     "llm-compressor#2805": Case(
-        "qwen2-untied-tiles/", ("actorder",), weights(actorder="static"), int4_without(group=None)
+        "qwen2-untied-tiles/",
+        ("actorder",),
+        quantization(lambda content: content["config_groups"]["group_0"]["weights"].update(actorder="static")),
+        int4_without(group=None),
     ),
     "sglang#31248": Case(
         "qwen2-untied-tiles/int4", ("marlin-24",), quantization(lambda content: content.update(format="marlin-24"))
@@ -386,7 +344,12 @@ CASES = {
         int4_without("re:mtp.*", "re:.*linear_attn.*"),
     ),
     "slime#2256": Case("qwen2-untied/", ("model.layers.3.mlp.down_proj",), on_checkpoint(_zero_block), _fp8),
-    "slime#2271": Case("qwen2-untied/", ("model.layers.3.mlp.down_proj",), on_checkpoint(_doubled_scale), _fp8),
+    "slime#2271": Case(
+        "qwen2-untied/",
+        ("model.layers.3.mlp.down_proj",),
+        changed("layers.3.mlp.down_proj.weight_scale_inv", lambda found: found.log2().ceil().exp2()),
+        _fp8,
+    ),
     "sglang#35455": Case("qwen3_moe-tiles/int4", prepare=cache_scales),
     "vllm#31623": Case("qwen3_moe-tiles/int4", prepare=_targets),
 }
