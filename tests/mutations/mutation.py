@@ -137,10 +137,10 @@ def runs(mutations: Iterable[Mutation]) -> list[Run]:
 
 
 def one_each(runs: Iterable[Run]) -> list[Run]:
-    """One run of each mutation, so that all checkpoints have their turn."""
-    found: dict[str, list[Run]] = {}
+    """One run of each mutation of each kind of checkpoint, so that all checkpoints have their turn."""
+    found: dict[tuple[str, str], list[Run]] = {}
     for mutation, label in runs:
-        found.setdefault(mutation.name, []).append((mutation, label))
+        found.setdefault((mutation.name, label.partition("/")[2]), []).append((mutation, label))
     return [choice[place % len(choice)] for place, choice in enumerate(found.values())]
 
 

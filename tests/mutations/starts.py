@@ -12,6 +12,9 @@ from blake3 import blake3
 from families import CASES, case
 from safetensors.torch import load_file
 from support import models
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -108,32 +111,11 @@ def _digest(tensor: Tensor) -> str:
 
 def write_tokenizer(path: Path) -> None:
     """The tokenizer files of a release: 340 tokens, the special ones that config.json means, a chat template."""
-    vocabulary = {token: number for number, token in enumerate(_SPECIAL)} | {
-        f"w{number}": number for number in range(len(_SPECIAL), _TOKENS)
-    }
-    special = [
-        {
-            "id": number,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for number, token in enumerate(_SPECIAL)
-    ]
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-    }
+    tokens = (*_SPECIAL, *(f"w{number}" for number in range(len(_SPECIAL), _TOKENS)))
+    tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))  # noqa: S106
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens([*_SPECIAL])
+    tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<eos>",
@@ -141,7 +123,6 @@ def write_tokenizer(path: Path) -> None:
         "unk_token": "<unk>",
         "model_max_length": 256,
     }
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "chat_template.jinja").write_text(
         "{% for message in messages %}<bos>{{ message['content'] }}<eos>{% endfor %}\n"
