@@ -130,7 +130,7 @@ families: $(stamp)  ## write the table of docs/families.md from the registry
 
 # With CUDA it also passes through SGLang's repacking. CELLS takes --only REGEX and --limit N.
 sglang-matrix: $(stamp)  ## load every test model in every format into SGLang (an hour) and print what came out
-	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(python) -W ignore -m support.sglang_matrix $(CELLS)
+	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(python) -W ignore lab/sglang_matrix.py $(CELLS)
 
 failures: $(stamp)  ## make docs/failures.md again: what verify prints of the commonest failures
 	@$(python) docs/examples/failures.py
