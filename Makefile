@@ -33,7 +33,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 	fi
 
 .PHONY: help setup demo test test-nightly test-sglang test-vllm test-vllm-cpu test-interop fuzz lint docs cards failures families \
-	mutation-report reports sglang-matrix bench megatron-layouts dist audit which-python
+	sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -128,15 +128,9 @@ cards: $(stamp)  ## write docs/cards from headers, or compare with weights: make
 families: $(stamp)  ## write the table of docs/families.md from the registry
 	@PYTHONPATH=.:tests $(python) -W ignore -m families.table
 
-reports: $(stamp)  ## write lab/reports.md from the public reports that tests rebuild
-	@PYTHONPATH=.:tests $(python) -W ignore -m reports.table
-
-mutation-report: $(stamp)  ## break checkpoints in every known way and print which checks find it
-	@PYTHONPATH=.:tests $(python) -W ignore -m mutations.report
-
 # With CUDA it also passes through SGLang's repacking. CELLS takes --only REGEX and --limit N.
 sglang-matrix: $(stamp)  ## load every test model in every format into SGLang (an hour) and print what came out
-	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(python) -W ignore -m support.sglang_matrix $(CELLS)
+	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(python) -W ignore lab/sglang_matrix.py $(CELLS)
 
 failures: $(stamp)  ## make docs/failures.md again: what verify prints of the commonest failures
 	@$(python) -m docs.examples.failures

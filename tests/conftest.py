@@ -33,7 +33,7 @@ LONGEST = (
     "tests/reports/test_reports.py",
     "tests/releases/test_releases.py",
     "tests/verify/checks/test_stored_floats.py",
-    "tests/mutations/test_int4.py",
+    "tests/mutations/test_mutations.py",
     "tests/verify/witnesses/test_sglang_families.py",
     "tests/quant/schemes/test_float_schemes.py",
     "tests/converters/test_mla.py",

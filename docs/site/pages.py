@@ -346,7 +346,7 @@ def _mutations() -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for one in MUTATIONS:
-        found.setdefault(one.code, []).append(one.imitates)
+        found.setdefault(one.code, []).append(one.name)
     return {code: list(dict.fromkeys(said)) for code, said in found.items()}
 
 

@@ -2,43 +2,9 @@
 
 from __future__ import annotations
 
-from mutations import (
-    arguments,
-    configuration,
-    hf_config,
-    hf_files,
-    hf_names,
-    hf_shapes,
-    hybrid_model,
-    int4,
-    int4_parts,
-    manifest,
-    optimizer,
-    order,
-    order_megatron,
-    parallel_sizes,
-    ranks,
-    torch_dist,
-    values,
-)
-from mutations.mutation import Mutation
+from dataclasses import replace
 
-MUTATIONS: tuple[Mutation, ...] = (
-    *hf_files.MUTATIONS,
-    *hf_names.MUTATIONS,
-    *hf_config.MUTATIONS,
-    *hf_shapes.MUTATIONS,
-    *configuration.MUTATIONS,
-    *torch_dist.MUTATIONS,
-    *arguments.MUTATIONS,
-    *hybrid_model.MUTATIONS,
-    *values.MUTATIONS,
-    *order.MUTATIONS,
-    *order_megatron.MUTATIONS,
-    *manifest.MUTATIONS,
-    *optimizer.MUTATIONS,
-    *int4.MUTATIONS,
-    *int4_parts.MUTATIONS,
-    *parallel_sizes.MUTATIONS,
-    *ranks.MUTATIONS,
-)
+from mutations import arguments, configuration, hf_files, hf_names, int4, optimizer, ranks, torch_dist, values
+
+_SUBJECTS = (hf_files, hf_names, configuration, torch_dist, arguments, values, optimizer, int4, ranks)
+MUTATIONS = tuple(replace(one, name=name) for subject in _SUBJECTS for name, one in subject.MUTATIONS.items())

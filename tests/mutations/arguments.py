@@ -1,180 +1,160 @@
-"""Training arguments in common.pt of a Megatron checkpoint: one that belongs to another model."""
+"""Arguments of another model: in common.pt of a Megatron checkpoint, also of a HybridModel, and those of `verify`."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support import models
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
 from mutations.edits import edit_common, edit_json
-from mutations.mutation import Damage, Mutation
+from mutations.mutation import Damage, Mutation, at
+from mutations.torch_dist import lost, metadata
 
 QWEN, QWEN3, GLM, DEEPSEEK = "qwen2/megatron", "qwen3_moe/megatron", "glm4_moe/megatron", "deepseek_v3/megatron"
+HYBRID = "glm4_moe/hybrid"
 
 
 def argument(name: str, value: Any) -> Damage:
     """One stored argument has another value."""
-
-    def damage(path: Path, place: str) -> None:
-        edit_common(path, lambda common: setattr(common["args"], name, value))
-
-    return damage
+    return lambda path, place: edit_common(path, lambda common: setattr(common["args"], name, value))
 
 
-def _of(
-    name: str,
-    argument_name: str,
-    value: Any,
-    imitates: str,
-    models: tuple[str, ...],
-    modes: tuple[str, ...] = ("F5",),
-    *references: str,
-) -> Mutation:
-    damage, on = argument(argument_name, value), dict.fromkeys(models, argument_name)
-    return Mutation(name, imitates, modes, "CK701", damage, on, references)
+def _of(modes: str, name: str, value: Any, *labels: str) -> Mutation:
+    return Mutation(modes, "CK701", argument(name, value), at(name, *labels))
 
 
 def hf_config(**values: Any) -> Damage:
     """config.json beside the Megatron checkpoint is changed."""
-
-    def damage(path: Path, place: str) -> None:
-        edit_json(path / "hf" / "config.json", lambda config: config.update(values))
-
-    return damage
+    return lambda path, place: edit_json(path / "hf" / "config.json", lambda config: config.update(values))
 
 
-_SCRIPT = "a launch script of a sibling"
-_OPTION = "an option was left out of the launch script"
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
+_QKV = "decoder.layers.{0,2,4,6,8,10,12,14,16,18,20,22}.self_attention.linear_qkv.weight"
+_PATTERN = "*-" * 3 + "*E" * 9 + "/*E"  # three dense layers where the model has two
 
-MUTATIONS = (
-    _of("training without rotary base", "rotary_base", 500000, _SCRIPT, (QWEN, GLM), ("F5", "F18")),
-    _of("training with another rotary share", "rotary_percent", 1.0, _OPTION, (GLM,), ("F5", "F18")),
-    _of("training with another epsilon", "norm_epsilon", 1e-3, _SCRIPT, (QWEN, DEEPSEEK)),
-    _of("training with other heads", "num_attention_heads", 8, _SCRIPT, (QWEN,), ("F5", "F25")),
-    Mutation(
-        "training without grouped attention",
-        _OPTION,
-        ("F5", "F25"),
-        "CK701",
-        argument("group_query_attention", False),
-        {GLM: "num_query_groups"},
+
+def numbered(number: Callable[[int], int]) -> Damage:
+    """Every decoder layer is stored under another number; what a finding names is a tensor that is then missing."""
+
+    def other(key: str) -> str:
+        match = _LAYER.fullmatch(key)
+        return f"{match[1]}{number(int(match[2]))}{match[3]}" if match else key
+
+    def change(content: Metadata) -> None:
+        content.state_dict_metadata = {other(key): entry for key, entry in content.state_dict_metadata.items()}
+        content.storage_data = {
+            MetadataIndex(other(index.fqn), index.offset, index.index): place
+            for index, place in content.storage_data.items()
+        }
+
+    return lambda path, place: models.edit_metadata(path / "release", change)
+
+
+def nothing(path: Path, place: str) -> None:
+    """The checkpoint stays as it is."""
+
+
+MUTATIONS = {
+    "training without rotary base": _of("F5 F18", "rotary_base", 500000, QWEN, GLM),
+    "training with another rotary share": _of("F5 F18", "rotary_percent", 1.0, GLM),
+    "training with another epsilon": _of("F5", "norm_epsilon", 1e-3, QWEN, DEEPSEEK),
+    "training with other heads": _of("F5 F25", "num_attention_heads", 8, QWEN),
+    "training without grouped attention": Mutation(
+        "F5 F25", "CK701", argument("group_query_attention", False), {GLM: "num_query_groups"}
     ),
-    _of("training with other head size", "kv_channels", 64, _SCRIPT, (QWEN3,), ("F5", "F25")),
-    _of("training with another MLP size", "ffn_hidden_size", 512, _SCRIPT, (QWEN,)),
-    _of("training with another expert size", "moe_ffn_hidden_size", 64, _SCRIPT, (GLM, DEEPSEEK)),
-    _of("training without shared experts", "moe_shared_expert_intermediate_size", None, _OPTION, (GLM,)),
-    _of("training with another top-k", "moe_router_topk", 2, _SCRIPT, (QWEN3, GLM)),
-    _of("training with softmax scores", "moe_router_score_function", "softmax", _OPTION, (GLM, DEEPSEEK)),
-    _of("training without routed scaling", "moe_router_topk_scaling_factor", None, _OPTION, (GLM, DEEPSEEK)),
-    _of("training without expert bias", "moe_router_enable_expert_bias", False, _OPTION, (DEEPSEEK,), ("F5", "F9")),
-    _of("training with other expert groups", "moe_router_num_groups", None, _OPTION, (DEEPSEEK,)),
-    _of(
-        "training with dense layers elsewhere",
-        "moe_layer_freq",
-        [0] + [1] * 11,
-        _SCRIPT,
-        (GLM, DEEPSEEK),
-        ("F5",),
-        "slime#1059",
+    "training with other head size": _of("F5 F25", "kv_channels", 64, QWEN3),
+    "training with another MLP size": _of("F5", "ffn_hidden_size", 512, QWEN),
+    "training with another expert size": _of("F5", "moe_ffn_hidden_size", 64, GLM, DEEPSEEK),
+    "training without shared experts": _of("F5", "moe_shared_expert_intermediate_size", None, GLM),
+    "training with another top-k": _of("F5", "moe_router_topk", 2, QWEN3, GLM),
+    "training with softmax scores": _of("F5", "moe_router_score_function", "softmax", GLM, DEEPSEEK),
+    "training without routed scaling": _of("F5", "moe_router_topk_scaling_factor", None, GLM, DEEPSEEK),
+    "training without expert bias": _of("F5 F9", "moe_router_enable_expert_bias", False, DEEPSEEK),
+    "training with other expert groups": _of("F5", "moe_router_num_groups", None, DEEPSEEK),
+    "training with dense layers elsewhere": _of("F5", "moe_layer_freq", [0] + [1] * 11, GLM, DEEPSEEK),
+    "training without query and key norms": _of("F5", "qk_layernorm", False, QWEN3),
+    "training without attention biases": _of("F5", "add_qkv_bias", False, QWEN),
+    "training with biases everywhere": _of("F5", "add_bias_linear", True, QWEN),
+    "training with another norm": _of("F5", "normalization", "LayerNorm", QWEN),
+    "training without SwiGLU": _of("F5", "swiglu", False, QWEN),
+    "training with another latent rank": _of("F5", "kv_lora_rank", 512, DEEPSEEK),
+    "training with plain rotary embedding": _of("F5 F18", "rotary_scaling_factor", 1.0, DEEPSEEK),
+    "training with another mscale": _of("F5 F18", "mscale_all_dim", 0.0, DEEPSEEK),
+    "export cuts the vocabulary": _of("F23", "vocab_size", 340, QWEN, GLM),
+    "training with a layer less": Mutation(
+        "F5", "CK114", argument("num_layers", 11), at("decoder.layers.11.*", QWEN, GLM)
     ),
-    _of("training without query and key norms", "qk_layernorm", False, _OPTION, (QWEN3,)),
-    _of("training without attention biases", "add_qkv_bias", False, _OPTION, (QWEN,)),
-    _of("training with biases everywhere", "add_bias_linear", True, _OPTION, (QWEN,)),
-    _of("training with another norm", "normalization", "LayerNorm", _OPTION, (QWEN,)),
-    _of("training without SwiGLU", "swiglu", False, _OPTION, (QWEN,)),
-    _of("training with another latent rank", "kv_lora_rank", 512, _SCRIPT, (DEEPSEEK,)),
-    _of(
-        "training with plain rotary embedding",
-        "rotary_scaling_factor",
-        1.0,
-        _OPTION,
-        (DEEPSEEK,),
-        ("F5", "F18"),
-        "miles#2377",
+    "training without the MTP layer": Mutation(
+        "F6", "CK114", argument("mtp_num_layers", None), at("mtp.layers.0.*", GLM, DEEPSEEK)
     ),
-    _of("training with another mscale", "mscale_all_dim", 0.0, _OPTION, (DEEPSEEK,), ("F5", "F18"), "miles#2377"),
-    _of(
-        "export cuts the vocabulary",
-        "vocab_size",
-        340,
-        "the tokenizer's size was stored as the model's",
-        (QWEN, GLM),
-        ("F23",),
+    "training with more experts": Mutation(
+        "F5 F8", "CK114", argument("num_experts", 16), at("experts.{12..15}.linear_fc1.weight", QWEN3, GLM)
     ),
-    Mutation(
-        "training with a layer less",
-        _SCRIPT,
-        ("F5",),
-        "CK114",
-        argument("num_layers", 11),
-        {QWEN: "decoder.layers.11.*", GLM: "decoder.layers.11.*"},
-        ("slime#1059", "Megatron-LM#1778"),
+    "training with tied embeddings": Mutation(
+        "F19", "CK114", argument("untie_embeddings_and_output_weights", False), {GLM: "output_layer.weight"}
     ),
-    Mutation(
-        "training without the MTP layer",
-        "mtp_num_layers was overwritten",
-        ("F6",),
-        "CK114",
-        argument("mtp_num_layers", None),
-        {GLM: "mtp.layers.0.*", DEEPSEEK: "mtp.layers.0.*"},
-        ("Megatron-Bridge#4960",),
-    ),
-    Mutation(
-        "training with more experts",
-        _SCRIPT,
-        ("F5", "F8"),
-        "CK114",
-        argument("num_experts", 16),
-        {QWEN3: "experts.{12..15}.linear_fc1.weight", GLM: "experts.{12..15}.linear_fc1.weight"},
-    ),
-    Mutation(
-        "training with tied embeddings",
-        _OPTION,
-        ("F19",),
-        "CK114",
-        argument("untie_embeddings_and_output_weights", False),
-        {GLM: "output_layer.weight"},
-        ("Megatron-Bridge#4883",),
-    ),
-    Mutation(
-        "training with a larger vocabulary",
-        "tokens were added after the save",
-        ("F23",),
+    "training with a larger vocabulary": Mutation(
+        "F23",
         "CK114",
         argument("vocab_size", 353),
         {QWEN: "embedding.word_embeddings.weight", GLM: "output_layer.weight"},
     ),
-    Mutation(
-        "training with untied embeddings",
-        "an option of a sibling",
-        ("F19",),
-        "CK114",
-        argument("untie_embeddings_and_output_weights", True),
-        {QWEN: "output_layer.weight"},
+    "training with untied embeddings": Mutation(
+        "F19", "CK114", argument("untie_embeddings_and_output_weights", True), {QWEN: "output_layer.weight"}
     ),
-    Mutation(
-        "config.json beside Megatron of a sibling",
-        "the wrong --hf-checkpoint",
-        ("F5",),
-        "CK701",
-        hf_config(rms_norm_eps=1e-3),
-        {QWEN: "norm_epsilon", GLM: "norm_epsilon"},
-        ("slime#1059",),
+    "config.json beside Megatron of a sibling": Mutation(
+        "F5", "CK701", hf_config(rms_norm_eps=1e-3), at("norm_epsilon", QWEN, GLM)
     ),
-    Mutation(
-        "config.json beside Megatron with more layers",
-        "the wrong --hf-checkpoint",
-        ("F5",),
+    "config.json beside Megatron with more layers": Mutation(
+        "F5",
         "CK104",
         hf_config(num_hidden_layers=14, layer_types=None),
         {QWEN: "decoder.layers.{12..13}.mlp.linear_fc1.weight"},
     ),
-    Mutation(
-        "config.json beside Megatron without MTP",
-        "num_nextn_predict_layers was overwritten",
-        ("F6",),
-        "CK104",
-        hf_config(num_nextn_predict_layers=0),
-        {GLM: "mtp.layers.0.eh_proj.weight", DEEPSEEK: "mtp.layers.0.eh_proj.weight"},
-        ("Megatron-Bridge#4960",),
+    "config.json beside Megatron without MTP": Mutation(
+        "F6", "CK104", hf_config(num_nextn_predict_layers=0), at("mtp.layers.0.eh_proj.weight", GLM, DEEPSEEK)
     ),
-)
+    "layers of a HybridModel shifted by one": Mutation(
+        "F21",
+        "CK104",
+        numbered(lambda layer: layer + 1),
+        {HYBRID: _QKV},
+    ),
+    "attention and MLP of a HybridModel exchanged": Mutation(
+        "F21",
+        "CK104",
+        numbered(lambda layer: layer ^ 1),
+        {HYBRID: _QKV},
+    ),
+    "final norm of a HybridModel lost": Mutation("F1", "CK104", metadata(lost), {HYBRID: "decoder.final_norm.weight"}),
+    "layer pattern of another model": Mutation(
+        "F5", "CK701", argument("hybrid_layer_pattern", _PATTERN), {HYBRID: "hybrid_layer_pattern"}
+    ),
+    # Sizes that the test models cannot be cut into, of 12 layers, 12 experts of 96 features, 10 heads in 2 groups.
+    "heads that tensor parallel ranks cannot share": Mutation(
+        "F15", "CK703", nothing, at("num_attention_heads", "qwen2/hf", "glm4_moe/megatron"), arguments={"tp": 4}
+    ),
+    "experts that expert parallel ranks cannot share": Mutation(
+        "F15", "CK703", nothing, at("the number of experts", "qwen3_moe/hf", "glm4_moe/megatron"), arguments={"ep": 5}
+    ),
+    "expert parallel ranks of a dense model": Mutation(
+        "F15", "CK703", nothing, {"qwen2/megatron": "the number of experts = 0"}, arguments={"ep": 2}
+    ),
+    "more pipeline stages than layers": Mutation(
+        "F15", "CK703", nothing, at("num_hidden_layers", "qwen2/megatron", "deepseek_v3/megatron"), arguments={"pp": 16}
+    ),
+    "pipeline stages with a remainder": Mutation(
+        "F15", "CK703", nothing, {"qwen2/megatron": "num_hidden_layers"}, severity="warning", arguments={"pp": 5}
+    ),
+    "kernel tile cut through by tensor parallel ranks": Mutation(
+        "F15",
+        "CK307",
+        nothing,
+        at("experts of 96 features on 2 ranks", "glm4_moe/int4", "qwen3_moe/int4"),
+        arguments={"tp": 2},
+    ),
+}

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mutations.edits import INDEX, edit_header, edit_index, edit_json, shard_of, tensor, write_index
-from mutations.mutation import Damage, Mutation
+from mutations.mutation import UP, Damage, Mutation, at
 
 QWEN, QWEN3, GLM, DEEPSEEK = "qwen2/hf", "qwen3_moe/hf", "glm4_moe/hf", "deepseek_v3/hf"
+UNTIED, GLM4 = "qwen2-untied/hf", "glm4_moe/int4"
 EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"
 # A weight in the middle of each model, two models at a time.
 WEIGHT = {QWEN: "model.layers.3.mlp.up_proj.weight", GLM: EXPERT}
@@ -175,10 +176,7 @@ def outside(path: Path, name: str) -> None:
 
 
 def index_file(change: Callable[[Path], object]) -> Damage:
-    def damage(path: Path, name: str) -> None:
-        change(path / INDEX)
-
-    return damage
+    return lambda path, name: change(path / INDEX)
 
 
 def forgotten(path: Path, name: str) -> None:
@@ -187,216 +185,50 @@ def forgotten(path: Path, name: str) -> None:
 
 INDEX_ONLY = {QWEN: INDEX, "glm4_moe/int4": INDEX}
 
-MUTATIONS = (
-    Mutation(
-        "shard missing",
-        "one weight file was not copied",
-        ("F1", "F2"),
-        "CK102",
-        on_shard(Path.unlink),
-        WEIGHT | PACKED,
-        ("verl#4338",),
+MUTATIONS = {
+    "shard missing": Mutation("F1 F2", "CK102", on_shard(Path.unlink), WEIGHT | PACKED),
+    "shard short by a byte": Mutation("F2", "CK102", resized(-1), WEIGHT),
+    "shard short by a third": Mutation(
+        "F2", "CK102", on_shard(lambda shard: os.truncate(shard, shard.stat().st_size * 2 // 3)), WEIGHT | PACKED
     ),
-    Mutation(
-        "shard short by a byte",
-        "a copy stopped just before its end",
-        ("F2",),
-        "CK102",
-        resized(-1),
-        WEIGHT,
-        ("vmlx-swift#217",),
+    "shard empty": Mutation("F2", "CK102", on_shard(lambda shard: os.truncate(shard, 0)), OTHER),
+    "shard of only a header": Mutation("F2", "CK102", on_shard(lambda s: os.truncate(s, 90)), WEIGHT),
+    "shard with bytes behind its data": Mutation("F2 F22", "CK102", resized(4096), WEIGHT | PACKED),
+    "shard is a Git LFS pointer": Mutation("F2", "CK102", on_shard(_lfs_pointer), WEIGHT | PACKED),
+    "tensors overlap": Mutation("F2", "CK102", on_shard(lambda s: edit_header(s, _overlapping)), OTHER),
+    "hole between tensors": Mutation("F2", "CK102", on_shard(_hole), WEIGHT),
+    "name twice in a header": Mutation("F22", "CK102", on_shard(_listed_twice), OTHER),
+    "shard renamed": Mutation("F1", "CK102", on_shard(_renamed), WEIGHT),
+    "last shards lost, index agrees": Mutation(
+        "F1", "CK104", last_shards_lost, at("model.norm.weight", QWEN3, GLM, "glm4_moe/int4")
     ),
-    Mutation(
-        "shard short by a third",
-        "a download stopped",
-        ("F2",),
-        "CK102",
-        on_shard(lambda shard: os.truncate(shard, shard.stat().st_size * 2 // 3)),
-        WEIGHT | PACKED,
-        ("vmlx-swift#217",),
+    "shard never written, index agrees": Mutation("F1 F6", "CK104", shard_without_index, {QWEN: UP}),
+    "shard with all of multi-token prediction never written, index agrees": Mutation(
+        "F1 F6", "CK108", draft_shard_without_index, {DEEPSEEK: "model.layers.12.shared_head.norm.weight"}
     ),
-    Mutation(
-        "shard empty",
-        "a file system out of space",
-        ("F2",),
-        "CK102",
-        on_shard(lambda shard: os.truncate(shard, 0)),
-        OTHER,
-        ("sglang#32279",),
-    ),
-    Mutation(
-        "shard of only a header",
-        "the header is there and no data",
-        ("F2",),
-        "CK102",
-        on_shard(lambda s: os.truncate(s, 90)),
-        WEIGHT,
-    ),
-    Mutation(
-        "shard with bytes behind its data",
-        "a shorter file was written over a longer one",
-        ("F2", "F22"),
-        "CK102",
-        resized(4096),
-        WEIGHT | PACKED,
-    ),
-    Mutation(
-        "shard is a Git LFS pointer",
-        "a clone without the large files",
-        ("F2",),
-        "CK102",
-        on_shard(_lfs_pointer),
-        WEIGHT | PACKED,
-    ),
-    Mutation(
-        "tensors overlap",
-        "two tensors share bytes",
-        ("F2",),
-        "CK102",
-        on_shard(lambda s: edit_header(s, _overlapping)),
-        OTHER,
-    ),
-    Mutation("hole between tensors", "a writer that pads each tensor", ("F2",), "CK102", on_shard(_hole), WEIGHT),
-    Mutation(
-        "name twice in a header",
-        "two writers appended to one header",
-        ("F22",),
-        "CK102",
-        on_shard(_listed_twice),
-        OTHER,
-    ),
-    Mutation("shard renamed", "a file got another number", ("F1",), "CK102", on_shard(_renamed), WEIGHT),
-    Mutation(
-        "last shards lost, index agrees",
-        "the export went over a shorter list of shards and wrote an index of what it wrote",
-        ("F1",),
-        "CK104",
-        last_shards_lost,
-        {QWEN3: "model.norm.weight", GLM: "model.norm.weight", "glm4_moe/int4": "model.norm.weight"},
-        ("Megatron-Bridge#4188", "Megatron-Bridge#4189"),
-    ),
-    Mutation(
-        "shard never written, index agrees",
-        "a shard that also holds tensors of another rank was never complete, so it was never written",
-        ("F1", "F6"),
-        "CK104",
-        shard_without_index,
-        {QWEN: "model.layers.3.mlp.up_proj.weight"},
-        ("verl#6821",),
-    ),
-    Mutation(
-        "shard with all of multi-token prediction never written, index agrees",
-        "the shards of the draft layer were not exported, and releases that leave it out on purpose look like this "
-        "but for the numbers of their shards",
-        ("F1", "F6"),
-        "CK108",
-        draft_shard_without_index,
-        {DEEPSEEK: "model.layers.12.shared_head.norm.weight"},
-        ("verl#6821",),
-    ),
-    Mutation(
-        "ghost key",
-        "the index lists a tensor that no shard holds",
-        ("F1",),
+    "ghost key": Mutation(
+        "F1",
         "CK104",
         ghost_key,
         {QWEN: "model.layers.12.mlp.up_proj.weight", GLM: "model.layers.5.mlp.experts.12.up_proj.weight"},
-        ("Relax#148",),
     ),
-    Mutation(
-        "key that the index forgot",
-        "a tensor is in a shard that no loader opens for it",
-        ("F1",),
-        "CK104",
-        forgotten,
-        WEIGHT | PACKED,
-    ),
-    Mutation(
-        "key in another shard than listed",
-        "the index is of another cut into shards",
-        ("F1",),
-        "CK104",
-        wrong_shard,
-        OTHER,
-    ),
-    Mutation(
-        "tensor in two shards",
-        "a forced second export left its predecessor's shards",
-        ("F22",),
-        "CK104",
-        in_two_shards,
-        NORM,
-    ),
-    Mutation(
-        "file of an earlier save",
-        "a forced second export left a file",
-        ("F22",),
-        "CK104",
-        old_file,
-        {QWEN: "old.safetensors"},
-    ),
-    Mutation(
-        "shard of an earlier save",
-        "an export with fewer shards was there before",
-        ("F22",),
-        "CK104",
-        old_shards,
-        WEIGHT,
-    ),
-    Mutation("index points out of the directory", "weights of a base model are read", ("F1",), "CK103", outside, OTHER),
-    Mutation(
-        "index missing", "the shards were copied without it", ("F1",), "CK103", index_file(Path.unlink), INDEX_ONLY
-    ),
-    Mutation(
-        "index cut short",
-        "a download stopped",
-        ("F2",),
-        "CK103",
-        index_file(lambda file: os.truncate(file, 200)),
-        INDEX_ONLY,
-    ),
-    Mutation(
-        "index without a weight_map",
-        "another tool's index",
-        ("F1",),
-        "CK103",
-        index_file(lambda file: file.write_text("{}")),
-        INDEX_ONLY,
-    ),
-    Mutation(
-        "total_size counts rows",
-        "total_size is the sum of len(tensor)",
-        ("F22",),
-        "CK106",
-        wrong_total(rows),
-        INDEX_ONLY,
-        severity="warning",
-    ),
-    Mutation(
-        "total_size of another save",
-        "back-filled tensors were counted twice",
-        ("F22",),
+    "key that the index forgot": Mutation("F1", "CK104", forgotten, WEIGHT | PACKED),
+    "key in another shard than listed": Mutation("F1", "CK104", wrong_shard, OTHER),
+    "tensor in two shards": Mutation("F22", "CK104", in_two_shards, NORM),
+    "file of an earlier save": Mutation("F22", "CK104", old_file, {QWEN: "old.safetensors"}),
+    "shard of an earlier save": Mutation("F22", "CK104", old_shards, WEIGHT),
+    "index points out of the directory": Mutation("F1", "CK103", outside, OTHER),
+    "index missing": Mutation("F1", "CK103", index_file(Path.unlink), INDEX_ONLY),
+    "index cut short": Mutation("F2", "CK103", index_file(lambda file: os.truncate(file, 200)), INDEX_ONLY),
+    "index without a weight_map": Mutation("F1", "CK103", index_file(lambda file: file.write_text("{}")), INDEX_ONLY),
+    "total_size counts rows": Mutation("F22", "CK106", wrong_total(rows), INDEX_ONLY, severity="warning"),
+    "total_size of another save": Mutation(
+        "F22",
         "CK106",
         wrong_total(lambda path: 2 * sum(f.stat().st_size for f in path.glob("*.safetensors"))),
         INDEX_ONLY,
         severity="warning",
     ),
-    Mutation(
-        "total_size left out",
-        "an index written by hand",
-        ("F22",),
-        "CK106",
-        wrong_total(lambda path: None),
-        INDEX_ONLY,
-        severity="warning",
-    ),
-    Mutation(
-        "file names count other shards",
-        "the files say of-N and there are fewer",
-        ("F1",),
-        "CK108",
-        other_count,
-        {QWEN: "of-", GLM: "of-"},
-        ("slime debug.md",),
-    ),
-)
+    "total_size left out": Mutation("F22", "CK106", wrong_total(lambda path: None), INDEX_ONLY, severity="warning"),
+    "file names count other shards": Mutation("F1", "CK108", other_count, at("of-", QWEN, GLM)),
+}

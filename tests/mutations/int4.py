@@ -1,17 +1,19 @@
-"""INT4 checkpoints: what is packed, and what config.json says of it."""
+"""INT4 checkpoints: what is packed, what config.json says of it, and the parts of packed weights."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from support import quantized
+from torch import Tensor
 
 from mutations.edits import edit_json, names, replace, tensor
-from mutations.mutation import Damage, Mutation
+from mutations.mutation import EH_PROJ, UP, Damage, Mutation, at
 
 QWEN, QWEN3, GLM, DEEPSEEK = "qwen2-untied/int4", "qwen3_moe/int4", "glm4_moe/int4", "deepseek_v3/int4"
 DOWN = "model.layers.5.mlp.experts.11.down_proj"
@@ -22,19 +24,6 @@ ALL3 = (QWEN3, GLM, DEEPSEEK)
 WORDS = {QWEN: "model.layers.{0..11}.mlp.up_proj.weight_packed", GLM: "model.layers.{0..1}.mlp.up_proj.weight_packed"}
 SCALES = {QWEN: "model.layers.{0..11}.mlp.up_proj.weight_scale", GLM: "model.layers.{0..1}.mlp.up_proj.weight_scale"}
 CONFIG = {QWEN: "config.json", GLM: "config.json"}
-
-
-def of(
-    code: str,
-    name: str,
-    imitates: str,
-    damage: Damage,
-    on: dict[str, str],
-    modes: tuple[str, ...],
-    *references: str,
-    **more: Any,
-) -> Mutation:
-    return Mutation(name, imitates, modes, code, damage, on, references, **more)
 
 
 def packed(modules: Sequence[str]) -> Damage:
@@ -65,20 +54,12 @@ def unpack(path: Path, modules: Sequence[str]) -> None:
 
 def unpacked(*modules: str) -> Damage:
     """Leaves modules in BF16 that readers expect packed."""
-
-    def damage(path: Path, folded: str) -> None:
-        unpack(path, modules)
-
-    return damage
+    return lambda path, folded: unpack(path, modules)
 
 
 def settings(change: Callable[[dict[str, Any]], object]) -> Damage:
     """quantization_config says something else."""
-
-    def damage(path: Path, place: str) -> None:
-        edit_json(path / "config.json", lambda config: change(config["quantization_config"]))
-
-    return damage
+    return lambda path, place: edit_json(path / "config.json", lambda config: change(config["quantization_config"]))
 
 
 def weights(**values: Any) -> Damage:
@@ -99,163 +80,168 @@ def ignore(*entries: str) -> Damage:
     return settings(lambda config: config.update(ignore=[*config["ignore"], *entries]))
 
 
-MUTATIONS = (
+BOTH = "model.layers.5.mlp.experts.{10..11}.down_proj.weight"
+SCALE, PACKED, SHAPE = (f"{DOWN}.{name}" for name in ("weight_scale", "weight_packed", "weight_shape"))
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def part(change: Callable[[Tensor], Tensor]) -> Damage:
+    """One part of a packed weight holds something else."""
+    return lambda path, name: replace(path, {name: change(tensor(path, name).clone())})
+
+
+def part_of(ending: str, change: Callable[[Tensor], Tensor]) -> Damage:
+    """The same of the weight that the part belongs to, which is what a finding names."""
+    return lambda path, weight: replace(path, {weight + ending: change(tensor(path, weight + ending).clone())})
+
+
+def without(path: Path, name: str) -> None:
+    replace(path, {}, [name])
+
+
+def words_lost(path: Path, weight: str) -> None:
+    replace(path, {}, [f"{weight}_packed"])
+
+
+def scale_without_weight(path: Path, name: str) -> None:
+    replace(path, {name: torch.ones(12, 4, dtype=torch.bfloat16)})
+
+
+def element(value: float) -> Callable[[Tensor], Tensor]:
+    """The last scale is another."""
+
+    def change(scale: Tensor) -> Tensor:
+        scale[-1, -1] = value
+        return scale
+
+    return change
+
+
+def codes(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The 4 bit codes of packed words, changed and packed again."""
+
+    def on_words(words: Tensor) -> Tensor:
+        rows, columns = words.shape[0], words.shape[1] * 8
+        return pack_to_int32(change(unpack_from_int32(words, 4, torch.Size((rows, columns)))).contiguous(), 4)
+
+    return on_words
+
+
+def awq(found: Tensor) -> Tensor:
+    """Nibbles of each word in AutoAWQ's order."""
+    return found.reshape(len(found), -1, 8)[..., _AWQ_ORDER].reshape(found.shape)
+
+
+def one_nibble(words: Tensor) -> Tensor:
+    words[0, 0] ^= 0x0000F000
+    return words
+
+
+def swapped(ending: str) -> Damage:
+    """A part of this expert and the same of the one before hold each other's values."""
+
+    def damage(path: Path, folded: str) -> None:
+        here, there = f"{DOWN}.{ending}", f"{DOWN.replace('11', '10')}.{ending}"
+        replace(path, {here: tensor(path, there), there: tensor(path, here)})
+
+    return damage
+
+
+def words_copied(path: Path, folded: str) -> None:
+    """The words and the scales of expert 10 stand under expert 11 too."""
+    replace(path, {f"{DOWN}.{part}": tensor(path, f"{DOWN.replace('11', '10')}.{part}") for part in PARTS})
+
+
+MUTATIONS = {
     # What is packed
-    of(
+    "routers packed": Mutation(
+        "F3",
         "CK301",
-        "routers packed",
-        "an ignore rule that means modules was matched against parameters",
         packed([ROUTER.format(layer) for layer in range(3, 12)]),
-        dict.fromkeys(ALL3, "model.layers.{3..11}.mlp.gate.weight_packed"),
-        ("F3",),
-        "slime debug.md",
+        at("model.layers.{3..11}.mlp.gate.weight_packed", *ALL3),
     ),
-    of(
-        "CK301",
-        "one router packed",
-        "a rule for layers 1 does not cover layer 4",
-        packed([ROUTER.format(4)]),
-        dict.fromkeys(ALL3, "model.layers.4.mlp.gate.weight_packed"),
-        ("F3",),
+    "one router packed": Mutation(
+        "F3", "CK301", packed([ROUTER.format(4)]), at("model.layers.4.mlp.gate.weight_packed", *ALL3)
     ),
-    of(
-        "CK301",
-        "embedding packed",
-        "a published list leaves it out",
-        packed(["model.embed_tokens"]),
-        {GLM: "model.embed_tokens.weight_packed", QWEN: "model.embed_tokens.weight_packed"},
-        ("F3",),
+    "embedding packed": Mutation(
+        "F3", "CK301", packed(["model.embed_tokens"]), at("model.embed_tokens.weight_packed", GLM, QWEN)
     ),
-    of(
-        "CK301",
-        "output layer packed",
-        "a published list leaves it out",
-        packed(["lm_head"]),
-        {QWEN3: "lm_head.weight_packed", QWEN: "lm_head.weight_packed"},
-        ("F3",),
+    "output layer packed": Mutation("F3", "CK301", packed(["lm_head"]), at("lm_head.weight_packed", QWEN3, QWEN)),
+    "expert not packed": Mutation("F3", "CK302", unpacked(DOWN), at(f"{DOWN}.weight", *ALL3)),
+    "query packed, key not": Mutation(
+        "F3", "CK302", unpacked("model.layers.3.self_attn.k_proj"), {QWEN: "model.layers.3.self_attn.k_proj.weight"}
     ),
-    of(
-        "CK302",
-        "expert not packed",
-        "one expert was never routed to while calibrating",
-        unpacked(DOWN),
-        dict.fromkeys(ALL3, f"{DOWN}.weight"),
-        ("F3",),
-        "llm-compressor#2939",
+    "gate packed, up not": Mutation(
+        "F3", "CK306", unpacked("model.layers.3.mlp.up_proj"), {QWEN: "model.layers.3.mlp.up_proj"}
     ),
-    of(
-        "CK302",
-        "query packed, key not",
-        "fused siblings with different schemes",
-        unpacked("model.layers.3.self_attn.k_proj"),
-        {QWEN: "model.layers.3.self_attn.k_proj.weight"},
-        ("F3",),
-        "vllm#11354",
-        "auto-round#1726",
+    "MTP projection packed": Mutation("F3", "CK302", packed(["model.layers.12.eh_proj"]), {GLM: EH_PROJ}),
+    "everything plain under an INT4 config": Mutation(
+        "F3 F4", "CK302", all_plain, {QWEN: "model.layers.{0..11}.mlp.up_proj.weight"}
     ),
-    of(
-        "CK306",
-        "gate packed, up not",
-        "fused siblings with different schemes",
-        unpacked("model.layers.3.mlp.up_proj"),
-        {QWEN: "model.layers.3.mlp.up_proj"},
-        ("F3",),
-        "vllm#41457",
-    ),
-    of(
-        "CK302",
-        "MTP projection packed",
-        "a default list does not know eh_proj",
-        packed(["model.layers.12.eh_proj"]),
-        {GLM: "model.layers.12.eh_proj.weight"},
-        ("F3",),
-    ),
-    of(
-        "CK302",
-        "everything plain under an INT4 config",
-        "a BF16 directory was registered where INT4 is pushed",
-        all_plain,
-        {QWEN: "model.layers.{0..11}.mlp.up_proj.weight"},
-        ("F3", "F4"),
-        "Relax low-precision",
-    ),
-    of("CK104", "INT4 config lost", "config.json was taken from the BF16 release", not_quantized, WORDS, ("F3", "F4")),
+    "INT4 config lost": Mutation("F3 F4", "CK104", not_quantized, WORDS),
     # ignore
-    of(
+    "ignore covers what is packed": Mutation(
+        "F3",
         "CK302",
-        "ignore covers what is packed",
-        "a list of another recipe",
         ignore(r"re:.*layers\.7\.self_attn\.o_proj(\.weight)?$"),
         {GLM: "model.layers.7.self_attn.o_proj.weight_packed"},
-        ("F3",),
-        "vllm#40252",
     ),
-    of(
-        "CK302",
-        "ignore entry that readers take differently",
-        "a plain entry is a part of a name for one reader and the whole for another",
-        ignore("o_proj"),
-        {QWEN: "config.json"},
-        ("F3",),
-        "sglang#24927",
-    ),
-    of(
-        "CK302",
-        "ignore by prefix",
-        "layers.1 also covers layers 10 to 19 for a reader of prefixes",
-        ignore("model.layers.1"),
-        {QWEN: "config.json"},
-        ("F3",),
-    ),
-    of(
-        "CK302",
-        "ignore spelled for modules only",
-        "a rule that ends at the module does not protect the parameter",
-        settings(lambda c: c.update(ignore=["lm_head", "re:.*mlp.gate$"])),
-        {GLM: "config.json"},
-        ("F3",),
-        "slime debug.md",
+    "ignore entry that readers take differently": Mutation("F3", "CK302", ignore("o_proj"), {QWEN: "config.json"}),
+    "ignore by prefix": Mutation("F3", "CK302", ignore("model.layers.1"), {QWEN: "config.json"}),
+    "ignore spelled for modules only": Mutation(
+        "F3", "CK302", settings(lambda c: c.update(ignore=["lm_head", "re:.*mlp.gate$"])), {GLM: "config.json"}
     ),
     # What config.json says
-    of(
+    "another group size": Mutation(
+        "F12",
         "CK303",
-        "another group size",
-        "the converter's default is 32, the recipe's 128",
         weights(group_size=64),
         {QWEN: "model.layers.{0..11}.mlp.up_proj.weight_scale", DEEPSEEK: "weight_scale"},
-        ("F12",),
     ),
-    of(
-        "CK104",
-        "asymmetric by config, symmetric on disk",
-        "a converter whose default is asymmetric",
-        weights(symmetric=False),
-        {GLM: "weight_zero_point"},
-        ("F12", "F13"),
+    "asymmetric by config, symmetric on disk": Mutation(
+        "F12 F13", "CK104", weights(symmetric=False), {GLM: "weight_zero_point"}
     ),
-    of("CK303", "another number of bits", "a config for 8 bits", weights(num_bits=8), WORDS, ("F12",)),
-    of(
-        "CK302",
-        "another format",
-        "a config of float8 beside packed words",
-        settings(lambda c: c.update(format="float-quantized")),
-        CONFIG,
-        ("F14",),
+    "another number of bits": Mutation("F12", "CK303", weights(num_bits=8), WORDS),
+    "another format": Mutation("F14", "CK302", settings(lambda c: c.update(format="float-quantized")), CONFIG),
+    "another quantization method": Mutation("F14", "CK302", settings(lambda c: c.update(quant_method="gptq")), CONFIG),
+    "one scale a row by config": Mutation("F12", "CK303", weights(strategy="channel", group_size=None), SCALES),
+    # Parts
+    "scale missing": Mutation("F13 F22", "CK104", without, at(SCALE, GLM, QWEN3)),
+    "shape missing": Mutation("F13 F22", "CK104", without, at(SHAPE, GLM, DEEPSEEK)),
+    "words missing": Mutation("F4 F13", "CK104", words_lost, {GLM: WEIGHT}),
+    "scale without a weight": Mutation(
+        "F13", "CK104", scale_without_weight, {GLM: "model.layers.5.mlp.gate.weight_scale"}
     ),
-    of(
-        "CK302",
-        "another quantization method",
-        "a config of GPTQ beside packed words",
-        settings(lambda c: c.update(quant_method="gptq")),
-        CONFIG,
-        ("F14",),
+    "scale of another group size": Mutation("F12 F13", "CK303", part(lambda t: t[:, :1]), at(SCALE, QWEN3, GLM)),
+    "scale turned": Mutation("F13", "CK303", part(lambda t: t.T), at(SCALE, GLM, DEEPSEEK)),
+    "a word too few": Mutation("F13", "CK303", part(lambda t: t[:, :-1]), {QWEN3: PACKED}),
+    "words of 64 bits": Mutation("F14", "CK303", part(lambda t: t.long()), {GLM: PACKED}),
+    "scale of zero": Mutation(
+        "F13", "CK304", part(element(0.0)), {GLM: SCALE, QWEN: "model.layers.3.mlp.up_proj.weight_scale"}
     ),
-    of(
-        "CK303",
-        "one scale a row by config",
-        "a strategy that was not used",
-        weights(strategy="channel", group_size=None),
-        SCALES,
-        ("F12",),
+    "scale negative": Mutation("F13", "CK304", part(element(-0.01)), {QWEN3: SCALE}),
+    "scale not a number": Mutation("F13", "CK304", part(element(math.nan)), at(SCALE, GLM, DEEPSEEK)),
+    "scale infinite": Mutation("F13", "CK304", part(element(math.inf)), {QWEN3: SCALE}),
+    "shape that lies": Mutation("F13 F15", "CK304", part(lambda t: t // 2), at(SHAPE, GLM, DEEPSEEK)),
+    "scales 200 times too large": Mutation(
+        "F13",
+        "CK308",
+        part(lambda t: t * 200),
+        {GLM: SCALE, QWEN3: SCALE, QWEN: "model.layers.3.mlp.up_proj.weight_scale"},
     ),
-)
+    "scales 200 times too small": Mutation("F13", "CK308", part(lambda t: t / 200), {GLM: SCALE}, severity="warning"),
+    "words of an expert copied over another": Mutation(
+        "F8", "CK206", words_copied, at("model.layers.5.mlp.experts.{10..11}.down_proj.weight_packed", *ALL3)
+    ),
+    # Against the source
+    "scale a quarter too large": Mutation(
+        "F12 F13", "CK305", part_of("_scale", lambda t: t * 1.25), at(WEIGHT, GLM, DEEPSEEK)
+    ),
+    "one nibble changed": Mutation("F2", "CK305", part_of("_packed", one_nibble), {GLM: WEIGHT, QWEN: UP}),
+    "nibbles in AWQ's order": Mutation("F14", "CK305", part_of("_packed", codes(awq)), at(WEIGHT, GLM, QWEN3)),
+    "codes without their offset": Mutation(
+        "F14", "CK305", part_of("_packed", lambda words: words ^ -2004318072), at(WEIGHT, GLM, QWEN3)
+    ),
+    "scales of two experts swapped": Mutation("F8 F13", "CK305", swapped("weight_scale"), at(BOTH, GLM, QWEN3)),
+    "words of two experts swapped": Mutation("F8", "CK305", swapped("weight_packed"), {DEEPSEEK: BOTH}),
+}

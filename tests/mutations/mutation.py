@@ -1,21 +1,28 @@
-"""A mutation: one way in which a checkpoint can be silently wrong, as data, and whether `verify` has found it."""
+"""A mutation: one way in which a checkpoint can be silently wrong, as data, and whether `verify` finds it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from verify.report import Finding, Report, Severity
+from mutations.starts import Starts
+from verify.report import CheckResult, Finding, Report, Severity
+from verify.run import verify
 
 # What has to be read to see it, from cheap to expensive: headers and JSON, configuration, all bytes, a source too.
 Level = Literal["headers", "configuration", "values", "source"]
 LEVELS: tuple[Level, ...] = ("headers", "configuration", "values", "source")
 
-# Breaks the copy at a path, at the place that the registry names for this checkpoint: a tensor, a key, a file. Returns
-# what a finding has to name; None where that is the place itself.
-Damage = Callable[[Path, str], str | None]
+# Breaks the copy at a path, at the place that the registry names for this checkpoint: a tensor, a key, a file. Where a
+# finding has to name something else than that place, it returns this text.
+Damage = Callable[[Path, str], object]
+
+# Places in several of the models.
+UP, EH_PROJ = "model.layers.3.mlp.up_proj.weight", "model.layers.12.eh_proj.weight"
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _SOURCE = frozenset({"CK202", "CK203", "CK305"})
 _VALUES = frozenset({"CK120", "CK304", "CK308"})
@@ -33,21 +40,19 @@ def level_of(code: str) -> Level:
 class Mutation:
     """One way to be wrong, and what `verify` must say of it.
 
-    `imitates` says what happened, in a sentence; `modes` are rows of lab/failure-modes.md, `references` threads.
-    `on` gives for each checkpoint (`starts.LABELS`) the place that `damage` breaks. `code` must be found there with at
-    least this `severity`, and no cheaper level may find anything, unless `cheapest` says which does. It is run with
-    `--source`, the clean release, where the level or `with_source` says so, and with the clean checkpoint's manifest
-    where `with_manifest` says so.
-    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk.
+    `modes` are rows of lab/failure-modes.md, which tells what happened to whom. `on` gives for each checkpoint
+    (`starts.LABELS`) the place that `damage` breaks. `code` must be found there with at least this `severity`, and no
+    cheaper level may find anything, unless `cheapest` says which does. It is run with `--source`, the clean release,
+    where the level or `with_source` says so, and with the clean checkpoint's manifest where `with_manifest` says so.
+    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk. `name` is the key in
+    the table that it stands in.
     """
 
-    name: str
-    imitates: str
-    modes: tuple[str, ...]
+    modes: str
     code: str
     damage: Damage
     on: Mapping[str, str]
-    references: tuple[str, ...] = ()
+    name: str = ""
     severity: Severity = "error"
     with_source: bool = False
     with_manifest: bool = False
@@ -65,27 +70,79 @@ class Mutation:
         return self.with_source or self.level == "source"
 
 
+def at(place: str, *labels: str) -> dict[str, str]:
+    """The same place in several checkpoints."""
+    return dict.fromkeys(labels, place)
+
+
 def missed(mutation: Mutation, named: str, report: Report) -> str | None:
     """Why this report does not do: nothing found, another code, another place, another level. None when it does."""
     found = [finding for finding in report.findings if finding.code == mutation.code]
     codes = sorted({finding.code for finding in report.findings})
     if not found:
         return f"{mutation.code} found nothing; findings are of {', '.join(codes) or 'no check'}"
-    if not any(named in said(finding) for finding in found):
+    severities = {finding.severity for finding in found if named in said(finding)}
+    if not severities:
         return f"no finding of {mutation.code} names {named}: {[said(finding) for finding in found]}"
-    if mutation.severity == "error" and not any(
-        finding.severity == "error" for finding in found if named in said(finding)
-    ):
+    if mutation.severity == "error" and "error" not in severities:
         return f"{mutation.code} is only a warning"
     cheapest = min((level_of(code) for code in codes), key=LEVELS.index)
-    return (
-        None
-        if cheapest == mutation.level
-        else f"the level is {cheapest} ({', '.join(codes)}), the registry says {mutation.level}"
-    )
+    if cheapest != mutation.level:
+        return f"the level is {cheapest} ({', '.join(codes)}), the registry says {mutation.level}"
+    return None
 
 
 def said(finding: Finding) -> str:
     """Where a finding says that it is: tensors, file, and the setting that it quotes."""
     where = (finding.tensor or "", *finding.names, Path(finding.file or "").name)
     return " ".join((*where, finding.expected, finding.actual))
+
+
+Run = tuple[Mutation, str]
+
+
+def run(mutation: Mutation, label: str, starts: Starts, work: Path) -> str | None:
+    """Why `verify` does not find it as it should in a copy that is broken and removed; None where it does."""
+    start = starts.path(label)
+    path = Path(shutil.copytree(start, work / "checkpoint"))
+    named = mutation.damage(path, mutation.on[label])
+    if not mutation.arguments and not differ(path, start):
+        return "the mutation changed nothing on disk"
+    source = starts.source(label) if mutation.source else None
+    manifest = starts.manifest(label) if mutation.with_manifest else None
+    report = verify(path, source=source, manifest=manifest, **mutation.arguments)
+    shutil.rmtree(path)
+    return missed(mutation, named if isinstance(named, str) else mutation.on[label], report)
+
+
+def clean(label: str, starts: Starts) -> list[Finding | CheckResult]:
+    """What is found in a sound checkpoint, alone and against its source, and the checks that did not pass."""
+    path = starts.path(label)
+    reports = [verify(path), verify(path, source=starts.source(label))]
+    findings = [finding for report in reports for finding in report.findings]
+    return [*findings, *(check for report in reports for check in report.checks if check.status != "passed")]
+
+
+def differ(one: Path, other: Path) -> bool:
+    """Whether two directories hold other files, or a file of another content."""
+    names = sorted(file.relative_to(one) for file in one.rglob("*") if file.is_file())
+    if names != sorted(file.relative_to(other) for file in other.rglob("*") if file.is_file()):
+        return True
+    return any((one / name).read_bytes() != (other / name).read_bytes() for name in names)
+
+
+def runs(mutations: Iterable[Mutation]) -> list[Run]:
+    """Every mutation with every checkpoint that it is for."""
+    return [(mutation, label) for mutation in mutations for label in mutation.on]
+
+
+def one_each(runs: Iterable[Run]) -> list[Run]:
+    """One run of each mutation of each kind of checkpoint, so that all checkpoints have their turn."""
+    found: dict[tuple[str, str], list[Run]] = {}
+    for mutation, label in runs:
+        found.setdefault((mutation.name, label.partition("/")[2]), []).append((mutation, label))
+    return [choice[place % len(choice)] for place, choice in enumerate(found.values())]
+
+
+def name_of(run: Run) -> str:
+    return f"{run[0].name}, {run[1]}"

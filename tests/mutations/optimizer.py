@@ -11,7 +11,7 @@ from torch import Tensor
 from ckptkit.formats.torch_dist.reader import read_metadata
 from mutations.edits import edit_stored
 from mutations.mutation import Damage, Mutation
-from mutations.torch_dist_edits import EXPERTS, lost, metadata, metadata_of, reshaped
+from mutations.torch_dist import EXPERTS, lost, metadata, reshaped
 
 Change = Callable[[Tensor], Tensor]
 
@@ -52,86 +52,27 @@ def _never_stepped(path: Path, kind: str) -> str:
     return f"optimizer.state.{kind}"
 
 
-MUTATIONS = (
-    Mutation(
-        "moment lost",
-        "a rank did not save its part",
-        ("F30",),
-        "CK121",
-        metadata_of(lost, PROJ),
-        {TRAINED: _state("exp_avg", PROJ)},
+MUTATIONS = {
+    "moment lost": Mutation("F30", "CK121", metadata(lost, PROJ), {TRAINED: _state("exp_avg", PROJ)}),
+    "master weights lost": Mutation("F30", "CK121", metadata(lost, PROJ), {TRAINED: _state("param", PROJ)}),
+    "moment of another shape": Mutation(
+        "F30", "CK121", metadata(reshaped), {TRAINED: _state("exp_avg_sq", "output_layer.weight")}
     ),
-    Mutation(
-        "master weights lost",
-        "an optimizer wrapper saved the moments alone",
-        ("F30",),
-        "CK121",
-        metadata_of(lost, PROJ),
-        {TRAINED: _state("param", PROJ)},
+    "moment with a NaN": Mutation("F30", "CK213", _changed(_one(float("nan"))), {TRAINED: _state("exp_avg", PROJ)}),
+    "second moment that is negative": Mutation(
+        "F30", "CK213", _changed(torch.neg), {TRAINED: _state("exp_avg_sq", PROJ)}
     ),
-    Mutation(
-        "moment of another shape",
-        "state of another model was put beside the weights",
-        ("F30",),
-        "CK121",
-        metadata(reshaped),
-        {TRAINED: _state("exp_avg_sq", "output_layer.weight")},
+    "moments that never saw a step": Mutation("F30", "CK213", _never_stepped, {TRAINED: "exp_avg"}),
+    "moment of one expert all zero": Mutation(
+        "F30", "CK213", _changed(torch.zeros_like, 5), {TRAINED: _state("exp_avg", EXPERTS)}, severity="warning"
     ),
-    Mutation(
-        "moment with a NaN",
-        "a gradient overflowed",
-        ("F30",),
-        "CK213",
-        _changed(_one(float("nan"))),
-        {TRAINED: _state("exp_avg", PROJ)},
+    "master weights of another step": Mutation(
+        "F30", "CK214", _changed(lambda tensor: tensor * (1 + 2**-6)), {TRAINED: _state("param", PROJ)}
     ),
-    Mutation(
-        "second moment that is negative",
-        "moments in each other's place",
-        ("F30",),
-        "CK213",
-        _changed(torch.neg),
-        {TRAINED: _state("exp_avg_sq", PROJ)},
+    "one master weight of another step": Mutation(
+        "F30", "CK214", _changed(_one(7.0)), {TRAINED: _state("param", NORM)}
     ),
-    Mutation(
-        "moments that never saw a step",
-        "the optimizer was made anew before the save",
-        ("F30",),
-        "CK213",
-        _never_stepped,
-        {TRAINED: "exp_avg"},
+    "master weights of another expert": Mutation(
+        "F30 F8", "CK214", _changed(lambda tensor: tensor.flip(1), 5), {TRAINED: _state("param", EXPERTS)}
     ),
-    Mutation(
-        "moment of one expert all zero",
-        "an expert that got no tokens, or a rank that lost its state",
-        ("F30",),
-        "CK213",
-        _changed(torch.zeros_like, 5),
-        {TRAINED: _state("exp_avg", EXPERTS)},
-        severity="warning",
-    ),
-    Mutation(
-        "master weights of another step",
-        "weights of this step, master weights of one before",
-        ("F30",),
-        "CK214",
-        _changed(lambda tensor: tensor * (1 + 2**-6)),
-        {TRAINED: _state("param", PROJ)},
-    ),
-    Mutation(
-        "one master weight of another step",
-        "one norm was not stepped",
-        ("F30",),
-        "CK214",
-        _changed(_one(7.0)),
-        {TRAINED: _state("param", NORM)},
-    ),
-    Mutation(
-        "master weights of another expert",
-        "state under numbers that are local to a rank",
-        ("F30", "F8"),
-        "CK214",
-        _changed(lambda tensor: tensor.flip(1), 5),
-        {TRAINED: _state("param", EXPERTS)},
-    ),
-)
+}

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mutations.edits import edit_stored
-from mutations.mutation import Damage, Mutation
-from mutations.order import of
-from mutations.torch_dist_edits import TRACKER, index_of, metadata
+from mutations.mutation import Damage, Mutation, at
+from mutations.torch_dist import TRACKER, index_of, metadata
 from mutations.values import MEGATRON, MEGATRON3, MEGATRON_GLM, stored
 
 FC1 = "decoder.layers.3.mlp.linear_fc1.weight"
@@ -104,81 +103,29 @@ def rounded(path: Path, key: str) -> None:
     edit_stored(path, key, lambda before: before.bfloat16().float())
 
 
-MUTATIONS = (
-    of(
-        "stored layers shifted inside a stage",
-        "the last stage began to count one layer too late",
-        layers_of(stage_rotated),
-        {MEGATRON: "layers {6..11}"},
-        ("F21",),
-        "Megatron-LM#1583",
+MUTATIONS = {
+    "stored layers shifted inside a stage": Mutation(
+        "F21", "CK202", layers_of(stage_rotated), {MEGATRON: "layers {6..11}"}
     ),
-    of(
-        "stored pipeline stages swapped",
-        "each of two stages saved under the numbers of the other",
+    "stored pipeline stages swapped": Mutation(
+        "F21",
+        "CK202",
         layers_of(lambda layer: (layer + 6) % 12),
         {MEGATRON: "layers {0..5} and {6..11} are exchanged, which are stages 0 and 1 of a pipeline of 2"},
-        ("F21",),
-        "Megatron-LM#1583",
     ),
-    Mutation(
-        "stored experts under local numbers",
-        "the second expert parallel rank counted its experts from 0",
-        ("F8",),
-        "CK206",
-        local_experts,
-        dict.fromkeys((MEGATRON3, MEGATRON_GLM), "experts {0..5} and {6..11} hold the same bytes"),
-        ("slime#1799",),
+    "stored experts under local numbers": Mutation(
+        "F8", "CK206", local_experts, at("experts {0..5} and {6..11} hold the same bytes", MEGATRON3, MEGATRON_GLM)
     ),
-    of(
-        "stored gate and up swapped in one slice",
-        "one tensor parallel rank joined its halves the other way round",
-        stored(second_slice_swapped, named="model.layers.3.mlp.gate_proj.weight"),
-        {MEGATRON: FC1},
-        ("F7",),
-        "slime#1840",
+    "stored gate and up swapped in one slice": Mutation(
+        "F7", "CK202", stored(second_slice_swapped, named="model.layers.3.mlp.gate_proj.weight"), {MEGATRON: FC1}
     ),
-    of(
-        "stored norms of two layers swapped",
-        "a norm was saved under the number of another layer",
-        both_of_another_layer,
-        {MEGATRON3: ROUTED},
-        ("F21",),
+    "stored norms of two layers swapped": Mutation("F21", "CK202", both_of_another_layer, {MEGATRON3: ROUTED}),
+    "second name of a norm holds other values": Mutation(
+        "F20", "CK111", other_alias, {MEGATRON3: FUSED, MEGATRON_GLM: ROUTED}
     ),
-    Mutation(
-        "second name of a norm holds other values",
-        "one of the two names was written by another save",
-        ("F20",),
-        "CK111",
-        other_alias,
-        {MEGATRON3: FUSED, MEGATRON_GLM: ROUTED},
+    "chunk that is stored nowhere": Mutation("F2", "CK111", metadata(stored_nowhere), {MEGATRON: FC1}),
+    "stored router biases rounded": Mutation("F9", "CK210", rounded, {MEGATRON_GLM: BIAS}, severity="warning"),
+    "iteration under another number": Mutation(
+        "F10", "CK111", another_iteration, {MEGATRON: TRACKER}, severity="warning"
     ),
-    Mutation(
-        "chunk that is stored nowhere",
-        "one rank's part of .metadata was lost",
-        ("F2",),
-        "CK111",
-        metadata(stored_nowhere),
-        {MEGATRON: FC1},
-        ("NeMo-RL#1053",),
-    ),
-    Mutation(
-        "stored router biases rounded",
-        "fp32 state went through bfloat16",
-        ("F9",),
-        "CK210",
-        rounded,
-        {MEGATRON_GLM: BIAS},
-        ("miles#524",),
-        severity="warning",
-    ),
-    Mutation(
-        "iteration under another number",
-        "a directory was renamed, and the tracker with it",
-        ("F10",),
-        "CK111",
-        another_iteration,
-        {MEGATRON: TRACKER},
-        severity="warning",
-    ),
-)
+}

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from blake3 import blake3
 from families import CASES, case
 from safetensors.torch import load_file
+from support import models
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ckptkit.app.api import convert, quantize
-from mutations.edits import INDEX
-from mutations.trained import add_optimizer
+from ckptkit.core.dtypes import dtype_name
+from ckptkit.formats.torch_save.blob import Blob
+from mutations.edits import INDEX, edit_common, saved
 from quant.formats.scheme import QuantScheme
 
 # Tied with biases, untied, softmax router, sigmoid router (fp32 bias) and MTP, latent attention with MTP, multimodal.
@@ -26,25 +33,21 @@ MODELS = {
     "deepseek_v3": "deepseek_v3",
     "kimi_k25": "kimi_k25",
 }
-_FUSED = ("qwen3_moe", "glm4_moe")
-_ONLY_HF = ("kimi_k25",)
-_HYBRID = ("glm4_moe",)
-_TRAINED = ("qwen3_moe",)
 # Groups of 32 do not divide the heads of the latent attention here; Kimi K2's INT4 release leaves attention out too.
 _IGNORE = {"deepseek_v3": (r"re:.*\.self_attn\..*",)}
 _SPECIAL = ("<pad>", "<bos>", "<unk>", "<eos>")
 _TOKENS = 340  # fewer than the 352 rows of the embedding, as in most releases
 
 
-def labels(kinds: Sequence[str]) -> list[str]:
-    """`MODEL/KIND` of each checkpoint of these kinds.
+def labels() -> list[str]:
+    """`MODEL/KIND` of each checkpoint.
 
     `hf`, `fused` (experts in one tensor), `int4`, `megatron`, `hybrid` (Megatron's HybridModel), and `trained` (with
     the state of an optimizer).
     """
-    pairs = [(model, kind) for model in MODELS for kind in kinds if kind == "hf" or model not in _ONLY_HF]
-    only = {"fused": _FUSED, "hybrid": _HYBRID, "trained": _TRAINED}
-    return [f"{model}/{kind}" for model, kind in pairs if model in only.get(kind, (model,))]
+    made = [f"{model}/{kind}" for kind in ("hf", "int4", "megatron") for model in MODELS]
+    made = [label for label in made if label not in ("kimi_k25/int4", "kimi_k25/megatron")]
+    return [*made, "qwen3_moe/fused", "glm4_moe/fused", "glm4_moe/hybrid", "qwen3_moe/trained"]
 
 
 class Starts:
@@ -108,32 +111,11 @@ def _digest(tensor: Tensor) -> str:
 
 def write_tokenizer(path: Path) -> None:
     """The tokenizer files of a release: 340 tokens, the special ones that config.json means, a chat template."""
-    vocabulary = {token: number for number, token in enumerate(_SPECIAL)} | {
-        f"w{number}": number for number in range(len(_SPECIAL), _TOKENS)
-    }
-    special = [
-        {
-            "id": number,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for number, token in enumerate(_SPECIAL)
-    ]
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-    }
+    tokens = (*_SPECIAL, *(f"w{number}" for number in range(len(_SPECIAL), _TOKENS)))
+    tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))  # noqa: S106
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens([*_SPECIAL])
+    tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<eos>",
@@ -141,8 +123,43 @@ def write_tokenizer(path: Path) -> None:
         "unk_token": "<unk>",
         "model_max_length": 256,
     }
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "chat_template.jinja").write_text(
         "{% for message in messages %}<bos>{{ message['content'] }}<eos>{% endfor %}\n"
     )
+
+
+def add_optimizer(path: Path) -> None:
+    """Adds what `fully_reshardable` of megatron-core's distributed optimizer saves: float32, a key for each weight."""
+    torch.manual_seed(0)
+    with (path / "release" / "__0_9.distcp").open("wb") as file:
+
+        def add(content: Metadata) -> None:
+            weights = [key for key, one in content.state_dict_metadata.items() if hasattr(one, "chunks")]
+            for key in weights:
+                for kind in ("param", "exp_avg", "exp_avg_sq"):
+                    _add(content, key, kind)
+
+        def _add(content: Metadata, key: str, kind: str) -> None:
+            name, entry = f"optimizer.state.{kind}.{key}", content.state_dict_metadata[key]
+            content.state_dict_metadata[name] = replace(
+                entry, properties=replace(entry.properties, dtype=torch.float32)
+            )
+            for at, info in [one for one in content.storage_data.items() if one[0].fqn == key]:
+                sizes = next(tuple(one.sizes) for one in entry.chunks if one.offsets == at.offset)
+                blob = Blob(path / "release" / info.relative_path, info.offset, info.length)
+                state = _state(kind, blob.tensor(dtype_name(entry.properties.dtype), sizes))
+                begin = file.tell()
+                file.write(saved(state))
+                content.storage_data[MetadataIndex(name, at.offset, at.index)] = replace(
+                    info, relative_path=Path(file.name).name, offset=begin, length=file.tell() - begin
+                )
+
+        models.edit_metadata(path / "release", add)
+    edit_common(path, lambda common: common.update(iteration=10))
+
+
+def _state(kind: str, weight: Tensor) -> Tensor:
+    """State of a weight after a step; the master weight differs by less than bfloat16 shows."""
+    noise = torch.rand(weight.shape)
+    return weight.float() * (1 + noise * 2**-10) if kind == "param" else noise + 1

@@ -2,295 +2,304 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from mutations.mutation import Damage, Mutation
-from mutations.torch_dist_edits import (
-    EMBEDDING,
-    EXPERTS,
-    FC1,
-    FILE,
-    TRACKER,
-    added,
-    arguments_gone,
-    backend,
-    beyond,
-    bytes_damaged,
-    expert_lost,
-    extra_states_lost,
-    fewer_experts,
-    garbage,
-    gone,
-    hole,
-    in_another_file,
-    layer_lost,
-    layout_said,
-    lost,
-    metadata,
-    metadata_of,
-    moved,
-    not_moved,
-    overlap,
-    padded,
-    reshaped,
-    shorter,
-    sized,
-    stacked,
-    stray,
-    tracker,
-)
+import torch
+from support import models
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from ckptkit.core.dtypes import dtype_name
+from ckptkit.formats.torch_save.blob import Blob
+from mutations.edits import edit_common, edit_json, saved
+from mutations.mutation import Damage, Mutation, at
 
 QWEN, QWEN3, GLM, DEEPSEEK = "qwen2/megatron", "qwen3_moe/megatron", "glm4_moe/megatron", "deepseek_v3/megatron"
-ROOT = {QWEN: TRACKER, GLM: TRACKER}
-DATA = {QWEN: FILE, GLM: FILE}
+TRACKER, FILE = "latest_checkpointed_iteration.txt", "__0_0.distcp"
+FC1 = "decoder.layers.3.mlp.linear_fc1.weight"
+EXPERTS = "decoder.layers.5.mlp.experts.experts.linear_fc2.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+ROOT, DATA = at(TRACKER, QWEN, GLM), at(FILE, QWEN, GLM)
 WEIGHT = {QWEN: FC1, DEEPSEEK: "decoder.layers.1.mlp.linear_fc1.weight"}
 
 
-def _of(
-    code: str,
-    name: str,
-    imitates: str,
-    damage: Damage,
-    on: dict[str, str],
-    modes: tuple[str, ...],
-    *references: str,
-    **more: Any,
-) -> Mutation:
-    return Mutation(name, imitates, modes, code, damage, on, references, **more)
+def tracker(text: str) -> Damage:
+    """The tracker says something else."""
+    return lambda path, file: (path / file).write_text(text)
 
 
-MUTATIONS = (
+def gone(path: Path, file: str) -> str:
+    """A file of the iteration is not there; findings name it, or the directory that lacks it."""
+    (path / "release" / file).unlink()
+    return file
+
+
+def garbage(path: Path, file: str) -> str:
+    (path / "release" / file).write_bytes(b"garbage")
+    return "release"
+
+
+def not_moved(path: Path, file: str) -> None:
+    """A converter died after it wrote the tracker and before it moved iter_0000001."""
+    (path / "release").rename(path / "iter_0000001")
+
+
+def backend(**values: Any) -> Damage:
+    """metadata.json says something else."""
+    return lambda path, file: edit_json(path / "release" / file, lambda content: content.update(values))
+
+
+def sized(change: Callable[[int], int]) -> Damage:
+    """The file with the data is shorter or longer."""
+
+    def damage(path: Path, file: str) -> None:
+        found = path / "release" / file
+        os.truncate(found, change(found.stat().st_size))
+
+    return damage
+
+
+def stray(path: Path, file: str) -> None:
+    (path / "release" / file).write_bytes(b"of an earlier save")
+
+
+def metadata(change: Callable[[Metadata, str], object], named: str | None = None) -> Damage:
+    """`.metadata` says something else of a key; `named` is what a finding names in place of the key."""
+
+    def damage(path: Path, key: str) -> str | None:
+        models.edit_metadata(path / "release", lambda content: change(content, key))  # type: ignore[arg-type]
+        return named
+
+    return damage
+
+
+def index_of(content: Metadata, key: str, part: int = 0) -> MetadataIndex:
+    return next(index for index in content.storage_data if (index.fqn, index.index) == (key, part))
+
+
+def lost(content: Metadata, key: str) -> None:
+    """Neither the key nor where it lies."""
+    del content.state_dict_metadata[key]
+    for index in [index for index in content.storage_data if index.fqn == key]:
+        del content.storage_data[index]
+
+
+def added(content: Metadata, key: str) -> None:
+    """A key that no rule knows, with the bytes of another."""
+    content.state_dict_metadata[key] = content.state_dict_metadata[FC1]
+    content.storage_data[MetadataIndex(key, torch.Size([0, 0]), 0)] = content.storage_data[index_of(content, FC1)]
+
+
+def moved(by: int) -> Callable[[Metadata, str], None]:
+    """An entry that begins some bytes off."""
+
+    def change(content: Metadata, key: str) -> None:
+        content.storage_data[index_of(content, key)].offset += by
+
+    return change
+
+
+def beyond(content: Metadata, key: str) -> None:
+    content.storage_data[index_of(content, key)].offset += 1 << 30
+
+
+def in_another_file(content: Metadata, key: str) -> None:
+    content.storage_data[index_of(content, key)].relative_path = "__3_0.distcp"
+
+
+def shorter(content: Metadata, key: str) -> None:
+    """An entry that is said to be shorter than its tensor."""
+    content.storage_data[index_of(content, key)].length //= 2
+
+
+def hole(content: Metadata, key: str) -> None:
+    """Only the first rows are in a chunk."""
+    old = index_of(content, key)
+    first = content.state_dict_metadata[key].chunks[0]
+    content.state_dict_metadata[key].chunks = [
+        ChunkStorageMetadata(first.offsets, torch.Size([first.sizes[0] - 8, *first.sizes[1:]]))
+    ]
+    assert old.offset == first.offsets
+
+
+def overlap(content: Metadata, key: str) -> None:
+    """The same rows in two chunks."""
+    chunks = content.state_dict_metadata[key].chunks
+    chunks.append(chunks[0])
+    content.storage_data[MetadataIndex(key, chunks[0].offsets, len(chunks) - 1)] = content.storage_data[
+        index_of(content, key)
+    ]
+
+
+def expert_lost(content: Metadata, key: str) -> None:
+    """One rank's expert never arrived."""
+    content.state_dict_metadata[key].chunks.pop(5)
+
+
+def fewer_experts(content: Metadata, key: str) -> None:
+    """The tensor is one expert shorter, and its chunks agree."""
+    entry = content.state_dict_metadata[key]
+    entry.chunks.pop()
+    entry.size = torch.Size([entry.size[0] - 1, *entry.size[1:]])
+
+
+def reshaped(content: Metadata, key: str) -> None:
+    """A tensor of the same bytes in another shape."""
+    entry = content.state_dict_metadata[key]
+    rows, columns = entry.size
+    entry.size = torch.Size([columns, rows])
+    entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), entry.size)]
+
+
+def stacked(content: Metadata, key: str) -> None:
+    """The key of another layout: without the number of its layer."""
+    content.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"] = content.state_dict_metadata.pop(key)
+    old = index_of(content, key)
+    content.storage_data[MetadataIndex("decoder.layers.mlp.linear_fc1.weight", old.offset, 0)] = (
+        content.storage_data.pop(old)
+    )
+
+
+def layer_lost(path: Path, prefix: str) -> str:
+    """Nothing of a layer."""
+
+    def change(content: Metadata) -> None:
+        for key in [key for key in content.state_dict_metadata if key.startswith(prefix)]:
+            lost(content, key)
+
+    models.edit_metadata(path / "release", change)
+    # Of a whole multi-token prediction layer it is the training arguments that say that it should be there.
+    return prefix + "mlp.linear_fc1.weight" if prefix.startswith("decoder") else prefix + "*"
+
+
+def extra_states_lost(path: Path, place: str) -> None:
+    """All `_extra_state` objects, as a writer leaves them out that knows only tensors."""
+
+    def change(content: Metadata) -> None:
+        for key in [key for key in content.state_dict_metadata if "_extra_state" in key]:
+            lost(content, key)
+
+    models.edit_metadata(path / "release", change)
+
+
+def layout_said(**values: Any) -> Damage:
+    """content_metadata of common.pt says another layout of keys."""
+    return lambda path, place: edit_common(path, lambda common: common["content_metadata"].update(values))
+
+
+def arguments_gone(path: Path, place: str) -> None:
+    """The arguments are a text, as some tools write them."""
+    edit_common(path, lambda common: common.update(args="--num-layers 12"))
+
+
+def bytes_damaged(path: Path, key: str) -> str:
+    """A block of a disk reads as zeros: the checksum of the entry no longer fits."""
+    with (path / "release" / ".metadata").open("rb") as stream:
+        content = pickle.load(stream)
+    info = content.storage_data[index_of(content, key)]
+    with (path / "release" / info.relative_path).open("r+b") as stream:
+        stream.seek(info.offset + info.length // 2)
+        stream.write(bytes(512))
+    return "checksum"
+
+
+def padded(fill: Callable[[Tensor], Tensor]) -> Damage:
+    """The embedding with 32 rows more, as for some tensor parallel sizes; their bytes are appended to the file."""
+
+    def damage(path: Path, key: str) -> None:
+        file = path / "release" / FILE
+        end = file.stat().st_size
+
+        def change(content: Metadata) -> None:
+            entry, info = content.state_dict_metadata[key], content.storage_data[index_of(content, key)]
+            before = Blob(file, info.offset, info.length).tensor(dtype_name(entry.properties.dtype), tuple(entry.size))
+            after = torch.cat([before, fill(before[:32])])
+            with file.open("ab") as stream:
+                written = stream.write(saved(after))
+            entry.size = torch.Size(after.shape)
+            entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), entry.size)]
+            info.offset, info.length = end, written
+
+        models.edit_metadata(path / "release", change)
+        edit_common(path, lambda common: setattr(common["args"], "padded_vocab_size", 384))
+
+    return damage
+
+
+MUTATIONS = {
     # The directory
-    _of(
-        "CK111",
-        "tracker of an iteration that is not there",
-        "an old iteration was deleted",
-        tracker("400"),
-        ROOT,
-        ("F10",),
-        "ms-swift#8151",
-    ),
-    _of("CK111", "tracker empty", "a file system out of space", tracker(""), ROOT, ("F10",), "Megatron-Bridge#829"),
-    _of("CK111", "tracker that is not a number", "a tracker written by hand", tracker("iter_0000001"), ROOT, ("F10",)),
-    _of(
-        "CK111",
-        "release never moved into place",
-        "a converter wrote the tracker before it moved the directory",
-        not_moved,
-        ROOT,
-        ("F10",),
-        "slime#306",
-    ),
-    _of(
-        "CK111",
-        ".metadata missing",
-        "hidden files were not copied",
-        gone,
-        {QWEN: ".metadata", GLM: ".metadata"},
-        ("F2", "F10"),
-    ),
-    _of(
-        "CK111",
-        "metadata.json missing",
-        "only weights were copied",
-        gone,
-        {QWEN: "metadata.json", DEEPSEEK: "metadata.json"},
-        ("F10",),
-    ),
-    _of(
-        "CK111",
-        "common.pt missing",
-        "only weights were copied",
-        gone,
-        {QWEN: "common.pt", QWEN3: "common.pt"},
-        ("F10",),
-        "Megatron-Bridge#1514",
-    ),
-    _of("CK111", ".metadata of garbage", "a download stopped", garbage, {QWEN: ".metadata"}, ("F2",)),
-    _of("CK111", "common.pt of garbage", "a download stopped", garbage, {QWEN: "common.pt"}, ("F2",)),
-    _of(
-        "CK111", "another backend", "a save in zarr", backend(sharded_backend="zarr"), {QWEN: "metadata.json"}, ("F10",)
-    ),
-    _of("CK111", "arguments that are a text", "common.pt of another tool", arguments_gone, {QWEN: "release"}, ("F5",)),
+    "tracker of an iteration that is not there": Mutation("F10", "CK111", tracker("400"), ROOT),
+    "tracker empty": Mutation("F10", "CK111", tracker(""), ROOT),
+    "tracker that is not a number": Mutation("F10", "CK111", tracker("iter_0000001"), ROOT),
+    "release never moved into place": Mutation("F10", "CK111", not_moved, ROOT),
+    ".metadata missing": Mutation("F2 F10", "CK111", gone, at(".metadata", QWEN, GLM)),
+    "metadata.json missing": Mutation("F10", "CK111", gone, at("metadata.json", QWEN, DEEPSEEK)),
+    "common.pt missing": Mutation("F10", "CK111", gone, at("common.pt", QWEN, QWEN3)),
+    ".metadata of garbage": Mutation("F2", "CK111", garbage, {QWEN: ".metadata"}),
+    "common.pt of garbage": Mutation("F2", "CK111", garbage, {QWEN: "common.pt"}),
+    "another backend": Mutation("F10", "CK111", backend(sharded_backend="zarr"), {QWEN: "metadata.json"}),
+    "arguments that are a text": Mutation("F5", "CK111", arguments_gone, {QWEN: "release"}),
     # Entries
-    _of("CK112", "data file missing", "one rank's file was not copied", gone, DATA, ("F2",)),
-    _of(
-        "CK112",
-        "data file cut short",
-        "a copy stopped",
-        sized(lambda size: size * 2 // 3),
-        DATA,
-        ("F2",),
-        "vmlx-swift#217",
-    ),
-    _of("CK112", "data file empty", "a file system out of space", sized(lambda size: 0), DATA, ("F2",)),
-    _of(
-        "CK112",
-        "data file of an earlier save",
-        "a save with fewer ranks was there before",
-        stray,
-        {QWEN: "__7_0.distcp"},
-        ("F22",),
-        severity="warning",
-    ),
-    _of("CK112", "entry beyond its file", ".metadata is of another save", metadata(beyond), WEIGHT, ("F2",)),
-    _of(
-        "CK112",
-        "entry in a file that is not there",
-        ".metadata is of a save with more ranks",
-        metadata(in_another_file),
-        WEIGHT,
-        ("F2",),
-        "NeMo-RL#1053",
-    ),
-    _of("CK112", "entry inside another", "offsets of another save", metadata(moved(-10)), WEIGHT, ("F2",)),
-    _of(
-        "CK117",
-        "entry too short for its tensor",
-        "another dtype was stored than .metadata says",
-        metadata(shorter),
-        WEIGHT,
-        ("F2",),
-    ),
-    _of(
-        "CK117",
-        "bytes behind the last entry",
-        "a shorter save over a longer one",
-        sized(lambda size: size + 4096),
-        DATA,
-        ("F2", "F22"),
-        severity="warning",
+    "data file missing": Mutation("F2", "CK112", gone, DATA),
+    "data file cut short": Mutation("F2", "CK112", sized(lambda size: size * 2 // 3), DATA),
+    "data file empty": Mutation("F2", "CK112", sized(lambda size: 0), DATA),
+    "data file of an earlier save": Mutation("F22", "CK112", stray, {QWEN: "__7_0.distcp"}, severity="warning"),
+    "entry beyond its file": Mutation("F2", "CK112", metadata(beyond), WEIGHT),
+    "entry in a file that is not there": Mutation("F2", "CK112", metadata(in_another_file), WEIGHT),
+    "entry inside another": Mutation("F2", "CK112", metadata(moved(-10)), WEIGHT),
+    "entry too short for its tensor": Mutation("F2", "CK117", metadata(shorter), WEIGHT),
+    "bytes behind the last entry": Mutation(
+        "F2 F22", "CK117", sized(lambda size: size + 4096), DATA, severity="warning"
     ),
     # Chunks
-    _of("CK113", "rows in no chunk", "one tensor parallel rank never saved", metadata(hole), WEIGHT, ("F2", "F4")),
-    _of("CK113", "rows in two chunks", "a replica was saved twice", metadata(overlap), WEIGHT, ("F22",)),
-    _of(
-        "CK113",
-        "expert in no chunk",
-        "one expert parallel rank never saved",
-        metadata(expert_lost),
-        dict.fromkeys((QWEN3, GLM, DEEPSEEK), EXPERTS),
-        ("F8",),
-    ),
+    "rows in no chunk": Mutation("F2 F4", "CK113", metadata(hole), WEIGHT),
+    "rows in two chunks": Mutation("F22", "CK113", metadata(overlap), WEIGHT),
+    "expert in no chunk": Mutation("F8", "CK113", metadata(expert_lost), at(EXPERTS, QWEN3, GLM, DEEPSEEK)),
     # Keys
-    _of(
+    "key lost": Mutation(
+        "F1 F20",
         "CK104",
-        "key lost",
-        "a rule was missing",
         metadata(lost),
         {
             QWEN: "decoder.layers.3.mlp.linear_fc2.weight",
             GLM: "decoder.layers.3.mlp.router.expert_bias",
             DEEPSEEK: "decoder.layers.4.self_attention.linear_kv_down_proj.weight",
         },
-        ("F1", "F20"),
-        "Megatron-Bridge#6032",
     ),
-    _of(
+    "key that no rule knows": Mutation(
+        "F20 F27", "CK104", metadata(added), {QWEN: "decoder.layers.3.post_self_attn_layernorm.weight"}
+    ),
+    "stored layer lost": Mutation("F5 F21", "CK104", layer_lost, {QWEN: "decoder.layers.11."}),
+    "stored MTP layer lost": Mutation("F6", "CK114", layer_lost, at("mtp.layers.0.", GLM, DEEPSEEK)),
+    "stored output layer lost": Mutation("F19", "CK104", metadata(lost), at("output_layer.weight", GLM, QWEN3)),
+    "an expert fewer": Mutation(
+        "F8",
         "CK104",
-        "key that no rule knows",
-        "a module of a fork",
-        metadata(added),
-        {QWEN: "decoder.layers.3.post_self_attn_layernorm.weight"},
-        ("F20", "F27"),
-        "slime#1780",
-        "pytorch#148252",
-    ),
-    _of(
-        "CK104",
-        "stored layer lost",
-        "a pipeline stage saved one layer less",
-        layer_lost,
-        {QWEN: "decoder.layers.11."},
-        ("F5", "F21"),
-        "slime#309",
-    ),
-    _of(
-        "CK114",
-        "stored MTP layer lost",
-        "the last stage did not save it",
-        layer_lost,
-        {GLM: "mtp.layers.0.", DEEPSEEK: "mtp.layers.0."},
-        ("F6",),
-        "Megatron-Bridge#4960",
-    ),
-    _of(
-        "CK104",
-        "stored output layer lost",
-        "the last stage was taken for a tied one",
-        metadata(lost),
-        {GLM: "output_layer.weight", QWEN3: "output_layer.weight"},
-        ("F19",),
-    ),
-    _of(
-        "CK104",
-        "an expert fewer",
-        "the last expert is missing in a layer",
-        metadata_of(fewer_experts, "decoder.layers.5.mlp.experts.experts.11.linear_fc2.weight"),
+        metadata(fewer_experts, "decoder.layers.5.mlp.experts.experts.11.linear_fc2.weight"),
         {QWEN3: EXPERTS},
-        ("F8",),
     ),
-    _of("CK105", "stored weight turned", "rows taken for columns", metadata(reshaped), WEIGHT, ("F7",)),
-    _of(
-        "CK115",
-        "content_metadata says stacked layers",
-        "common.pt of another save",
-        layout_said(non_homogeneous_layers=False),
-        {QWEN: "decoder.layers."},
-        ("F20",),
+    "stored weight turned": Mutation("F7", "CK105", metadata(reshaped), WEIGHT),
+    "content_metadata says stacked layers": Mutation(
+        "F20", "CK115", layout_said(non_homogeneous_layers=False), {QWEN: "decoder.layers."}
     ),
-    _of(
-        "CK115",
-        "content_metadata says experts apart",
-        "common.pt of another save",
-        layout_said(singleton_local_shards=True),
-        {GLM: "experts", QWEN: "linear_fc1"},
-        ("F20",),
+    "content_metadata says experts apart": Mutation(
+        "F20", "CK115", layout_said(singleton_local_shards=True), {GLM: "experts", QWEN: "linear_fc1"}
     ),
-    _of(
-        "CK115",
-        "one layer stacked, the others not",
-        "two saves were mixed",
-        metadata_of(stacked, "all layers stacked, or one key each"),
-        {QWEN: FC1},
-        ("F20",),
+    "one layer stacked, the others not": Mutation(
+        "F20", "CK115", metadata(stacked, "all layers stacked, or one key each"), {QWEN: FC1}
     ),
-    _of(
+    "extra states lost": Mutation("F20", "CK116", extra_states_lost, at("_extra_state", QWEN, GLM)),
+    "one extra state lost": Mutation(
+        "F20",
         "CK116",
-        "extra states lost",
-        "a writer that knows only tensors",
-        extra_states_lost,
-        {QWEN: "_extra_state", GLM: "_extra_state"},
-        ("F20",),
-        "Megatron-LM#900",
-        "Megatron-LM#1602",
-        "Megatron-Bridge#1210",
-    ),
-    _of(
-        "CK116",
-        "one extra state lost",
-        "one expert's object is missing",
-        metadata_of(lost, "decoder.layers.5.mlp.experts.experts.linear_fc1._extra_state"),
+        metadata(lost, "decoder.layers.5.mlp.experts.experts.linear_fc1._extra_state"),
         {QWEN3: "decoder.layers.5.mlp.experts.experts.linear_fc1._extra_state/shard_3_12"},
-        ("F20",),
-        "NeMo-RL#1053",
     ),
     # Bytes
-    Mutation(
-        "stored bytes damaged",
-        "a block of a disk reads as zeros",
-        ("F2",),
-        "CK201",
-        bytes_damaged,
-        WEIGHT,
-        ("vmlx-swift#217",),
-    ),
-    Mutation(
-        "padding rows that are not zero",
-        "rows beyond the vocabulary were trained or never written",
-        ("F23",),
-        "CK209",
-        padded(lambda rows: rows),
-        {QWEN: EMBEDDING, GLM: EMBEDDING},
-    ),
-)
+    "stored bytes damaged": Mutation("F2", "CK201", bytes_damaged, WEIGHT),
+    "padding rows that are not zero": Mutation("F23", "CK209", padded(lambda rows: rows), at(EMBEDDING, QWEN, GLM)),
+}

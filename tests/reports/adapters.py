@@ -1,4 +1,4 @@
-"""Reports about LoRA adapters and deltas: what exporters save of experts, what a merge loses, updates that are lost."""
+"""Reports about LoRA adapters, merges of them, and deltas: what is left out, named or scaled otherwise, or lost."""
 
 from __future__ import annotations
 
@@ -7,88 +7,133 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from mutations.edits import names, replace, tensor
+from mutations.edits import edit_config, edit_json, names, replace, tensor
 from safetensors.torch import load_file, save_file
 from support.deltas import publish_chain, version_at
 from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
-from reports.report import SOURCE, Change, Report
+from reports.changes import on_checkpoint, without_tensors
+from reports.report import SOURCE, Case, Change
 
-VERIFY, OVER_BASE = "ckptkit verify CKPT", "ckptkit verify CKPT --source RELEASE"
-MERGED = "ckptkit verify CKPT --source RELEASE --adapter ADAPTER"
-WEIGHTS = "adapter_model.safetensors"
+VERIFY = "ckptkit verify CKPT"
+WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 RANK = 4
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
+_INT4 = QuantScheme(32, "qmax7")
 
 
-def _save(
-    path: Path, factors: Mapping[str, Tensor], targets: Sequence[str] = ("gate_up_proj", "down_proj", "experts")
-) -> None:
+def save(path: Path, factors: Mapping[str, Tensor], targets: Sequence[str] = ATTENTION, **settings: Any) -> None:
+    """An adapter as PEFT saves it; names are the base's, of factors without `.weight`."""
+    shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
-    save_file({f"base_model.model.{name}.weight": one for name, one in factors.items()}, path / WEIGHTS)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": [*targets]}
-    (path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": SOURCE}))
+    save_file({f"{PREFIX}{name}.weight": one.contiguous() for name, one in factors.items()}, path / WEIGHTS)
+    content = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": [*targets]}
+    (path / CONFIG).write_text(json.dumps(content | {"base_model_name_or_path": SOURCE} | settings))
 
 
-def _experts(release: Path) -> dict[str, tuple[int, int, int]]:
-    """The blocks of experts: how many, and their sizes."""
-    firsts = names(release, ".experts.0.gate_proj.weight")
-    blocks = {name.removesuffix(".0.gate_proj.weight"): tuple(tensor(release, name).shape) for name in firsts}
-    counts = {
-        one: len([name for name in names(release, f"{one}.") if name.endswith("up_proj.weight")]) for one in blocks
-    }
-    return {block: (counts[block], *sizes) for block, sizes in blocks.items()}  # type: ignore[misc]
+def edit_factors(path: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> None:
+    """The adapter holds other factors."""
+    save_file(dict(change(load_file(path / WEIGHTS))), path / WEIGHTS)
 
 
 def _random(*shape: int) -> Tensor:
     return torch.randn(shape) * 0.02
 
 
-def _shared_outer(work: Path) -> None:
-    """One A for gate and up of all experts and one B for down, as Megatron-Bridge exports and SGLang reads them."""
+def pairs(release: Path, *leaves: str) -> dict[str, Tensor]:
+    """A pair for each projection of these names in the layers of the language model, outside of experts."""
     torch.manual_seed(5)
     factors: dict[str, Tensor] = {}
-    for block, (experts, inner, hidden) in _experts(work / SOURCE).items():
-        factors[f"{block}.gate_up_proj.lora_A"] = _random(1, RANK, hidden)
-        factors[f"{block}.gate_up_proj.lora_B"] = _random(experts, 2 * inner, RANK)
-        factors[f"{block}.down_proj.lora_A"] = _random(experts, RANK, inner)
-        factors[f"{block}.down_proj.lora_B"] = _random(1, hidden, RANK)
-    _save(work / "CKPT", factors)
+    for name in names(release, "_proj.weight"):
+        module = name.removesuffix(".weight")
+        if module.endswith(leaves) and not re.search(r"\.experts\.|visual|tower|^mtp\.", name):
+            rows, columns = tensor(release, name).shape
+            factors[f"{module}.lora_A"], factors[f"{module}.lora_B"] = _random(RANK, columns), _random(rows, RANK)
+    return factors
 
 
-def _without_shared(work: Path) -> None:
-    """What PEFT leaves that knows no module of the shared factors' names."""
-    factors = load_file(work / "CKPT" / WEIGHTS)
-    save_file({name: one for name, one in factors.items() if one.shape[0] != 1}, work / "CKPT" / WEIGHTS)
+def blocks_of(release: Path) -> dict[str, tuple[int, int, int]]:
+    """The blocks of experts, one by one or fused: how many, their inner and their hidden size."""
+    blocks = {}
+    for name in names(release, ".experts."):
+        if match := re.fullmatch(r"(.+\.experts)\.(0\.(gate_proj|w1)\.weight|gate_up_proj)", name):
+            shape = tuple(tensor(release, name).shape)
+            if match[3] is None:
+                blocks[match[1]] = (shape[0], shape[1] // 2, shape[2])
+            else:
+                blocks[match[1]] = (
+                    sum(one.endswith(f".{match[3]}.weight") for one in names(release, match[1])),
+                    *shape,
+                )
+    return blocks  # type: ignore[return-value]
 
 
-def _layers_pairs(*leaves: str) -> Change:
-    """A pair for each projection of these names outside of experts."""
+def expert_pairs(release: Path, rank: int = RANK) -> dict[str, Tensor]:
+    """Experts of a layer in one pair, of this rank each, as PEFT has them for a tensor [experts, rows, columns]."""
+    torch.manual_seed(5)
+    factors: dict[str, Tensor] = {}
+    for block, (experts, inner, hidden) in blocks_of(release).items():
+        factors[f"{block}.base_layer.lora_A"] = _random(experts * rank, hidden)
+        factors[f"{block}.base_layer.lora_B"] = _random(2 * inner, rank * experts)
+        factors[f"{block}.lora_A"] = _random(experts * rank, inner)
+        factors[f"{block}.lora_B"] = _random(hidden, rank * experts)
+    return factors
+
+
+def _adapter(*leaves: str, **settings: Any) -> Change:
+    """An adapter of these projections, by default those of attention."""
+    chosen = leaves or ATTENTION
+    return lambda work: save(work / "CKPT", pairs(work / SOURCE, *chosen), chosen, **settings)
+
+
+def _experts(rank: int = RANK) -> Change:
+    targets = ("gate_up_proj", "down_proj", "experts")
+    return lambda work: save(work / "CKPT", expert_pairs(work / SOURCE, rank), targets)
+
+
+def _experts_as_parameters(work: Path) -> None:
+    save(work / "CKPT", expert_pairs(work / SOURCE), [], target_parameters=PARAMETERS)
+
+
+def merged(adapter: Change, scheme: QuantScheme | None = None) -> Change:
+    """The adapter, and the release with it merged, quantized afterwards."""
 
     def prepare(work: Path) -> None:
-        torch.manual_seed(5)
-        factors: dict[str, Tensor] = {}
-        for name in names(work / SOURCE, "_proj.weight"):
-            module = name.removesuffix(".weight")
-            if module.endswith(leaves) and ".experts." not in name:
-                rows, columns = tensor(work / SOURCE, name).shape
-                factors[f"{module}.lora_A"], factors[f"{module}.lora_B"] = _random(RANK, columns), _random(rows, RANK)
-        _save(work / "CKPT", factors, leaves)
+        adapter(work)
+        (work / "CKPT").rename(work / "ADAPTER")
+        convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "ADAPTER", quantize=scheme)
 
     return prepare
 
 
+def _shared_outer(work: Path) -> None:
+    """One A for gate and up of all experts and one B for down, as Megatron-Bridge exports and SGLang reads them."""
+    torch.manual_seed(5)
+    factors: dict[str, Tensor] = {}
+    for block, (experts, inner, hidden) in blocks_of(work / SOURCE).items():
+        factors[f"{block}.gate_up_proj.lora_A"] = _random(1, RANK, hidden)
+        factors[f"{block}.gate_up_proj.lora_B"] = _random(experts, 2 * inner, RANK)
+        factors[f"{block}.down_proj.lora_A"] = _random(experts, RANK, inner)
+        factors[f"{block}.down_proj.lora_B"] = _random(1, hidden, RANK)
+    save(work / "CKPT", factors, ("gate_up_proj", "down_proj", "experts"))
+
+
+def _without_shared(path: Path) -> None:
+    """What PEFT leaves that knows no module of the shared factors' names."""
+    edit_factors(path, lambda factors: {name: one for name, one in factors.items() if one.shape[0] != 1})
+
+
 def _named(new_name: Callable[[str], str]) -> Change:
     """Every factor has another name."""
-
-    def damage(work: Path) -> None:
-        factors = load_file(work / "CKPT" / WEIGHTS)
-        save_file({new_name(name): one for name, one in factors.items()}, work / "CKPT" / WEIGHTS)
-
-    return damage
+    return on_checkpoint(
+        lambda path: edit_factors(path, lambda factors: {new_name(name): one for name, one in factors.items()})
+    )
 
 
 def _trainers_name(name: str) -> str:
@@ -97,27 +142,19 @@ def _trainers_name(name: str) -> str:
     return name.replace("mixer.shared_experts", "mixer.shared_expert")
 
 
-def _turned(work: Path) -> None:
+def _other_side(name: str) -> str:
+    return name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("lora_B", "lora_A")
+
+
+def _turned(path: Path) -> None:
     """Pairs of experts as PEFT 0.18 has them: the inputs of a tensor [experts, inputs, outputs] are its rows."""
-    factors = load_file(work / "CKPT" / WEIGHTS)
-    shutil.rmtree(work / "CKPT")
     torch.manual_seed(5)
-    turned = {}
-    for name in factors:
-        other = factors[name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("lora_B", "lora_A")]
-        turned[name.removeprefix("base_model.model.").removesuffix(".weight")] = _random(*reversed(other.shape))
-    _save(work / "CKPT", turned)
+    edit_factors(path, lambda found: {name: _random(*reversed(found[_other_side(name)].shape)) for name in found})
 
 
-def _dense_merged(scheme: QuantScheme | None = None) -> Change:
-    """The release with an adapter of its attention merged into it, quantized afterwards, and the adapter."""
-
-    def prepare(work: Path) -> None:
-        _layers_pairs("q_proj", "k_proj", "v_proj", "o_proj")(work)
-        (work / "CKPT").rename(work / "ADAPTER")
-        convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "ADAPTER", quantize=scheme)
-
-    return prepare
+def _exchanged(path: Path) -> None:
+    """Factors as of a tensor [experts, columns, rows]: A has the outputs, B the inputs."""
+    edit_factors(path, lambda found: {name: found[_other_side(name)].T.contiguous() for name in found})
 
 
 def _the_base(work: Path) -> None:
@@ -143,42 +180,20 @@ def _linear_attention(*parts: tuple[str, int]) -> Change:
                 module = name.replace("in_proj_qkv.weight", part)
                 factors[f"{module}.lora_A"] = _random(RANK, columns)
                 factors[f"{module}.lora_B"] = _random(own or rows, RANK)
-        shutil.rmtree(work / "CKPT", ignore_errors=True)
-        _save(work / "CKPT", factors, [part for part, _ in parts])
+        save(work / "CKPT", factors, [part for part, _ in parts])
 
     return make
 
 
-_INT4 = QuantScheme(32, "qmax7")
-
-
-def pairs_merged(work: Path) -> None:
-    """The release with an adapter of its experts, a pair a layer, merged into it, and the adapter."""
-    _one_pair(RANK)(work)
-    (work / "CKPT").rename(work / "ADAPTER")
-    convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "ADAPTER")
-
-
-def _one_pair(rank: int) -> Change:
-    """Experts of a layer in one pair, as PEFT has them, of this rank each."""
-
-    def prepare(work: Path) -> None:
-        torch.manual_seed(5)
-        factors: dict[str, Tensor] = {}
-        for block, (experts, inner, hidden) in _experts(work / SOURCE).items():
-            factors[f"{block}.base_layer.lora_A"] = _random(experts * rank, hidden)
-            factors[f"{block}.base_layer.lora_B"] = _random(2 * inner, rank * experts)
-            factors[f"{block}.lora_A"] = _random(experts * rank, inner)
-            factors[f"{block}.lora_B"] = _random(hidden, rank * experts)
-        shutil.rmtree(work / "CKPT", ignore_errors=True)
-        _save(work / "CKPT", factors)
-
-    return prepare
-
-
-def _without_experts_deltas(work: Path) -> None:
-    """The grouped export writes the base's own experts."""
+def _base_experts(work: Path) -> None:
+    """The experts are the base's own."""
     replace(work / "CKPT", {name: tensor(work / SOURCE, name) for name in names(work / SOURCE, ".experts.")})
+
+
+def _most_fell_back(work: Path) -> None:
+    """All but the first layer's experts are the base's own."""
+    found = [name for name in names(work / SOURCE, ".experts.") if not re.search(r"layers\.0\.|per_expert", name)]
+    replace(work / "CKPT", {name: tensor(work / SOURCE, name) for name in found})
 
 
 def _published(work: Path) -> None:
@@ -199,158 +214,194 @@ def _chain(work: Path) -> None:
     publish_chain(work / "CKPT", (work / SOURCE).resolve(), ("xor",) * 3)
 
 
-def _pruned(work: Path) -> None:
+def _pruned(path: Path) -> None:
     """The oldest version is pruned; the rest is replayed on the first base."""
-    shutil.rmtree(version_at(work / "CKPT", 1))
+    shutil.rmtree(version_at(path, 1))
 
 
-REPORTS = (
-    Report(
-        "Megatron-Bridge#5384",
-        "2026-08",
-        "An export quantizes the base first and adds the adapter to that: shapes do not fit, and it is left out.",
-        MERGED,
+def _scaled(factor: float) -> Change:
+    """What was added is so many times what the adapter's settings say."""
+
+    def damage(work: Path) -> None:
+        new = {}
+        for name in names(work / SOURCE, "self_attn."):
+            here, there = tensor(work / "CKPT", name), tensor(work / SOURCE, name)
+            new[name] = (there.float() + factor * (here.float() - there.float())).bfloat16()
+        replace(work / "CKPT", new)
+
+    return damage
+
+
+def _with_adapter_beside(work: Path) -> None:
+    """What the merger writes: the base, and the adapter in a directory below it."""
+    _the_base(work)
+    shutil.copytree(work / "ADAPTER", work / "CKPT" / "lora_adapter")
+
+
+def _one_by_one(work: Path) -> None:
+    """A pair for each expert's Linear, as a 4-bit gpt-oss has them, beside those of attention, which are merged."""
+    merged(_adapter())(work)
+    release, factors = work / SOURCE, pairs(work / SOURCE, *ATTENTION)
+    for name in names(release, ".experts.gate_up_proj"):
+        if name.endswith("gate_up_proj"):
+            experts, hidden, rows = tensor(release, name).shape
+            for expert in range(experts):
+                module = f"{name.removesuffix('.gate_up_proj')}.gate_up_projs.{expert}"
+                factors[f"{module}.lora_A"], factors[f"{module}.lora_B"] = _random(RANK, hidden), _random(rows, RANK)
+    save(work / "ADAPTER", factors, [*ATTENTION, "gate_up_projs.0"])
+
+
+def _untied_merge(work: Path) -> None:
+    """Embedding and output layer were trained apart (modules_to_save); the config says that they are two."""
+    merged(_adapter())(work)
+    rows = tensor(work / SOURCE, "model.embed_tokens.weight")
+    whole = {"model.embed_tokens": rows + 0.01, "lm_head": rows + 0.02}
+    save(work / "ADAPTER", pairs(work / SOURCE, *ATTENTION) | whole, modules_to_save=["embed_tokens", "lm_head"])
+    replace(work / "CKPT", {f"{name}.weight": one for name, one in whole.items()})
+    edit_config(work / "CKPT", tie_word_embeddings=False)
+
+
+def _tied_again(path: Path) -> None:
+    """The flag is still that of the base."""
+    edit_config(path, tie_word_embeddings=True)
+
+
+def _head_discarded(path: Path) -> None:
+    replace(path, {}, ["lm_head.weight"])
+    edit_config(path, tie_word_embeddings=True)
+
+
+def _expert_after_expert(work: Path) -> None:
+    """Merged by a reading in which column j of B is that of expert j // rank."""
+    shutil.copytree(work / "ADAPTER", work / "OTHER")
+
+    def turned(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        sides = {name: one for name, one in found.items() if "lora_B" in name}
+        return found | {name: one.unflatten(1, (-1, RANK)).mT.flatten(1).contiguous() for name, one in sides.items()}
+
+    edit_factors(work / "OTHER", turned)
+    shutil.rmtree(work / "CKPT")
+    convert((work / SOURCE).resolve(), work / "CKPT", merge=work / "OTHER")
+
+
+def _without_alpha(path: Path) -> None:
+    edit_json(path / CONFIG, lambda content: content.pop("lora_alpha"))
+
+
+def _of_experts(work: Path) -> None:
+    """Over the release with the experts of a layer in one tensor."""
+    (work / SOURCE).unlink()
+    (work / "CKPT").rename(work / SOURCE)
+    _experts_as_parameters(work)
+
+
+def _whole(rows: int) -> Change:
+    """Embedding and output layer too (modules_to_save), with so many rows more than the base has."""
+
+    def make(work: Path) -> None:
+        own = {name: tensor(work / SOURCE, f"{name}.weight") for name in ("model.embed_tokens", "lm_head")}
+        whole = {name: torch.cat([one + 0.01, one[:rows]]) for name, one in own.items()}
+        save(work / "CKPT", pairs(work / SOURCE, *ATTENTION) | whole, modules_to_save=["embed_tokens", "lm_head"])
+
+    return make
+
+
+# One each, so that reports that share a sound twin ask for it once.
+_OF_ATTENTION = _adapter()
+_MERGED, _EXPERTS_MERGED = merged(_OF_ATTENTION), merged(_experts())
+
+CASES = {
+    "Megatron-Bridge#5384": Case(
         "qwen2-untied-tiles/",
-        "CK305",
         ("self_attn.q_proj.weight", "quantization steps off"),
         _base_quantized,
-        _dense_merged(_INT4),
+        merged(_OF_ATTENTION, _INT4),
     ),
-    Report(
-        "ms-swift#5450",
-        "2025-08",
-        "An adapter of the class without an output layer is merged into the one with it: PEFT finds no name and warns, "
-        "and the merged model is the base.",
-        MERGED,
-        "qwen3-untied/",
-        "CK202",
-        ("self_attn.q_proj.weight",),
-        _the_base,
-        _dense_merged(),
-    ),
-    Report(
-        "tinker-cookbook#525",
-        "2026-03",
-        "Pairs of in_proj_q, in_proj_k and in_proj_v, where Qwen3.5 has in_proj_qkv: engines know none of them.",
-        OVER_BASE,
+    "ms-swift#5450": Case("qwen3-untied/", ("self_attn.q_proj.weight",), _the_base, _MERGED),
+    "tinker-cookbook#525": Case(
         "qwen3_5/",
-        "CK132",
         ("linear_attn.in_proj_q", "the base has no"),
         _linear_attention(("in_proj_q", 48), ("in_proj_k", 48), ("in_proj_v", 160)),
         _linear_attention(("in_proj_qkv", 0)),
     ),
-    Report(
-        "Relax#262",
-        "2026-08",
-        "An exported adapter has the base's names without `base_model.model.`: PEFT warns, and leaves every B at zero.",
-        VERIFY,
+    "Relax#262": Case(
         "qwen3-untied/",
-        "CK133",
         ("base_model.model. before every name", "the adapter changes nothing"),
-        _named(lambda name: name.removeprefix("base_model.model.")),
-        _layers_pairs("q_proj", "k_proj", "v_proj", "o_proj"),
+        _named(lambda name: name.removeprefix(PREFIX)),
+        _OF_ATTENTION,
     ),
-    Report(
-        "prime-rl#3014",
-        "2026-07",
-        "Nemotron-H's adapter keeps the trainer's names where a rule is missing: `mamba`, `shared_expert`, `model.`.",
-        OVER_BASE,
+    "prime-rl#3014": Case(
         "nemotron_h/",
-        "CK132",
         ("the base has no model.layers.0.mamba.in_proj",),
         _named(_trainers_name),
-        _layers_pairs("in_proj", "out_proj", "up_proj", "down_proj"),
+        _adapter("in_proj", "out_proj", "up_proj", "down_proj"),
     ),
-    Report(
-        "Automodel#3284",
-        "2026-08",
-        "Experts of a layer are exported in one pair with inputs and outputs exchanged, as PEFT had them up to 0.18.",
-        OVER_BASE,
+    "Automodel#3284": Case(
         "qwen3_moe/",
-        "CK132",
         ("A [rank, 128] and B [192, rank] of 12 experts", "A [48, 192], B [128, 48]"),
-        _turned,
-        _one_pair(RANK),
-        twin=VERIFY,
-    ),
-    Report(
-        "unsloth#5410",
-        "2026-05",
-        "A merge meets that layout, swallows the error, and writes the base's own experts: 18,432 tensors.",
-        MERGED,
-        "qwen3_moe/",
-        "CK202",
-        (".mlp.experts.", "144"),
-        _without_experts_deltas,
-        pairs_merged,
-    ),
-    Report(
-        "Megatron-Bridge#6076",
-        "2026-09",
-        "Shared-outer LoRA is saved as PEFT; PEFT has no module for the shared factors, drops them, and keeps those of "
-        "each expert.",
+        on_checkpoint(_turned),
+        _experts(),
         VERIFY,
-        "qwen3_moe/",
-        "CK131",
-        ("lora_A is missing", ".experts.gate_up_proj"),
-        _without_shared,
-        _shared_outer,
     ),
-    Report(
-        "Megatron-Bridge#5588",
-        "2026-08",
-        "vLLM looks for the shared factor under the name of each expert, finds none, and ends in `lora_b is None`.",
-        f"{OVER_BASE} --strict",
+    "unsloth#5410": Case("qwen3_moe/", (".mlp.experts.", "144"), _base_experts, _EXPERTS_MERGED),
+    "Megatron-Bridge#6076": Case(
+        "qwen3_moe/", ("lora_A is missing", ".experts.gate_up_proj"), on_checkpoint(_without_shared), _shared_outer
+    ),
+    "Megatron-Bridge#5588": Case(
         "qwen3_moe/",
-        "CK137",
         ("SGLang 0.5.16 takes factors with an axis of experts; vLLM 0.26 refuses the adapter", ".experts."),
         prepare=_shared_outer,
         twin=VERIFY,
     ),
-    Report(
-        "Automodel#3834",
-        "2026-09",
-        "A MoE adapter saves a smaller rank for each expert than adapter_config.json has: PEFT cannot load it.",
-        OVER_BASE,
+    "Automodel#3834": Case(
         "qwen3_moe/",
-        "CK132",
         ("rank 4, as adapter_config.json says", "rank 1", ".experts."),
-        _one_pair(1),
-        _one_pair(RANK),
-        twin=VERIFY,
+        _experts(rank=1),
+        _experts(),
+        VERIFY,
     ),
-    Report(
-        "Megatron-Bridge#3341",
-        "2026-04",
-        "A grouped export of a merged model writes experts without what LoRA adds to them.",
-        MERGED,
-        "qwen3_moe/",
-        "CK202",
-        (".mlp.experts.",),
-        _without_experts_deltas,
-        pairs_merged,
+    "Megatron-Bridge#3341": Case("qwen3_moe/", (".mlp.experts.",), _base_experts, _EXPERTS_MERGED),
+    "slime#2104": Case("qwen2-untied/", ("model.",), _missed_the_last, _published),
+    "SkyRL#1902": Case("qwen2-untied/", (), on_checkpoint(_pruned), _chain),
+    # Merges
+    "verl#7285": Case("qwen2-untied/", ("self_attn.q_proj.weight",), _with_adapter_beside, _MERGED),
+    "Qwen-VL-Series-Finetune#259": Case("qwen3_5/", ("mtp.", "missing"), without_tensors("mtp."), _MERGED),
+    "unsloth-zoo#779": Case("gemma4/", (".experts.",), _most_fell_back, merged(_experts_as_parameters)),
+    "unsloth-zoo#812": Case("mixtral/", (".experts.",), _base_experts, merged(_experts_as_parameters)),
+    "unsloth-zoo#885": Case(
+        "gpt_oss/", ("the base has no model.layers.0.mlp.experts.gate_up_projs.0",), prepare=_one_by_one
     ),
-    Report(
-        "slime#2104",
-        "2026-06",
-        "A delta that a host failed to apply is swallowed: its own checkpoint and the trainer part for the rest of the "
-        "run.",
-        "ckptkit verify CKPT --source DELTAS --hf RELEASE",
+    "aprender#2189": Case(
+        "qwen2-untied/", ("self_attn.q_proj.weight",), _scaled(1 / RANK**0.5), merged(_adapter(use_rslora=True))
+    ),
+    "mlx-vlm#841": Case("qwen2-untied/", ("self_attn.q_proj.weight",), _scaled(RANK), _MERGED),
+    "transformers#45127": Case("qwen2-tied/", ("lm_head.weight",), on_checkpoint(_tied_again), _untied_merge),
+    "unsloth#9331": Case("qwen2-tied/", ("lm_head.weight",), on_checkpoint(_head_discarded), _untied_merge),
+    "unsloth#6930": Case("qwen3_moe/", (".mlp.experts.", "144"), _expert_after_expert, _EXPERTS_MERGED),
+    # Files of adapters
+    "surogate#173": Case(
+        "qwen2-untied/", ("lora_alpha not there", "PEFT takes 8"), on_checkpoint(_without_alpha), _OF_ATTENTION
+    ),
+    "vllm#48019": Case(
+        "qwen3_vl-tied/",
+        ("vLLM 0.26 has no layer of this name", "answers with the base"),
+        _named(lambda name: name.replace("model.language_model.", "model.")),
+        _OF_ATTENTION,
+    ),
+    "Automodel#3595": Case(
+        "qwen3_omni_moe/",
+        ("base_model.model. before every name",),
+        _named(lambda name: f"thinker.{name.replace('.thinker.', '.')}"),
+        _OF_ATTENTION,
+    ),
+    "ART#803": Case("qwen3_5_moe/fused", (".experts",), on_checkpoint(_exchanged), _of_experts, VERIFY),
+    "LlamaFactory#10186": Case(
+        "qwen2-untied/", ("[352, 128], as in the base", "[360, 128]", "embed_tokens"), _whole(8), _whole(0), VERIFY
+    ),
+    "LlamaFactory#9545": Case(
         "qwen2-untied/",
-        "CK202",
-        ("model.",),
-        _missed_the_last,
-        _published,
+        ("SGLang 0.5.16 leaves it out silently, vLLM 0.26 refuses the adapter",),
+        _whole(0),
+        _OF_ATTENTION,
     ),
-    Report(
-        "SkyRL#1902",
-        "2026-07",
-        "A chain of deltas whose oldest version was pruned is replayed on the first base.",
-        OVER_BASE,
-        "qwen2-untied/",
-        "CK122",
-        (),
-        _pruned,
-        _chain,
-    ),
-)
+}

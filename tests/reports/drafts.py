@@ -11,12 +11,10 @@ from safetensors.torch import load_file, save_file
 from support.drafts import KINDS, save_draft, tensors_of
 from support.launch_scripts import write_headers
 
-from reports.files import on_checkpoint
+from reports.changes import on_checkpoint
 from reports.launches import SCRIPT, VERL, launch, said
-from reports.report import SOURCE, Change, Report
+from reports.report import SOURCE, Case, Change
 
-STRICT = f"{SCRIPT} --strict"
-OVER_TARGET = "ckptkit verify CKPT --source RELEASE"
 _OPTIONS = (
     "--sglang-speculative-algorithm EAGLE3 --sglang-speculative-draft-model-path DRAFT "
     "--sglang-speculative-num-steps 3 --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4"
@@ -102,184 +100,90 @@ def _of_three_states(work: Path) -> None:
     save_draft(work / "CKPT", tensors, KINDS["speculators"][0])
 
 
-REPORTS = (
-    Report(
-        "sglang#27829",
-        "2026-06",
-        "An EAGLE3 draft for all tokens has no output layer and states draft_vocab_size: SGLang does not take the "
-        "target's, and drafts by random numbers.",
-        OVER_TARGET,
+CASES = {
+    "sglang#27829": Case(
         "qwen3-untied/",
-        "CK141",
         ("the output layer", "draft_vocab_size 352: SGLang 0.5.16 serves random numbers"),
         on_checkpoint(_headless),
         _draft("ModelOpt, all tokens"),
     ),
-    Report(
-        "NeMo-RL#3960",
-        "2026-09",
-        "A draft's max_position_embeddings is its training's length, 2048: behind that nothing is accepted.",
-        f"{OVER_TARGET} --strict",
+    "NeMo-RL#3960": Case(
         "qwen3-untied/",
-        "CK144",
         ("max_position_embeddings 256, as the target", "64, for as many positions"),
         on_checkpoint(lambda path: edit_config(path, max_position_embeddings=64)),
         _draft("SpecForge"),
-        twin=OVER_TARGET,
+        "ckptkit verify CKPT --source RELEASE",
     ),
-    Report(
-        "sglang#21272",
-        "2026-03",
-        "EAGLE is asked for with an EAGLE3 draft, which then gets the states of one layer in place of three.",
-        SCRIPT,
-        code="CK745",
+    "sglang#21272": Case(
         names=("EAGLE3, for a draft model of EAGLE3", "EAGLE, at"),
         damage=said("speculative-algorithm EAGLE3", "speculative-algorithm EAGLE"),
         prepare=_drafting(),
     ),
-    Report(
-        "sglang#24051",
-        "2026-04",
-        "STANDALONE with a draft of another tokenizer: accepted tokens are other words. Since #23838 the server stops.",
-        SCRIPT,
-        code="CK745",
+    "sglang#24051": Case(
         names=("vocab_size 152064, as the served model", "151936"),
         damage=_draft_says(vocab_size=151936),
         prepare=_drafting(_OPTIONS.replace("EAGLE3", "STANDALONE"), architectures=["LlamaForCausalLM"]),
     ),
-    Report(
-        "sglang#33966",
-        "2026-08",
-        "Drafts are published under the class of the model that they draft for, which SGLang then loads in place of "
-        "its draft class.",
-        STRICT,
-        code="CK745",
+    "sglang#33966": Case(
         names=("LlamaForCausalLM, the class of a language model", "LlamaForCausalLMEagle"),
         damage=_draft_says(architectures=["LlamaForCausalLM"]),
         prepare=_drafting(_OPTIONS.replace("EAGLE3", "EAGLE"), "EAGLE"),
         twin=SCRIPT,
     ),
-    Report(
-        "sglang#18216",
-        "2026-02",
-        "An EAGLE3 draft as speculators saves it: SGLang finds no model_type and stops.",
-        STRICT,
-        code="CK745",
+    "sglang#18216": Case(
         names=("config.json of speculators, without model_type",),
         damage=_of_speculators,
         prepare=_drafting(),
         twin=SCRIPT,
     ),
-    Report(
-        "sglang#40630",
-        "2026-09",
-        "The same of a DSpark draft; with a model_type written by hand its sizes are the class's own.",
-        STRICT,
-        code="CK745",
+    "sglang#40630": Case(
         names=("a draft model for DSPARK", "config.json of speculators"),
         damage=_of_speculators,
         prepare=_drafting(_OPTIONS.replace("EAGLE3", "DSPARK"), architectures=["Qwen3DSparkModel"]),
         twin=SCRIPT,
     ),
-    Report(
-        "vllm#43369",
-        "2026-05",
-        "vLLM compares vocabularies for draft_model alone: an EAGLE3 draft of another one reads beyond the embedding.",
-        STRICT,
-        code="CK745",
+    "vllm#43369": Case(
         names=("vocab_size 152064, as the served model", "201088"),
         damage=_draft_says(vocab_size=201088),
         prepare=_vllm("method=eagle3", "model=DRAFT", "num_speculative_tokens=3"),
         twin=SCRIPT,
     ),
-    Report(
-        "vllm#49646",
-        "2026-07",
-        "A DFlash draft of the class Qwen3DSparkModel: vLLM puts DFlash before it, and knows no such class.",
-        STRICT,
-        code="CK745",
+    "vllm#49646": Case(
         names=("Qwen3DSparkModel, the class of a draft model for dspark",),
         damage=said("method=dspark", "method=dflash"),
         prepare=_vllm("method=dspark", "model=DRAFT", "num_speculative_tokens=7", architectures=["Qwen3DSparkModel"]),
         twin=SCRIPT,
     ),
-    Report(
-        "vllm#44566",
-        "2026-06",
-        "The number of tokens stands in the config of speculators, where vLLM does not look when the draft is given.",
-        STRICT,
-        code="CK745",
+    "vllm#44566": Case(
         names=("num_speculative_tokens", "without it"),
         damage=said("num_speculative_tokens=3", "draft_tensor_parallel_size=1"),
         prepare=_vllm("method=eagle3", "model=DRAFT", "num_speculative_tokens=3", kind="speculators"),
         twin=SCRIPT,
     ),
-    Report(
-        "vllm#55323",
-        "2026-09",
-        "The number of tokens should default to the layers of an MTP draft: vLLM compares nothing with 1 and stops.",
-        STRICT,
+    "vllm#55323": Case(
         "glm4_moe/hf",
-        "CK745",
         ("num_speculative_tokens", "mtp, at"),
         said("num_speculative_tokens=1", "draft_tensor_parallel_size=1"),
         _vllm("method=mtp", "model=CKPT", "num_speculative_tokens=1"),
         SCRIPT,
     ),
-    Report(
-        "vllm#35548",
-        "2026-02",
-        "GLM-5 in NVFP4 was published without its MTP layer, which config.json still states: vLLM drafts with memory "
-        "that nobody wrote, and accepts nothing.",
-        SCRIPT,
+    "vllm#35548": Case(
         "glm4_moe/hf",
-        "CK745",
         ("its files hold none",),
         on_checkpoint(_without_own_layer),
         _vllm("method=mtp", "num_speculative_tokens=1"),
     ),
-    Report(
-        "spark-vllm-docker#378",
-        "2026-09",
-        "A recipe drafts by DSpark with a DeepSeek-V4 that was published without such layers: vLLM asks for a token "
-        "that config.json does not name.",
-        SCRIPT,
-        code="CK745",
+    "spark-vllm-docker#378": Case(
         names=("a model with layers of DSpark", "its config.json speaks of none"),
         damage=on_checkpoint(lambda path: edit_json(path / "config.json", lambda one: one.pop("dspark_block_size"))),
         prepare=_bundled,
     ),
-    Report(
-        "sglang#26726",
-        "2026-05",
-        "num_nextn_predict_layers 0 in the config of an EAGLE3 draft with latent attention: SGLang made room for no "
-        "layer.",
-        OVER_TARGET,
+    "sglang#26726": Case("qwen3-untied/", prepare=_latent),
+    "sglang#21274": Case("qwen3-untied/", prepare=_draft("SpecForge")),
+    "speculators#1065": Case(
         "qwen3-untied/",
-        prepare=_latent,
-        verdict="sound",
-        reason="the draft is right, as both engines load it; the number is that of the model whose config it has",
-    ),
-    Report(
-        "sglang#21274",
-        "2026-03",
-        "A draft's config.json has no eagle_config: SGLang trips over it, and takes its default.",
-        OVER_TARGET,
-        "qwen3-untied/",
-        prepare=_draft("SpecForge"),
-        verdict="sound",
-        reason="the layers of the default are what such a draft was trained with",
-    ),
-    Report(
-        "speculators#1065",
-        "2026-08",
-        "eagle_aux_hidden_state_layer_ids of a draft names the target's last layer too, of which its fc knows nothing: "
-        "vLLM builds an fc for four states.",
-        OVER_TARGET,
-        "qwen3-untied/",
-        "CK141",
         ("4 states of a target", "fc.weight", "[128, 384]"),
         on_checkpoint(lambda path: edit_config(path, eagle_aux_hidden_state_layer_ids=[2, 6, 9, 11])),
         _of_three_states,
     ),
-)
+}

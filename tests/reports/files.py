@@ -1,25 +1,46 @@
-"""Reports about files: shards, indexes, trackers and downloads that are not whole, and names of another writer."""
+"""Reports about files that are not whole: shards, indexes, downloads, Megatron's trackers and .distcp files."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import torch
-from mutations.edits import INDEX, edit_index, names, replace, shard_of, tensor, write_index
+from mutations.edits import (
+    INDEX,
+    edit_index,
+    names,
+    shard_of,
+    tensor,
+    write_index,
+)
+from mutations.torch_dist import TRACKER
+from safetensors.torch import load_file, save_file
+from support import models
 from support.fake_hub import download
+from support.fsdp_saves import save_fsdp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from reports.report import Change, Report
+from reports.changes import (
+    changed,
+    dropped,
+    on_checkpoint,
+    steps,
+    without_tensors,
+)
+from reports.report import Case, Change
 
-VERIFY = "ckptkit verify CKPT"
 LAST = "model.layers.11."
-
-
-def on_checkpoint(change: Callable[[Path], object]) -> Change:
-    """A change of the checkpoint at `CKPT`."""
-    return lambda work: change(work / "CKPT")
+EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"
+QKV = "decoder.layers.3.self_attention.linear_qkv.weight"
+# A run of slime that goes on, but for its number of rollouts.
+_GOES_ON = (
+    "ckptkit preflight --hf-checkpoint RELEASE --load RUN --ref-load CKPT --strict -- "
+    "python3 train.py --rollout-batch-size 8 --num-rollout"
+)
 
 
 def without_shards(*parts: str) -> Change:
@@ -36,33 +57,6 @@ def without_shards(*parts: str) -> Change:
     return on_checkpoint(damage)
 
 
-def without_tensors(*parts: str) -> Change:
-    """Tensors with these parts in their names are not stored; index and the numbers of files agree."""
-
-    def damage(path: Path) -> None:
-        replace(path, {}, [name for part in parts for name in names(path, part)])
-        number_files(path)
-
-    return on_checkpoint(damage)
-
-
-def number_files(path: Path) -> None:
-    """Numbers the files anew, without those that hold nothing."""
-    weight_map = json.loads((path / INDEX).read_text())["weight_map"]
-    for file in path.glob("*.safetensors"):
-        if file.name not in weight_map.values():
-            file.unlink()
-    files = sorted(path.glob("*.safetensors"))
-    new = {file.name: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, 1)}
-    for file in files:
-        file.rename(path / new[file.name])
-    write_index(path, {name: new[file] for name, file in weight_map.items()})
-
-
-def _shard_gone(path: Path) -> None:
-    shard_of(path, f"{LAST}self_attn.q_proj.weight").unlink()
-
-
 def _unlisted(path: Path) -> None:
     """The index lacks the experts that other ranks than the first own."""
     own = [name for name in names(path, ".mlp.experts.") if int(name.split(".experts.")[1].split(".")[0]) >= 6]
@@ -77,11 +71,6 @@ def _ghosts(path: Path) -> None:
             {f"model.layers.12.{name}": next(iter(weight_map.values())) for name in ghosts}
         ),
     )
-
-
-def _zeroed(path: Path) -> None:
-    name = f"{LAST}mlp.down_proj.weight"
-    replace(path, {name: torch.zeros_like(tensor(path, name))})
 
 
 def _downloaded(work: Path, **where: Path) -> Path:
@@ -125,169 +114,145 @@ def _linked(work: Path) -> None:
     (work / "CKPT").symlink_to(path)
 
 
-def _zero_projections(path: Path) -> None:
-    found = [name for part in "qkv" for name in names(path, f"self_attn.{part}_proj.weight")]
-    replace(path, {name: torch.zeros_like(tensor(path, name)) for name in found})
+def _reused(path: Path) -> None:
+    """A file of another save of the model is used for some tensors, and holds others under names that are elsewhere."""
+    own = shard_of(path, EXPERT)
+    other = next(file for file in sorted(path.glob("*.safetensors")) if file != own)
+    more = {EXPERT: torch.randn_like(tensor(path, EXPERT).float()).mul(0.02).bfloat16()}
+    save_file(load_file(other) | more, other, metadata={"format": "pt"})
 
 
-REPORTS = (
-    Report(
-        "Megatron-Bridge#4188",
-        "2026-06",
-        "An export without the MTP layer skips each shard of which a tensor is missing: the first and the last ones, "
-        "with embedding, last layer and output layer. The index agrees with what is left.",
-        VERIFY,
+def _overlay(path: Path) -> None:
+    """New values of some tensors in a file of their own, which the index names; the old ones are still stored."""
+    changed = names(path, ".self_attn.o_proj.weight")
+    save_file({name: tensor(path, name) * 1.5 for name in changed}, path / "model-overlay.safetensors")
+    edit_index(path, lambda weight_map: weight_map.update(dict.fromkeys(changed, "model-overlay.safetensors")))
+
+
+def _stray(path: Path) -> None:
+    """One file of a 4-bit conversion beside the shards of the model in BF16."""
+    codes = {
+        name: torch.ones(tensor(path, name).shape[0], 24, dtype=torch.uint32) for name in names(path, "_proj.weight")
+    }
+    save_file(codes, path / "model.safetensors", metadata={"format": "mlx"})
+
+
+def _renumbered(path: Path) -> None:
+    """The files were written anew under other numbers; the index is the old one."""
+    files = sorted(path.glob("*.safetensors"))
+    for number, file in enumerate(files, 1):
+        file.rename(path / f"model-{number:05d}-of-{len(files) + 2:05d}.safetensors")
+
+
+def _piece_without_place(content: Metadata) -> None:
+    """storage_data has no entry for a piece that the tensor's chunks name."""
+    index = next(index for index in content.storage_data if index.fqn == QKV)
+    del content.storage_data[index]
+
+
+def _resumes(work: Path) -> None:
+    """A run's directory with an iteration, and the tracker that names it."""
+    root = work / "CKPT"
+    shutil.copytree(root / "release", work / "RUN" / "iter_0000010")
+    common = torch.load(work / "RUN" / "iter_0000010" / "common.pt", weights_only=False)
+    torch.save({**common, "iteration": 10}, work / "RUN" / "iter_0000010" / "common.pt")
+    shutil.copytree(root / "hf", work / "RUN" / "hf")
+    (work / "RUN" / TRACKER).write_text("10")
+
+
+def _common_state_as_an_object(work: Path) -> None:
+    """As megatron-core 0.19 saves: what common.pt held is an object among the .distcp files."""
+    path, key, name = work / "CKPT" / "release", "common_state/shard_0_1", "__0_9.distcp"
+    common = path / "common.pt"
+
+    def add(content: Metadata) -> None:
+        content.state_dict_metadata[key] = BytesStorageMetadata()
+        content.storage_data[MetadataIndex(key)] = _StorageInfo(name, 0, common.stat().st_size)
+
+    models.edit_metadata(path, add)
+    common.rename(path / name)
+
+
+def _fsdp(work: Path) -> None:
+    """What Megatron-FSDP leaves: torch's own save, without metadata.json and common.pt."""
+    save_fsdp(work / "CKPT" / "release", work / "saved")
+    shutil.move(work / "CKPT" / "hf", work / "saved" / "hf")
+    shutil.rmtree(work / "CKPT")
+    (work / "saved").rename(work / "CKPT")
+
+
+CASES = {
+    "Megatron-Bridge#4188": Case(
         "glm4_moe_lite/hf",
-        "CK104",
         ("model.embed_tokens.weight",),
         without_shards("model.embed_tokens", "model.layers.12.", "lm_head", "model.norm"),
     ),
-    Report(
-        "AReaL#1403",
-        "2026-06",
-        "The same writer, MTP head dropped: a shard that holds an MTP tensor too is not written, with the output layer "
-        "and two decoder layers; 62 GB of 67.",
-        VERIFY,
-        "qwen3_5_moe/hf",
-        "CK104",
-        ("lm_head.weight",),
-        without_shards("mtp.", "lm_head", "layers.11.mlp.experts.0."),
+    "AReaL#1403": Case(
+        "qwen3_5_moe/hf", ("lm_head.weight",), without_shards("mtp.", "lm_head", "layers.11.mlp.experts.0.")
     ),
-    Report(
-        "Megatron-Bridge#4083",
-        "2026-06",
-        "The names for the index were gathered over pipeline ranks alone: experts of other expert parallel ranks are "
-        "stored and not listed.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK104",
-        (".mlp.experts.",),
-        on_checkpoint(_unlisted),
-    ),
-    Report(
-        "Relax#148",
-        "2026-07",
-        "The exported index lists MTP tensors that were planned and never written.",
-        VERIFY,
+    "Megatron-Bridge#4083": Case("qwen3_moe/hf", (".mlp.experts.",), on_checkpoint(_unlisted)),
+    "Relax#148": Case(
         "glm4_moe/hf",
-        "CK104",
         ("model.layers.12.",),
-        on_checkpoint(lambda path: (replace(path, {}, names(path, "model.layers.12.")), _ghosts(path))),
+        steps(dropped("model.layers.12."), on_checkpoint(_ghosts)),
     ),
-    Report(
-        "sglang#32279",
-        "2026-07",
-        "A download that stopped: the index names a shard that is not there, the engine leaves its parameters as "
-        "memory held them, and answers.",
-        VERIFY,
+    "sglang#32279": Case(
         "qwen3_moe/hf",
-        "CK102",
         (".safetensors",),
-        on_checkpoint(_shard_gone),
+        on_checkpoint(lambda path: shard_of(path, f"{LAST}self_attn.q_proj.weight").unlink()),
     ),
-    Report(
-        "vllm#34930",
-        "2026-02",
-        "The same with an INT4 checkpoint, where the engine does not check completeness at all.",
-        VERIFY,
-        "qwen2-untied-tiles/int4",
-        "CK104",
-        ("model.layers.11.",),
-        without_shards("model.layers.11.mlp.down_proj."),
+    "vllm#34930": Case(
+        "qwen2-untied-tiles/int4", ("model.layers.11.",), without_shards("model.layers.11.mlp.down_proj.")
     ),
-    Report(
-        "ms-swift#9325",
-        "2026-05",
-        "An export of a mixture of experts left every expert out: 11 GB of a 397B model.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK104",
-        (".mlp.experts.",),
-        without_tensors(".mlp.experts."),
-    ),
-    Report(
-        "ms-swift#6644",
-        "2025-11",
-        "A conversion to HF is short of exactly the last layer.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK104",
-        (LAST,),
-        without_tensors(LAST),
-    ),
-    Report(
-        "slime#309",
-        "2025-09",
-        "The model script counts one layer less than the release has (its MTP layer), so a round trip always loses it.",
-        "ckptkit verify CKPT --source RELEASE",
-        "glm4_moe/hf",
-        "CK202",
-        ("model.layers.12.",),
-        without_tensors("model.layers.12."),
-    ),
-    Report(
-        "ms-swift#9504",
-        "2026-06",
-        "An export from a distributed checkpoint leaves the MTP weights of Qwen3.5 out, and says nothing.",
-        "ckptkit verify CKPT --source RELEASE",
-        "qwen3_5/hf",
-        "CK202",
-        ("mtp.",),
-        without_tensors("mtp."),
-    ),
-    Report(
-        "aprender#2337",
-        "2026-07",
-        "A file in the download cache has the right length and zeros where 27 of 339 tensors should be.",
-        VERIFY,
+    "ms-swift#9325": Case("qwen3_moe/hf", (".mlp.experts.",), without_tensors(".mlp.experts.")),
+    "ms-swift#6644": Case("qwen3_moe/hf", (LAST,), without_tensors(LAST)),
+    "slime#309": Case("glm4_moe/hf", ("model.layers.12.",), without_tensors("model.layers.12.")),
+    "ms-swift#9504": Case("qwen3_5/hf", ("mtp.",), without_tensors("mtp.")),
+    "aprender#2337": Case(
         "qwen2-untied/hf",
-        "CK205",
         ("model.layers.11.mlp.down_proj.weight",),
-        on_checkpoint(_zeroed),
+        changed(f"{LAST}mlp.down_proj.weight", torch.zeros_like),
     ),
-    Report(
-        "huggingface_hub#3643",
-        "2025-12",
-        "A download succeeds with other bytes than were published; nothing hashes them afterwards.",
-        VERIFY,
+    "huggingface_hub#3643": Case(
         "qwen2-untied/hf",
-        "CK124",
         ("model.layers.11.", "hf download ", "--force-download"),
         on_checkpoint(_received),
         lambda work: _downloaded(work, local_dir=work / "CKPT"),
     ),
-    Report(
-        "vllm#53537",
-        "2026-08",
-        "One shard of a quantized model (INT8 there, INT4 here) has a sound header and wrong bytes; only tool calls "
-        "are cut short.",
-        VERIFY,
-        "qwen2-untied-tiles/int4",
-        "CK124",
-        ("model.layers.11.", "hf download org/model "),
-        on_checkpoint(_received),
-        _in_cache,
+    "vllm#53537": Case(
+        "qwen2-untied-tiles/int4", ("model.layers.11.", "hf download org/model "), on_checkpoint(_received), _in_cache
     ),
-    Report(
-        "VoiceStudio#1056",
-        "2026-07",
-        "In the download cache the snapshot's links dangle, so that transformers says that there is no weight file, "
-        "with every byte on disk.",
-        VERIFY,
-        "qwen2-untied/hf",
-        "CK102",
-        ("link",),
-        on_checkpoint(_dangling),
-        _linked,
-    ),
-    Report(
-        "prime-rl#3451",
-        "2026-09",
-        "A trainer that fuses q, k and v loads weights into copies that it does not train, and saves zeros for them.",
-        VERIFY,
+    "VoiceStudio#1056": Case("qwen2-untied/hf", ("link",), on_checkpoint(_dangling), _linked),
+    "prime-rl#3451": Case(
         "qwen3_moe/hf",
-        "CK205",
         ("self_attn.k_proj.weight", "all zero", "12"),
-        on_checkpoint(_zero_projections),
+        changed("self_attn.[qkv]_proj.weight", torch.zeros_like),
     ),
-)
+    "vllm#54230": Case("qwen3_moe/hf", (EXPERT, "each tensor in one shard"), on_checkpoint(_reused)),
+    "colibri#1479": Case("qwen3_moe/hf", ("o_proj", "model-overlay.safetensors"), on_checkpoint(_overlay)),
+    "mlx-vlm#1464": Case("qwen2-untied/hf", ("transformers reads model.safetensors",), on_checkpoint(_stray)),
+    "mlx-vlm#1827": Case(
+        "qwen2-untied/hf", ("the file that the index names", "14 more: missing"), on_checkpoint(_renumbered)
+    ),
+    "ms-swift#10045": Case(
+        "qwen3_moe/megatron",
+        (".distcp",),
+        on_checkpoint(lambda path: min((path / "release").glob("*.distcp")).unlink()),
+    ),
+    "NeMo#14851": Case(
+        "qwen3_moe/megatron",
+        (QKV,),
+        on_checkpoint(lambda path: models.edit_metadata(path / "release", _piece_without_place)),
+    ),
+    "Megatron-Bridge#829": Case(
+        "qwen3_moe/megatron", ("tracker",), on_checkpoint(lambda path: (path / TRACKER).unlink())
+    ),
+    "ms-swift#7628": Case(
+        "qwen3_moe/megatron", ("no tracker",), lambda work: (work / "RUN" / TRACKER).unlink(), _resumes
+    ),
+    "training-gym#492": Case(
+        "qwen3_moe/megatron", ("iteration 10", "without a step of training"), prepare=_resumes, twin=f"{_GOES_ON} 12"
+    ),
+    "ms-swift#9908": Case("qwen3_moe/megatron", prepare=_common_state_as_an_object),
+    "Megatron-Bridge#1211": Case("qwen3_moe/megatron", prepare=_fsdp),
+}

@@ -1,4 +1,4 @@
-"""Reports about lists of modules that are left out: what they name, what they miss, and what they call otherwise."""
+"""Reports about lists of modules that are left out, and about what is quantized against them or under other names."""
 
 from __future__ import annotations
 
@@ -8,28 +8,64 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mutations.edits import edit_json, names, replace, tensor
-from support.floats import SPELLINGS, write
+from mutations.edits import (
+    edit_config,
+    edit_json,
+    names,
+    replace,
+    tensor,
+)
+from mutations.int4 import packed
+from support.floats import SPELLINGS
 from support.quantized import one_target, widen
+from torch import Tensor
 
-from reports.files import number_files, on_checkpoint
-from reports.quantized import LINT, VERIFY, cache_scales, int4_without, quantization
-from reports.report import SOURCE, Change, Report
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+from reports.changes import (
+    dropped,
+    int4_without,
+    number_files,
+    on_checkpoint,
+    quantization,
+    renamed,
+    steps,
+    stored_as,
+    without_tensors,
+)
+from reports.quantized import cache_scales, dequantized_from
+from reports.report import SOURCE, Case, Change
 
 LAYERS = tuple(f"model.language_model.layers.{layer}" for layer in range(12))
-FP8 = tuple(f".{part}_proj.weight" for part in ("q", "k", "v", "o", "gate", "up", "down"))
+ROUTERS = tuple(f"model.layers.{layer}.mlp.gate" for layer in range(12))
+ATTENTION = tuple(f"{layer}.self_attn.{part}_proj" for layer in LAYERS for part in "qkvo")
 _NVFP4 = SPELLINGS["nvfp4-modelopt"]
 _BESIDE = "hf_quant_config.json"
+_KEPT = (3, 5, 6)
+
+_FP8 = r"(.*language_model|mtp)\.layers\..*((self_attn|mlp)\.\w+_proj|linear_attn\.(in_proj_(qkv|z)|out_proj))\.weight"
+_READ = r".*language_model\.layers\..*(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj\.weight"
+_TEXT = r".*language_model\.layers\..*(self_attn|mlp)\.\w+_proj\.weight"
+_CHANNEL = SPELLINGS["fp8-channel"]
+_OF_TEXT = ["re:mtp.*", "re:.*visual.*", "re:.*linear_attn.*", "re:.*mlp.gate$", "re:.*shared_expert_gate$"]
+_OF_QWEN = [f"{layer}.linear_attn.{part}" for layer in LAYERS for part in ("in_proj_a", "in_proj_b", "conv1d")]
+_OF_GEMMA = ["re:.*router.*", "re:.*vision_tower.*", "re:.*embed_vision.*", "re:.*experts.*"]
+_OF_KEPT = [
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*mlp.gate$",
+    *(f"re:model.layers.{layer}.mlp.experts.*" for layer in _KEPT),
+]
+
+
+def listed(key: str, *entries: str) -> Change:
+    """More entries of a list in quantization_config."""
+    return quantization(lambda content: content.update({key: [*content.get(key, []), *entries]}))
 
 
 def _excluding(*modules: str, packed: str = r".*_proj\.weight") -> Change:
     """The release in ModelOpt's NVFP4; what else has a matrix stands in the list."""
-
-    def prepare(work: Path) -> None:
-        write((work / SOURCE).resolve(), work / "CKPT", _NVFP4, lambda name: re.fullmatch(packed, name) is not None)
-        exclude(lambda listed: [*listed, *modules])(work)
-
-    return prepare
+    return steps(stored_as(_NVFP4, packed), exclude(lambda listed: [*listed, *modules]))
 
 
 def exclude(change: Callable[[list[str]], list[str]]) -> Change:
@@ -60,10 +96,6 @@ def _head_packed(path: Path) -> None:
     replace(path, dict(_NVFP4.store("lm_head", tensor(path, name))), [])
 
 
-def _without_k(path: Path) -> None:
-    replace(path, {}, names(path, ".k_scale"))
-
-
 def _containers(content: dict[str, Any]) -> None:
     """The modules that hold an expert's projections, as llm-compressor lists what has no weight of its own."""
     content["ignore"] += [f"model.layers.{layer}.mlp.experts.{one}" for layer in range(12) for one in range(12)]
@@ -71,22 +103,15 @@ def _containers(content: dict[str, Any]) -> None:
 
 def _fp8_listed(work: Path) -> None:
     """FP8 in blocks, and a list of what is left in BF16 under the name that transformers gives it."""
-    write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["fp8"], lambda name: name.endswith(FP8))
+    stored_as("fp8", r".*\.(q|k|v|o|gate|up|down)_proj\.weight")(work)
     kept = ("in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z", "conv1d", "out_proj")
     left = [f"{name}.linear_attn.{part}" for name in LAYERS for part in kept]
-    left += ["lm_head", "model.visual", "mtp"]
-    quantization(lambda content: content.update(modules_to_not_convert=left))(work)
+    quantization(lambda content: content.update(modules_to_not_convert=[*left, "lm_head", "model.visual", "mtp"]))(work)
 
 
 def _gates_of_a_mixture(content: dict[str, Any]) -> None:
     """The router of each layer, as in the list of the mixture of experts; a dense layer has gate_proj there."""
     content["modules_to_not_convert"] += [f"{layer}.mlp.gate" for layer in LAYERS]
-
-
-def _cache(work: Path) -> None:
-    """FP8 with calibrated scales of the cache."""
-    write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS["fp8-channel"])
-    cache_scales(work)
 
 
 def _packed_experts(path: Path) -> None:
@@ -110,42 +135,10 @@ def _packed_experts(path: Path) -> None:
     number_files(path)
 
 
-ROUTERS = tuple(f"model.layers.{layer}.mlp.gate" for layer in range(12))
-ATTENTION = tuple(f"{layer}.self_attn.{part}_proj" for layer in LAYERS for part in "qkvo")
-
-
-def _without_drafts(work: Path) -> None:
-    """NVFP4 of attention and experts of the language model."""
-    write(
-        (work / SOURCE).resolve(),
-        work / "CKPT",
-        SPELLINGS["nvfp4-compressed"],
-        lambda name: re.fullmatch(r".*language_model\.layers.*(self_attn|mlp).*_proj\.weight", name) is not None,
-    )
-    kept = ["re:mtp.*", "re:.*visual.*", "re:.*linear_attn.*", "re:.*mlp.gate$", "re:.*shared_expert_gate$"]
-    quantization(lambda content: content["ignore"].extend(kept))(work)
-
-
 def _without_draft_experts(content: dict[str, Any]) -> None:
     kept = [entry for entry in content["ignore"] if "mtp" not in entry]
     draft = ["re:mtp.layers.0.self_attn.*", "re:mtp.layers.0.mlp.shared_expert.*", "mtp.layers.0.mlp.gate"]
     content["ignore"] = [*kept, "mtp.fc", *draft]
-
-
-_KEPT = (3, 5, 6)
-
-
-def _experts_kept(work: Path) -> None:
-    """MXFP4 of experts as Quark stores it, but for three layers; expressions name those as every reader asks."""
-    write(
-        (work / SOURCE).resolve(),
-        work / "CKPT",
-        SPELLINGS["mxfp4-quark"],
-        lambda name: ".experts." in name and int(name.split(".")[2]) not in _KEPT,
-    )
-    kept = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
-    layers = [f"re:model.layers.{layer}.mlp.experts.*" for layer in _KEPT]
-    quantization(lambda content: content.update(exclude=[*kept, *layers]))(work)
 
 
 def _one_by_one(content: dict[str, Any]) -> None:
@@ -159,122 +152,191 @@ def _two_widths(work: Path) -> None:
     widen(work / "CKPT", (work / SOURCE).resolve(), ".down_proj")
 
 
-REPORTS = (
-    Report(
-        "Model-Optimizer#1858",
-        "2026-06",
-        "NVFP4 of a mixture of experts whose routers stay in BF16: transformers 5 has no Linear there, so that the "
-        "exporter does not list them, and engines build them packed.",
-        f"{VERIFY} --reader vllm",
-        "qwen3_moe/",
-        "CK302",
-        ("mlp.gate",),
-        without(*ROUTERS),
-        _excluding(*ROUTERS),
-    ),
-    Report(
-        "Model-Optimizer#479",
-        "2025-10",
-        "The list is written with a prefix that no module of a vision model has, `model.layers.language_model.`.",
-        f"{VERIFY} --reader vllm",
+def _with_recipe(work: Path) -> None:
+    """A recipe of patterns beside the list of names that they became."""
+    stored_as("nvfp4-compressed", _TEXT)(work)
+    own = [name.removesuffix(".weight") for name in names(work / "CKPT", "router.proj.weight")]
+    listed("ignore", *own, "re:.*vision_tower.*", "re:.*embed_vision.*", "re:.*experts.*")(work)
+    (work / "CKPT" / "recipe.yaml").write_text(
+        "default_stage:\n  default_modifiers:\n    QuantizationModifier:\n      targets: [Linear]\n"
+        "      ignore: ['re:.*router', 're:.*vision_tower.*', lm_head]\n      scheme: NVFP4\n"
+    )
+
+
+def _drafts_packed(path: Path) -> None:
+    modules = [name.removesuffix(".weight") for name in names(path, "mtp.layers.0") if name.endswith("_proj.weight")]
+    packed(modules)(path, "")
+
+
+def _visual_packed(work: Path) -> None:
+    """The tower's MLP too, whose sizes no kernel's tile divides."""
+    path = work / "CKPT"
+    store, new = SPELLINGS["nvfp4-modelopt"].store, dict[str, Tensor]()
+    for name in names(path, "visual.blocks"):
+        if re.search(r"mlp\.linear_fc\d\.weight", name) and tensor(path, name).shape[1] % 16 == 0:
+            new |= store(name.removesuffix(".weight"), tensor(path, name))
+    assert new
+    replace(path, new)
+    exclude(lambda listed: [one for one in listed if "visual" not in one])(work)
+
+
+def _bytes_as_numbers(work: Path) -> None:
+    """Exponents multiplied as the numbers that their bytes are."""
+    path, new = work / "CKPT", dict[str, Tensor]()
+    for name in names(work / SOURCE, ".weight_scale_inv"):
+        weight = name.removesuffix("_scale_inv")
+        codes, scale = tensor(work / SOURCE, weight), tensor(work / SOURCE, name)
+        new[weight] = (codes.float().unflatten(-1, (-1, 32)) * scale.float().unsqueeze(-1)).flatten(1).bfloat16()
+    replace(path, new)
+
+
+def _routers_fp8(work: Path) -> None:
+    path, new = work / "CKPT", dict[str, Tensor]()
+    for name in [*names(path, "router.proj.weight"), *names(path, "embed_vision.embedding_projection.weight")]:
+        new |= _CHANNEL.store(name.removesuffix(".weight"), tensor(path, name))
+    replace(path, new)
+    quantization(lambda content: content.update(ignore=["lm_head", "re:.*vision_tower.*", "re:.*experts.*"]))(work)
+
+
+def _with_zero_points(work: Path) -> None:
+    """INT4 of experts in groups of 128, with zero points, for vLLM."""
+    scheme = QuantScheme(128, "minmax", ("re:.*self_attn.*",), symmetric=False)
+    quantize(work / SOURCE, work / "CKPT", scheme, readers=("vllm",))
+
+
+def _gptq(work: Path) -> None:
+    """Matrices of the decoder under the names, dtypes and sizes of AutoRound's GPTQ format."""
+    path, new = work / "CKPT", {}
+    old = names(path, "_proj.weight")
+    for name in old:
+        rows, columns = tensor(path, name).shape
+        for part, dtype, factor in (
+            ("qweight", torch.int32, 8),
+            ("qzeros", torch.int32, 32),
+            ("scales", torch.half, 32),
+        ):
+            new[name.removesuffix("weight") + part] = torch.ones(rows, columns // factor, dtype=dtype)
+    replace(path, new, old)
+    number_files(path)
+    how = {"bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq"}
+    edit_config(path, quantization_config={"quant_method": "auto-round", **how})
+
+
+def _short(name: str) -> str:
+    """Without `.model`."""
+    return name.replace("language_model.model.layers.", "language_model.layers.")
+
+
+CASES = {
+    "Model-Optimizer#1858": Case("qwen3_moe/", ("mlp.gate",), without(*ROUTERS), _excluding(*ROUTERS)),
+    "Model-Optimizer#479": Case(
         "qwen3_vl-tied/",
-        "CK302",
         ("self_attn",),
         exclude(_hard_coded),
         _excluding(*ATTENTION, "model.visual*", packed=r".*language_model.*mlp\.\w+_proj\.weight"),
     ),
-    Report(
-        "vllm#45132",
-        "2026-06",
-        "The output layer is stored in NVFP4, and the list leaves it out: the engine has no place for its scales.",
-        VERIFY,
-        "qwen2-untied/",
-        "CK302",
-        ("lm_head",),
-        on_checkpoint(_head_packed),
-        _excluding(),
+    "vllm#45132": Case("qwen2-untied/", ("lm_head",), on_checkpoint(_head_packed), _excluding()),
+    "vllm#46264": Case(
+        "qwen2-untied/", ("k_scale",), dropped(r"\.k_scale"), steps(stored_as("fp8-channel"), cache_scales)
     ),
-    Report(
-        "vllm#46264",
-        "2026-06",
-        "Of the scales of an FP8 cache v_scale alone is stored.",
-        VERIFY,
-        "qwen2-untied/",
-        "CK303",
-        ("k_scale",),
-        on_checkpoint(_without_k),
-        _cache,
-    ),
-    Report(
-        "sglang#32736",
-        "2026-07",
-        "The list names the modules that hold an expert's projections. SGLang looks for entries inside of names, takes "
-        "every expert for unquantized, and serves memory.",
-        LINT,
-        "qwen3_moe-tiles/int4",
-        "lint: disagreement",
-        ("mlp.experts",),
-        quantization(_containers),
-    ),
-    Report(
-        "sglang#23687",
-        "2026-04",
-        "The list of a dense FP8 model names `mlp.gate`, which is not there; a reader that compares beginnings leaves "
-        "out gate_proj, and drops its scales.",
-        f"{VERIFY} --reader transformers",
+    "sglang#32736": Case("qwen3_moe-tiles/int4", ("mlp.experts",), quantization(_containers)),
+    "sglang#23687": Case(
         "qwen3_5/",
-        "CK302",
         ("transformers 5.12", "mlp.gate_proj.weight", "mlp.gate'"),
         quantization(_gates_of_a_mixture),
         _fp8_listed,
     ),
-    Report(
-        "Model-Optimizer#2334",
-        "2026-09",
-        "NVFP4 experts are exported packed, as the plain release has them: engines know quantized experts one by one.",
-        VERIFY,
+    "Model-Optimizer#2334": Case(
         "qwen3_5_moe/",
-        "CK104",
         ("experts.down_proj",),
         on_checkpoint(_packed_experts),
         _excluding(
             "model.visual*", "mtp.*", "*linear_attn*", packed=r".*language_model.*experts\.\d+\.\w+_proj\.weight"
         ),
     ),
-    Report(
-        "vllm#41994",
-        "2026-05",
-        "The list names every module of the MTP layer but its experts, which are stored in BF16: vLLM builds them in "
-        "NVFP4 and finds no place for their weights.",
-        f"{VERIFY} --reader vllm",
+    "vllm#41994": Case(
         "qwen3_5_moe/",
-        "CK302",
         ("vLLM 0.26 would pack", "mtp.layers.0.mlp.experts.{0..11}.down_proj.weight"),
         quantization(_without_draft_experts),
-        _without_drafts,
+        steps(
+            stored_as("nvfp4-compressed", r".*language_model\.layers.*(self_attn|mlp).*_proj\.weight"),
+            listed("ignore", *_OF_TEXT),
+        ),
     ),
-    Report(
-        "sglang#37673",
-        "2026-09",
-        "Quark's list names the experts of three layers one by one; SGLang asks for a layer's experts under one name, "
-        "and builds them packed.",
-        VERIFY,
+    "sglang#37673": Case(
         "qwen3_moe/",
-        "CK302",
         ("SGLang 0.5.16 would pack model.layers.{3,5..6}.mlp.experts.{0..11}.gate_proj.weight",),
         quantization(_one_by_one),
-        _experts_kept,
+        steps(
+            stored_as("mxfp4-quark", r"model\.layers\.(?!(3|5|6)\.).*\.experts\..*"),
+            quantization(lambda content: content.update(exclude=_OF_KEPT)),
+        ),
     ),
-    Report(
-        "auto-round#2188",
-        "2026-08",
-        "Weights of two widths, whose config_groups both have the target `Linear`: readers keep one of the two.",
-        VERIFY,
+    "auto-round#2188": Case(
         "qwen2-untied-tiles/",
-        "CK303",
         ("mlp.gate_proj.weight_packed", "config.json says 8 bits"),
         quantization(one_target),
         _two_widths,
-        f"{LINT} --reader vllm",
+        "ckptkit lint CKPT --reader vllm",
     ),
-)
+    "compressed-tensors#712": Case(
+        "qwen3_5-tiles/", ("mtp.layers.0",), on_checkpoint(_drafts_packed), int4_without("re:mtp.*")
+    ),
+    "vllm#49187": Case(
+        "glm4_moe/",
+        ("layers.12",),
+        quantization(lambda content: content.update(exclude=["lm_head"])),
+        steps(
+            stored_as("nvfp4-quark", r"(?!.*layers\.12\.).*_proj\.weight"),
+            listed("exclude", r"re:model\.(layers\.12|decoder)\..*"),
+        ),
+    ),
+    "Model-Optimizer#1687": Case(
+        "qwen3_5/",
+        ("model.visual.blocks.{0..1}.mlp.linear_fc1.weight",),
+        _visual_packed,
+        steps(
+            stored_as("nvfp4-modelopt", _READ),
+            exclude(lambda listed: [*listed, "model.visual*", "mtp*", "*linear_attn*"]),
+        ),
+    ),
+    "imp#1450": Case(
+        "qwen3_5/",
+        ("mtp.layers.0",),
+        without_tensors(r"^mtp\..*weight_scale_inv"),
+        steps(
+            stored_as("fp8", _FP8),
+            quantization(
+                lambda content: content.update(modules_to_not_convert=["lm_head", "model.visual", "mtp.fc", *_OF_QWEN])
+            ),
+        ),
+    ),
+    "omlx#2159": Case(
+        "qwen2-untied/", ("_proj.weight", "root mean square"), _bytes_as_numbers, dequantized_from("mxfp8", SOURCE)
+    ),
+    "llm-compressor#2714": Case(
+        "gemma4/",
+        ("router.proj.weight", "the router unquantized"),
+        _routers_fp8,
+        steps(stored_as(_CHANNEL, _TEXT), listed("ignore", *_OF_GEMMA)),
+    ),
+    "auto-round#1660": Case("qwen3_moe/hf", ("quantized format of AWQ or AutoRound",), prepare=_gptq),
+    "sglang#36596": Case("qwen3_moe/", prepare=stored_as("nvfp4-modelopt", r".*\.mlp\..*_proj\.weight")),
+    "imp#1970": Case("gemma4/", prepare=_with_recipe),
+    "sglang#18370": Case(
+        "kimi_k25/",
+        ("language_model.layers.*, which engines rename",),
+        prepare=steps(
+            stored_as("nvfp4-modelopt", r".*\.experts\..*_proj\.weight"),
+            renamed(_short),
+            exclude(lambda listed: [_short(one) for one in listed]),
+        ),
+    ),
+    "sglang#39510": Case(
+        "qwen3_moe-tiles/",
+        ("[rows / 8, groups]", "mlp.experts.{0..11}.gate_proj.weight_zero_point"),
+        prepare=_with_zero_points,
+        twin="ckptkit verify CKPT --reader vllm",
+    ),
+    "auto-round#1464": Case("qwen3_moe/hf", ("quantized format of AWQ or AutoRound",), prepare=_gptq),
+}

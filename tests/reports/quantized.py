@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from mutations.edits import edit_config, edit_json, names, replace, tensor
+from mutations.edits import (
+    edit_config,
+    edit_json,
+    names,
+    replace,
+    tensor,
+)
 from mutations.floats import exponents_unannounced
 from mutations.int4 import packed, unpack
 from support import models
 from support.floats import AMAX, DEEPSEEK_V4, SPELLINGS, V4_QUANTIZED, Spelling, exponents, modelopt_nvfp4, write
 from support.quantized import int4
 from support.sglang_fp8 import with_fp8_blocks
+from torch import Tensor
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.dequantize import dequantized
-from quant.formats.scheme import QuantScheme
 from quant.schemes.floats import FloatScheme
-from reports.files import number_files, on_checkpoint
-from reports.report import SOURCE, Change, Report
-
-VERIFY = "ckptkit verify CKPT"
-LINT = "ckptkit lint CKPT"
-
-
-def quantization(change: Callable[[dict[str, Any]], object]) -> Change:
-    """quantization_config is changed in place."""
-    return lambda work: edit_json(work / "CKPT" / "config.json", lambda content: change(content["quantization_config"]))
-
-
-def weights(**values: Any) -> Change:
-    """The scheme says something else."""
-    return quantization(lambda content: content["config_groups"]["group_0"]["weights"].update(values))
+from reports.changes import (
+    changed,
+    dropped,
+    int4_without,
+    number_files,
+    on_checkpoint,
+    quantization,
+    settings,
+    stored_as,
+)
+from reports.report import SOURCE, Case, Change
 
 
 def _suffixed(content: dict[str, Any]) -> None:
@@ -54,10 +55,6 @@ def _without_scales_of_wo_a(path: Path) -> None:
     """The index lists them still."""
     for name in names(path, "attn.wo_a.scale"):
         models.edit(path, name, None)
-
-
-def _zero_tables(path: Path) -> None:
-    replace(path, {name: torch.zeros_like(tensor(path, name)) for name in names(path, "tid2eid")})
 
 
 def _attention_plain(work: Path) -> None:
@@ -107,21 +104,6 @@ def _fp8(work: Path) -> None:
     with_fp8_blocks((work / SOURCE).resolve(), work / "CKPT", 32)
 
 
-def _doubled_scale(path: Path) -> None:
-    """Scales rounded up to a power of two, under codes that were made before they were rounded."""
-    for name in names(path, "layers.3.mlp.down_proj.weight_scale_inv"):
-        replace(path, {name: tensor(path, name).log2().ceil().exp2()})
-
-
-def int4_without(*ignore: str, group: int | None = 32) -> Change:
-    """The release in INT4, without these modules."""
-
-    def prepare(work: Path) -> None:
-        quantize(work / SOURCE, work / "CKPT", QuantScheme(group, "qmax7", ignore))
-
-    return prepare
-
-
 def _mtp_by_name(content: dict[str, Any]) -> None:
     """Every module of the MTP layer by its own name, in place of one expression."""
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -161,66 +143,9 @@ def _nvfp4(work: Path) -> None:
     edit_config(path, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
 
 
-def _gates_scale(path: Path) -> None:
-    name = "model.layers.3.mlp.gate_proj.weight_scale_2"
-    replace(path, {name: tensor(path, name) * 1.7}, [])
-
-
-def _two_experts_unmeasured(path: Path) -> None:
-    experts = [f"model.layers.5.mlp.experts.{expert}." for expert in (3, 9)]
-    dropped = [name for name in names(path, "input_scale") if name.startswith(tuple(experts))]
-    replace(path, {}, dropped)
-
-
 def _half_scales(path: Path) -> None:
     """Counted from the packed bytes: a scale for each 32 weights, not 16."""
     replace(path, {name: tensor(path, name)[:, ::2].contiguous() for name in names(path, "_proj.weight_scale")[::2]})
-
-
-def _no_input_scales(path: Path) -> None:
-    replace(path, {}, names(path, "input_scale"))
-
-
-def _for_a_kernel(path: Path) -> None:
-    """Exponents four in an int32, as DeepGEMM takes them."""
-    for name in names(path, "weight_scale_inv"):
-        powers = exponents(tensor(path, name))
-        whole = torch.nn.functional.pad(powers, (0, -powers.shape[1] % 4)).contiguous()
-        replace(path, {name: whole.view(torch.int32)})
-
-
-def _mxfp4_but_for_drafts(work: Path) -> None:
-    """MXFP4 as Quark stores it, the MTP layer in BF16 and listed."""
-    release = (work / SOURCE).resolve()
-    layers = json.loads((release / "config.json").read_text())["num_hidden_layers"]
-    write(release, work / "CKPT", SPELLINGS["mxfp4-quark"], lambda name: _is_mxfp4(name, layers))
-    quantization(lambda content: content["exclude"].append(rf"re:model\.(layers\.{layers}|decoder)\..*"))(work)
-
-
-def _is_mxfp4(name: str, layers: int) -> bool:
-    return name.endswith("_proj.weight") and f"layers.{layers}." not in name
-
-
-def _silent_about_drafts(content: dict[str, Any]) -> None:
-    content["exclude"] = ["lm_head"]
-
-
-def _dequantized(work: Path) -> None:
-    """NVFP4 as compressed-tensors stores it, and what it means in BF16."""
-    source = write((work / SOURCE).resolve(), work / "NVFP4", SPELLINGS["nvfp4-compressed"])
-    shutil.copytree((work / SOURCE).resolve(), work / "CKPT")
-    view = dequantized(HfCheckpoint(source), "NVFP4")
-    stored = [name for name in names(work / "CKPT", "_proj.weight") if name in view.specs]
-    replace(work / "CKPT", dict(view.read(stored)))
-
-
-def _without_the_global_scale(path: Path) -> None:
-    replace(path, {name: tensor(path, name) * (2688 / AMAX) for name in names(path, ".experts.")})
-
-
-def _in(spelling: str) -> Change:
-    """The release as this spelling stores it."""
-    return lambda work: write((work / SOURCE).resolve(), work / "CKPT", SPELLINGS[spelling])
 
 
 def _from_mxfp4(exponent: int) -> Change:
@@ -242,29 +167,6 @@ def _from_mxfp4(exponent: int) -> Change:
     return make
 
 
-def _without(ending: str) -> Change:
-    """The scales of two experts are not stored."""
-    experts = [f"model.layers.5.mlp.experts.{expert}." for expert in (3, 9)]
-    return on_checkpoint(
-        lambda path: replace(path, {}, [name for name in names(path, ending) if name.startswith(tuple(experts))])
-    )
-
-
-def _flat_scales(path: Path) -> None:
-    """The scales of experts without their second axis."""
-    replace(
-        path, {name: tensor(path, name).flatten() for name in names(path, "weight_scale_inv") if ".experts." in name}
-    )
-
-
-def _scale_too_large(path: Path) -> None:
-    """A scale above 448, which a cast to FP8 makes NaN."""
-    name = "model.layers.3.mlp.down_proj.weight_scale"
-    scale = tensor(path, name)
-    scale.view(torch.uint8)[0, 0] = 0x7F
-    replace(path, {name: scale})
-
-
 def _one_scale(module: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """FP8 with one scale a weight, and one of its inputs, as Mistral stores it."""
     scale = weight.float().abs().max() / 448
@@ -279,381 +181,175 @@ def _as_mistral_text(work: Path) -> None:
     write((work / SOURCE).resolve(), work / "CKPT", spelling)
 
 
-REPORTS = (
-    Report(
-        "vllm-omni#4025",
-        "2026-05",
-        "NVFP4: a scale above 448 becomes NaN when it is cast to FP8, and every answer `!!!!`.",
-        VERIFY,
+def _for_a_kernel(scale: Tensor) -> Tensor:
+    """Exponents four in an int32, as DeepGEMM takes them."""
+    powers = exponents(scale)
+    return torch.nn.functional.pad(powers, (0, -powers.shape[1] % 4)).contiguous().view(torch.int32)
+
+
+def _mxfp4_but_for_drafts(work: Path) -> None:
+    """MXFP4 as Quark stores it, the MTP layer in BF16 and listed."""
+    layers = json.loads((work / SOURCE / "config.json").read_text())["num_hidden_layers"]
+    stored_as("mxfp4-quark", rf"(?!.*layers\.{layers}\.).*_proj\.weight")(work)
+    quantization(lambda content: content["exclude"].append(rf"re:model\.(layers\.{layers}|decoder)\..*"))(work)
+
+
+def dequantized_from(spelling: str, name: str) -> Change:
+    """What a low-precision release means in BF16; that release is at `name`."""
+
+    def prepare(work: Path) -> None:
+        plain = (work / SOURCE).resolve()
+        if name == SOURCE:
+            (work / SOURCE).unlink()
+        write(plain, work / name, SPELLINGS[spelling])
+        shutil.copytree(plain, work / "CKPT")
+        view = dequantized(HfCheckpoint(work / name), spelling)
+        weights = [one for one in names(work / "CKPT", "_proj.weight") if one in view.specs]
+        replace(work / "CKPT", dict(view.read(weights)))
+
+    return prepare
+
+
+def _without(ending: str) -> Change:
+    """The scales of two experts are not stored."""
+    return dropped(rf"^model\.layers\.5\.mlp\.experts\.(3|9)\..*{ending}")
+
+
+def _scale_too_large(scale: Tensor) -> Tensor:
+    """A scale above 448, which a cast to FP8 makes NaN."""
+    scale.view(torch.uint8)[0, 0] = 0x7F
+    return scale
+
+
+CASES = {
+    "vllm-omni#4025": Case(
         "qwen2-untied/hf",
-        "CK304",
         ("model.layers.3.mlp.down_proj.weight_scale", "NaN or infinity: 1 of"),
-        on_checkpoint(_scale_too_large),
+        changed("layers.3.mlp.down_proj.weight_scale$", _scale_too_large),
         _nvfp4,
     ),
-    Report(
-        "Automodel#2654",
-        "2026-06",
-        "FP8 with one scale a weight, of no axis, under weight_block_size null: transformers looks for rows of blocks.",
-        VERIFY,
-        "ministral3/",
-        prepare=_as_mistral_text,
-        verdict="sound",
-        reason="the checkpoint is right; the reader takes every FP8 for one in blocks",
-    ),
-    Report(
-        "Megatron-Bridge#5731",
-        "2026-08",
-        "An export of quantized experts drops an axis of their scales.",
-        VERIFY,
+    "Automodel#2654": Case("ministral3/", prepare=_as_mistral_text),
+    "Megatron-Bridge#5731": Case(
         "qwen3_moe/",
-        "CK303",
         ("mlp.experts.{0..11}.gate_proj.weight_scale_inv", "[48] float32"),
-        on_checkpoint(_flat_scales),
-        _in("fp8"),
+        changed(r"\.experts\..*weight_scale_inv", torch.flatten),
+        stored_as("fp8"),
     ),
-    Report(
-        "vllm#51946",
-        "2026-08",
-        "Exponents are read as numbers, 119 for 2^-8: here config.json does not say that the bytes are exponents.",
-        VERIFY,
-        "qwen2-untied/",
-        "CK303",
-        ("weight_scale_inv", "119.0"),
-        on_checkpoint(exponents_unannounced),
-        _in("fp8-ue8m0"),
+    "vllm#51946": Case(
+        "qwen2-untied/", ("weight_scale_inv", "119.0"), on_checkpoint(exponents_unannounced), stored_as("fp8-ue8m0")
     ),
-    Report(
-        "sglang#23841",
-        "2026-04",
-        "A packaged FP8 config in place of the checkpoint's own: the engine takes its weights in BF16 for FP8. Here "
-        "config.json says so itself.",
-        VERIFY,
+    "sglang#23841": Case(
         "qwen2-untied/hf",
-        "CK302",
         ("FP8", "plain numbers"),
-        on_checkpoint(
-            lambda path: edit_config(
-                path, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-            )
-        ),
+        settings(quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
     ),
-    Report(
-        "vllm#51525",
-        "2026-08",
-        "NVFP4 experts that calibration did not reach have no input_scale; one GPU's kernel multiplies by memory that "
-        "nobody wrote, and answers nothing.",
-        VERIFY,
-        "qwen3_moe/hf",
-        "CK303",
-        ("model.layers.5.mlp.experts.{3,9}", "input_scale", "lack it"),
-        _without("input_scale"),
-        _nvfp4,
+    "vllm#51525": Case(
+        "qwen3_moe/hf", ("model.layers.5.mlp.experts.{3,9}", "input_scale", "lack it"), _without("input_scale"), _nvfp4
     ),
-    Report(
-        "vllm#54444",
-        "2026-08",
-        "Scales of NVFP4 that are never loaded keep what memory held, here those of blocks.",
-        VERIFY,
+    "vllm#54444": Case(
         "qwen3_moe/hf",
-        "CK303",
         ("model.layers.5.mlp.experts.{3,9}", "NVFP4 weights without a scale"),
         _without("weight_scale"),
         _nvfp4,
     ),
-    Report(
-        "vllm#52501",
-        "2026-08",
-        "The same of the scale of the whole tensor.",
-        VERIFY,
+    "vllm#52501": Case(
         "qwen3_moe/hf",
-        "CK303",
         ("model.layers.5.mlp.experts.{3,9}", "without the tensor's scale"),
         _without("weight_scale_2"),
         _nvfp4,
     ),
-    Report(
-        "vllm#56770",
-        "2026-09",
-        "MXFP4 of weights alone is run with activations in 4 bits too, on one kind of GPU.",
-        VERIFY,
-        "qwen2-untied/",
-        prepare=_in("mxfp4-compressed"),
-        verdict="sound",
-        reason="config.json says that activations are not quantized; the engine chose a kernel that does",
-    ),
-    Report(
-        "vllm#46400",
-        "2026-06",
-        "FP8 that an engine makes while it runs differs from what is stored: three formulas of one scale.",
-        "ckptkit verify CKPT --source RELEASE",
-        "qwen2-untied/",
-        prepare=_fp8,
-        verdict="sound",
-        reason="each is within half a step, and `quantize --rounding` has all",
-    ),
-    Report(
-        "vllm#53709",
-        "2026-09",
-        "MXFP4 is made FP8, which is said to lose nothing: values far below the largest of their block become 0.",
-        "ckptkit verify CKPT --source RELEASE --strict",
+    "vllm#56770": Case("qwen2-untied/", prepare=stored_as("mxfp4-compressed")),
+    "vllm#46400": Case("qwen2-untied/", prepare=_fp8),
+    "vllm#53709": Case(
         "qwen3_moe-tiles/",
-        "CK305",
         ("model.layers.5.mlp.experts.7.up_proj", "not lossless: 1 of"),
         _from_mxfp4(-16),
         _from_mxfp4(-14),
-        twin="ckptkit verify CKPT --source RELEASE",
+        "ckptkit verify CKPT --source RELEASE",
     ),
-    Report(
-        "Model-Optimizer#2038",
-        "2026-07",
-        "NVFP4: an export counts groups in packed bytes and stores half of the scales.",
-        VERIFY,
-        "qwen2-untied/hf",
-        "CK303",
-        ("weight_scale", "for the packed bytes"),
-        on_checkpoint(_half_scales),
-        prepare=_nvfp4,
+    "Model-Optimizer#2038": Case(
+        "qwen2-untied/hf", ("weight_scale", "for the packed bytes"), on_checkpoint(_half_scales), _nvfp4
     ),
-    Report(
-        "vllm#54189",
-        "2026-08",
-        "NVFP4 of weights alone under a config that promises scales of activations: the engine multiplies by memory "
-        "that nobody wrote, here by zero.",
-        "ckptkit verify CKPT --reader vllm",
-        "qwen2-untied/hf",
-        "CK303",
-        ("input_scale", "none is stored"),
-        on_checkpoint(_no_input_scales),
-        prepare=_nvfp4,
-    ),
-    Report(
-        "transformers#48371",
-        "2026-08",
-        "NVFP4 experts are dequantized without the scale of the tensor.",
-        "ckptkit verify CKPT --source NVFP4",
+    "vllm#54189": Case("qwen2-untied/hf", ("input_scale", "none is stored"), dropped("input_scale"), _nvfp4),
+    "transformers#48371": Case(
         "qwen3_moe/",
-        "CK202",
         ("mlp.experts.",),
-        on_checkpoint(_without_the_global_scale),
-        prepare=_dequantized,
+        changed(r"\.experts\.", lambda found: found * (2688 / AMAX)),
+        dequantized_from("nvfp4-compressed", "NVFP4"),
     ),
-    Report(
-        "sglang#36158",
-        "2026-08",
-        "Quark's exclude list does not name the MTP layer, which is stored in BF16: the engine builds it in MXFP4.",
-        VERIFY,
+    "sglang#36158": Case(
         "glm4_moe/",
-        "CK302",
         ("SGLang", "would pack", "layers.12"),
-        quantization(_silent_about_drafts),
+        quantization(lambda content: content.update(exclude=["lm_head"])),
         _mxfp4_but_for_drafts,
     ),
-    Report(
-        "miles#1623",
-        "2026-07",
-        "FP8 is published with scales as a kernel takes them, four exponents in an int32.",
-        VERIFY,
-        "qwen2-untied/",
-        "CK303",
-        ("weight_scale_inv", "int32"),
-        on_checkpoint(_for_a_kernel),
-        _fp8,
+    "miles#1623": Case(
+        "qwen2-untied/", ("weight_scale_inv", "int32"), changed("weight_scale_inv", _for_a_kernel), _fp8
     ),
-    Report(
-        "vllm#57108",
-        "2026-09",
-        "A repacked DeepSeek-V4 lists scales that are not stored; the engine exempts quantized modules from its check.",
-        VERIFY,
+    "vllm#57108": Case(
         "deepseek_v4/hf",
-        "CK104",
         ("layers.{0..11}.attn.wo_a.scale", "the index lists it"),
         on_checkpoint(_without_scales_of_wo_a),
-        prepare=deepseek_v4,
+        deepseek_v4,
     ),
-    Report(
-        "miles#2706",
-        "2026-08",
-        "The tables that choose DeepSeek-V4's experts by token are buffers, which the trainer sends as zeros.",
-        VERIFY,
-        "deepseek_v4/hf",
-        "CK205",
-        ("layers.{0..2}.ffn.gate.tid2eid", "all zero"),
-        on_checkpoint(_zero_tables),
+    "miles#2706": Case(
+        "deepseek_v4/hf", ("layers.{0..2}.ffn.gate.tid2eid", "all zero"), changed("tid2eid", torch.zeros_like)
     ),
-    Report(
-        "vllm#54974",
-        "2026-09",
-        "NVFP4: gate and up have two global scales, and the kernel takes one for both.",
-        VERIFY,
+    "vllm#54974": Case(
         "qwen2-untied/hf",
-        "CK306",
         ("model.layers.3.mlp.", "weight_scale_2", "by up to 1.7 times"),
-        on_checkpoint(_gates_scale),
-        prepare=_nvfp4,
+        changed("layers.3.mlp.gate_proj.weight_scale_2", lambda found: found * 1.7),
+        _nvfp4,
     ),
-    Report(
-        "vllm#45212",
-        "2026-06",
-        "NVFP4: experts without an input_scale are read with a scale of zero; NaN for some prompts.",
-        VERIFY,
+    "vllm#45212": Case(
         "qwen3_moe/hf",
-        "CK303",
         ("model.layers.5.mlp.experts.{3,9}", "input_scale", "lack it"),
-        on_checkpoint(_two_experts_unmeasured),
-        prepare=_nvfp4,
+        _without("input_scale"),
+        _nvfp4,
     ),
-    Report(
-        "sglang#35797",
-        "2026-08",
-        "The list names q_proj, k_proj ... of the MTP layer one by one. SGLang's draft class has no table of fused "
-        "modules, builds qkv_proj packed and drops the stored weights: no draft token is accepted.",
-        LINT,
-        "qwen3_5-tiles/",
-        "lint: exposed",
-        ("mtp.layers.0.self_attn",),
-        quantization(_mtp_by_name),
-        int4_without("re:mtp.*"),
+    "sglang#35797": Case(
+        "qwen3_5-tiles/", ("mtp.layers.0.self_attn",), quantization(_mtp_by_name), int4_without("re:mtp.*")
     ),
-    Report(
-        "vllm#53387",
-        "2026-08",
-        "INT4 with the MTP layer in BF16, and a list that does not name it: vLLM builds the draft's fc by the target's "
-        "scheme, looks for fc.weight_packed and ends in a ValueError.",
-        f"{VERIFY} --reader vllm",
+    "vllm#53387": Case(
         "qwen3_5-tiles/",
-        "CK302",
         ("vLLM 0.26 would pack mtp.fc.weight",),
         quantization(_without_drafts),
         int4_without("re:mtp.*"),
     ),
-    Report(
-        "sglang#35792",
-        "2026-08",
-        "Entries that end in `.linear`, as a wrapper names its modules: 135 of 189 match nothing, and plain weights "
-        "meet packed modules.",
-        LINT,
-        "qwen3_moe-tiles/int4",
-        "lint: disagreement",
-        ("self_attn",),
-        quantization(_suffixed),
-        _attention_plain,
+    "sglang#35792": Case("qwen3_moe-tiles/int4", ("self_attn",), quantization(_suffixed), _attention_plain),
+    "vllm#40252": Case(
+        "qwen3_next-tiles/", ("linear_attn",), quantization(_split_names), int4_without("re:.*linear_attn.*")
     ),
-    Report(
-        "vllm#40252",
-        "2026-04",
-        "The list has the split names of the linear attention, the files the fused ones: none is protected.",
-        LINT,
-        "qwen3_next-tiles/",
-        "lint: exposed",
-        ("linear_attn",),
-        quantization(_split_names),
-        int4_without("re:.*linear_attn.*"),
-    ),
-    Report(
-        "transformers#47407",
-        "2026-07",
-        "Experts are packed one by one; transformers 5 has them in one tensor, finds none, and starts anew.",
-        "ckptkit verify CKPT --reader transformers",
-        "qwen3_moe-tiles/int4",
-        "CK302",
-        ("mlp.experts.",),
-        twin="ckptkit verify CKPT",
-    ),
-    Report(
-        "vllm#54304",
-        "2026-08",
-        "A recipe quantizes the embedding, which hardly a model class can load.",
-        VERIFY,
-        "qwen2-untied-tiles/int4",
-        "CK301",
-        ("model.embed_tokens.weight",),
-        on_checkpoint(_embedding_packed),
-    ),
-    Report(
-        "llm-compressor#2805",
-        "2026-06",
-        "GPTQ writes `actorder: static` beside one scale a channel; the engine's compressed-tensors refuses it.",
-        f"{LINT} --strict",
+    "transformers#47407": Case("qwen3_moe-tiles/int4", ("mlp.experts.",), twin="ckptkit verify CKPT"),
+    "vllm#54304": Case("qwen2-untied-tiles/int4", ("model.embed_tokens.weight",), on_checkpoint(_embedding_packed)),
+    "llm-compressor#2805": Case(
         "qwen2-untied-tiles/",
-        "lint: refused",
         ("actorder",),
-        weights(actorder="static"),
+        quantization(lambda content: content["config_groups"]["group_0"]["weights"].update(actorder="static")),
         int4_without(group=None),
     ),
-    Report(
-        "sglang#31248",
-        "2026-07",
-        "INT4 under another `format` than pack-quantized: SGLang has no kernel for it, and names one that it lacks.",
-        LINT,
-        "qwen2-untied-tiles/int4",
-        "lint: refused",
-        ("marlin-24",),
-        quantization(lambda content: content.update(format="marlin-24")),
+    "sglang#31248": Case(
+        "qwen2-untied-tiles/int4", ("marlin-24",), quantization(lambda content: content.update(format="marlin-24"))
     ),
-    Report(
-        "vllm#57792",
-        "2026-09",
-        "A width of experts in whole groups, that two ranks cut into a group and a half: a bare assertion.",
-        "ckptkit verify CKPT --tp 2",
+    "vllm#57792": Case(
         "qwen3_moe-tiles/",
-        "CK307",
         ("down_proj",),
         prepare=int4_without("re:.*self_attn.*", group=128),
         twin="ckptkit verify CKPT",
     ),
-    Report(
-        "sglang#19406",
-        "2026-02",
-        "The small projections of Qwen3.5's linear attention are packed too: fewer rows than a tile of Marlin, so that "
-        "the engine dies while it repacks.",
-        VERIFY,
+    "sglang#19406": Case(
         "qwen3_5-tiles/",
-        "CK302",
         ("linear_attn.in_proj_b", "unquantized"),
         on_checkpoint(_small_packed),
         int4_without("re:mtp.*", "re:.*linear_attn.*"),
     ),
-    Report(
-        "slime#2256",
-        "2026-08",
-        "The FP8 converter divides by the largest value of a block that is all zero: its scale is not a number.",
-        VERIFY,
+    "slime#2256": Case("qwen2-untied/", ("model.layers.3.mlp.down_proj",), on_checkpoint(_zero_block), _fp8),
+    "slime#2271": Case(
         "qwen2-untied/",
-        "CK204",
         ("model.layers.3.mlp.down_proj",),
-        on_checkpoint(_zero_block),
+        changed("layers.3.mlp.down_proj.weight_scale_inv", lambda found: found.log2().ceil().exp2()),
         _fp8,
     ),
-    Report(
-        "slime#2271",
-        "2026-08",
-        "The FP8 converter turns scales into powers of two wrongly; here they are rounded, and the codes are not.",
-        "ckptkit verify CKPT --source RELEASE",
-        "qwen2-untied/",
-        "CK305",
-        ("model.layers.3.mlp.down_proj",),
-        on_checkpoint(_doubled_scale),
-        _fp8,
-    ),
-    Report(
-        "sglang#35455",
-        "2026-08",
-        "Scales of an FP8 cache are stored as the config says; SGLang drops them and serves the cache unscaled.",
-        VERIFY,
-        "qwen3_moe-tiles/int4",
-        prepare=cache_scales,
-        verdict="sound",
-        reason="the checkpoint is right. Which release of SGLang loads the scales is asked with --against-sglang",
-    ),
-    Report(
-        "vllm#31623",
-        "2026-01",
-        "Targets by expression name q_proj, k_proj and v_proj; vLLM looks for qkv_proj too, which is its own name.",
-        VERIFY,
-        "qwen3_moe-tiles/int4",
-        prepare=_targets,
-        verdict="sound",
-        reason="the checkpoint is right, for readers that take its targets so",
-    ),
-)
+    "sglang#35455": Case("qwen3_moe-tiles/int4", prepare=cache_scales),
+    "vllm#31623": Case("qwen3_moe-tiles/int4", prepare=_targets),
+}

@@ -16,7 +16,7 @@ from mutations.starts import Starts
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from reports.report import SOURCE, Report
+from reports.report import SOURCE, Case, Report
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Said:
         return json.dumps(self.report) + self.errors
 
 
-def make(report: Report, starts: Starts, work: Path) -> Path:
+def make(case: Case, starts: Starts, work: Path) -> Path:
     """The sound case in a new directory."""
     work.mkdir()
-    if report.start:
-        model, _, kind = report.start.partition("/")
+    if case.start:
+        model, _, kind = case.start.partition("/")
         if kind:
-            shutil.copytree(starts.path(report.start), work / "CKPT")
+            shutil.copytree(starts.path(case.start), work / "CKPT")
         (work / SOURCE).symlink_to(starts.path(f"{model}/hf"))
-    if report.prepare is not None:
-        report.prepare(work)
+    if case.prepare is not None:
+        case.prepare(work)
     return work
 
 
@@ -70,8 +70,8 @@ def missed(report: Report, said: Said) -> str | None:
     words = [_words(finding) for finding in said.findings if _code(finding) == report.code]
     if not words:
         return f"exit {said.code}, no finding of {report.code}; {list(_all(said)) or said.errors[-500:]}"
-    if not any(all(name in text for name in report.names) for text in words):
-        return f"no finding of {report.code} names {report.names}: {words}"
+    if not any(all(name in text for name in report.case.names) for text in words):
+        return f"no finding of {report.code} names {report.case.names}: {words}"
     return None if said.code == 1 else f"exit {said.code}: only a warning"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from support.remote_servers import serving
+from support.remote_servers import SilentHandler, serving
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -39,13 +39,8 @@ def download(repository: str, root: Path, sent: Mapping[str, bytes] | None = Non
 def _handler(repository: str, root: Path, asked: list[str], sent: Mapping[str, bytes]) -> type[BaseHTTPRequestHandler]:
     api, files = f"/api/models/{repository}", f"/{repository}/resolve/"
 
-    class Hub(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-        def do_GET(self) -> None:
+    class Hub(SilentHandler):
+        def do_GET(self) -> None:  # noqa: N802
             path = urlsplit(self.path).path
             asked.append(f"{self.command} {path}")
             if path in (api, f"{api}/revision/main"):

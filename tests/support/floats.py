@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.quantized import E2M1
+from support.quantized import E2M1, rewrite
 
 # A module's name and weight to the tensors that store it, by full name.
 Store = Callable[[str, Tensor], Mapping[str, Tensor]]
@@ -33,24 +31,20 @@ class Spelling:
 
 def write(plain: Path, target: Path, spelling: Spelling, wanted: Callable[[str], bool] | None = None) -> Path:
     """A copy of an HF directory whose projections (or the `wanted` weights) are stored so, and others are listed."""
-    shutil.copytree(plain, target)
-    weight_map, total, left = {}, 0, list[str]()
-    for file in sorted(target.glob("*.safetensors")):
-        stored: dict[str, Tensor] = {}
-        for name, tensor in load_file(file).items():
-            module, is_one = name.removesuffix(".weight"), (wanted or _projection)(name)
-            fits = is_one and tensor.shape[-1] % spelling.columns == 0
-            stored |= spelling.store(module, tensor) if fits else {name: tensor}
-            left += [module] if _projection(name) and not fits else []
-        save_file({name: part.contiguous() for name, part in stored.items()}, file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(stored, file.name)
-        total += sum(tensor.nbytes for tensor in stored.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = json.loads((target / "config.json").read_text())
-    draft = f"model.layers.{config.get('num_hidden_layers')}."  # `model.decoder.` in SGLang
-    left += [name.replace(draft, "model.decoder.") for name in left if name.startswith(draft)]
-    (target / "config.json").write_text(json.dumps(config | _listing(spelling.config, left), indent=2))
+    left: list[str] = []
+
+    def store(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        module, is_one = name.removesuffix(".weight"), (wanted or _projection)(name)
+        fits = is_one and tensor.shape[-1] % spelling.columns == 0
+        left.extend([module] if _projection(name) and not fits else [])
+        return spelling.store(module, tensor) if fits else {name: tensor}
+
+    def edit(config: dict[str, Any]) -> dict[str, Any]:
+        draft = f"model.layers.{config.get('num_hidden_layers')}."  # `model.decoder.` in SGLang
+        left.extend([name.replace(draft, "model.decoder.") for name in left if name.startswith(draft)])
+        return config | _listing(spelling.config, left)
+
+    rewrite(plain, target, store, edit)
     if spelling.beside is not None:
         (target / "hf_quant_config.json").write_text(json.dumps(_listing(spelling.beside, left)))
     return target

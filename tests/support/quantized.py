@@ -31,14 +31,24 @@ def write(
     plain: Path, target: Path, wanted: Callable[[str], bool], quantizer: Quantizer, edit: Edit
 ) -> dict[str, Tensor]:
     """A copy of an HF directory with its `wanted` tensors quantized and its config edited. Returns the plain ones."""
-    shutil.copytree(plain, target)
     meant: dict[str, Tensor] = {}
+
+    def store(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        parts, meant[name] = quantizer(tensor) if wanted(name) else ({"": tensor}, tensor)
+        return {name + ending: part for ending, part in parts.items()}
+
+    rewrite(plain, target, store, edit)
+    return meant
+
+
+def rewrite(plain: Path, target: Path, store: Callable[[str, Tensor], Mapping[str, Tensor]], edit: Edit) -> None:
+    """A copy of an HF directory whose tensors become those that `store` makes of each; its config is edited."""
+    shutil.copytree(plain, target)
     weight_map, total = {}, 0
     for file in sorted(target.glob("*.safetensors")):
         stored: dict[str, Tensor] = {}
         for name, tensor in load_file(file).items():
-            parts, meant[name] = quantizer(tensor) if wanted(name) else ({"": tensor}, tensor)
-            stored |= {name + ending: part.contiguous() for ending, part in parts.items()}
+            stored |= {part_name: part.contiguous() for part_name, part in store(name, tensor).items()}
         save_file(stored, file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(stored, file.name)
         total += sum(tensor.nbytes for tensor in stored.values())
@@ -47,7 +57,6 @@ def write(
     )
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(edit(config), indent=2))
-    return meant
 
 
 def fp8_blocks(height: int, width: int, dtype: torch.dtype = torch.float32, ending: str = "_scale_inv") -> Quantizer:

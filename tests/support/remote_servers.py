@@ -123,7 +123,7 @@ def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"no S3 server on port {port}: {log.read_text()}")
 
 
-class _Handler(BaseHTTPRequestHandler):
+class SilentHandler(BaseHTTPRequestHandler):
     """Says nothing on stderr."""
 
     protocol_version = "HTTP/1.1"
@@ -166,7 +166,7 @@ def breaking(
     """
     host = target.removeprefix("http://")
 
-    class Proxy(_Handler):
+    class Proxy(SilentHandler):
         def hand_on(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             connection = HTTPConnection(host)

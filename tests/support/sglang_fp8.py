@@ -6,18 +6,15 @@ fuses its `attn.qkv` under another name.
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from support import models
-from support.quantized import fp8_blocks, write
+from support.quantized import fp8_blocks, rewrite, write
 
 # Releases keep the indexer's `weights_proj`.
 LINEAR = re.compile(
@@ -55,17 +52,7 @@ def one_an_expert(release: Path, target: Path, *, transposed: bool) -> Path:
     names = models.tensors(release)
     if not any(FUSED.fullmatch(name) for name in names) or any(name.endswith("_proj_bias") for name in names):
         return release
-    shutil.copytree(release, target)
-    weight_map: dict[str, str] = {}
-    for file in sorted(target.glob("*.safetensors")):
-        content = {
-            one: part.contiguous().clone()
-            for name, tensor in load_file(file).items()
-            for one, part in _apart(name, tensor, transposed)
-        }
-        save_file(content, file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(content, file.name)
-    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    rewrite(release, target, lambda name, tensor: dict(_apart(name, tensor, transposed)), dict)
     return target
 
 
@@ -77,4 +64,4 @@ def _apart(name: str, tensor: Tensor, transposed: bool) -> Iterator[tuple[str, T
     for number, expert in enumerate(tensor):
         parts = (expert.T if transposed else expert).chunk(len(kinds))
         for kind, part in zip(kinds, parts, strict=True):
-            yield f"{match[1]}.{number}.{kind}_proj.weight", part
+            yield f"{match[1]}.{number}.{kind}_proj.weight", part.clone()

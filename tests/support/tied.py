@@ -14,15 +14,10 @@ from ckptkit.formats.hf.reader import INDEX
 from support import models
 
 # The test models that tie their embeddings, with the names of output layer and embedding in their releases.
+_OF_TEXT = ("qwen2-tied", "qwen3-tied", "llama-tied", "glm4-tied", "mimo-tied-two-layers", "gemma3_text")
 NAMES = {
-    "qwen2-tied": ("lm_head.weight", "model.embed_tokens.weight"),
-    "qwen3-tied": ("lm_head.weight", "model.embed_tokens.weight"),
-    "llama-tied": ("lm_head.weight", "model.embed_tokens.weight"),
-    "glm4-tied": ("lm_head.weight", "model.embed_tokens.weight"),
-    "mimo-tied-two-layers": ("lm_head.weight", "model.embed_tokens.weight"),
-    "gemma3_text": ("lm_head.weight", "model.embed_tokens.weight"),
+    **dict.fromkeys((*_OF_TEXT, "qwen3_5_text-tied"), ("lm_head.weight", "model.embed_tokens.weight")),
     "gemma3": ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
-    "qwen3_5_text-tied": ("lm_head.weight", "model.embed_tokens.weight"),
     "qwen3_vl-tied": ("lm_head.weight", "model.language_model.embed_tokens.weight"),
 }
 

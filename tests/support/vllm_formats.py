@@ -16,19 +16,13 @@ from families.case import save
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from support import engine_models
 from support.quantized import Edit, Quantizer, compressed_config, fp8_blocks, int4, write
 
-SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = engine_models.SIZES | {
     "vocab_size": 512,
-    "hidden_size": 256,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 512,
     "max_position_embeddings": 256,
-    "eos_token_id": 3,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
 }
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
 # Tiles of 64 outputs and 128 inputs: not of these experts, nor of the layer for queries, keys and values, nor `down`.

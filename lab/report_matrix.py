@@ -1,7 +1,7 @@
 """Writes the JSON reports of every test checkpoint and every mutation to a folder, or compares two such folders.
 
-    python tests/support/report_matrix.py write FOLDER
-    python tests/support/report_matrix.py compare BEFORE AFTER
+    python lab/report_matrix.py write FOLDER
+    python lab/report_matrix.py compare BEFORE AFTER
 
 `write` runs `verify`, `lint`, `inspect` and `preflight` through the command line of the tree that it lies in, so the
 folders of two commits can be compared. Codes, statuses, severities, counts, tensors and files must be equal. Words may
@@ -25,17 +25,17 @@ from typing import Any
 
 import click
 
-TREE = Path(__file__).resolve().parents[2]
+TREE = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TREE), str(TREE / "tests")]
 
 import torch  # noqa: E402 - the tree of this script comes first on the path
 from families import CASES, case  # noqa: E402
 from mutations import MUTATIONS  # noqa: E402
 from mutations.starts import Starts  # noqa: E402
+from support import quantized  # noqa: E402
 
 from ckptkit.app.cli import cli  # noqa: E402
 from quant.selection import tiles  # noqa: E402
-from support import quantized  # noqa: E402
 
 # Times, places and what differs from run to run.
 DROPPED = {"seconds", "date", "version", "command", "elapsed"}
