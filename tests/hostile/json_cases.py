@@ -37,8 +37,11 @@ TEXTS: dict[str, bytes] = {
 }
 _NAMES = ("config.json", "model.safetensors.index.json")
 VALUES: dict[str, Any] = {
+    "layer_types": 7,
+    "num_hidden_layers": -1,
     "hidden_size": 1 << 70,
     "intermediate_size": "128",
+    "moe_intermediate_size": True,
     "num_attention_heads": 0,
     "num_key_value_heads": 0,
     "head_dim": -32,
@@ -46,6 +49,10 @@ VALUES: dict[str, Any] = {
     "num_experts": 1 << 63,
     "num_experts_per_tok": -5,
     "dtype": "os.system",
+    "torch_dtype": {"a": 1},
+    "rope_parameters": [1],
+    "rms_norm_eps": "small",
+    "architectures": {"a": 1},
     "model_type": "../../outside",
     "tie_word_embeddings": "maybe",
     "mlp_only_layers": "all",
@@ -55,6 +62,7 @@ VALUES: dict[str, Any] = {
     "max_position_embeddings": -1,
     "attention_bias": "yes",
     "sliding_window": "x",
+    "text_config": [1],
 }
 _HARMLESS = {"norm_topk_prob", "sliding_window", "attention_bias", "max_position_embeddings", "hidden_act"}
 QUANTIZATION: dict[str, Any] = {

@@ -75,7 +75,7 @@ SAVED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(params=sorted(SAVED))
-def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+def by_torch(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     """A root with a tracker as Megatron-LM leaves it; its iteration was written by torch itself."""
     content, name = SAVED[request.param]
     root = tmp_path / "saved"
@@ -86,8 +86,8 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("below", ["", "iter_0000005"])
-def test_every_verb_names_the_format_and_keeps_it(saved: tuple[Path, str], below: str, tmp_path: Path) -> None:
-    root, name = saved
+def test_every_verb_names_the_format_and_keeps_it(by_torch: tuple[Path, str], below: str, tmp_path: Path) -> None:
+    root, name = by_torch
     verbs: list[Callable[[Path], object]] = [inspect, verify, lambda path: convert(path, tmp_path / "out")]
     for verb in verbs:
         with pytest.raises(UnsupportedError) as refused:
@@ -99,8 +99,8 @@ def test_every_verb_names_the_format_and_keeps_it(saved: tuple[Path, str], below
     assert not (tmp_path / "out").exists()
 
 
-def test_preflight_does_not_judge_it(saved: tuple[Path, str], releases: PathOf) -> None:
-    root, name = saved
+def test_preflight_does_not_judge_it(by_torch: tuple[Path, str], releases: PathOf) -> None:
+    root, name = by_torch
     report = preflight(hf_checkpoint=releases("qwen2-tied"), load=root)
     assert [str(one) for one in report.findings if one.code.startswith("CK1")] == []
     assert report.status == "inconclusive"
@@ -114,8 +114,8 @@ def test_other_planners_of_torch_are_told_by_names(tmp_path: Path) -> None:
         verify(tmp_path / "flat")
 
 
-def test_a_source_of_this_kind_is_named(saved: tuple[Path, str], releases: PathOf) -> None:
-    root, name = saved
+def test_a_source_of_this_kind_is_named(by_torch: tuple[Path, str], releases: PathOf) -> None:
+    root, name = by_torch
     report = verify(releases("qwen2-tied"), source=root)
     assert (report.status, report.errors) == ("inconclusive", 0)
     assert any(name in reason for reason in report.reasons)
