@@ -335,12 +335,14 @@ def layers_without_experts(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(sorted({*only, *sparse}))
 
 
-def read_experts(config: Mapping[str, Any], count: str = "num_experts") -> dict[str, Any]:
-    """Sizes of a mixture of experts as arguments of `base_dims`, the number of experts under `count`."""
+def read_experts(
+    config: Mapping[str, Any], count: str = "num_experts", ffn: str = "moe_intermediate_size"
+) -> dict[str, Any]:
+    """Sizes of a mixture of experts as arguments of `base_dims`, with the keys of their number and of their size."""
     return {
         "experts": integer(config, count),
         "top_k": integer(config, "num_experts_per_tok"),
-        "expert_ffn": integer(config, "moe_intermediate_size"),
+        "expert_ffn": integer(config, ffn),
     }
 
 

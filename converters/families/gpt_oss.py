@@ -51,7 +51,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         mlp_bias=True,
         sinks=True,
         window=window_of(config, absent=128),
-        **read_experts({**config, "moe_intermediate_size": config.get("intermediate_size")}, "num_local_experts"),
+        **read_experts(config, "num_local_experts", "intermediate_size"),
     )
     # hidden_act says silu, but the gate is x sigmoid(1.702 x).
     return replace(

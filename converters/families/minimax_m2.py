@@ -45,7 +45,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         default_theta=5e6,
         router_sigmoid=True,
         router_bias=True,
-        **read_experts({**config, "moe_intermediate_size": config.get("intermediate_size")}, "num_local_experts"),
+        **read_experts(config, "num_local_experts", "intermediate_size"),
     )
 
 

@@ -21,8 +21,8 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
     Source: transformers `MixtralConfig` (no window where the key is absent), `MixtralTopKRouter`.
     """
-    sizes = {**config, "moe_intermediate_size": config.get("intermediate_size")}
-    dims = base_dims(config, default_theta=1e6, window=window_of(config), **read_experts(sizes, "num_local_experts"))
+    experts = read_experts(config, "num_local_experts", "intermediate_size")
+    dims = base_dims(config, default_theta=1e6, window=window_of(config), **experts)
     return replace(dims, window_layers=dims.all_layers) if dims.window else dims
 
 

@@ -32,7 +32,7 @@ def read_olmoe_dims(config: Mapping[str, Any]) -> ModelDims:
         qk_norm=True,
         qk_norm_full=True,
         router_normalize=False,
-        **read_experts({**config, "moe_intermediate_size": config.get("intermediate_size")}),
+        **read_experts(config, ffn="intermediate_size"),
     )
 
 
