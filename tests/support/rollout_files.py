@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -133,19 +135,11 @@ def ids_of(text: str) -> list[int]:
 def add_tokenizer(path: Path, template: str | None = TEMPLATE) -> None:
     """A tokenizer of single bytes, as Qwen2's with all merges left out, and a chat template."""
     vocabulary = {token: number for number, token in enumerate(SPECIAL)} | BYTES
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer: Mapping[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": number, "content": token, **flags} for number, token in enumerate(SPECIAL)],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.add_special_tokens([*SPECIAL])
+    tokenizer.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<eos>", "unk_token": "<unk>"}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     if template is not None:
