@@ -13,8 +13,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import locate
 from ckptkit.formats.own_files import is_own
 from ckptkit.storage.fingerprint import unchanged
-from verify.diff.moved import moved_names, moves_of
-from verify.diff.pairs import Pair, pairs_of, pairs_of_headers
+from verify.diff.pairs import Pair, moved_names, moves_of, pairs_of, pairs_of_headers
 from verify.diff.result import Diff, badness
 from verify.diff.sides import Sides, config_or_empty, fp32_state, opened, tied_names
 

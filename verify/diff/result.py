@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from ckptkit.core.specs import fold
 from verify.diff.distance import Distance
-from verify.diff.moved import Move
-from verify.diff.pairs import Pair
+from verify.diff.pairs import Move, Pair
 from verify.evidence.folding import group_by_pattern
 
 SCHEMA = "ckptkit-diff/1"

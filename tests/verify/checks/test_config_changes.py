@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fixture_types import CopyOf, PathOf
+from support.fixture_types import PathOf
 
 from verify.check import Tally
 from verify.checks.config.config import UNKNOWN, class_default, configs_match
@@ -42,9 +42,9 @@ def change(path: Path, **changes: Any) -> Path:
     ],
 )
 def test_a_key_that_changed(
-    changes: dict[str, Any], expected: str, actual: str, severity: str, releases: PathOf, copy_of: CopyOf
+    changes: dict[str, Any], expected: str, actual: str, severity: str, releases: PathOf, fresh: PathOf
 ) -> None:
-    found = verify(change(copy_of(releases("qwen2-tied")), **changes), source=releases("qwen2-tied")).findings
+    found = verify(change(fresh("qwen2-tied"), **changes), source=releases("qwen2-tied")).findings
     assert {(finding.code, finding.severity) for finding in found} == {("CK702", severity)}
     # One finding a key of the file, also where two Megatron arguments follow from it.
     assert [(finding.expected, finding.actual) for finding in found] == [(expected, actual)]
@@ -59,9 +59,9 @@ def test_a_key_that_changed(
     ],
 )
 def test_a_key_of_text_config_is_compared_by_itself(
-    key: str, value: Any, found: list[tuple[str, str, str]], releases: PathOf, copy_of: CopyOf
+    key: str, value: Any, found: list[tuple[str, str, str]], releases: PathOf, fresh: PathOf
 ) -> None:
-    path = copy_of(releases("qwen3_5"))
+    path = fresh("qwen3_5")
     text = json.loads((path / "config.json").read_text())["text_config"] | {key: value}
     change(path, text_config={name: one for name, one in text.items() if one is not ...})
     report = verify(path, source=releases("qwen3_5"))
@@ -88,9 +88,9 @@ def test_a_softcap_that_the_class_does_not_have_is_an_error_where_it_is_lost() -
     ],
 )
 def test_a_change_is_named_as_the_file_spells_it(
-    name: str, changes: dict[str, Any], expected: str, actual: str, releases: PathOf, copy_of: CopyOf
+    name: str, changes: dict[str, Any], expected: str, actual: str, releases: PathOf, fresh: PathOf
 ) -> None:
-    found = verify(change(copy_of(releases(name)), **changes), source=releases(name)).findings
+    found = verify(change(fresh(name), **changes), source=releases(name)).findings
     assert [(finding.expected, finding.actual) for finding in found if finding.code == "CK702"] == [(expected, actual)]
 
 
@@ -134,8 +134,8 @@ def test_a_change_inside_a_multimodal_config_is_named_there(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("spelling", ["v4", "v5"])
-def test_rotary_scaling_that_was_removed(spelling: str, releases: PathOf, tmp_path: Path, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_rotary_scaling_that_was_removed(spelling: str, tmp_path: Path, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     theta = json.loads((path / "config.json").read_text())["rope_parameters"]["rope_theta"]
     source = Path(str(path) + "-source")
     path.rename(source)
@@ -143,7 +143,7 @@ def test_rotary_scaling_that_was_removed(spelling: str, releases: PathOf, tmp_pa
         change(source, rope_parameters={**YARN, "rope_theta": theta})
     else:
         change(source, rope_parameters=..., rope_theta=theta, rope_scaling={"type": "yarn", **YARN})
-    found = verify(copy_of(releases("qwen2-tied")), source=source).findings
+    found = verify(fresh("qwen2-tied"), source=source).findings
     assert [(finding.code, finding.severity, finding.expected, finding.actual) for finding in found] == [
         ("CK702", "error", "rotary factor = 4.0", "rotary factor = None"),
         (
@@ -156,8 +156,8 @@ def test_rotary_scaling_that_was_removed(spelling: str, releases: PathOf, tmp_pa
     ]
 
 
-def test_the_other_spelling_and_storage_are_no_change(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_the_other_spelling_and_storage_are_no_change(releases: PathOf, fresh: PathOf) -> None:
+    path = fresh("glm4_moe")
     rope = json.loads((path / "config.json").read_text())["rope_parameters"]
     change(
         path,

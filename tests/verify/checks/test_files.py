@@ -55,8 +55,8 @@ def test_tensors_per_layer_are_reported(releases: PathOf) -> None:
     assert facts == ["dense layers {0..1}: 14 tensors each", "MoE layers {2..11}: 52 tensors each"]
 
 
-def test_checks_that_read_weights_are_skipped_once_headers_are_wrong(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_checks_that_read_weights_are_skipped_once_headers_are_wrong(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     (path / "config.json").unlink()
     by_code = {check.code: check for check in verify(path).checks}
     assert by_code["CK201"].status == "skipped"
@@ -65,16 +65,16 @@ def test_checks_that_read_weights_are_skipped_once_headers_are_wrong(releases: P
 
 
 @pytest.mark.parametrize("content", [b"", b"12345678", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0[]"])
-def test_a_shard_without_a_header(content: bytes, releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_a_shard_without_a_header(content: bytes, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     shard = shard_of(path, "model.norm.weight")
     shard.write_bytes(content)
     finding = only(verify(path))
     assert (finding.code, finding.file) == ("CK102", str(shard))
 
 
-def test_several_broken_files_are_all_listed(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_several_broken_files_are_all_listed(fresh: PathOf) -> None:
+    path = fresh("glm4_moe")
     shards = sorted(path.glob("*.safetensors"))
     shards[2].unlink()
     os.truncate(shards[5], 100)
@@ -84,10 +84,10 @@ def test_several_broken_files_are_all_listed(releases: PathOf, copy_of: CopyOf) 
 
 
 def test_a_model_of_no_known_class_is_inconclusive_and_the_rest_is_looked_at(
-    releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
+    fresh: PathOf, edit_json: Callable[..., None]
 ) -> None:
     """It may well be right. Under a known class the type is wrong, which the mutations have."""
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     edit_json(path / "config.json", model_type="qwen9", architectures=["Qwen9ForCausalLM"])
     report = verify(path)
     assert (report.status, report.findings) == ("inconclusive", [])
@@ -97,10 +97,8 @@ def test_a_model_of_no_known_class_is_inconclusive_and_the_rest_is_looked_at(
 
 
 @pytest.mark.parametrize("file", ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"])
-def test_what_mistral_publishes_beside_its_shards_is_a_warning(
-    file: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_what_mistral_publishes_beside_its_shards_is_a_warning(file: str, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     save_file({"tok_embeddings.weight": torch.ones(8, 128, dtype=torch.bfloat16)}, path / file)
     report = verify(path)
     finding = only(report)
@@ -125,17 +123,15 @@ def test_what_mistral_publishes_beside_a_single_file_is_a_warning(tmp_path: Path
     assert "Mistral's own names" in finding.actual
 
 
-def test_leftover_named_like_mistrals_extra_file_is_found(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_leftover_named_like_mistrals_extra_file_is_found(fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     save_file({"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}, path / "consolidated.safetensors")
     finding = only(verify(path))
     assert (finding.code, finding.severity) == ("CK104", "error")
 
 
-def test_uneven_layers_without_a_usable_config_are_found(
-    releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
-) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_uneven_layers_without_a_usable_config_are_found(fresh: PathOf, edit_json: Callable[..., None]) -> None:
+    path = fresh("glm4_moe")
     edit_json(path / "config.json", model_type="unheard_of")
     models.edit(path, "model.layers.6.mlp.gate.weight", None)
     edit_index(path, lambda names: names.pop("model.layers.6.mlp.gate.weight"))
@@ -144,9 +140,9 @@ def test_uneven_layers_without_a_usable_config_are_found(
 
 
 def test_expert_missing_in_every_layer_without_a_usable_config_is_found(
-    releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
+    fresh: PathOf, edit_json: Callable[..., None]
 ) -> None:
-    path = copy_of(releases("glm4_moe"))
+    path = fresh("glm4_moe")
     edit_json(path / "config.json", model_type="unheard_of")
     lost = [f"model.layers.{layer}.mlp.experts.11.down_proj.weight" for layer in range(2, 12)]
     for name in lost:
@@ -176,9 +172,9 @@ def in_four_files(tmp_path_factory: pytest.TempPathFactory, releases: PathOf) ->
 @pytest.mark.parametrize("left", [0.0, 0.1, 0.5, 0.999999])
 @pytest.mark.parametrize("with_source", [False, True])
 def test_a_distcp_file_that_is_truncated_is_one_finding(
-    left: float, with_source: bool, releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
+    left: float, with_source: bool, releases: PathOf, fresh_megatron: PathOf, only: OnlyFinding
 ) -> None:
-    path = copy_of(converted("qwen2-tied"))
+    path = fresh_megatron("qwen2-tied")
     file = path / "release" / "__0_0.distcp"
     os.truncate(file, int(file.stat().st_size * left))
     report = verify(path, releases("qwen2-tied") if with_source else None)
@@ -202,9 +198,9 @@ def test_several_damaged_distcp_files_are_a_finding_each(in_four_files: Path, co
 @pytest.mark.parametrize("with_source", [False, True])
 @pytest.mark.parametrize("left", [0, 4, 0.001, 0.5, 0.999, None])
 def test_a_damaged_shard_is_one_finding(
-    left: float | None, with_source: bool, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+    left: float | None, with_source: bool, releases: PathOf, fresh: PathOf, only: OnlyFinding
 ) -> None:
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     shard = sorted(path.glob("*.safetensors"))[3]
     if left is None:
         shard.unlink()
@@ -214,8 +210,8 @@ def test_a_damaged_shard_is_one_finding(
     assert (finding.code, finding.file, finding.tensor) == ("CK102", str(shard), None)
 
 
-def test_many_entries_of_one_header_are_one_finding(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_many_entries_of_one_header_are_one_finding(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     shard = max(path.glob("*.safetensors"), key=lambda file: len(load_file(file)))
     names = sorted(load_file(shard))
 
@@ -228,8 +224,8 @@ def test_many_entries_of_one_header_are_one_finding(releases: PathOf, copy_of: C
     assert (finding.file, finding.names) == (str(shard), set(names[1:]))
 
 
-def test_a_distcp_file_that_nothing_names(converted: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(converted("qwen2-tied"))
+def test_a_distcp_file_that_nothing_names(fresh_megatron: PathOf, only: OnlyFinding) -> None:
+    path = fresh_megatron("qwen2-tied")
     (path / "release" / "__7_0.distcp").write_bytes(b"old")
     finding = only(verify(path))
     assert (finding.code, finding.severity, finding.file) == (

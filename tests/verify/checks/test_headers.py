@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from support import models
-from support.fixture_types import CopyOf, OnlyFinding, PathOf
+from support.fixture_types import OnlyFinding, PathOf
 
 from verify.run import verify
 
@@ -41,8 +41,8 @@ def edit_header(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
         ("dtype", ["BF16"], "BF16"),
     ],
 )
-def test_an_entry_that_safetensors_refuses(key: str, value: Any, said: str, releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_an_entry_that_safetensors_refuses(key: str, value: Any, said: str, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     shard = edit_header(path, lambda header: header[NAME].update({key: value}))
     with pytest.raises(SafetensorError), safe_open(shard, "pt"):
         pass
@@ -52,8 +52,8 @@ def test_an_entry_that_safetensors_refuses(key: str, value: Any, said: str, rele
 
 
 @pytest.mark.parametrize("value", [[], {"format": 1}, "pt"])
-def test_metadata_that_safetensors_refuses(value: Any, releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_metadata_that_safetensors_refuses(value: Any, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     shard = edit_header(path, lambda header: header.update({"__metadata__": value}))
     with pytest.raises(SafetensorError), safe_open(shard, "pt"):
         pass
@@ -65,14 +65,14 @@ def test_metadata_that_safetensors_refuses(value: Any, releases: PathOf, copy_of
 @pytest.mark.parametrize(
     "change", [lambda header: header.pop("__metadata__"), lambda header: header.update({"__metadata__": None})]
 )
-def test_metadata_that_it_takes(change: Callable[[dict[str, Any]], None], releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_metadata_that_it_takes(change: Callable[[dict[str, Any]], None], fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     edit_header(path, change)
     assert verify(path).findings == []
 
 
-def test_a_header_nested_too_deeply(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_a_header_nested_too_deeply(fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     shard = edit_header(path, lambda header: None)
     text = b"[" * 200_000
     shard.write_bytes(len(text).to_bytes(8, "little") + text)
@@ -87,8 +87,8 @@ def set_total(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float64, torch.float8_e4m3fn])
-def test_weights_in_a_dtype_that_nothing_computes_in(dtype: torch.dtype, releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_weights_in_a_dtype_that_nothing_computes_in(dtype: torch.dtype, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     for layer in range(12):
         name = f"model.layers.{layer}.mlp.up_proj.weight"
         old = models.tensors(path)[name]
@@ -100,8 +100,8 @@ def test_weights_in_a_dtype_that_nothing_computes_in(dtype: torch.dtype, release
     assert next(check.status for check in report.checks if check.code == "CK204") == "passed"
 
 
-def test_eight_bits_that_the_config_announces(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_eight_bits_that_the_config_announces(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     for layer in range(12):
         name = f"model.layers.{layer}.mlp.up_proj.weight"
         models.edit(path, name, models.tensors(path)[name].to(torch.float8_e4m3fn))
@@ -115,8 +115,8 @@ def test_eight_bits_that_the_config_announces(releases: PathOf, copy_of: CopyOf)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_config_of_another_dtype_is_a_warning(key: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_a_config_of_another_dtype_is_a_warning(key: str, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(content | {key: "float16"}))
     finding = only(verify(path))
@@ -125,8 +125,8 @@ def test_a_config_of_another_dtype_is_a_warning(key: str, releases: PathOf, copy
 
 
 @pytest.mark.parametrize("metadata", [{"total_size": 5}, {}])
-def test_a_total_size_does_not_hide_values(metadata: dict[str, int], releases: PathOf, copy_of: CopyOf) -> None:
-    path, name = copy_of(releases("qwen2-tied")), "model.layers.4.mlp.up_proj.weight"
+def test_a_total_size_does_not_hide_values(metadata: dict[str, int], fresh: PathOf) -> None:
+    path, name = fresh("qwen2-tied"), "model.layers.4.mlp.up_proj.weight"
     models.edit(path, name, torch.zeros_like(models.tensors(path)[name]))
     content = json.loads((path / INDEX).read_text())
     (path / INDEX).write_text(json.dumps(content | {"metadata": metadata}))
@@ -134,10 +134,8 @@ def test_a_total_size_does_not_hide_values(metadata: dict[str, int], releases: P
     assert [(finding.code, finding.severity) for finding in found] == [("CK106", "warning"), ("CK205", "error")]
 
 
-def test_a_file_of_which_nothing_can_be_read_is_one_finding(
-    converted: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(converted("qwen2-tied"))
+def test_a_file_of_which_nothing_can_be_read_is_one_finding(fresh_megatron: PathOf, only: OnlyFinding) -> None:
+    path = fresh_megatron("qwen2-tied")
     file = path / "release" / "__0_0.distcp"
     file.write_bytes(b"\0" * file.stat().st_size)
     report = verify(path, source=path)

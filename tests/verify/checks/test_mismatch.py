@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import models
-from support.fixture_types import CopyOf, PathOf
+from support.fixture_types import PathOf
 
 from verify.report import Finding
 from verify.run import verify
@@ -74,10 +74,8 @@ def named(hint: str) -> set[str]:
         ("qwen2-tied", ["something.else"], {"architectures"}),
     ],
 )
-def test_tensor_that_config_does_not_promise(
-    release: str, names: list[str], keys: set[str], releases: PathOf, copy_of: CopyOf
-) -> None:
-    path = copy_of(releases(release))
+def test_tensor_that_config_does_not_promise(release: str, names: list[str], keys: set[str], fresh: PathOf) -> None:
+    path = fresh(release)
     add(path, *names)
     found = [one for one in of_names(path) if one.names <= set(names)]
     assert set().union(*(one.names for one in found)) == set(names)
@@ -96,8 +94,8 @@ def test_tensor_that_config_does_not_promise(
         ("qwen2-untied", r"model\.norm", set()),
     ],
 )
-def test_tensor_that_is_missing(release: str, lost: str, keys: set[str], releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases(release))
+def test_tensor_that_is_missing(release: str, lost: str, keys: set[str], fresh: PathOf) -> None:
+    path = fresh(release)
     lose(path, lambda name: re.match(lost, name))
     found = of_names(path)
     assert found
@@ -105,10 +103,8 @@ def test_tensor_that_is_missing(release: str, lost: str, keys: set[str], release
 
 
 @pytest.mark.parametrize("head", ["score.weight", "v_head.weight", "regression_head.weight"])
-def test_output_layer_that_another_head_replaces_names_architectures(
-    head: str, releases: PathOf, copy_of: CopyOf
-) -> None:
-    path = copy_of(releases("qwen2-untied"))
+def test_output_layer_that_another_head_replaces_names_architectures(head: str, fresh: PathOf) -> None:
+    path = fresh("qwen2-untied")
     lose(path, lambda name: name == "lm_head.weight")
     add(path, head)
     found = {one.tensor: one.hint for one in of_names(path)}
@@ -117,8 +113,8 @@ def test_output_layer_that_another_head_replaces_names_architectures(
     assert head in found["lm_head.weight"]
 
 
-def test_name_that_only_the_index_has(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_name_that_only_the_index_has(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     index = json.loads((path / INDEX).read_text())
     index["weight_map"]["v_head.weight"] = next(iter(index["weight_map"].values()))
     (path / INDEX).write_text(json.dumps(index))

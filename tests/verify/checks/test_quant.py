@@ -78,10 +78,8 @@ def test_a_plain_checkpoint_is_not_checked_for_packing(releases: PathOf) -> None
     assert any("CK301" in line and "no quantization_config" in line for line in report.facts["not applicable"])
 
 
-def test_a_config_that_declares_int4_and_leaves_every_layer_out(
-    int4: Path, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_a_config_that_declares_int4_and_leaves_every_layer_out(int4: Path, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("glm4_moe")
     config = json.loads((int4 / "config.json").read_text())
     config["quantization_config"]["ignore"] = ["re:.*"]
     (path / "config.json").write_text(json.dumps(config))
@@ -95,9 +93,9 @@ def test_a_config_that_declares_int4_and_leaves_every_layer_out(
 @pytest.mark.parametrize("like", ["release", "no list", "fp8", "ignored"])
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_quantizing_nothing_to_int4_is_refused(
-    like: str, dry_run: bool, int4: Path, releases: PathOf, copy_of: CopyOf, tmp_path: Path
+    like: str, dry_run: bool, int4: Path, releases: PathOf, fresh: PathOf, tmp_path: Path
 ) -> None:
-    reference = copy_of(releases("glm4_moe"))
+    reference = fresh("glm4_moe")
     if like == "no list":
         (reference / "config.json").write_text((int4 / "config.json").read_text())
     elif like == "fp8":

@@ -120,10 +120,10 @@ def test_a_scheme_for_the_key_value_cache_is_not_a_fault(with_config: Any) -> No
 
 
 def test_a_quantized_cache_alone_leaves_plain_weights(
-    releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
+    releases: PathOf, fresh: PathOf, edit_json: Callable[..., None]
 ) -> None:
     """As compressed-tensors writes it, beside plain weights and the scales of the cache."""
-    path = copy_of(releases("qwen2-untied"))
+    path = fresh("qwen2-untied")
     cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False)
     stated = QuantizationConfig(config_groups={}, kv_cache_scheme=cache, ignore=["lm_head"], format="dense")
     edit_json(path / "config.json", quantization_config=stated.model_dump(mode="json"))
@@ -159,11 +159,9 @@ def test_activation_order_beside_one_scale_a_row_is_refused_by_older_readers(
     assert [one.kind for one in lint(tmp_path / "rows").findings] == ["refused"]
 
 
-def test_quantization_config_of_null_counts_as_absent(
-    with_config: Any, releases: PathOf, copy_of: Callable[[Path], Path]
-) -> None:
+def test_quantization_config_of_null_counts_as_absent(with_config: Any, fresh: PathOf) -> None:
     assert {finding.code for finding in verify(with_config(lambda _: None)).findings} == {"CK104"}
-    plain = copy_of(releases("qwen2-tied"))
+    plain = fresh("qwen2-tied")
     config = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     assert verify(plain).findings == []
@@ -245,11 +243,9 @@ def test_a_list_that_only_slime_reads_differently_is_a_warning(with_config: Any,
     assert "slime would pack model.embed_tokens.weight" in finding.actual
 
 
-def test_method_that_is_not_known_beside_plain_weights_is_inconclusive(
-    releases: PathOf, copy_of: Callable[[Path], Path]
-) -> None:
+def test_method_that_is_not_known_beside_plain_weights_is_inconclusive(fresh: PathOf) -> None:
     """No name and no dtype tells what an engine would make of it, so nothing of the checkpoint has been proved."""
-    path = copy_of(releases("qwen2-untied"))
+    path = fresh("qwen2-untied")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "exl9"}}))
     report = verify(path)
@@ -281,9 +277,9 @@ ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True
     ],
 )
 def test_plain_weights_under_a_config_of_quantized_ones_are_one_finding(
-    announced: dict[str, Any], words: str | None, releases: PathOf, copy_of: CopyOf
+    announced: dict[str, Any], words: str | None, fresh: PathOf
 ) -> None:
-    path = copy_of(releases("qwen2-untied"))
+    path = fresh("qwen2-untied")
     edit_config(path, quantization_config=announced)
     found = [(one.code, one.severity) for one in verify(path).findings]
     assert found == ([("CK302", "error")] if words else [])

@@ -11,8 +11,8 @@ from ckptkit.core.specs import summarize
 from verify.report import CheckResult, Finding, Report
 from verify.reports import text_of
 from verify.reports.heat import Measured, heat_map
+from verify.reports.html import stages
 from verify.reports.layer_map import layer_map
-from verify.reports.stages import stages
 from verify.reports.text import duration
 
 LAYERS, EXPERTS = 100, 200

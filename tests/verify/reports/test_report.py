@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 from support import models
-from support.fixture_types import CopyOf, PathOf
+from support.fixture_types import PathOf
 
 from ckptkit.core.errors import CkptkitError
 from verify.check import Check, Run, Skip, Tally, Unable, run_checks
@@ -328,9 +328,9 @@ def test_every_format_has_the_verdict_of_a_pass() -> None:
     assert json.loads(text_in(report, ".sarif"))["runs"][0]["properties"] == {"verdict": scope}
 
 
-def test_two_exchanged_layers_pass_without_a_source_and_the_verdict_says_so(releases: PathOf, copy_of: CopyOf) -> None:
+def test_two_exchanged_layers_pass_without_a_source_and_the_verdict_says_so(releases: PathOf, fresh: PathOf) -> None:
     """Nothing but the source tells them apart; with it the same checkpoint fails."""
-    copy = copy_of(releases("qwen2-tied"))
+    copy = fresh("qwen2-tied")
     one, other = (models.tensors(copy)[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in (3, 4))
     models.edit(copy, "model.layers.3.mlp.up_proj.weight", other)
     models.edit(copy, "model.layers.4.mlp.up_proj.weight", one)
@@ -436,8 +436,8 @@ def test_text_gives_details_of_the_first_finding_of_three_codes_and_of_all_if_as
     assert lines[-1] == every[-1] == "FAILED with 35 errors  /data/a against /data/b"
 
 
-def test_text_fits_eighty_columns_and_loses_nothing(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_text_fits_eighty_columns_and_loses_nothing(fresh: PathOf) -> None:
+    path = fresh("glm4_moe")
     shard = sorted(path.glob("*.safetensors"))[4]
     os.truncate(shard, shard.stat().st_size - 1)
     report = verify(path)

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
-from support.fixture_types import CopyOf, PathOf
+from support.fixture_types import PathOf
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
@@ -228,10 +228,8 @@ def test_report_over_a_report_of_another_format_is_refused(tmp_path: Path, other
     "name", ["config.json", "model.safetensors.index.json", "ckptkit.json", "tokenizer.json", "generation_config.json"]
 )
 @pytest.mark.parametrize("verb", ["verify", "preflight"])
-def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(
-    releases: PathOf, copy_of: CopyOf, verb: str, name: str
-) -> None:
-    model = copy_of(releases("qwen2-tied"))
+def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(fresh: PathOf, verb: str, name: str) -> None:
+    model = fresh("qwen2-tied")
     (model / "ckptkit.json").write_text('{"schema": "ckptkit-manifest/2"}')
     before = {file.name: file.read_bytes() for file in model.iterdir()}
     words = ["verify", str(model)] if verb == "verify" else ["preflight", "--hf-checkpoint", str(model)]
@@ -241,10 +239,8 @@ def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
 
 
-def test_report_onto_a_file_of_the_checkpoint_by_a_link_is_refused(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
-    model = copy_of(releases("qwen2-tied"))
+def test_report_onto_a_file_of_the_checkpoint_by_a_link_is_refused(fresh: PathOf, tmp_path: Path) -> None:
+    model = fresh("qwen2-tied")
     before = (model / "config.json").read_bytes()
     (tmp_path / "report.json").symlink_to(model / "config.json")
     result = CliRunner().invoke(cli, ["verify", str(model), "--report", str(tmp_path / "report.json")])
@@ -253,10 +249,8 @@ def test_report_onto_a_file_of_the_checkpoint_by_a_link_is_refused(
     assert (model / "config.json").read_bytes() == before
 
 
-def test_report_onto_a_file_of_the_checkpoint_by_a_mount_is_refused(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
-    model, report = copy_of(releases("qwen2-tied")), tmp_path / "report.json"
+def test_report_onto_a_file_of_the_checkpoint_by_a_mount_is_refused(fresh: PathOf, tmp_path: Path) -> None:
+    model, report = fresh("qwen2-tied"), tmp_path / "report.json"
     before = (model / "config.json").read_bytes()
     report.touch()
     if (

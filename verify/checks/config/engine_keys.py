@@ -54,15 +54,10 @@ def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each key of the family's table; null counts as absent."""
     needed, lacking = keys_of(subject.once(stated_config_of))
     tally.compared(0, len(needed))
-    where = subject.config_root
     if lacking:
-        what = "it" if len(lacking) == 1 else "them"
-        yield Issue(
-            f"{in_words(lacking)}, which SGLang's class reads",
-            f"no {', '.join(lacking)}",
-            f"add {what}, or take config.json from the release: transformers 5 does not write {what} when it saves",
-            file=where / "config.json",
-        )
+        what, where = "it" if len(lacking) == 1 else "them", subject.config_root / "config.json"
+        hint = f"add {what}, or take config.json from the release: transformers 5 does not write {what} when it saves"
+        yield Issue(f"{in_words(lacking)}, which SGLang's class reads", f"no {', '.join(lacking)}", hint, file=where)
 
 
 def in_words(keys: Mapping[str, Any]) -> str:

@@ -16,8 +16,7 @@ from verify.checks.config.tokenizer import side_of, source_side, unreadable
 from verify.evidence.expected import require_config
 from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
 from verify.evidence.subject import Subject
-from verify.issue import Issue
-from verify.report import Severity
+from verify.issue import Issue, warning_if
 
 _KINDS = ("eos", "pad", "bos")
 
@@ -52,11 +51,8 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     side, rows = side_of(subject), dims_of(require_config(subject)).vocab
     try:
         stated = {kind: dict(_stated(side, kind)) for kind in _KINDS}
-        unknown = [
-            (kind, text)
-            for kind in _KINDS
-            if (text := side.special(kind)) is not None and side.ids and text not in side.ids
-        ]
+        texts = {kind: text for kind in _KINDS if (text := side.special(kind)) is not None}
+        unknown = {kind: text for kind, text in texts.items() if side.ids and text not in side.ids}
     except CkptkitError as error:
         yield unreadable(subject, side, "files that can be read", error)
         return
@@ -65,9 +61,8 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
         sound = dict(by_file)
         for file, numbers in by_file.items():
             tally.compared(0)
-            if strange := sorted(
-                number for number in numbers if not (0 <= number < rows or (kind == "pad" and number == -1))
-            ):
+            unused = {-1} if kind == "pad" else set()
+            if strange := sorted(number for number in numbers - unused if not 0 <= number < rows):
                 del sound[file]
                 expected = f"{kind}_token_id below {rows}, the rows of the embedding"
                 yield Issue(expected, f"{kind}_token_id {strange[0]}", hint, file=side.root / file)
@@ -76,10 +71,9 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for kind, file, value in _unread(side):
         tally.compared(0)
         yield Issue(f"{kind}_token_id as a whole number", f"{kind}_token_id {value}", hint, file=side.root / file)
-    for kind, text in unknown:
-        yield Issue(
-            f"{kind}_token in the vocabulary", f"{text!r} is not in it", hint, file=side.root / TOKENIZER_CONFIG
-        )
+    where = side.root / TOKENIZER_CONFIG
+    for kind, text in unknown.items():
+        yield Issue(f"{kind}_token in the vocabulary", f"{text!r} is not in it", hint, file=where)
     with suppress(CkptkitError):  # a source that cannot be read is for CK708
         yield from _lost_ends(side, source_side(subject)) if subject.source_path else ()
     if not any(stated.values()):
@@ -143,12 +137,11 @@ def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint:
         return
     servers = {"config.json", GENERATION}
     apart = servers <= by_file.keys() and not any(servers <= set(group) for group in groups)
-    severity: Severity = "error" if kind == "eos" and apart else "warning"
+    severity = warning_if(kind != "eos" or not apart)
     (odd, *more), most = groups[0], groups[-1]
     if len(most) > 1 and not more:
-        expected = (
-            f"{kind}_token_id {_text(set().union(*(by_file[file] for file in most)))}, as in {' and '.join(most)}"
-        )
+        usual = _text(set().union(*(by_file[file] for file in most)))
+        expected = f"{kind}_token_id {usual}, as in {' and '.join(most)}"
         yield Issue(expected, _text(by_file[odd]), hint, file=root / odd, severity=severity)
         return
     actual = ", ".join(f"{_text(numbers)} in {file}" for file, numbers in by_file.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
@@ -14,7 +15,7 @@ from converters.registry import FAMILIES
 from verify.check import Tally, check
 from verify.checks.config.tokenizer import side_of
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 from verify.report import Severity
 
 # How the names of an output layer end, in HF and in Megatron.
@@ -61,17 +62,15 @@ def _both_spellings(subject: Subject) -> str | None:
 )
 def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Base, kind, factor and every other rotary setting, of v4 against v5."""
-    where = str(side_of(subject).root / "config.json")
+    where = side_of(subject).root / "config.json"
     for prefix, holder in _holders(_config(subject)):
         if "rope_parameters" not in holder or not ("rope_theta" in holder or "rope_scaling" in holder):
             continue
         for (old, before), (new, after) in _rope_pairs(holder):
             tally.compared(0)
             if before != after:
-                hint = "take config.json from the release; its weights were trained with one of the two"
-                yield Issue(
-                    f"{prefix}{new} = {before}, as {prefix}{old} says", f"{prefix}{new} = {after}", hint, file=where
-                )
+                expected = f"{prefix}{new} = {before}, as {prefix}{old} says"
+                yield Issue(expected, f"{prefix}{new} = {after}", file=where)
 
 
 def _rope_pairs(holder: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
@@ -140,24 +139,21 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     config = _config(subject)
     text = _mapping(config.get("text_config"))
-    where, tie = str(side_of(subject).root / "config.json"), _tie_flag(config)
+    where, tie = side_of(subject).root / "config.json", _tie_flag(config)
     if tie is not None and (TIED in config or TIED in text):
         tally.compared(0)
         try:
-            yield from _tie_issues(tie, config, text, tally, where, "warning" if _has_head(subject) else "error")
+            yield from _tie_issues(tie, config, text, tally, where, warning_if(_has_head(subject)))
         except CkptkitError as error:
-            yield Issue(
-                f"{TIED} = true or false", error.message.removeprefix("config.json: "), error.hint or "", file=where
-            )
+            problem = error.message.removeprefix("config.json: ")
+            yield Issue(f"{TIED} = true or false", problem, error.hint or "", file=where)
     for key in _TWICE:
         if key in config and key in text and not (key == TIED and tie is not None):
             tally.compared(0)
             default = key == TIED and config[key] is False and text[key] is True
             if config[key] != text[key] and not default:
-                hint = "take config.json from the release"
-                yield Issue(
-                    f"{key} = {config[key]}, as at the top", f"text_config.{key} = {text[key]}", hint, file=where
-                )
+                expected, actual = f"{key} = {config[key]}, as at the top", f"text_config.{key} = {text[key]}"
+                yield Issue(expected, actual, file=where)
 
 
 def _has_head(subject: Subject) -> bool:
@@ -168,7 +164,7 @@ def _has_head(subject: Subject) -> bool:
 
 
 def _tie_issues(
-    tie: TieFlag, config: Mapping[str, Any], text: Mapping[str, Any], tally: Tally, where: str, severity: Severity
+    tie: TieFlag, config: Mapping[str, Any], text: Mapping[str, Any], tally: Tally, where: Path, severity: Severity
 ) -> Iterator[Issue]:
     """Readers that disagree, and a flag where none of them looks; `severity` is for one that stands there alone."""
     read = tie.read(config, text)
@@ -177,25 +173,17 @@ def _tie_issues(
     stated = {f"{prefix}{TIED}": part[TIED] for prefix, part in _holders(config) if part.get(TIED) is not None}
     listed = ", ".join(f"{name} = {value}" for name, value in stated.items())
     if who[True] and who[False]:
-        yield Issue(
-            f"one {TIED} for every reader",
-            f"{listed}: true to {who[True]}, false to {who[False]}",
-            hint,
-            file=where,
-        )
+        actual = f"{listed}: true to {who[True]}, false to {who[False]}"
+        yield Issue(f"one {TIED} for every reader", actual, hint, file=where)
         return
     value = next(iter(read.values()))
     default = value is False and stated.get(TIED) is False  # transformers' own, inside
     if not default and any(one is not value for one in stated.values()):
         places = {"": tie.top, "text_config.": tie.text}
         looked = " and ".join(f"{prefix}{TIED}" for prefix, readers in places.items() if readers)
-        yield Issue(
-            f"{TIED} where it is read: {', '.join(read)} look at {looked} alone",
-            f"{listed}, so that they take {value}",
-            hint,
-            file=where,
-            severity="error" if len(stated) > 1 else severity,
-        )
+        expected = f"{TIED} where it is read: {', '.join(read)} look at {looked} alone"
+        actual, severity = f"{listed}, so that they take {value}", "error" if len(stated) > 1 else severity
+        yield Issue(expected, actual, hint, file=where, severity=severity)
         return
     if tie.older and flag(text, TIED, tie.absent) is not value:
         tally.note(

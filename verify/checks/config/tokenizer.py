@@ -13,7 +13,7 @@ from verify.evidence.expected import require_config
 from verify.evidence.side.compare import side_differences
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 
 
 def side_of(subject: Subject) -> SideFiles:
@@ -79,9 +79,7 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
         other = next((token for token, number in ids.items() if side.ids[token] != number), None)
         if other is not None:
             actual = f"{other!r} has id {ids[other]}, and {side.ids[other]} in another file"
-            yield Issue(
-                "one id for a token", actual, "take all tokenizer files from one release", file=side.root / file
-            )
+            yield Issue("one id for a token", actual, hint, file=side.root / file)
 
 
 def _nothing_to_carry(subject: Subject) -> str | None:
@@ -145,16 +143,6 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     there = source_side(subject) if subject.source_path else None
     known = there is not None and there.has_tokenizer
-    hint = (
-        f"copy the tokenizer files from {there.root}"
-        if there and known
-        else "copy the tokenizer files from the release; an engine started with --skip-tokenizer-init needs none"
-    )
-    where = str(subject.path)
-    yield Issue(
-        "a tokenizer, which engines load from here",
-        "no tokenizer file",
-        hint,
-        file=where,
-        severity="error" if known else "warning",
-    )
+    hint = f"copy the tokenizer files from {there.root}" if there and known else ""
+    expected, severity = "a tokenizer, which engines load from here", warning_if(not known)
+    yield Issue(expected, "no tokenizer file", hint, severity=severity)

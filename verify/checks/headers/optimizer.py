@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
@@ -49,7 +48,8 @@ def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Inapplicable(AS_OBJECTS)
     where = subject.megatron_files.weights / ".metadata"
     tally.compared(0, len(state.by_weight) + len(state.buckets))
-    for expected, actual, names in (*_unnamed(state), *_by_weight(state), *_by_bucket(state)):
+    unnamed = ("state of weights that are stored", "there is no weight of this name", state.unknown)
+    for expected, actual, names in (unnamed, *_by_weight(state), *_by_bucket(state)):
         yield Issue(expected, actual, SAVED_AGAIN, names=names, file=where)
     frozen = f"right where the run does not train all of them; else {SAVED_AGAIN}"
     yield Issue("optimizer state", "none", frozen, names=_without(state), file=where, severity="warning")
@@ -60,11 +60,6 @@ def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
 _Problem = tuple[str, str, Collection[str]]
 
 
-def _unnamed(state: OptimizerState) -> Iterator[_Problem]:
-    if state.unknown:
-        yield "state of weights that are stored", "there is no weight of this name", state.unknown
-
-
 def _without(state: OptimizerState) -> list[str]:
     """Weights that nothing is stored of, while others have state under their names."""
     return [key for key in state.weights if key not in state.by_weight] if state.by_weight else []
@@ -73,19 +68,13 @@ def _without(state: OptimizerState) -> list[str]:
 def _by_weight(state: OptimizerState) -> Iterator[_Problem]:
     kinds = {kind for found in state.by_weight.values() for kind in found}
     masters = kinds.intersection(MASTERS)
-    lacking: dict[str, list[str]] = defaultdict(list)
     for key, found in state.by_weight.items():
         moments = found.keys() - set(MASTERS)
+        lacking = [kind for kind in _ADAM if kind in kinds.difference(found) and not moments.isdisjoint(_ADAM)]
         if masters.isdisjoint(found) and masters and state.weights[key].dtype != "float32":
-            lacking["master weights"].append(key)
-        if not moments:
-            lacking["moments"].append(key)
-        for kind in _ADAM:
-            if kind not in found and kind in kinds and not moments.isdisjoint(_ADAM):
-                lacking[kind].append(key)
-    for what, keys in lacking.items():
-        yield f"{what}, as other parameters have", "there are none", keys
-    for key, found in state.by_weight.items():
+            lacking.append("master weights")
+        for what in lacking if moments else [*lacking, "moments"]:
+            yield f"{what}, as other parameters have", "there are none", [key]
         shape = state.weights[key].shape
         for one in found.values():
             if one.shape != shape and not is_flattened(shape, one.shape):

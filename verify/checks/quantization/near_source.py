@@ -53,14 +53,14 @@ def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(sum(specs[name].nbytes for name in stored.parts), len(rounding))
     for reason in dict.fromkeys(stored.broken.values()):
         names = [name for name, why in stored.broken.items() if why == reason]
-        yield Issue("codes and scales that fit", reason, _HINT, names=names, file=subject.path)
+        yield Issue("codes and scales that fit", reason, _HINT, names=names)
     wrong = {name: one for name, one in rounding.items() if one.wrong}
     for found in group_by_pattern(wrong):
         worst = max(found, key=lambda name: wrong[name].times)
         one = wrong[worst]
         where = f"{worst}, {one.rows}," if one.rows else worst
         actual = f"{one.wrong} of {one.numel} elements of {where} are further off, by up to {one.times:.3g} times that"
-        yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=found, file=subject.path)
+        yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=found)
     yield from _inexact(rounding, subject)
 
 
@@ -76,7 +76,6 @@ def _inexact(rounding: Mapping[str, FloatRounding], subject: Subject) -> Iterato
             f"the first of {names[0]}, {several[0].first}",
             "exponents within a block spread by more than 14: dequantize to BF16 or quantize to mxfp8, which are exact",
             names=names,
-            file=subject.path,
             severity="warning",
         )
 
@@ -98,7 +97,7 @@ def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for found in group_by_pattern(wrong):
         worst = max(found, key=lambda name: (wrong[name].distance or 0.0, wrong[name].steps))
         expected, actual = wrong[worst].words
-        yield Issue(expected, f"{actual} in {worst}", _HINT, names=found, file=subject.path)
+        yield Issue(expected, f"{actual} in {worst}", _HINT, names=found)
     for found in group_by_pattern(coarse):
         expected, actual = (
             f"scales of the {grid} grid, as config.json says",
@@ -109,5 +108,4 @@ def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
             actual,
             "quantize again, or correct observer_kwargs",
             names=[name.removesuffix(".weight") + SCALE for name in found],
-            file=subject.path,
         )

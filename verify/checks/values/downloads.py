@@ -11,7 +11,7 @@ from ckptkit.core.progress import progress
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.hub_cache import Download
 from ckptkit.storage.file_hash import FileHash
-from verify.check import Tally, check
+from verify.check import Tally, check, without
 from verify.checks.values.values import UNREAD
 from verify.evidence.reading import downloads, file_hashes, read_values
 from verify.evidence.subject import Subject
@@ -23,21 +23,17 @@ _SLACK_S = 1  # as the client allows, since times of files are not exact
 _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
 
 
-def not_downloaded(subject: Subject) -> str | None:
-    """For checks of a download."""
-    return None if subject.once(downloads) else "the model hub's client has left no record of a download here"
-
-
 @check(
     "CK124",
     "files hold the bytes that were published",
     stage="values",
-    needs=("sound headers",),
     rationale="A download can end with the right length, a sound header and other bytes, and no later download repairs "
     "it: the hub's client takes a file that is there as it is. Its cache names a blob by the hash of the content.",
     fix="Download the named files again, with --force-download. If they are wrong again, look at disk, memory and "
     "proxy.",
-    unless=not_downloaded,
+    unless=without(
+        lambda subject: subject.once(downloads), "the model hub's client has left no record of a download here"
+    ),
 )
 def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """SHA-256 (of small files git's SHA-1) of the weight files that loaders open, and of the files beside them.
@@ -96,14 +92,9 @@ def _damaged(subject: Subject, name: str, found: FileHash, record: Download, mir
     kind = "SHA-256" if len(record.digest) == 64 else "git's SHA-1"
     place = "as its blob is called" if record.record.name == record.digest else f"as {record.record.name} has it"
     shard = subject.hf_files.shards.get(name)
-    return Issue(
-        f"{kind} {record.digest}, {place}",
-        f"{found.actual}: other bytes",
-        f"download it again: `{record.fetch}`{mirror}",
-        names=None if shard is None else shard.specs,
-        file=subject.path / name,
-        together=True,
-    )
+    expected, hint = f"{kind} {record.digest}, {place}", f"download it again: `{record.fetch}`{mirror}"
+    names = None if shard is None else shard.specs
+    return Issue(expected, f"{found.actual}: other bytes", hint, names=names, file=name, together=True)
 
 
 def _replaced(subject: Subject, names: Sequence[str], records: Mapping[str, Download]) -> Issue:
@@ -113,11 +104,9 @@ def _replaced(subject: Subject, names: Sequence[str], records: Mapping[str, Down
         f"other bytes in {summarize(names)}: changed or replaced at {_time((subject.path / first).stat().st_mtime)}, "
         f"after the download at {_time(records[first].time)}"
     )
-    hint = (
-        f"if the change was meant, nothing; else download again: `{records[first].fetch}`{' and so on' if more else ''}"
-    )
-    expected = "the bytes that were downloaded"
-    return Issue(expected, actual, hint, file=subject.path, severity="warning", count=len(names))
+    fetch = f"`{records[first].fetch}`{' and so on' if more else ''}"
+    hint = f"if the change was meant, nothing; else download again: {fetch}"
+    return Issue("the bytes that were downloaded", actual, hint, severity="warning", count=len(names))
 
 
 def _time(seconds: float) -> str:

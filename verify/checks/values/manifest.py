@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.core.specs import TensorSpec
 from ckptkit.transfer.manifest import Manifest, file_digest, loaded_files, read_manifest
-from verify.check import Tally, check
+from verify.check import Tally, check, without
 from verify.checks.headers.files import home_of
 from verify.evidence.reading import stored_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-
-
-def needs_manifest(subject: Subject) -> str | None:
-    """For checks against a manifest."""
-    return None if subject.options.manifest else "no --manifest was given"
 
 
 @check(
@@ -27,7 +21,7 @@ def needs_manifest(subject: Subject) -> str | None:
     rationale="A copy or a download can lose or change bytes, and a checkpoint can be edited. The manifest says what "
     "it held when it was made.",
     fix="Copy or download the named files again. If the change was meant, make a new manifest with `ckptkit manifest`.",
-    unless=needs_manifest,
+    unless=without(lambda subject: subject.options.manifest, "no --manifest was given"),
 )
 def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor of the manifest with its dtype, shape and bytes, every side file, and no other that loaders read.
@@ -40,9 +34,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, digest in manifest.files.items():
         there = (root / name).is_file()
         if not there or file_digest(root / name) != digest:
-            actual = "its bytes differ" if there else "missing"
-            hint = "copy or download it again, or make a new manifest if the change was meant"
-            yield Issue("the file of the manifest", actual, hint, file=root / name)
+            yield Issue("the file of the manifest", "its bytes differ" if there else "missing", file=root / name)
     for name in sorted(loaded_files(subject.location) - manifest.files.keys()):
         hint = "remove it, or make a new manifest if it belongs to the checkpoint"
         actual = "the manifest has no file of this name, and loaders read it"
@@ -51,21 +43,16 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Issue]:
     specs, values = subject.checkpoint.specs, stored_values(subject)
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
-        if name not in specs:
-            groups["missing", str(subject.path)].append(name)
-            continue
-        if name not in manifest.tensors:
-            groups["the manifest has no tensor of this name", home_of(subject, name)].append(name)
-            continue
-        tally.compared(specs[name].nbytes)
-        # What cannot be read is for CK201 to say.
-        if name in values.stats and (actual := _difference(manifest, specs[name], values.stats[name].digest)):
-            groups[actual, home_of(subject, name)].append(name)
-    for (actual, file), found in groups.items():
-        hint = "copy or download this file again, or make a new manifest if the change was meant"
-        yield Issue("the tensor of the manifest", actual, hint, names=found, file=file)
+        actual = "missing" if name not in specs else "the manifest has no tensor of this name"
+        if name in specs and name in manifest.tensors:
+            tally.compared(specs[name].nbytes)
+            if name not in values.stats:
+                continue  # CK201 says that it cannot be read
+            actual = _difference(manifest, specs[name], values.stats[name].digest) or ""
+        if actual:
+            file = home_of(subject, name) if name in specs else ""
+            yield Issue("the tensor of the manifest", actual, names=[name], file=file)
 
 
 def _difference(manifest: Manifest, spec: TensorSpec, digest: bytes) -> str | None:

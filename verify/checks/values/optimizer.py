@@ -27,7 +27,6 @@ _UNREAD = "no optimizer state can be read (CK213)"
     "CK213",
     "optimizer state can be read, is finite and is not zero",
     stage="values",
-    needs=("sound headers",),
     rationale="One NaN in a moment makes the weight NaN at the next step. Moments of zero are those of an optimizer "
     "that was made anew, whose first steps are as large as the learning rate allows.",
     fix="Take the last sound checkpoint of the run, or resume without the optimizer (--no-load-optim).",
@@ -39,19 +38,15 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for one in values.stats.values():
         tally.compared(one.nbytes)
     for reason in dict.fromkeys(values.unreadable.values()):
-        names = [name for name, found in values.unreadable.items() if found == reason]
-        yield Issue("bytes that can be read", reason, "copy the file again", names, subject.path, together=True)
+        lost = [name for name, found in values.unreadable.items() if found == reason]
+        yield Issue("bytes that can be read", reason, "copy the file again", names=lost, together=True)
     wrong = [name for name, one in values.stats.items() if not one.finite]
-    yield Issue("finite values", "NaN or infinity", SAVED_AGAIN, wrong, subject.path)
+    yield Issue("finite values", "NaN or infinity", SAVED_AGAIN, names=wrong)
     wrong = [name for name, one in values.stats.items() if one.kind == _SQUARES and one.low < 0]
-    yield Issue("squares, not negative", "negative numbers", SAVED_AGAIN, wrong, subject.path)
+    yield Issue("squares, not negative", "negative numbers", SAVED_AGAIN, names=wrong)
     for names, severity in _zero(values, subject.megatron_files.opened.common):
-        hint = (
-            "the optimizer was made anew before the save, or never made a step"
-            if severity == "error"
-            else "right where no gradient has reached it, as an expert without tokens"
-        )
-        yield Issue("moments of a trained parameter", "all zero", hint, names, subject.path, severity=severity)
+        hint = "right where no gradient has reached it, as an expert without tokens" * (severity == "warning")
+        yield Issue("moments of a trained parameter", "all zero", hint, names=names, severity=severity)
 
 
 def _zero(values: OptimizerValues, common: Mapping[str, Any]) -> Iterator[tuple[list[str], Severity]]:
@@ -78,7 +73,6 @@ def _values(subject: Subject) -> OptimizerValues:
     "CK214",
     "master weights round to the stored weights",
     stage="values",
-    needs=("sound headers",),
     rationale="A step is made on float32 master weights, and the weights are those rounded. Masters of another step or "
     "of another parameter replace the weights at the first step after a resume.",
     fix="Take another checkpoint of the run. To go on from the weights of this one, resume with --no-load-optim: "
@@ -103,10 +97,10 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "weights and optimizer are of different steps, or were mixed up in the save"
     for names in group_by_pattern(unlike):
         share = sum(unlike[name][0] for name in names) / sum(unlike[name][1] for name in names)
-        yield Issue(expected, f"{share:.2%} of the elements differ", hint, names, subject.path)
+        yield Issue(expected, f"{share:.2%} of the elements differ", hint, names=names)
     for dtype, weights in values.weights.items():
         total = int(weights.counts.sum())
         if missing := without_master(values, dtype):
             actual = f"{missing} of {total} {dtype} weights have no master weight that rounds to them"
             frozen = f"{hint}; or the run does not train all of them"
-            yield Issue(expected, actual, frozen, file=subject.path)
+            yield Issue(expected, actual, frozen)

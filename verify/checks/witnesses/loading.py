@@ -148,7 +148,13 @@ def _findings(
             place = "" if as_named else f", at {seen.param} in {draft or engine.label}"
             example = "" if len(names) == 1 else f" ({names[0]}, for one)"
             yield Issue(
-                expected, seen.what + place + example, hint(seen), names=names, rank=seen.rank, severity=severity
+                expected,
+                seen.what + place + example,
+                hint(seen),
+                names=names,
+                rank=seen.rank,
+                severity=severity,
+                file=None,
             )
 
 
@@ -168,7 +174,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
         message = run.crash or "it ended without a report"
         _, lacking = keys_of(subject.once(stated_config_of))
         hint = why_refused(engine, message, lacking)
-        yield Issue(f"{engine.label}'s model is built and loads the weights", message, hint, file=subject.path)
+        yield Issue(f"{engine.label}'s model is built and loads the weights", message, hint)
         return
     report = run.report
     _count(tally, report.loaded_names)
@@ -357,7 +363,7 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
         if weights_of(config_of(subject)):
             hint = f"`ckptkit lint` shows entries of `ignore` that {engine.label}'s draft class reads; or {hint}"
         expected = f"{engine.label}'s draft class is built and loads the multi-token prediction layers"
-        yield Issue(expected, run.draft_crash, hint, names=report.draft, file=subject.path, together=True)
+        yield Issue(expected, run.draft_crash, hint, names=report.draft, together=True)
         return
     if run.draft is None:
         raise Unable(run.draft_error or f"{engine.label} was given no tensor of the multi-token prediction layers")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
-from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
-from converters.planner import rules_in
-from verify.check import Skip, Tally, Unable, check
+from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint
+from converters.planner import dims_of, rules_in
+from verify.check import Skip, Tally, Unable, check, without
 from verify.checks.witnesses.slices import ranks_named, wrong_slices
 from verify.evidence.expected import config_of
 from verify.evidence.folding import chunk_ranges, group_by_pattern
 from verify.evidence.moved.stages import Stages
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.megatron.job import RankReport, TensorSeen
+from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
 _ROUTER_BIAS = ".router.expert_bias"
@@ -64,17 +69,13 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         ranks = f"ranks {ranges(subject.options.megatron.ranks).strip('{}')} of {run.sizes.world}"
     model = "HybridModel" if subject.megatron_files.hybrid else "GPTModel"
     tally.facts["megatron"] = [f"megatron-core {versions}, {model}, {run.sizes}, {ranks}, {run.device}"]
-    yield from _by_tracker(run)
-    by_error: dict[str, list[int]] = defaultdict(list)
-    for rank, error in run.failures.items():
-        by_error[error].append(rank)
-    for error, failed in by_error.items():
-        yield Issue(
-            "every rank loads the checkpoint",
-            error,
-            "this is Megatron's own error; training would stop on it too",
-            rank=ranks_named(failed),
-        )
+    if run.not_found:
+        hint = "a trainer is told the root and loads what the tracker in it names: write it, or verify the other one"
+        yield Issue("the tracker beside it names this checkpoint", run.not_found, hint)
+    for error in dict.fromkeys(run.failures.values()):
+        failed = ranks_named(rank for rank, found in run.failures.items() if found == error)
+        hint = "this is Megatron's own error; training would stop on it too"
+        yield Issue("every rank loads the checkpoint", error, hint, rank=failed)
     for report in run.reports:
         tally.tensors += report.requested
     if renamed := {key for report in run.reports for key in report.renamed}:
@@ -89,22 +90,17 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _never_asked_for(run.reports, set(_names(subject)))
 
 
-def _by_tracker(run: MegatronRun) -> Iterator[Issue]:
-    if run.not_found:
-        hint = "a trainer is told the root and loads what the tracker in it names: write it, or verify the other one"
-        yield Issue("the tracker beside it names this checkpoint", run.not_found, hint)
-
-
 def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
     askers: dict[str, list[int]] = defaultdict(list)
     for report in reports:
         # Where a key is absent from disk, load_state_dict refuses the parameter too: one finding is enough.
         for name in report.unexpected or report.refused:
             askers[name].append(report.rank)
+    expected = "on disk, because Megatron asks for it"
+    hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
     for names in group_by_pattern(askers):
-        hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
-        ranks = {rank for name in names for rank in askers[name]}
-        yield Issue("on disk, because Megatron asks for it", "not on disk", hint, names=names, rank=ranks_named(ranks))
+        ranks = ranks_named(rank for name in names for rank in askers[name])
+        yield Issue(expected, "not on disk", hint, names=names, rank=ranks)
 
 
 def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
@@ -141,24 +137,17 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.options.megatron.ranks:
         return
     held = {tensor.name for _, tensor in seen}
-    yield Issue(
-        "held by some rank",
-        "no rank has a parameter for it",
-        "please report this",
-        names=[name for name in _names(subject) if name not in held],
-    )
+    lost = [name for name in _names(subject) if name not in held]
+    yield Issue("held by some rank", "no rank has a parameter for it", names=lost)
 
 
 def _rounded(biases: Sequence[tuple[int, TensorSeen]]) -> Iterator[Issue]:
     """Biases of routers that Megatron holds in fewer bits than float32, in which it updates them."""
     narrow = [(rank, tensor) for rank, tensor in biases if tensor.dtype != "float32"]
-    yield Issue(
-        "held in float32",
-        f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}",
-        "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32",
-        names=sorted({tensor.name for _, tensor in narrow}),
-        rank=ranks_named(rank for rank, _ in narrow) if narrow else None,
-    )
+    actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
+    hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
+    names, ranks = {tensor.name for _, tensor in narrow}, {rank for rank, _ in narrow}
+    yield Issue("held in float32", actual, hint, names=sorted(names), rank=ranks_named(ranks) if ranks else None)
 
 
 @check(
@@ -177,19 +166,16 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.tensors += sum(map(len, report.layers)) + sum(report.mtp)
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
-            yield Issue(
-                expected,
-                actual,
-                "ranks of one pipeline stage must hold the same layers",
-                rank=ranks_named([report.rank]),
-            )
+            hint = "ranks of one pipeline stage must hold the same layers"
+            yield Issue(expected, actual, hint, rank=ranks_named([report.rank]))
     predicted = {report.pp: sum(report.mtp) for report in run.reports}
     tally.facts["pipeline stages"] = [
         f"pp rank {stage}: {_held(stages[stage], predicted[stage])}" for stage in sorted(stages)
     ]
-    if subject.options.megatron.ranks:
-        return
-    yield from _coverage(stages, staged_dims(subject).layers)
+    held = sorted(layer for chunks in stages.values() for chunk in chunks for layer in chunk)
+    count = staged_dims(subject).layers
+    if held != list(range(count)) and not subject.options.megatron.ranks:
+        yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}")
 
 
 def _held(chunks: Sequence[Sequence[int]], predicted: int) -> str:
@@ -198,7 +184,102 @@ def _held(chunks: Sequence[Sequence[int]], predicted: int) -> str:
     return f"{layers}, {predicted} for multi-token prediction" if predicted else layers
 
 
-def _coverage(stages: Mapping[int, Sequence[Sequence[int]]], count: int) -> Iterator[Issue]:
-    held = sorted(layer for chunks in stages.values() for chunk in chunks for layer in chunk)
-    if held != list(range(count)):
-        yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}", "please report this")
+_OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
+
+
+@check(
+    "CK404",
+    "every element on disk is read by some rank",
+    stage="megatron",
+    needs=("megatron",),
+    rationale="Every key can be asked for while a slice of one, an expert or a rank's rows, is read by nobody: those "
+    "weights of the release are not trained.",
+    fix="Please report it with the parallel sizes and the megatron-core version.",
+    unless=without(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out"),
+)
+def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The boxes of each tensor that ranks read, against its shape; rows that pad the vocabulary do not count."""
+    asked: dict[str, list[Box]] = defaultdict(list)
+    for report in finished(subject).reports:
+        for key, boxes in report.asked.items():
+            asked[key] += boxes
+    for key, shape in _shapes(subject).items():
+        if not asked[key]:
+            continue  # CK401 says so
+        tally.compared(0)
+        if (region := unread(shape, asked[key])) is not None:
+            actual = f"no rank reads {_said(shape, region)}"
+            yield Issue("read by some rank", actual, "these weights would not be trained", names=[key])
+        if (region := doubly_owned(shape, asked[key])) is not None:
+            actual = f"two ranks would save {_said(shape, region)}"
+            yield Issue("one rank that saves it", actual, "Megatron refuses this", names=[key])
+
+
+def _shapes(subject: Subject) -> Mapping[str, tuple[int, ...]]:
+    """The shape of each weight on disk, without rows that pad the vocabulary."""
+    stored = TorchDistCheckpoint(subject.location.path, hf=subject.hf_path).metadata.tensors
+    vocabulary = dims_of(config_of(subject)).vocab
+    shapes = {key: tensor.shape for key, tensor in stored.items() if not NOT_WEIGHTS.fullmatch(key)}
+    return {
+        key: (min(shape[0], vocabulary), *shape[1:]) if key in _OF_VOCABULARY else shape
+        for key, shape in shapes.items()
+    }
+
+
+def _said(shape: tuple[int, ...], region: Region) -> str:
+    return f"{region} of {list(shape)}, {region.elements / math.prod(shape):.1%} of it"
+
+
+_Grid = list[NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class Region:
+    """The smallest box around some elements of a tensor, and how many they are."""
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    elements: int
+
+    def __str__(self) -> str:
+        box = ", ".join(f"{start}:{end}" for start, end in zip(self.starts, self.ends, strict=True))
+        inside = math.prod(end - start for start, end in zip(self.starts, self.ends, strict=True))
+        return f"[{box}]" if inside == self.elements else f"{self.elements} elements of [{box}]"
+
+
+def unread(shape: Sequence[int], boxes: Sequence[Box]) -> Region | None:
+    """What no box holds of a tensor of this shape; None where they cover it. What lies outside does not count."""
+    grid, count = _counted(shape, boxes)
+    return _region(grid, count == 0)
+
+
+def doubly_owned(shape: Sequence[int], boxes: Sequence[Box]) -> Region | None:
+    """What several different boxes of main replicas hold; Megatron's rule is that each element has one."""
+    grid, count = _counted(shape, [box for box in boxes if box.main])
+    return _region(grid, count > 1)
+
+
+def _counted(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[_Grid, NDArray[np.int64]]:
+    """The tensor, cut wherever a box begins or ends, and how many distinct boxes hold each cell."""
+    distinct = sorted({(box.offsets, box.sizes) for box in boxes})
+    low = np.array([offsets for offsets, _ in distinct], dtype=np.int64).reshape(len(distinct), len(shape))
+    high = low + np.array([sizes for _, sizes in distinct], dtype=np.int64).reshape(low.shape)
+    limits = np.array(shape, dtype=np.int64)
+    low, high = np.clip(low, 0, limits), np.clip(high, 0, limits)
+    grid = [np.unique([0, size, *low[:, axis], *high[:, axis]]) for axis, size in enumerate(shape)]
+    count = np.zeros([len(edges) - 1 for edges in grid], dtype=np.int64)
+    for start, end in zip(low, high, strict=True):
+        cells = zip(grid, start, end, strict=True)
+        count[tuple(slice(*np.searchsorted(edges, (first, last))) for edges, first, last in cells)] += 1
+    return grid, count
+
+
+def _region(grid: _Grid, cells: NDArray[np.bool_]) -> Region | None:
+    if not cells.any():
+        return None
+    places = np.nonzero(cells) if cells.ndim else ()
+    sizes = [np.diff(edges)[at] for edges, at in zip(grid, places, strict=True)]
+    elements = int(np.prod(sizes, axis=0).sum()) if sizes else 1
+    starts = tuple(int(edges[at.min()]) for edges, at in zip(grid, places, strict=True))
+    ends = tuple(int(edges[at.max() + 1]) for edges, at in zip(grid, places, strict=True))
+    return Region(starts, ends, elements)

@@ -135,7 +135,7 @@ def _judged(subject: Subject, recording: Recording, side: str, tally: Tally) -> 
     if not np.isfinite(apart.mean):
         actual = f"transformers computes {apart.mean} for recorded tokens"
         hint = "verify the checkpoint without the rollout first: its values or its config are broken"
-        yield Issue("finite log-probabilities from the checkpoint itself, in float32", actual, hint, file=subject.path)
+        yield Issue("finite log-probabilities from the checkpoint itself, in float32", actual, hint)
         return
     if not np.isfinite(noise.mean):
         raise Unable(f"transformers computes no numbers in {dtype}, so the noise of that is not known")
