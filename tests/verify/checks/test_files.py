@@ -6,9 +6,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from mutations.edits import edit_config, edit_header, edit_index, shard_of
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from support import models
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
@@ -19,25 +22,6 @@ from verify.reports.headline import headline
 from verify.run import verify
 
 INDEX = "model.safetensors.index.json"
-
-
-def shard_of(path: Path, name: str) -> Path:
-    return path / json.loads((path / INDEX).read_text())["weight_map"][name]
-
-
-def edit_index(path: Path, change: Callable[[dict[str, str]], None]) -> None:
-    content = json.loads((path / INDEX).read_text())
-    change(content["weight_map"])
-    (path / INDEX).write_text(json.dumps(content))
-
-
-def edit_header(path: Path, change: Callable[[dict[str, dict[str, object]]], None]) -> None:
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
 def test_a_single_file_without_index_has_no_finding(tmp_path: Path) -> None:
@@ -102,13 +86,9 @@ def test_what_mistral_publishes_beside_its_shards_is_a_warning(file: str, fresh:
     save_file({"tok_embeddings.weight": torch.ones(8, 128, dtype=torch.bfloat16)}, path / file)
     report = verify(path)
     finding = only(report)
-    assert (finding.code, finding.severity, finding.file, report.status) == (
-        "CK104",
-        "warning",
-        str(path / file),
-        "passed",
-    )
+    assert (finding.code, finding.severity, finding.file) == ("CK104", "warning", str(path / file))
     assert "Mistral's own names" in finding.actual
+    assert report.status == "passed"
 
 
 def test_what_mistral_publishes_beside_a_single_file_is_a_warning(tmp_path: Path, only: OnlyFinding) -> None:
@@ -228,11 +208,8 @@ def test_a_distcp_file_that_nothing_names(fresh_megatron: PathOf, only: OnlyFind
     path = fresh_megatron("qwen2-tied")
     (path / "release" / "__7_0.distcp").write_bytes(b"old")
     finding = only(verify(path))
-    assert (finding.code, finding.severity, finding.file) == (
-        "CK112",
-        "warning",
-        str(path / "release" / "__7_0.distcp"),
-    )
+    assert (finding.code, finding.severity) == ("CK112", "warning")
+    assert finding.file == str(path / "release" / "__7_0.distcp")
 
 
 def test_megatron_may_pad_the_vocabulary_and_nothing_else(releases: PathOf, tmp_path: Path) -> None:
@@ -252,9 +229,7 @@ def test_megatron_may_pad_the_vocabulary_and_nothing_else(releases: PathOf, tmp_
         writer.write(name, grown)
     writer.finish()
     found = verify(tmp_path / "padded", hf=releases("qwen2-tied")).findings
-    assert [(finding.code, finding.tensor) for finding in found if finding.code != "CK701"] == [
-        ("CK105", "decoder.final_layernorm.weight")
-    ]
+    assert [one.tensor for one in found if one.code == "CK105"] == ["decoder.final_layernorm.weight"]
 
 
 def test_without_a_config_beside_megatron_what_needs_it_is_skipped(converted: PathOf, copy_of: CopyOf) -> None:
@@ -279,3 +254,128 @@ def test_paths_that_do_not_exist_are_bad_input(tmp_path: Path, releases: PathOf)
         verify(tmp_path / "nowhere")
     with pytest.raises(CkptkitError, match="does not exist"):
         verify(releases("qwen2-tied"), source=tmp_path / "nowhere")
+
+
+# CK102, CK106, CK107 and CK201: headers read as strictly as safetensors does, dtypes that models compute in.
+
+
+NAME = "model.norm.weight"
+
+
+def edit_header_of(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Rewrites the header of the shard that holds NAME."""
+    edit_header(shard_of(path, NAME), change)
+    return shard_of(path, NAME)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("shape", [128.0], "128.0"),
+        ("shape", ["128"], "'128'"),
+        ("shape", [True, 128], "True"),
+        ("dtype", "BF17", "dtype 'BF17'"),
+        ("dtype", ["BF16"], "BF16"),
+    ],
+)
+def test_an_entry_that_safetensors_refuses(key: str, value: Any, said: str, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    shard = edit_header_of(path, lambda header: header[NAME].update({key: value}))
+    with pytest.raises(SafetensorError), safe_open(shard, "pt"):
+        pass
+    found = [finding for finding in verify(path).findings if finding.tensor == NAME and finding.code == "CK102"]
+    assert [finding.file for finding in found] == [str(shard)]
+    assert said in found[0].actual
+
+
+@pytest.mark.parametrize("value", [[], {"format": 1}, "pt"])
+def test_metadata_that_safetensors_refuses(value: Any, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
+    shard = edit_header_of(path, lambda header: header.update({"__metadata__": value}))
+    with pytest.raises(SafetensorError), safe_open(shard, "pt"):
+        pass
+    finding = only(verify(path))
+    assert (finding.code, finding.file) == ("CK102", str(shard))
+    assert "__metadata__" in finding.expected
+
+
+@pytest.mark.parametrize(
+    "change", [lambda header: header.pop("__metadata__"), lambda header: header.update({"__metadata__": None})]
+)
+def test_metadata_that_it_takes(change: Callable[[dict[str, Any]], None], fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    edit_header_of(path, change)
+    assert verify(path).findings == []
+
+
+def test_a_header_nested_too_deeply(fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
+    shard = edit_header_of(path, lambda header: None)
+    text = b"[" * 200_000
+    shard.write_bytes(len(text).to_bytes(8, "little") + text)
+    finding = only(verify(path))
+    assert (finding.code, finding.file) == ("CK102", str(shard))
+
+
+def set_total(path: Path) -> None:
+    content = json.loads((path / INDEX).read_text())
+    content["metadata"]["total_size"] = sum(tensor.nbytes for tensor in models.tensors(path).values())
+    (path / INDEX).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float64, torch.float8_e4m3fn])
+def test_weights_in_a_dtype_that_nothing_computes_in(dtype: torch.dtype, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    for layer in range(12):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        old = models.tensors(path)[name]
+        models.edit(path, name, torch.arange(old.numel()).reshape(old.shape).mul(layer + 1).remainder(97).to(dtype))
+    set_total(path)
+    report = verify(path)
+    found = [(finding.code, finding.tensor, finding.actual, finding.severity) for finding in report.findings]
+    assert found == [("CK107", "model.layers.{0..11}.mlp.up_proj.weight", str(dtype).removeprefix("torch."), "error")]
+    assert next(check.status for check in report.checks if check.code == "CK204") == "passed"
+
+
+def test_eight_bits_that_the_config_announces(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    for layer in range(12):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        models.edit(path, name, models.tensors(path)[name].to(torch.float8_e4m3fn))
+    set_total(path)
+    edit_config(path, quantization_config={"quant_method": "fp8"})
+    # The dtype is right; that no scale is there, and that gate is in BF16, is for others to say.
+    codes = {finding.code for finding in verify(path).findings}
+    assert "CK107" not in codes
+    assert {"CK303", "CK306"} <= codes
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_config_of_another_dtype_is_a_warning(key: str, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
+    edit_config(path, **{key: "float16"})
+    finding = only(verify(path))
+    assert (finding.code, finding.severity) == ("CK107", "warning")
+    assert (finding.expected, finding.actual) == (f"{key} bfloat16, as most weights are", f"{key} float16")
+
+
+@pytest.mark.parametrize("metadata", [{"total_size": 5}, {}])
+def test_a_total_size_does_not_hide_values(metadata: dict[str, int], fresh: PathOf) -> None:
+    path, name = fresh("qwen2-tied"), "model.layers.4.mlp.up_proj.weight"
+    models.edit(path, name, torch.zeros_like(models.tensors(path)[name]))
+    content = json.loads((path / INDEX).read_text())
+    (path / INDEX).write_text(json.dumps(content | {"metadata": metadata}))
+    found = verify(path).findings
+    assert [(finding.code, finding.severity) for finding in found] == [("CK106", "warning"), ("CK205", "error")]
+
+
+def test_a_file_of_which_nothing_can_be_read_is_one_finding(fresh_megatron: PathOf, only: OnlyFinding) -> None:
+    path = fresh_megatron("qwen2-tied")
+    file = path / "release" / "__0_0.distcp"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    report = verify(path, source=path)
+    finding = only(report)
+    assert (finding.code, finding.actual.startswith(f"{file}: "), finding.count) == ("CK201", True, 146)
+    reasons = {check.code: check.reason for check in report.checks if check.status == "skipped"}
+    assert set(reasons) == {f"CK20{digit}" for digit in range(2, 10)}
+    assert all("CK201" in (reason or "") for reason in reasons.values())

@@ -282,10 +282,8 @@ def test_inspect_and_convert_say_where_the_link_leads(file: str, snapshot: Path,
 def test_preflight_says_that_the_config_of_a_launch_is_a_link_to_nothing(snapshot: Path, only: OnlyFinding) -> None:
     (blobs_of(snapshot) / "config.json").unlink()
     finding = only(preflight(hf_checkpoint=snapshot))
-    assert (finding.code, finding.actual) == (
-        "CK714",
-        "its config.json is a link to ../../blobs/config.json, where nothing is",
-    )
+    assert finding.code == "CK714"
+    assert "a link to ../../blobs/config.json" in finding.actual
     assert "hf download org/some-model" in finding.hint
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import models
-from support.fixture_types import PathOf, RunAlone
+from support.fixture_types import OnlyFinding, PathOf, RunAlone
+from support.forking import run_script
 
 from verify.run import verify
 
@@ -151,3 +154,143 @@ def test_a_directory_with_config_alone_is_said_to_have_no_weights(releases: Path
     skipped = {one.code: one.reason for one in report.checks if one.code in ("CK102", "CK104", "CK105", "CK107")}
     assert set(skipped.values()) == {"not run because there are no weights (CK103)"}
     assert "nothing was compared" not in str(report.findings)
+
+
+# Two sets of weights in one directory: who reads which, as transformers and SGLang themselves do, and no loss.
+
+
+INDEX_, SINGLE, NORM = "model.safetensors.index.json", "model.safetensors", "model.norm.weight"
+KEEP = "may be the only copy of what was trained"
+# The files that SGLang's loader chooses in a directory.
+SGLANG = """
+import json, sys
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.model_loader import loader
+loader.get_server_args = lambda: None
+for path in sys.argv[1:]:
+    found = loader.DefaultModelLoader(LoadConfig())._prepare_weights(path, None, True)[1]
+    print("files", json.dumps(sorted(file.rpartition("/")[2] for file in found)))
+"""
+
+
+@pytest.fixture
+def both(fresh: PathOf) -> Path:
+    """Shards with an index, and a newer model.safetensors: what `save_pretrained` with larger shards leaves behind."""
+    path = fresh("qwen2-tied")
+    trained = {name: tensor + 1 if name == NORM else tensor for name, tensor in models.tensors(path).items()}
+    save_file(trained, path / SINGLE, metadata={"format": "pt"})
+    for file in path.glob("*-of-*.safetensors"):
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+    os.utime(path / SINGLE, (1_750_000_000, 1_750_000_000))
+    return path
+
+
+@pytest.fixture
+def without_index(tmp_path: Path) -> Path:
+    models.save("qwen2-tied", tmp_path / "one", shard_size="1GB")
+    shutil.copy(tmp_path / "one" / SINGLE, tmp_path / "one" / "old.safetensors")
+    return tmp_path / "one"
+
+
+def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(both: Path, only: OnlyFinding) -> None:
+    finding = only(verify(both))
+    assert (finding.code, finding.severity, finding.file) == ("CK104", "error", str(both / SINGLE))
+    assert f"last modified: {SINGLE} (2025-06-15 15:06:40 UTC)" in finding.actual
+    assert KEEP in finding.hint
+    os.utime(both / SINGLE, (1_600_000_000, 1_600_000_000))
+    actual = only(verify(both)).actual
+    assert f"last modified: {SINGLE}" not in actual
+    assert "(2023-11-14 22:13:20 UTC)" in actual
+
+
+def test_transformers_takes_the_single_file(both: Path, releases: PathOf) -> None:
+    from transformers import AutoModelForCausalLM
+
+    held = AutoModelForCausalLM.from_pretrained(both, dtype=torch.bfloat16).state_dict()[NORM]
+    assert torch.equal(held, models.tensors(releases("qwen2-tied"))[NORM] + 1)
+
+
+@pytest.mark.sglang
+def test_sglang_takes_the_shards_and_without_an_index_every_file(
+    both: Path, without_index: Path, only: OnlyFinding
+) -> None:
+    printed = run_script("sglang", SGLANG, both, without_index)
+    chosen = [json.loads(line.removeprefix("files ")) for line in printed.splitlines() if line.startswith("files ")]
+    shards = set(json.loads((both / INDEX_).read_text())["weight_map"].values())
+    assert chosen == [sorted(shards), [SINGLE, "old.safetensors"]]
+    finding = only(verify(without_index))
+    assert finding.actual.startswith(f"SGLang reads old.safetensors too, transformers {SINGLE} alone; last modified: ")
+    assert KEEP in finding.hint
+
+
+def test_file_that_the_index_does_not_name_is_not_to_be_deleted(fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
+    save_file({NORM: torch.ones(128, dtype=torch.bfloat16)}, path / "old.safetensors")
+    finding = only(verify(path))
+    assert finding.actual.startswith("the index names none of its tensors, and loaders follow it; last modified: ")
+    assert KEEP in finding.hint
+
+
+def test_shards_under_other_names_are_one_finding_of_each_check(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    shards = sorted(path.glob("model-*.safetensors"))
+    for shard in shards:
+        shard.rename(path / shard.name.replace("model", "weights"))
+    first, more = shards[0].name, len(shards) - 1
+    other = first.replace("model", "weights")
+    found = {one.code: one for one in verify(path).findings}
+    assert len(verify(path).findings) == len(found) == 3
+    assert found["CK102"].actual == f"{first} and {more} more: missing"
+    assert found["CK104"].actual.startswith(f"{other} and {more} more: the index names none of their tensors, and ")
+    assert found["CK108"].hint == f"rename {other} to {first}, and {more} more in the same way"
+
+
+def twice(path: Path, other: str, **changed: torch.Tensor) -> str:
+    """Stores the norm, or what was `changed` of it, in the file of another tensor too; returns the norm's own file."""
+    index = json.loads((path / INDEX_).read_text())
+    home = index["weight_map"][NORM]
+    tensors = load_file(path / other) if (path / other).exists() else {}
+    if not tensors:
+        index["weight_map"]["another"] = other
+        (path / INDEX_).write_text(json.dumps(index))
+    save_file({**tensors, NORM: changed.get("norm", models.tensors(path)[NORM])}, path / other)
+    os.utime(path / home, (1_700_000_000, 1_700_000_000))
+    return str(home)
+
+
+def embedding_file(path: Path) -> str:
+    return str(json.loads((path / INDEX_).read_text())["weight_map"]["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("norm", "said"),
+    [
+        (None, "with the same bytes"),
+        (torch.zeros(128, dtype=torch.bfloat16), "with other values (1 of 1)"),
+        (torch.ones(128), "with another shape or dtype (1 of 1)"),
+        (torch.ones(64, dtype=torch.bfloat16), "with another shape or dtype (1 of 1)"),
+    ],
+)
+@pytest.mark.parametrize("lone", [False, True])
+def test_tensor_in_two_shards(norm: torch.Tensor | None, said: str, lone: bool, fresh: PathOf) -> None:
+    """The index names one copy; the other file is only to be moved if nothing else that is needed is in it."""
+    path = fresh("qwen2-tied")
+    other = "copy.safetensors" if lone else embedding_file(path)
+    home = twice(path, other, **({} if norm is None else {"norm": norm}))
+    (found,) = (one for one in verify(path).findings if one.tensor == NORM and one.code == "CK104")
+    assert set(found.actual.partition(", ")[0].removeprefix("stored in ").split(" and ")) == {home, other}
+    assert f", {said}; the index names {home}; last modified: {other} (" in found.actual
+    assert found.hint.startswith(f"move {other} elsewhere" if lone else f"write {other} again without these tensors: ")
+    assert KEEP in found.hint
+
+
+def test_two_saves_in_one_index_are_a_finding_for_each_pair_of_files(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    index = json.loads((path / INDEX_).read_text())
+    first, second, *_ = sorted(set(index["weight_map"].values()))
+    for number, file in enumerate((first, second)):
+        shutil.copyfile(path / file, path / f"copy-{number}.safetensors")
+        index["weight_map"][f"another.{number}"] = f"copy-{number}.safetensors"
+    (path / INDEX_).write_text(json.dumps(index))
+    found = [one for one in verify(path).findings if one.expected == "each tensor in one shard"]
+    assert {one.names for one in found} == {frozenset(load_file(path / file)) for file in (first, second)}
