@@ -100,14 +100,11 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         where = "config.json"
     if is_another_model(here, there):
         tally.compared(0)
-        values = subject.found(read_values)
-        yield Issue(
-            f"the model of the source: {describe_model(there)}",
-            f"another model than the source: {describe_model(here)} instead of {describe_model(there)}",
-            "check --source, and the path of the checkpoint",
-            file=where,
-            explains={*values.compared, *values.only_here, *values.only_source} if values else (),
-        )
+        values, source = subject.found(read_values), describe_model(there)
+        explains = {*values.compared, *values.only_here, *values.only_source} if values else ()
+        actual = f"another model than the source: {describe_model(here)} instead of {source}"
+        hint = "check --source, and the path of the checkpoint"
+        yield Issue(f"the model of the source: {source}", actual, hint, file=where, explains=explains)
         return
     for one in config_differences(here, there, tally):
         expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"

@@ -81,9 +81,8 @@ def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Patc
         grouped[fault.file, fault.expected, fault.hint].append(fault)
     for (path, expected, hint), found in grouped.items():
         more = f", and {len(found) - 1} more tensors likewise" if found[1:] else ""
-        yield Issue(
-            expected, f"{found[0].actual}{more}", hint, names=[one.name for one in found], file=path, together=True
-        )
+        names = [one.name for one in found]
+        yield Issue(expected, f"{found[0].actual}{more}", hint, names=names, file=path, together=True)
 
 
 @check(

@@ -119,9 +119,8 @@ def _config_dtype(
         stated = config.get(key)
         if stated is not None and str(stated).removeprefix("torch.") not in (stored, "auto"):
             hint = f"set {key} to the dtype of the weights: loaders cast all weights to it"
-            yield Issue(
-                f"{key} {stored}, as most weights are", f"{key} {stated}", hint, file="config.json", severity="warning"
-            )
+            expected = f"{key} {stored}, as most weights are"
+            yield Issue(expected, f"{key} {stated}", hint, file="config.json", severity="warning")
 
 
 def _trained_dtype(subject: Subject, stored: str) -> Iterator[Issue]:
@@ -131,12 +130,6 @@ def _trained_dtype(subject: Subject, stored: str) -> Iterator[Issue]:
     except CkptkitError:
         return  # CK111 says why they cannot be read
     if isinstance(stated, Dtype) and stated.name != stored:
-        where = subject.megatron_files.args_file
+        expected, where = f"params_dtype {stored}, as most weights are", subject.megatron_files.args_file
         hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
-        yield Issue(
-            f"params_dtype {stored}, as most weights are",
-            f"params_dtype {stated.name}",
-            hint,
-            file=where,
-            severity="warning",
-        )
+        yield Issue(expected, f"params_dtype {stated.name}", hint, file=where, severity="warning")

@@ -63,13 +63,11 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     tally.compared(0)
     if is_legacy(weights):
+        actual = "Megatron's legacy format (mp_rank_*)"
         hint = (
-            "Megatron loads it at the same parallel sizes only, and nothing more can be checked: export it and "
-            "convert the export"
+            "Megatron loads it at the same parallel sizes only, and no more is checked: export, and convert that"
         )
-        yield Issue(
-            "a torch_dist checkpoint", "Megatron's legacy format (mp_rank_*)", hint, file=weights, severity="warning"
-        )
+        yield Issue("a torch_dist checkpoint", actual, hint, file=weights, severity="warning")
         return
     files.readable  # noqa: B018 - raises for a format that is not torch_dist
     layout, damage = None, None
@@ -90,10 +88,8 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, refusal.message, refusal.hint or "", file=weights, severity=severity)
     if not files.opened.specs:
         inside = summarize(files.metadata.keys)
-        hint = "give the directory that holds the model, or save it again"
-        yield Issue(
-            "the weights of a model", f"none, only {inside}" if inside else "none", hint, file=weights / ".metadata"
-        )
+        hint, actual = "give the directory that holds the model, or save it again", f"none, only {inside}"
+        yield Issue("the weights of a model", actual if inside else "none", hint, file=weights / ".metadata")
     common = files.opened.common
     if state := described(training_state(files.metadata, common)):
         tally.facts[TRAINING_STATE] = [state]

@@ -51,9 +51,8 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for lost, there in ("kv", "vk"):
         names = [f"{module}.{there}_scale" for module, kinds in found.items() if lost not in kinds]
         severity = worst((own, _SEVERITY[lost]))
-        yield Issue(
-            "scales of keys and of values", f"{lost}_scale is not stored", _HINT, names=names, severity=severity
-        )
+        actual = f"{lost}_scale is not stored"
+        yield Issue("scales of keys and of values", actual, _HINT, names=names, severity=severity)
     if config is None or not (found or calibrated):
         return
     layers = dims_of(config).layers

@@ -58,9 +58,8 @@ def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tall
         module = stored.name.removesuffix(".weight")
         asked = module == "lm_head" and floats.of_module is not None and floats.of_module(module) is not None
         if module in forbidden and not asked:
-            yield Issue(
-                f"{forbidden[module]} unquantized", f"stored in {short(stored)}", hint, names=[stored.codes.name]
-            )
+            names = [stored.codes.name]
+            yield Issue(f"{forbidden[module]} unquantized", f"stored in {short(stored)}", hint, names=names)
 
 
 def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:

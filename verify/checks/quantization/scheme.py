@@ -164,15 +164,11 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip("no tensor is the weight of a layer (CK104)")
     tally.compared(0, len(schemes))
     if form is not None and not form.sglang_experts:
-        yield Issue(
-            "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order",
-            "as compressed-tensors stores them, [rows / 8, groups], which SGLang 0.5.16 and 0.5.23 take for others",
-            "quantize the experts again symmetrically, or with --reader sglang; or serve with vLLM, and give "
-            "--reader vllm",
-            names=[
-                module + ZERO_POINT for module, scheme in schemes if scheme and scheme.zero_points and is_expert(module)
-            ],
-        )
+        expected = "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order"
+        actual = "as compressed-tensors stores them, [rows / 8, groups], which SGLang 0.5.16 and 0.5.23 take for others"
+        shifted = [module for module, scheme in schemes if scheme and scheme.zero_points and is_expert(module)]
+        hint = "quantize them again symmetrically, or with --reader sglang; or serve with vLLM, and give --reader vllm"
+        yield Issue(expected, actual, hint, names=[module + ZERO_POINT for module in shifted])
 
 
 @check(

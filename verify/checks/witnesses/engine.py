@@ -153,9 +153,8 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
         yield Issue(expected, actual, move, names=[name], rank=rank, severity=severity, file=None)
     named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *other.changed)}
     by_checker = sorted({*step.unequal} - named - {*other.unequal})
-    yield Issue(
-        expected, f"{label}'s weight checker found other bits after {step.name}", hint, names=by_checker, file=None
-    )
+    actual = f"{label}'s weight checker found other bits after {step.name}"
+    yield Issue(expected, actual, hint, names=by_checker, file=None)
 
 
 @check(
