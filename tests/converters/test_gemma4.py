@@ -22,7 +22,7 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from converters.planner import dims_of, expected_hf
 from converters.stored import as_stored
-from verify.checks.config.engine_keys import keys_of
+from verify.checks.config.spellings import keys_of
 from verify.launch.checks.fit import engine_fit
 from verify.launch.stacks.sizes import Cut
 from verify.report import Report

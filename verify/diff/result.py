@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptkit.core.specs import fold
-from verify.diff.distance import Distance
-from verify.diff.pairs import Move, Pair
+from verify.diff.pairs import Distance, Move, Pair
 from verify.evidence.folding import group_by_pattern
 
 SCHEMA = "ckptkit-diff/1"

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ckptkit.formats.torch_dist.optimizer import is_flattened, is_padding, unflattened
 from ckptkit.formats.torch_dist.reader import read_metadata
 from verify.check import Tally
-from verify.checks.headers.optimizer import no_optimizer, optimizer_whole
-from verify.checks.values.optimizer import masters_round, optimizer_sound
+from verify.checks.values.optimizer import masters_round, no_optimizer, optimizer_sound, optimizer_whole
 from verify.evidence.subject import Subject
 from verify.report import Finding
 from verify.run import verify

@@ -64,9 +64,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0)
     if is_legacy(weights):
         actual = "Megatron's legacy format (mp_rank_*)"
-        hint = (
-            "Megatron loads it at the same parallel sizes only, and no more is checked: export, and convert that"
-        )
+        hint = "Megatron loads it at the same parallel sizes only, and no more is checked: export, and convert that"
         yield Issue("a torch_dist checkpoint", actual, hint, file=weights, severity="warning")
         return
     files.readable  # noqa: B018 - raises for a format that is not torch_dist

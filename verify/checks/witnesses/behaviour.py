@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verify.check import Tally, Unable, check
-from verify.checks.witnesses.megatron import finished
-from verify.checks.witnesses.slices import ranks_named
+from verify.checks.witnesses.megatron import finished, ranks_named
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if

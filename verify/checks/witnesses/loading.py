@@ -13,7 +13,7 @@ from converters.passthrough import lost_towers
 from converters.planner import dims_of, expected_hf
 from verify.check import Run, Skip, Tally, Unable, Unless, always, check, without
 from verify.checks.config.config import is_parallel
-from verify.checks.config.engine_keys import keys_of
+from verify.checks.config.spellings import keys_of
 from verify.checks.witnesses.hints import (
     KEEP_ROUTER,
     how_shared_expert,
