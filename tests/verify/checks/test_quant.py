@@ -13,7 +13,7 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import load_file, save_file
+from mutations.edits import replace
 from support import models, quantized
 from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
 from torch import Tensor
@@ -42,20 +42,6 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("int4") / "glm4_moe"
     quantize(releases("glm4_moe"), path, QuantScheme(32, "qmax7"))
     return path
-
-
-def replace(path: Path, old: list[str], new: dict[str, torch.Tensor]) -> None:
-    """Puts the tensors `new` in the place of `old`, in the shard of the first, and makes the index say so."""
-    index = json.loads((path / INDEX).read_text())
-    shard = path / index["weight_map"][old[0]]
-    content = {name: tensor for name, tensor in load_file(shard).items() if name not in old} | new
-    save_file(content, shard, metadata={"format": "pt"})
-    for name in old:
-        models_shard = path / index["weight_map"].pop(name)
-        assert models_shard == shard
-    index["weight_map"] |= dict.fromkeys(new, shard.name)
-    index["metadata"]["total_size"] = sum(tensor.nbytes for tensor in models.tensors(path).values())
-    (path / INDEX).write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
@@ -130,7 +116,7 @@ def test_parts_of_the_wrong_shape(
     part: str, tensor: torch.Tensor, expected: str, actual: str, int4: Path, copy_of: CopyOf
 ) -> None:
     path = copy_of(int4)
-    replace(path, [f"{EXPERT}.{part}"], {f"{EXPERT}.{part}": tensor})
+    replace(path, {f"{EXPERT}.{part}": tensor})
     found = [finding for finding in verify(path).findings if finding.code == "CK303"]
     assert [finding.tensor for finding in found] == [f"{EXPERT}.{part}"]
     assert expected in found[0].expected

@@ -18,6 +18,7 @@ from ckptkit.core.errors import CkptkitError
 from verify.report import CheckResult, Finding, Report
 from verify.reports import FORMATS, fault_of, text_of, write_report
 
+BIAS = "model.layers.{2..11}.mlp.gate.bias"
 REPORT = Report(
     version="0.1.0",
     command=("ckptkit", "verify", "/data/a b"),
@@ -29,16 +30,7 @@ REPORT = Report(
         CheckResult("CK501", "SGLang loads the checkpoint", "skipped", "sglang is not installed"),
     ),
     findings=(
-        Finding(
-            "CK203",
-            "float32",
-            "bfloat16",
-            "convert <again>",
-            "model.layers.{2..11}.mlp.gate.bias",
-            10,
-            "/data/a b/1.safetensors",
-            "tp0pp1",
-        ),
+        Finding("CK203", "float32", "bfloat16", "convert <again>", BIAS, 10, "/data/a b/1.safetensors", "tp0pp1"),
         Finding("CK101", "one \x1b[31mdtype", "two", "look", severity="warning"),
     ),
     facts={"pipeline stages": ["stage 0: layers {0..5}"]},
@@ -77,19 +69,11 @@ def test_markdown() -> None:
 def test_junit() -> None:
     suite = ElementTree.fromstring(text_of(REPORT, ".xml")).find("testsuite")  # noqa: S314 - our own
     assert suite is not None
-    assert {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped", "time")} == {
-        "tests": "3",
-        "failures": "1",
-        "errors": "0",
-        "skipped": "1",
-        "time": "1.625",
-    }
+    keys = ("tests", "failures", "errors", "skipped", "time")
+    assert [suite.get(key) for key in keys] == ["3", "1", "0", "1", "1.625"]
     passed, failed, skipped = suite.findall("testcase")
-    assert (passed.get("classname"), passed.get("name"), passed.get("time")) == (
-        "ckptkit.files",
-        "CK101 config.json describes a supported model",
-        "0.125",
-    )
+    name = "CK101 config.json describes a supported model"
+    assert (passed.get("classname"), passed.get("name"), passed.get("time")) == ("ckptkit.files", name, "0.125")
     assert (passed.find("failure"), passed.findtext("system-out")) == (
         None,
         "CK101-1 warning\n  expected: one \\x1b[31mdtype\n  actual: two\n  next: look",
