@@ -160,42 +160,14 @@ def test_plain_weights_against_their_fp8_release_are_compared_bit_for_bit(
     assert found(verify(path, source=fp8)) == {("CK202", EXPERT)}
 
 
-def scale_off(path: Path) -> None:
-    name = f"{EXPERT}_scale_inv"
+def test_planted_fault_in_fp8_is_found_by_name(fp8: Path, copy_of: CopyOf, alone: RunAlone, releases: PathOf) -> None:
+    path, name = copy_of(fp8), f"{EXPERT}_scale_inv"
     scale = models.tensors(path)[name]
     scale[1, 2] *= 1.25
     models.edit(path, name, scale)
-
-
-def blocks_swapped(path: Path) -> None:
-    codes = models.tensors(path)[EXPERT].view(torch.uint8)
-    first, second = codes[:16, :16].clone(), codes[16:32, 16:32].clone()
-    codes[:16, :16], codes[16:32, 16:32] = second, first
-    models.edit(path, EXPERT, codes.view(torch.float8_e4m3fn))
-
-
-def block_zeroed(path: Path) -> None:
-    codes = models.tensors(path)[EXPERT].view(torch.uint8)
-    codes[16:32, :16] = 0
-    models.edit(path, EXPERT, codes.view(torch.float8_e4m3fn))
-
-
-def expert_of_another_slot(path: Path) -> None:
-    stored = models.tensors(path)
-    for ending in ("", "_scale_inv"):
-        models.edit(path, EXPERT + ending, stored[OTHER + ending].clone())
-
-
-@pytest.mark.parametrize("damage", [scale_off, blocks_swapped, block_zeroed, expert_of_another_slot])
-def test_planted_fault_in_fp8_is_found_by_name(
-    damage: Callable[[Path], None], fp8: Path, copy_of: CopyOf, alone: RunAlone, releases: PathOf
-) -> None:
-    path = copy_of(fp8)
-    damage(path)
     _, findings = alone("CK305", path, source_path=releases("qwen3_moe"))
     assert [(finding.tensor, finding.severity) for finding in findings] == [(EXPERT, "error")]
-    if damage in (scale_off, block_zeroed):
-        assert "rows 16..31" in findings[0].actual
+    assert "rows 16..31" in findings[0].actual
 
 
 def test_transposed_scales_and_a_missing_scale_are_found_by_name(

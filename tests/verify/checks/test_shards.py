@@ -144,18 +144,6 @@ def test_adapters_of_megatron(fresh_megatron: PathOf, alone: RunAlone) -> None:
     )
 
 
-def test_a_directory_with_config_alone_is_said_to_have_no_weights(releases: PathOf, tmp_path: Path) -> None:
-    for name in ("config.json", "generation_config.json"):
-        (tmp_path / name).write_bytes((releases("qwen3_moe") / name).read_bytes())
-    report = verify(tmp_path)
-    (found,) = [one for one in report.findings if one.severity == "error"]
-    assert (found.code, found.expected) == ("CK103", "model.safetensors.index.json, or a single model.safetensors")
-    assert found.actual == "no weights: only config.json, generation_config.json"
-    skipped = {one.code: one.reason for one in report.checks if one.code in ("CK102", "CK104", "CK105", "CK107")}
-    assert set(skipped.values()) == {"not run because there are no weights (CK103)"}
-    assert "nothing was compared" not in str(report.findings)
-
-
 # Two sets of weights in one directory: who reads which, as transformers and SGLang themselves do, and no loss.
 
 
@@ -220,14 +208,6 @@ def test_sglang_takes_the_shards_and_without_an_index_every_file(
     assert chosen == [sorted(shards), [SINGLE, "old.safetensors"]]
     finding = only(verify(without_index))
     assert finding.actual.startswith(f"SGLang reads old.safetensors too, transformers {SINGLE} alone; last modified: ")
-    assert KEEP in finding.hint
-
-
-def test_file_that_the_index_does_not_name_is_not_to_be_deleted(fresh: PathOf, only: OnlyFinding) -> None:
-    path = fresh("qwen2-tied")
-    save_file({NORM: torch.ones(128, dtype=torch.bfloat16)}, path / "old.safetensors")
-    finding = only(verify(path))
-    assert finding.actual.startswith("the index names none of its tensors, and loaders follow it; last modified: ")
     assert KEEP in finding.hint
 
 
