@@ -139,7 +139,7 @@ def _verdict(
         return "only tensors that config.json promises", place, hint
     if not stored:
         lost = indexed and listed
-        place = f"in no {'shard' if subject.is_hf else '.metadata'}" + ", though the index lists it" * lost
+        place = ("in no shard" if subject.is_hf else "not in .metadata") + ", though the index lists it" * lost
         hint = why.why_missing(name) if why and not lost else "convert or download it again; loading leaves it random"
         return "stored, as config.json promises" if promised else "stored", place, hint
     hint = "restore the index: a loader that follows it leaves this tensor random"
